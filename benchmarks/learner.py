@@ -1,0 +1,133 @@
+"""What merging costs the training thread: snapshot and apply of one fragment, beside an inner step of a 50 M model.
+
+With P = H one round per inner step is the most that pacing allows, so a step has at most one snapshot and one apply.
+Run alone:
+
+    python benchmarks/learner.py [--json] [--threads N] [--steps N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from diloco_node.core.fragments import build_manifest
+from diloco_node.core.types import CarryMode, Codec
+from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.model import ByteGPT, ModelSettings
+from diloco_node.learner.tensors import ModelTensors
+from diloco_node.wire.learner_link import SnapshotReady, SnapshotWanted, VersionOffered
+
+FRAGMENTS = 24
+SHAPE = ModelSettings(layers=10, dim=640, heads=10, context=64)
+BATCH = 8
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Bench:
+    """A 50 M model with its optimizer, and the island that holds it."""
+
+    def __init__(self) -> None:
+        self.model = ByteGPT(SHAPE)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.windows = torch.randint(0, 256, (BATCH, SHAPE.context + 1))
+        tensors = ModelTensors(self.model)
+        self.manifest = build_manifest(tensors.specs, FRAGMENTS)
+        inbox_bytes, outbox_bytes = area_sizes(self.manifest, Codec.INT4)
+        self.inbox = np.zeros(inbox_bytes // 4, np.float32)
+        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.island = Island(
+            tensors,
+            self.manifest,
+            IslandSettings("bench", 1, Codec.INT4, CarryMode.CARRY, 96),
+            inbox=self.inbox,
+            outbox=np.zeros(outbox_bytes, np.uint8),
+            answer=self.answers.put,
+        )
+        self.island.write_initial_state()
+        for index in range(FRAGMENTS):
+            self.island.apply(VersionOffered(index, 0, -1))
+
+    def inner_step(self) -> None:
+        """Forward, backward, AdamW."""
+        loss = self.model.loss(self.windows)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.island.step += 1
+        self.island.tokens += BATCH * SHAPE.context
+
+    def round(self, index: int, version: int) -> tuple[float, float, float]:
+        """Seconds that the snapshot and the apply took the training thread, and until the contribution was encoded."""
+        wanted = SnapshotWanted(index, version, version - 1)
+        start = time.perf_counter()
+        self.island.snapshot(wanted)
+        snapshot_s = time.perf_counter() - start
+        answer = self.answers.get(timeout=60)
+        encoded_s = time.perf_counter() - start
+        assert isinstance(answer, SnapshotReady), answer
+        offered = VersionOffered(index, version, answer.contribution.snapshot)
+        return snapshot_s, timed(lambda: self.island.apply(offered)), encoded_s
+
+
+def measure(steps: int) -> dict[str, float]:
+    """Medians over `steps` inner steps, each followed by one round of the next fragment."""
+    bench = Bench()
+    bench.inner_step()
+    for index in range(FRAGMENTS):
+        bench.round(index, 1)  # touches every page once, as a run's first cycle does
+    inner, rounds = [], []
+    for number in range(steps):
+        inner.append(timed(bench.inner_step))
+        rounds.append(bench.round(number % FRAGMENTS, 2 + number // FRAGMENTS))
+    snapshot_s, apply_s, encoded_s = (statistics.median(column) for column in zip(*rounds, strict=True))
+    step_s = statistics.median(inner)
+    return {
+        "parameters": bench.manifest.size,
+        "fragments": FRAGMENTS,
+        "threads": torch.get_num_threads(),
+        "tokens_per_step": BATCH * SHAPE.context,
+        "step_seconds": step_s,
+        "snapshot_seconds": snapshot_s,
+        "apply_seconds": apply_s,
+        "encoded_after_seconds": encoded_s,
+        "share_of_step": (snapshot_s + apply_s) / step_s,
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as cores")
+    parser.add_argument("--steps", type=int, default=12)
+    given = parser.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    found = measure(given.steps)
+    if given.json:
+        print(json.dumps(found))
+        return
+    print(
+        f"{found['parameters'] / 1e6:.1f} M parameters, P = {FRAGMENTS}, {found['threads']:.0f} threads: inner step "
+        f"{found['step_seconds'] * 1e3:.0f} ms, snapshot {found['snapshot_seconds'] * 1e3:.2f} ms, apply "
+        f"{found['apply_seconds'] * 1e3:.2f} ms, together {found['share_of_step']:.2%} of a step; encoded "
+        f"{found['encoded_after_seconds'] * 1e3:.1f} ms after the request"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The real world: gRPC, disk, Unix socket and shared memory, certificates, the admin API."""

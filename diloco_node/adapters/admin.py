@@ -1,0 +1,257 @@
+"""The operator's HTTP port: health, metrics, status, and the few commands that change something.
+
+Bound to loopback, and to a Unix socket in the state folder (mode 0600): that one is reached by path also from another
+network namespace, where this loopback is not. A container adds the one address (`host`) at which a port published on
+its machine's loopback arrives. The Host header must name loopback (DNS rebinding), and what changes state is POST with
+the bearer token from `admin.token` in the state folder (CSRF). GET never changes anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from diloco_node.errors import BindError, ConfigError, DilocoError
+from diloco_node.memory import socket_path
+
+TOKEN_FILE: Final = "admin.token"
+SOCKET_FILE: Final = "admin.sock"
+"""Where it lies: `memory.socket_path(state_dir, SOCKET_FILE)`."""
+
+LOOPBACK: Final = "127.0.0.1"
+BODY_BYTES_MAX: Final = 64 * 1024
+PROGRESS_S: Final = 0.5
+"""Between two lines of a measurement that goes on: so soon it is seen, too, that who asked is gone."""
+
+HOSTS_ALLOWED: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+
+
+@dataclass(frozen=True, slots=True)
+class AdminHandlers:
+    """What the admin port shows and does; all are called on the event loop, and all but `measure` return at once.
+
+    Attributes:
+        status: the status document, ready for JSON.
+        not_ready_reason: "" when the region trains (or has finished), else why not.
+        finish: ask the run to end after one last round per fragment; the argument is the reason.
+        set_budget: change the bandwidth budget (`node.budget.changed_plan`); returns the new one. Raises ConfigError.
+        measure: carry out a measurement (`node.measure_command`); calls its second argument with what goes on, returns
+            the document. Cancelled when the caller goes away. Raises DilocoError.
+        pardon: end a peer's quarantine and forget its strikes; whether there was anything. Raises ConfigError.
+    """
+
+    status: Callable[[], Mapping[str, Any]]
+    not_ready_reason: Callable[[], str]
+    finish: Callable[[str], None]
+    set_budget: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    measure: Callable[[Mapping[str, Any], Callable[[str], None]], Coroutine[Any, Any, Mapping[str, Any]]]
+    pardon: Callable[[str], bool]
+
+
+class AdminServer:
+    """Serves AdminHandlers on 127.0.0.1 and on the Unix socket.
+
+    Args:
+        port: on loopback; 0: a free one. state_dir: the region's folder, for the token and the socket.
+        host: another address of this machine to bind as well, at the same port; none when it is 127.0.0.1.
+    """
+
+    def __init__(
+        self,
+        handlers: AdminHandlers,
+        registry: CollectorRegistry,
+        *,
+        port: int,
+        state_dir: Path,
+        host: str = LOOPBACK,
+    ) -> None:
+        self._handlers = handlers
+        self._registry = registry
+        self._host = host
+        self._port = port
+        self._state_dir = state_dir
+        self._token = ""
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def port(self) -> int:
+        """The port bound (useful when 0 was asked for)."""
+        return self._port
+
+    async def start(self) -> None:
+        """Bind and serve.
+
+        Raises:
+            BindError: the port is taken, or the socket can't be made.
+        """
+        self._token = load_token(self._state_dir)
+        app = web.Application(middlewares=[_check_host], client_max_size=BODY_BYTES_MAX)
+        app.add_routes(
+            [
+                web.get("/livez", self._livez),
+                web.get("/readyz", self._readyz),
+                web.get("/metrics", self._metrics),
+                web.get("/api/v1/status", self._status),
+                web.post("/api/v1/finish", self._finish),
+                web.post("/api/v1/budget", self._set_budget),
+                web.post("/api/v1/measure", self._measure),
+                web.post("/api/v1/pardon", self._pardon),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
+        await self._runner.setup()
+        # In this order: with port 0 loopback chooses, and the other address takes the same.
+        for host in dict.fromkeys((LOOPBACK, self._host)):
+            await self._bind(self._runner, host)
+        path = socket_path(self._state_dir, SOCKET_FILE)
+        try:
+            # The state folder has one daemon at a time (its lock), so a socket that lies there is a dead one's.
+            path.unlink(missing_ok=True)
+            await web.UnixSite(self._runner, str(path)).start()
+            path.chmod(0o600)
+        except OSError as error:
+            await self._runner.cleanup()
+            raise BindError(f"{path} can't be bound ({error.strerror}); is the state folder writable?") from error
+
+    async def _bind(self, runner: web.AppRunner, host: str) -> None:
+        site = web.TCPSite(runner, host, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            raise BindError(
+                f"admin port {host}:{self._port} can't be bound ({error.strerror}). "
+                f"Free it, or set another: [regions.NAME] admin_port (and admin_host) in run.toml, or --admin-port."
+            ) from error
+        sockets = site._server.sockets if site._server is not None else ()  # type: ignore[attr-defined]
+        for sock in sockets:
+            self._port = sock.getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close the port."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _livez(self, request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, request: web.Request) -> web.Response:
+        reason = self._handlers.not_ready_reason()
+        if reason:
+            return web.Response(status=503, text=f"not ready: {reason}\n")
+        return web.Response(text="ok\n")
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(dict(self._handlers.status()))
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        if not self._may_command(request):
+            return self._refusal()
+        self._handlers.finish("asked by the operator")
+        return web.json_response({"accepted": True}, status=202)
+
+    async def _set_budget(self, request: web.Request) -> web.Response:
+        if not self._may_command(request):
+            return self._refusal()
+        try:
+            document = await _document(request)
+            return web.json_response({"budget": dict(self._handlers.set_budget(document))})
+        except ConfigError as error:
+            return web.json_response({"error": str(error)}, status=400)
+
+    async def _pardon(self, request: web.Request) -> web.Response:
+        if not self._may_command(request):
+            return self._refusal()
+        try:
+            peer = (await _document(request)).get("peer")
+            if not isinstance(peer, str):
+                raise ConfigError("the body must name a peer, as text")
+            return web.json_response({"pardoned": self._handlers.pardon(peer)})
+        except ConfigError as error:
+            return web.json_response({"error": str(error)}, status=400)
+
+    async def _measure(self, request: web.Request) -> web.StreamResponse:
+        """Lines of JSON while it lasts: {"now": ...} at least every second, at the end {"document"} or {"error"}."""
+        if not self._may_command(request):
+            return self._refusal()
+        try:
+            document = await _document(request)
+        except ConfigError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await answer.prepare(request)
+        now = [""]
+        measuring = asyncio.ensure_future(self._handlers.measure(document, lambda text: now.__setitem__(0, text)))
+        try:
+            while not (await asyncio.wait([measuring], timeout=PROGRESS_S))[0]:
+                await _write_line(answer, {"now": now[0]})
+            await _write_line(answer, _outcome(measuring))
+        except ConnectionError:
+            return answer  # who asked is gone, and so is the reason to measure
+        finally:
+            measuring.cancel()
+            await asyncio.gather(measuring, return_exceptions=True)
+        await answer.write_eof()
+        return answer
+
+    def _may_command(self, request: web.Request) -> bool:
+        given = request.headers.get("Authorization", "")
+        return hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
+
+    def _refusal(self) -> web.Response:
+        reason = f"missing or wrong bearer token; it is in {self._state_dir / TOKEN_FILE}"
+        return web.json_response({"error": reason}, status=401)
+
+
+async def _document(request: web.Request) -> dict[str, Any]:
+    """The body, which must be a JSON object. Raises ConfigError."""
+    try:
+        document = await request.json()
+    except ValueError as error:
+        raise ConfigError(f"the body must be a JSON object ({error})") from None
+    if not isinstance(document, dict):
+        raise ConfigError("the body must be a JSON object (it is no object)")
+    return document
+
+
+async def _write_line(answer: web.StreamResponse, line: Mapping[str, Any]) -> None:
+    await answer.write(json.dumps(line).encode() + b"\n")
+
+
+def _outcome(done: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last line: what came of it, or what went wrong and the exit code that says so."""
+    try:
+        return {"document": dict(done.result())}
+    except DilocoError as error:
+        return {"error": str(error), "exit_code": error.exit_code}
+
+
+def load_token(state_dir: Path) -> str:
+    """The bearer token of a region, made on first use (mode 0600)."""
+    path = state_dir / TOKEN_FILE
+    if not path.exists():
+        path.touch(mode=0o600)
+        path.write_text(secrets.token_urlsafe(32))
+    return path.read_text().strip()
+
+
+@web.middleware
+async def _check_host(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+    host = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
+    if host not in HOSTS_ALLOWED:
+        return web.json_response({"error": "this port answers to loopback names only"}, status=403)
+    response: web.StreamResponse = await handler(request)
+    return response

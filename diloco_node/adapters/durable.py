@@ -1,0 +1,87 @@
+"""Files that a power cut leaves either old or new, and what to say when the disk refuses.
+
+A name that ends in `.tmp` is a file that was being written; whoever opens the folder removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from diloco_node.errors import StorageError
+
+TMP_SUFFIX: Final = ".tmp"
+_IOV_MAX: Final = 512
+_unique = itertools.count()
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "the disk is full: free some space or give the region a larger state folder",
+    errno.EDQUOT: "the quota is used up: raise it or give the region another state folder",
+    errno.EROFS: "the file system is read-only: remount it (a disk that fails is often remounted so) and look at dmesg",
+    errno.EACCES: "permission denied: the folder must belong to the user that runs diloco-node",
+    errno.EPERM: "permission denied: the folder must belong to the user that runs diloco-node",
+    errno.EIO: "the disk reports an error: look at dmesg, replace the disk, and start the region with an empty folder",
+    errno.ENOENT: "it is gone: another program has removed it; restart the daemon",
+}
+
+
+def disk_error(what: str, path: Path, error: OSError) -> StorageError:
+    """The error to raise for an OSError: what failed, where, why, and what to do."""
+    remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror or error}: look at the disk and its mount")
+    return StorageError(f"can't {what} {path}: {remedy}")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and removals in the folder durable. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_parts(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Write all of the parts, one after the other, however often the kernel takes only some. Raises OSError."""
+    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    while views:
+        written = os.writev(descriptor, views[:_IOV_MAX])
+        while views and written >= len(views[0]):
+            written -= len(views[0])
+            views.pop(0)
+        if views and written:
+            views[0] = views[0][written:]
+
+
+def replace_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    """Write a file under a temporary name, fsync, rename, fsync the folder. Durable when this returns.
+
+    Args:
+        path: the file; an old one of that name stays whole until the new one is.
+        parts: its bytes, one part after the other. C-contiguous; not changed.
+
+    Raises:
+        StorageError: the disk refused; the old file, if any, is untouched.
+    """
+    temporary = path.with_name(f"{path.name}.{next(_unique)}{TMP_SUFFIX}")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            write_parts(descriptor, parts)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        temporary.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise disk_error("write", path, error) from error
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Remove what a crash left half-written. Raises OSError."""
+    for path in sorted(folder.glob(f"*{TMP_SUFFIX}")):
+        path.unlink()

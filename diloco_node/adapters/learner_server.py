@@ -1,0 +1,193 @@
+"""The daemon's end of the Unix socket to its learner.
+
+One learner at a time. A process that attaches while another is attached wins: it is the one that the supervisor, or the
+operator, has just started. The older gets a final `Refuse`, which makes it exit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Final, Protocol
+
+from diloco_node.errors import BindError, ProtocolViolation
+from diloco_node.memory import peer_uid
+from diloco_node.wire.learner_link import (
+    LENGTH_BYTES,
+    LINK_PROTOCOL,
+    TO_DAEMON,
+    TO_LEARNER,
+    Attach,
+    Refuse,
+    ToDaemon,
+    ToLearner,
+    frame,
+    frame_length,
+)
+
+ATTACH_TIMEOUT_S: Final = 10.0
+"""From connect to a whole Attach."""
+
+UNSENT_BYTES_MAX: Final = 4 * 2**20
+"""A learner that leaves so much unread is stopped or broken: its connection is dropped, and it attaches again."""
+
+CONNECTIONS_MAX: Final = 8
+
+
+class LearnerHandler(Protocol):
+    """Who gets what the learner says. All calls are made on the event loop, and must not block it."""
+
+    def learner_attached(self, attach: Attach) -> None:
+        """A learner is connected; answer with `LearnerServer.send(Welcome)` or `refuse`, now or later."""
+        ...
+
+    def learner_said(self, message: ToDaemon) -> None:
+        """Anything but Attach, in the order it was sent."""
+        ...
+
+    def learner_detached(self, reason: str) -> None:
+        """Its connection is gone. Also called before `learner_attached` when a newer process takes its place."""
+        ...
+
+
+class LearnerServer:
+    """Listens on a Unix socket for the region's learner, and talks to it.
+
+    Args:
+        path: of the socket; a stale file there is replaced, the mode is 0600.
+        handler: see LearnerHandler.
+    """
+
+    def __init__(self, path: Path, handler: LearnerHandler) -> None:
+        self.path = path
+        self._handler = handler
+        self._server: asyncio.Server | None = None
+        self._attached: asyncio.StreamWriter | None = None
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._is_stopping = False
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a learner is connected and has sent its Attach."""
+        return self._attached is not None
+
+    async def start(self) -> None:
+        """Bind and listen.
+
+        Raises:
+            BindError: the path can't be bound.
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.path.unlink(missing_ok=True)
+            listener.bind(os.fspath(self.path))
+            self.path.chmod(0o600)
+        except OSError as error:
+            listener.close()
+            raise BindError(
+                f"learner socket {self.path}: {error.strerror or error}; choose another state folder"
+            ) from error
+        self._server = await asyncio.start_unix_server(self._connected, sock=listener)
+
+    async def stop(self) -> None:
+        """Close the socket and the learner's connection. The learner goes on and looks for the next daemon."""
+        self._is_stopping = True
+        if self._server is not None:
+            self._server.close()
+        # Hang up rather than cancel: asyncio's streams log a cancelled connection task as an error.
+        tasks = list(self._connections)
+        for writer in self._connections.values():
+            writer.transport.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.path.unlink(missing_ok=True)
+
+    def send(self, message: ToLearner) -> bool:
+        """Queue a message to the attached learner. False if there is none, or if it does not read."""
+        writer = self._attached
+        if writer is None or writer.is_closing():
+            return False
+        writer.write(frame(TO_LEARNER.encode(message)))
+        if writer.transport.get_write_buffer_size() > UNSENT_BYTES_MAX:
+            writer.transport.abort()
+            return False
+        return True
+
+    def refuse(self, reason: str, *, is_final: bool) -> None:
+        """Tell the attached learner no, and hang up."""
+        writer = self._attached
+        if writer is None:
+            return
+        self._detach(writer, f"refused: {reason}")
+        _say_no(writer, reason, is_final=is_final)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
+        reason = "the learner closed the connection"
+        try:
+            if self._is_welcome(writer):
+                await self._converse(reader, writer)
+        except (ProtocolViolation, TimeoutError) as error:  # before OSError, which TimeoutError is
+            reason = f"{type(error).__name__}: {error}"
+            _say_no(writer, reason, is_final=False)
+        except (OSError, EOFError) as error:
+            reason = "the daemon stops" if self._is_stopping else f"the learner is gone ({type(error).__name__})"
+        finally:
+            del self._connections[task]
+            self._detach(writer, reason)
+            writer.close()
+
+    def _is_welcome(self, writer: asyncio.StreamWriter) -> bool:
+        """Only processes of the same user (or root) may speak, and not too many at once."""
+        connection = writer.get_extra_info("socket")
+        return len(self._connections) <= CONNECTIONS_MAX and peer_uid(connection) in (os.getuid(), 0)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with asyncio.timeout(ATTACH_TIMEOUT_S):
+            first = await _read(reader)
+        if not isinstance(first, Attach):
+            raise ProtocolViolation(f"learner link: {type(first).__name__} before Attach")
+        if first.protocol != LINK_PROTOCOL:
+            _say_no(
+                writer,
+                f"the learner speaks protocol {first.protocol}, the daemon {LINK_PROTOCOL}: install one version of "
+                "diloco-node for both and restart the region",
+                is_final=True,
+            )
+            return
+        self._replace(writer, first.pid)
+        self._handler.learner_attached(first)
+        while True:
+            message = await _read(reader)
+            if isinstance(message, Attach):
+                raise ProtocolViolation("learner link: a second Attach on one connection")
+            if self._attached is not writer:
+                return  # replaced or refused meanwhile: what it says is void
+            self._handler.learner_said(message)
+
+    def _replace(self, writer: asyncio.StreamWriter, pid: int) -> None:
+        older = self._attached
+        if older is not None:
+            reason = f"a newer learner process (pid {pid}) has attached to this region"
+            self._detach(older, reason)
+            _say_no(older, reason, is_final=True)
+        self._attached = writer
+
+    def _detach(self, writer: asyncio.StreamWriter, reason: str) -> None:
+        if self._attached is writer:
+            self._attached = None
+            self._handler.learner_detached(reason)
+
+
+async def _read(reader: asyncio.StreamReader) -> ToDaemon:
+    length = frame_length(await reader.readexactly(LENGTH_BYTES))
+    return TO_DAEMON.decode(await reader.readexactly(length))
+
+
+def _say_no(writer: asyncio.StreamWriter, reason: str, *, is_final: bool) -> None:
+    if not writer.is_closing():
+        writer.write(frame(TO_LEARNER.encode(Refuse(reason[:1000], is_final))))
+        writer.close()

@@ -1,0 +1,267 @@
+"""The two files of the ledger: `vote.bin` (term and vote) and `ledger.log` (entries).
+
+`ledger.log` is only ever appended to. After a header of 16 bytes it consists of frames, one for each write::
+
+    magic "DLf1" | u32 number | u32 body bytes | u32 CRC-32 of the body | u32 CRC-32 of these 16 bytes | body | 0xff
+
+The body is msgpack: [truncate_from, [encoded entry, ...]]; a truncation is a record like any other, so no
+acknowledged byte is ever written again, and one small write is one `pwrite` and one `fdatasync`.
+
+What a crash may leave, and what opening does with it: no file, an empty one or half a header (begun anew, if there was
+no vote yet); a last frame that ends early, or in which whole sectors are zero because they never reached the disk (cut
+off: the write was not answered, so nothing of it was acknowledged). A whole frame has no such sector: its first and
+last byte are not zero, and no encoded entry has 512 zeros. Everything else that does not fit is damage and is refused:
+a node that has forgotten what it acknowledged, or a vote, must not take part in another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgpack
+
+from diloco_node.adapters.durable import disk_error, replace_file, sync_folder
+from diloco_node.core.entries import decode_entry, encode_entry, verify_chain
+from diloco_node.core.types import Entry
+from diloco_node.errors import PeerError, StorageError
+
+VOTE_NAME: Final = "vote.bin"
+LEDGER_NAME: Final = "ledger.log"
+FRAME_BYTES_MAX: Final = 256 << 20
+"""Longest body of a frame: above what a follower may have staged."""
+
+_VOTE_MAGIC: Final = b"DLVOTE1\n"
+_LOG_HEADER: Final = b"DLLEDGER" + struct.pack("<II", 1, zlib.crc32(b"DLLEDGER\x01"))
+_FRAME: Final = struct.Struct("<4sIII")
+_CRC: Final = struct.Struct("<I")
+_FRAME_MAGIC: Final = b"DLf1"
+_FRAME_END: Final = b"\xff"
+_FRAME_HEAD_BYTES: Final = _FRAME.size + _CRC.size
+_SECTOR_BYTES: Final = 512
+
+_REMEDY: Final = (
+    "Don't start this region from a copy of an older state. Move the folder away: the region then comes back as "
+    "one that has lost its disk, and the others give it what it needs"
+)
+
+
+class VoteFile:
+    """Term and vote, replaced as a whole.
+
+    Attributes:
+        term, voted_for: as on disk; 0 and "" before the first vote.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / VOTE_NAME
+        self.term, self.voted_for = 0, ""
+
+    def open(self, *, is_new: bool) -> None:
+        """Read it, or begin it if the folder is new.
+
+        Raises:
+            StorageError: damaged, unreadable, or missing although the ledger has begun.
+        """
+        try:
+            data = self._path.read_bytes()
+        except FileNotFoundError as error:
+            if not is_new:
+                raise StorageError(f"{self._path} is missing, the ledger beside it is not. {_REMEDY}") from error
+            self.write(0, "")
+            return
+        except OSError as error:
+            raise disk_error("read", self._path, error) from error
+        body, digest = data[:-32], data[-32:]
+        if not body.startswith(_VOTE_MAGIC) or hashlib.sha256(body).digest() != digest:
+            raise StorageError(f"{self._path} is damaged: its hash does not match. {_REMEDY}")
+        self.term, self.voted_for = msgpack.unpackb(body[len(_VOTE_MAGIC) :])
+
+    def write(self, term: int, voted_for: str) -> None:
+        """Replace it; durable when this returns. Raises StorageError."""
+        body = _VOTE_MAGIC + msgpack.packb([term, voted_for])
+        replace_file(self._path, [body, hashlib.sha256(body).digest()])
+        self.term, self.voted_for = term, voted_for
+
+
+class LedgerFile:
+    """The entries on disk: `open` once, then `append`.
+
+    Attributes:
+        last_index: of the last entry on disk.
+        cut_bytes: what `open` cut off at the end: a write that a crash interrupted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LEDGER_NAME
+        self._descriptor = -1
+        self._end = 0
+        self._frames = 0
+        self._broken = ""
+        self.last_index = 0
+        self.cut_bytes = 0
+
+    @property
+    def exists(self) -> bool:
+        """Whether the file is there, whatever is in it."""
+        return self._path.exists()
+
+    def open(self, *, is_new: bool) -> tuple[Entry, ...]:
+        """Read all entries, cut off a torn last write, and be ready to append.
+
+        Args:
+            is_new: nothing was ever written, so the file may be missing or half begun.
+
+        Raises:
+            StorageError: damaged or missing (says where), or the disk refuses.
+        """
+        if not is_new and not self.exists:
+            raise StorageError(f"{self._path} is missing, the vote beside it is not. {_REMEDY}")
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            data = self._path.read_bytes()
+            if is_new and len(data) <= len(_LOG_HEADER) and data in (_LOG_HEADER[: len(data)], bytes(len(data))):
+                self._begin()
+                return ()
+            if data[: len(_LOG_HEADER)] != _LOG_HEADER:
+                raise self._damage(0, "its header is not that of a ledger of this version")
+            entries = self._read_frames(data)
+            if self._end < len(data):
+                self.cut_bytes = len(data) - self._end
+                os.ftruncate(self._descriptor, self._end)
+                os.fsync(self._descriptor)
+        except OSError as error:
+            raise disk_error("open", self._path, error) from error
+        try:
+            verify_chain(entries)
+        except PeerError as error:
+            raise StorageError(f"{self._path} is damaged: {error}. {_REMEDY}") from error
+        self.last_index = len(entries)
+        return tuple(entries)
+
+    def append(self, truncate_from: int, entries: Sequence[Entry]) -> None:
+        """Write one frame; durable when this returns.
+
+        Args:
+            truncate_from: forget the entries from this index on first; 0: none.
+            entries: the ones that follow.
+
+        Raises:
+            StorageError: the disk refused. After a failed fdatasync nobody knows what is on disk: every further
+                append is refused, until the file is opened anew.
+        """
+        if self._broken:
+            raise StorageError(f"{self._path} can't be trusted since an error ({self._broken}): restart the daemon")
+        kept = truncate_from - 1 if truncate_from else self.last_index
+        assert 0 <= kept <= self.last_index, (truncate_from, self.last_index)
+        assert [entry.index for entry in entries] == list(range(kept + 1, kept + 1 + len(entries)))
+        body = msgpack.packb([truncate_from, [encode_entry(entry) for entry in entries]])
+        assert len(body) <= FRAME_BYTES_MAX, len(body)
+        head = _FRAME.pack(_FRAME_MAGIC, self._frames, len(body), zlib.crc32(body))
+        frame = head + _CRC.pack(zlib.crc32(head)) + body + _FRAME_END
+        try:
+            self._write_at_end(frame)
+        except OSError as error:
+            self._undo(error)
+            raise disk_error("append to", self._path, error) from error
+        self._end += len(frame)
+        self._frames += 1
+        self.last_index = kept + len(entries)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    # ---- writing ----
+
+    def _write_at_end(self, frame: bytes) -> None:
+        written = 0
+        while written < len(frame):
+            written += os.pwrite(self._descriptor, frame[written:] if written else frame, self._end + written)
+        try:
+            os.fdatasync(self._descriptor)
+        except OSError as error:
+            # The kernel may have dropped the pages and marked them clean: asking again would say yes.
+            self._broken = str(error)
+            raise
+
+    def _undo(self, cause: OSError) -> None:
+        """Cut off the half-written frame, so that the next one follows the last good one."""
+        try:
+            os.ftruncate(self._descriptor, self._end)
+        except OSError:
+            self._broken = self._broken or str(cause)
+
+    def _begin(self) -> None:
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, _LOG_HEADER, 0)
+        os.fsync(self._descriptor)
+        sync_folder(self._path.parent)
+        self._end = len(_LOG_HEADER)
+
+    # ---- reading ----
+
+    def _read_frames(self, data: bytes) -> list[Entry]:
+        """All entries; `_end` is then where the last whole frame ends."""
+        entries: list[Entry] = []
+        self._end = len(_LOG_HEADER)
+        while self._end < len(data):
+            body_bytes = self._frame_body_bytes(data, self._end)
+            if body_bytes is None:
+                break
+            start = self._end + _FRAME_HEAD_BYTES
+            self._read_body(data[start : start + body_bytes], entries)
+            self._end = start + body_bytes + len(_FRAME_END)
+            self._frames += 1
+        return entries
+
+    def _frame_body_bytes(self, data: bytes, at: int) -> int | None:
+        """Length of the body of the frame that begins there; None if that frame is torn."""
+        head = data[at : at + _FRAME_HEAD_BYTES]
+        if len(head) < _FRAME_HEAD_BYTES:
+            return None
+        magic, number, body_bytes, body_crc = _FRAME.unpack_from(head)
+        if _CRC.unpack_from(head, _FRAME.size)[0] != zlib.crc32(head[: _FRAME.size]):
+            if _has_empty_sector(data, at, len(data)):
+                return None
+            raise self._damage(at, f"the head of frame {self._frames} does not match its checksum")
+        if magic != _FRAME_MAGIC or number != self._frames or body_bytes > FRAME_BYTES_MAX:
+            raise self._damage(at, f"found frame {number} of {body_bytes} bytes, expected frame {self._frames}")
+        start = at + _FRAME_HEAD_BYTES
+        end = start + body_bytes + len(_FRAME_END)
+        if end > len(data):
+            return None
+        body = data[start : start + body_bytes]
+        if zlib.crc32(body) != body_crc or data[end - 1 : end] != _FRAME_END:
+            if end == len(data) and _has_empty_sector(data, at, end):
+                return None
+            raise self._damage(start, f"frame {number} of {body_bytes} bytes does not match its checksum")
+        return int(body_bytes)
+
+    def _read_body(self, body: bytes, entries: list[Entry]) -> None:
+        try:
+            truncate_from, encoded = msgpack.unpackb(body)
+            if truncate_from:
+                del entries[truncate_from - 1 :]
+            entries += [decode_entry(entry) for entry in encoded]
+        except (PeerError, ValueError, TypeError) as error:
+            raise self._damage(self._end, f"frame {self._frames}: {error}") from error
+
+    def _damage(self, at: int, what: str) -> StorageError:
+        return StorageError(f"{self._path} is damaged at byte {at}: {what}. {_REMEDY}")
+
+
+def _has_empty_sector(data: bytes, start: int, end: int) -> bool:
+    """Whether all bytes of some sector of the disk, as far as it lies in [start, end), are zero."""
+    first = start - start % _SECTOR_BYTES
+    for sector in range(first, end, _SECTOR_BYTES):
+        if not any(data[max(start, sector) : min(end, sector + _SECTOR_BYTES)]):
+            return True
+    return False

@@ -1,0 +1,363 @@
+"""The link to one peer: who dials, which of two links wins, and what runs while it is up.
+
+A **session** is one pair of streams (control and bulk), made by one dial of one side. A **link** is what stays: it has
+at most one session at a time, and dials again when there is none.
+
+Who dials: the side with the smaller name, if it knows an address; else the other. When there has been no session for
+`fallback_s`, the other side tries as well. Two dials that cross are resolved the same way on both sides: once the
+smaller name's hello is on its way its session wins; until then an incoming one does, and its own dial is given up. In
+all other cases the newer session replaces the older, for only who has lost a session makes another one.
+
+Two processes with one certificate (twins): while the one that was started last is linked and heard, the other one is
+refused. Who is refused so by most of its peers for longer than a dead link is taken for alive ends (`SupersededError`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+import structlog
+
+from diloco_node.adapters.session import LinkEnvironment, Session
+from diloco_node.adapters.streams import AcceptedStream, DialedStream, Superfluous, Twin, dial
+from diloco_node.core.messages import BulkHeader
+from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
+from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_hello
+
+_log = structlog.get_logger(__name__)
+
+
+class LinkState(StrEnum):
+    """What a link is doing, for `status`."""
+
+    WAITING = "waiting"
+    DIALING = "dialing"
+    UP = "up"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """One link for people.
+
+    Attributes:
+        address: where we would dial, None if only the peer can.
+        since_s: seconds in this state.
+        error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
+        control_dropped: control messages that found no link, or a full queue.
+    """
+
+    state: LinkState
+    address: str | None
+    since_s: float
+    error: str
+    control_dropped: int
+
+
+class PeerLink:
+    """Keeps one link up. `run_dialer` in one task; `accept` for each incoming stream.
+
+    Args:
+        peer: the other region. address: where it listens, None if unknown. env: see LinkEnvironment.
+        seed: of the jitter of the backoff.
+    """
+
+    def __init__(self, peer: str, address: str | None, env: LinkEnvironment, *, seed: int) -> None:
+        self.peer = peer
+        self._address = address
+        self._env = env
+        self._random = random.Random(seed)
+        self._is_smaller = env.hello.region < peer
+        self._dials = 0
+        self._is_hello_sent = False
+        self._dialing: asyncio.Task[Session] | None = None
+        self._accepted: dict[tuple[bytes, int], dict[Lane, AcceptedStream]] = {}
+        self._newest = (b"", 0)
+        self._session: Session | None = None
+        self._latest: Session | None = None
+        self._turn = asyncio.Lock()
+        self._up, self._down = asyncio.Event(), asyncio.Event()
+        self._down.set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._dropped = 0
+        self._error = ""
+        self._refused_since_s: float | None = None
+        self._state = LinkState.WAITING
+        self._since_s = asyncio.get_running_loop().time()
+
+    # ---- what the transport asks -------------------------------------------------------------------------------------
+
+    def send(self, frame: bytes) -> bool:
+        """Queue a control frame; False if it is dropped, and counted."""
+        if self._session is None or not self._session.queue.put(frame):
+            self._dropped += 1
+            return False
+        return True
+
+    async def transfer(self, header: BulkHeader, body: memoryview) -> None:
+        """Send a body over the current session. Raises LinkLost."""
+        if self._session is None:
+            raise LinkLost(f"{self.peer}: the link is down" + (f" ({self._error})" if self._error else ""))
+        await self._session.outbound.transfer(header, body)
+
+    def status(self) -> PeerStatus:
+        """What the link is doing."""
+        since_s = asyncio.get_running_loop().time() - self._since_s
+        return PeerStatus(self._state, self._address, since_s, self._error, self._dropped)
+
+    def drop(self, reason: str) -> None:
+        """End the current session, if there is one."""
+        if self._session is not None:
+            self._session.drop(reason)
+
+    # ---- dialing -----------------------------------------------------------------------------------------------------
+
+    async def run_dialer(self) -> None:
+        """Dial whenever there is no session and it is our turn. Ends only by cancellation."""
+        if self._address is None:
+            return
+        times = self._env.times
+        backoff_s = times.backoff_min_s
+        while True:
+            await self._down.wait()
+            if not self._is_smaller and self._env.is_advertised and await self._comes_up_within(times.fallback_s):
+                continue
+            started_s = asyncio.get_running_loop().time()
+            ended = await self._dial_once()
+            if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
+                backoff_s = times.backoff_min_s
+            if _is_violation(ended):
+                backoff_s = max(backoff_s, times.violation_backoff_s)
+            await asyncio.sleep(backoff_s * self._random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, times.backoff_max_s)
+
+    async def _comes_up_within(self, limit_s: float) -> bool:
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._up.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _dial_once(self) -> PeerError | None:
+        """One dial and the life of its session. Returns why it failed or ended; None when it was superfluous."""
+        self._set_state(LinkState.DIALING)
+        self._dials += 1
+        self._dialing = asyncio.create_task(self._connect(self._dials), name=f"dial {self.peer}")
+        try:
+            session = await self._dialing
+        except asyncio.CancelledError:
+            await _discard(self._dialing)
+            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+                raise
+            return None  # only the dial was given up, for an incoming session
+        except Superfluous:
+            return None
+        except PeerError as error:
+            self._failed(error)
+            if isinstance(error, Twin):
+                self._was_superseded(error)
+            return error
+        finally:
+            self._dialing = None
+            self._is_hello_sent = False
+            if self._session is None:
+                self._set_state(LinkState.WAITING)
+        return await self.run_session(session)
+
+    async def _connect(self, dial_number: int) -> Session:
+        assert self._address is not None
+        env = self._env
+        if why := env.quarantined(self.peer):
+            raise LinkLost(f"{self.peer} is {why}")
+        streams: dict[Lane, DialedStream] = {}
+        try:
+            for lane in Lane:
+                timeout_s = env.times.handshake_s
+                streams[lane] = await dial(env.identity, self.peer, self._address, lane, timeout_s=timeout_s)
+            if self._session is not None:
+                raise Superfluous("the peer's session came up first")
+            self._is_hello_sent = True
+            async with asyncio.timeout(env.times.hello_s):
+                instance = await self._exchange_hellos(streams, dial_number)
+        except BaseException as error:
+            for stream in streams.values():
+                await stream.aclose()
+            if isinstance(error, TimeoutError):
+                raise LinkLost(f"{self.peer} at {self._address}: no hello within {env.times.hello_s:.0f} s") from None
+            raise
+        session = Session(self.peer, streams[Lane.CONTROL], streams[Lane.BULK], env)
+        session.instance = instance
+        return session
+
+    async def _exchange_hellos(self, streams: dict[Lane, DialedStream], dial_number: int) -> bytes:
+        """Returns the instance that answers."""
+        for lane, stream in streams.items():
+            await stream.write(encode_hello(self._hello(lane, dial_number)))
+        instances = set()
+        for lane, stream in streams.items():
+            theirs = decode_hello(await stream.read())
+            check_hello(self._hello(lane, dial_number), theirs, certificate_region=self.peer)
+            instances.add(theirs.instance_id)
+        if len(instances) != 1:
+            raise LinkLost(f"{self.peer} at {self._address}: two processes answer at this address")
+        return instances.pop()
+
+    def _was_superseded(self, error: Twin) -> None:
+        """Refused for a newer process of ours; for longer than a dead one would be taken for alive, so it lives."""
+        now_s = asyncio.get_running_loop().time()
+        if self._refused_since_s is None:
+            self._refused_since_s = now_s
+        elif now_s - self._refused_since_s > self._env.times.silent_s:
+            self._env.superseded(self.peer, error)
+
+    def _hello(self, lane: Lane, dial_number: int) -> Hello:
+        return replace(self._env.hello, lane=lane, dial=dial_number)
+
+    # ---- accepting ---------------------------------------------------------------------------------------------------
+
+    async def accept(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
+        """Take one stream of the peer's dial, and keep it until its session ends.
+
+        Returns:
+            Why its session ended, if the peer broke the protocol; it has been counted already.
+
+        Raises:
+            PeerError: why the stream was refused.
+        """
+        self._resolve(hello)
+        await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
+        key = (hello.instance_id, hello.dial)
+        accepted = self._accepted.setdefault(key, {})
+        if hello.lane in accepted:
+            raise ProtocolViolation(f"{self.peer}: a second {hello.lane} stream in one dial")
+        accepted[hello.lane] = stream
+        try:
+            if len(accepted) == len(Lane):
+                del self._accepted[key]
+                session = Session(self.peer, accepted[Lane.CONTROL], accepted[Lane.BULK], self._env)
+                session.instance = hello.instance_id
+                self._spawn(self.run_session(session))
+            else:
+                self._forget_old_dials(key)
+            return await stream.until_closed()
+        finally:
+            stream.close()
+            if self._accepted.get(key) is accepted:
+                del self._accepted[key]
+
+    def _resolve(self, hello: Hello) -> None:
+        """Which of two crossing dials goes on, and which of two processes; see the module's docstring."""
+        self._check_twin(hello)
+        if self._is_smaller and self._is_hello_sent:
+            raise Superfluous(f"{self._env.hello.region} is dialing {self.peer} itself at this moment")
+        instance, number = self._newest
+        if hello.instance_id == instance and hello.dial < number:
+            raise Superfluous(f"dial {hello.dial} of {self.peer} is older than {number}")
+        self._newest = (hello.instance_id, hello.dial)
+        if self._dialing is not None:
+            self._dialing.cancel()
+
+    def _check_twin(self, hello: Hello) -> None:
+        """Refuse a process while a newer one with the same certificate is linked and heard. Raises Twin."""
+        session = self._session
+        if session is not None and session.is_alive and hello.instance_id < session.instance:
+            raise Twin(
+                f"superseded: a newer process of {self.peer} is linked with {self._env.hello.region}; two with one "
+                "certificate must not run at once"
+            )
+
+    def _forget_old_dials(self, newest: tuple[bytes, int]) -> None:
+        """At most one dial of a peer waits for its second stream, and no longer than a hello may take."""
+        for key, streams in list(self._accepted.items()):
+            if key != newest:
+                _close_all(streams)
+        loop = asyncio.get_running_loop()
+        loop.call_later(self._env.times.hello_s, lambda: _close_all(self._accepted.get(newest, {})))
+
+    # ---- the session -------------------------------------------------------------------------------------------------
+
+    async def run_session(self, session: Session) -> PeerError | None:
+        """Make this the link's session, and carry it to its end. Returns why it ended."""
+        if self._latest is not None:
+            self._latest.drop("replaced by a newer session")
+        self._latest = session
+        try:
+            async with self._turn:  # the handler sees the end of one session before the start of the next
+                return await self._carry(session)
+        finally:
+            await session.discard()
+
+    async def _carry(self, session: Session) -> PeerError | None:
+        self._session = session
+        self._refused_since_s = None
+        self._env.superseded(self.peer, None)
+        self._down.clear()
+        self._up.set()
+        self._error = ""
+        self._set_state(LinkState.UP)
+        _log.info("link up", peer=self.peer)
+        try:
+            self._env.handler.link_changed(self.peer, is_up=True)
+            ended = await session.run()
+            self._failed(ended)
+            return ended
+        except Exception as error:  # noqa: BLE001 - the link task is one of the places that catch broadly
+            self._error = f"internal error: {error!r}"
+            _log.exception("link broke by a fault of ours", peer=self.peer)
+            context = {"message": f"the link to {self.peer} broke", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+            return None
+        finally:
+            self._session = None
+            self._up.clear()
+            self._down.set()
+            self._set_state(LinkState.WAITING)
+            self._env.handler.link_changed(self.peer, is_up=False)
+
+    def _failed(self, error: PeerError) -> None:
+        if str(error) != self._error:
+            _log.warning("no link", peer=self.peer, reason=str(error))
+        self._error = str(error)
+        if _is_violation(error):
+            self._env.reject(self.peer, error)
+
+    def _set_state(self, state: LinkState) -> None:
+        if state is not self._state:
+            self._state = state
+            self._since_s = asyncio.get_running_loop().time()
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work, name=f"session {self.peer}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Drop the session of an incoming dial, and wait for its end. The dialer's task is cancelled by its owner."""
+        if self._latest is not None:
+            self._latest.drop("this node stops")
+        for streams in list(self._accepted.values()):
+            _close_all(streams)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._set_state(LinkState.STOPPED)
+
+
+def _is_violation(error: PeerError | None) -> bool:
+    return isinstance(error, (ProtocolViolation, PayloadCorrupt, PeerIncompatible))
+
+
+async def _discard(dialing: asyncio.Task[Session]) -> None:
+    """Close what a dial made in the very moment in which it was given up."""
+    if dialing.done() and not dialing.cancelled() and dialing.exception() is None:
+        await dialing.result().discard()
+
+
+def _close_all(streams: dict[Lane, AcceptedStream]) -> None:
+    for stream in streams.values():
+        stream.close()

@@ -1,0 +1,282 @@
+"""The sending half of the two lanes: a bounded queue of control frames, and transfers cut into chunks.
+
+Transfers to one peer are in lanes by what they are for (`core.budget`): rounds go before recovery, chunk by chunk. In a
+lane they go one after the other: rounds by their ballot, else in the order they were asked for. A chunk waits for its
+turn within the budget. While gRPC takes one chunk, a thread compresses the next. Flow control is gRPC's write, which
+waits for the peer's window.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict, deque
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.adapters.pacing import Pacer, lane_of, urgency_of
+from diloco_node.adapters.streams import Stream
+from diloco_node.codec.payload import CompressionPolicy, compress_chunk
+from diloco_node.core.budget import BudgetLane
+from diloco_node.core.measuring import Probe
+from diloco_node.core.messages import BulkHeader
+from diloco_node.errors import LinkLost
+from diloco_node.wire.envelope import (
+    encode_abort,
+    encode_begin,
+    encode_chunk,
+    encode_end,
+)
+
+CONTROL_FRAMES_MAX: Final = 1024
+CONTROL_BYTES_MAX: Final = 16 * 2**20
+TRANSFERS_WAITING_MAX: Final = 64
+
+INLINE_BYTES_MAX: Final = 64 * 2**10
+"""Chunks up to this size are compressed on the loop: under 0.1 ms."""
+
+RATE_FLOOR_BYTES_PER_S: Final = 50_000
+"""A peer that takes less than this for a whole chunk is too slow: 1 MiB in 21 s."""
+
+STALL_MIN_S: Final = 5.0
+
+TURN_S: Final = 60.0
+"""A piece that the budget, or the share that the peer grants, does not let go for so long: the link is of no use."""
+
+YIELD_S: Final = 2.0
+"""A lane that has waited for those before it for so long sends one chunk: its transfer must not look dead."""
+
+BULK_LANES: Final[tuple[BudgetLane, ...]] = tuple(lane for lane in BudgetLane if lane is not BudgetLane.CONTROL)
+
+
+class ControlQueue:
+    """Frames of the control lane that wait for the stream. Never blocks: what does not fit is dropped and counted."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._bytes = 0
+        self._filled = asyncio.Event()
+        self.dropped = 0
+
+    def put(self, frame: bytes) -> bool:
+        """Queue a frame; False if it was dropped because the queue is full."""
+        if len(self._frames) >= CONTROL_FRAMES_MAX or self._bytes + len(frame) > CONTROL_BYTES_MAX:
+            self.dropped += 1
+            return False
+        self._frames.append(frame)
+        self._bytes += len(frame)
+        self._filled.set()
+        return True
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not self._frames
+
+    async def get(self) -> bytes:
+        """The oldest frame; waits for one."""
+        while not self._frames:
+            self._filled.clear()
+            await self._filled.wait()
+        frame = self._frames.popleft()
+        self._bytes -= len(frame)
+        return frame
+
+
+class _LaneQueue:
+    """Transfers of one lane: those with the earliest deadline first. `idle` is set while it has nothing to send."""
+
+    def __init__(self) -> None:
+        self.waiting: asyncio.PriorityQueue[tuple[tuple[tuple[int, ...], int], _Transfer]] = asyncio.PriorityQueue(
+            TRANSFERS_WAITING_MAX
+        )
+        self.current: _Transfer | None = None
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """One transfer that was asked for. `encoding` is the thread's work on the body, while there is some."""
+
+    header: BulkHeader
+    body: memoryview
+    done: asyncio.Future[None]
+    is_cancelled: bool = False
+    encoding: asyncio.Future[bytes] | None = None
+
+
+class BulkOutbound:
+    """Transfers to one peer over one link. `transfer` from any task; `run` in one task; `close` when the link is gone.
+
+    Args:
+        peer: its name. stream: the bulk stream. executor: for compression of large chunks. pacer: the budget.
+    """
+
+    def __init__(self, peer: str, stream: Stream, executor: Executor, pacer: Pacer) -> None:
+        self._peer = peer
+        self._stream = stream
+        self._executor = executor
+        self._pacer = pacer
+        # Whether zstd pays depends on the codec, which goes with the kind of transfer.
+        self._policies: defaultdict[object, CompressionPolicy] = defaultdict(CompressionPolicy)
+        self._queues = {lane: _LaneQueue() for lane in BULK_LANES}
+        self._writing = asyncio.Lock()
+        self._next_transfer = 0
+        self._asked = 0
+        self._lost: LinkLost | None = None
+
+    async def transfer(self, header: BulkHeader, body: memoryview) -> None:
+        """Send a body (a contiguous view of bytes); returns when gRPC has its last chunk.
+
+        The body is not read any more when this returns, raises or is cancelled.
+
+        Raises:
+            LinkLost: the link is down or went down before the end.
+        """
+        if self._lost is not None:
+            raise self._lost
+        lane = lane_of(header)
+        item = _Transfer(header, body, asyncio.get_running_loop().create_future())
+        self._asked += 1
+        order = (urgency_of(header), self._asked)
+        self._pacer.begin(self._peer, lane, body.nbytes)
+        try:
+            await self._queues[lane].waiting.put((order, item))
+            if self._lost is not None:  # it went down while we waited for a place
+                raise self._lost
+            await item.done
+        finally:
+            self._pacer.end(self._peer)
+            item.is_cancelled = True
+            if item.encoding is not None:
+                await asyncio.wait((item.encoding,))
+
+    async def run(self) -> None:
+        """Send transfers until the stream fails. Raises LinkLost."""
+        tasks = [asyncio.create_task(self._run_lane(lane), name=f"{lane.name} {self._peer}") for lane in BULK_LANES]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task in done:
+                    task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self, reason: str) -> None:
+        """Fail every transfer that waits or is on its way with LinkLost, and each one that is asked for later."""
+        self._lost = LinkLost(f"{self._peer}: {reason}")
+        for queue in self._queues.values():
+            waiting = [queue.current] if queue.current else []
+            while not queue.waiting.empty():  # get_nowait also wakes who waits for a place; `transfer` sees _lost then
+                waiting.append(queue.waiting.get_nowait()[1])
+            for item in waiting:
+                if not item.done.done():
+                    item.done.set_exception(LinkLost(f"{self._peer}: {reason}"))
+
+    async def _run_lane(self, lane: BudgetLane) -> None:
+        queue = self._queues[lane]
+        while True:
+            _, queue.current = await queue.waiting.get()
+            queue.idle.clear()
+            if not queue.current.is_cancelled:
+                await self._send(lane, queue.current)  # when it fails, `close` must find it as current
+            queue.current = None
+            if queue.waiting.empty():
+                queue.idle.set()
+
+    async def _send(self, lane: BudgetLane, item: _Transfer) -> None:
+        size = item.body.nbytes
+        await self._lead(lane)
+        async with self._writing:  # numbers are in the order of the frames that begin with them
+            transfer = self._next_transfer
+            self._next_transfer += 1
+            await self._write(encode_begin(transfer, item.header, size))
+        offset, raw_bytes = 0, self._pacer.piece_bytes(self._peer)
+        ready = await self._encoded(item, self._start_encode(item, transfer, 0, raw_bytes)) if size else None
+        while ready is not None:
+            offset += raw_bytes
+            if item.is_cancelled:
+                await self._write_next(encode_abort(transfer, "the sender no longer wants it"))
+                return
+            raw_bytes = self._pacer.piece_bytes(self._peer)
+            following = self._start_encode(item, transfer, offset, raw_bytes) if offset < size else None
+            await self._lead(lane)
+            await self._take_turn(lane, len(ready), urgency_of(item.header))
+            await self._write_next(ready)
+            ready = await self._encoded(item, following) if following is not None else None
+        await self._write_next(encode_end(transfer))
+        if not item.done.done():
+            item.done.set_result(None)
+
+    async def _lead(self, lane: BudgetLane) -> None:
+        """Wait while a lane before this one has something to send to the peer, but not for ever."""
+        before = [queue.idle for other, queue in self._queues.items() if other < lane and not queue.idle.is_set()]
+        if before:
+            try:
+                async with asyncio.timeout(YIELD_S):
+                    for idle in before:
+                        await idle.wait()
+            except TimeoutError:
+                return
+
+    async def _take_turn(self, lane: BudgetLane, frame_bytes: int, urgency: tuple[int, ...]) -> None:
+        try:
+            async with asyncio.timeout(TURN_S):
+                await self._pacer.turn(self._peer, lane, frame_bytes, urgency)
+        except TimeoutError:
+            raise LinkLost(
+                f"{self._peer}: too slow: {frame_bytes} bytes had no turn within the budget in {TURN_S:.0f} s"
+            ) from None
+
+    def _start_encode(self, item: _Transfer, transfer: int, offset: int, raw_bytes: int) -> asyncio.Future[bytes]:
+        """The frame of one chunk: at once if there is little to do, else from a thread."""
+        raw = item.body[offset : offset + raw_bytes]
+        policy = self._policies[_kind_of(item.header)]
+        loop = asyncio.get_running_loop()
+        if self._pacer.is_fast(self._peer) or not policy.should_try():
+            future: asyncio.Future[bytes] = loop.create_future()
+            # A copy of 1 MiB takes 0.1 ms, which is less than the way to a thread and back.
+            future.set_result(encode_chunk(transfer, offset, raw.nbytes, raw, is_compressed=False))
+        elif raw.nbytes <= INLINE_BYTES_MAX:
+            future = loop.create_future()
+            future.set_result(_compress(policy, transfer, offset, raw))
+        else:
+            future = loop.run_in_executor(self._executor, _compress, policy, transfer, offset, raw)
+        item.encoding = future
+        return future
+
+    async def _encoded(self, item: _Transfer, future: asyncio.Future[bytes]) -> bytes:
+        # wait() does not cancel the future with us: `transfer` must still be able to wait for the thread.
+        await asyncio.wait((future,))
+        item.encoding = None
+        return future.result()
+
+    async def _write_next(self, frame: bytes) -> None:
+        async with self._writing:
+            await self._write(frame)
+
+    async def _write(self, frame: bytes) -> None:
+        limit_s = max(STALL_MIN_S, len(frame) / RATE_FLOOR_BYTES_PER_S)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._stream.write(frame)
+        except TimeoutError:
+            raise LinkLost(
+                f"{self._peer}: too slow: it did not take {len(frame)} bytes in {limit_s:.0f} s "
+                f"(the floor is {RATE_FLOOR_BYTES_PER_S} bytes/s)"
+            ) from None
+
+
+def _kind_of(header: BulkHeader) -> object:
+    """Transfers of one kind compress alike."""
+    return (Probe, header.is_compressible) if isinstance(header, Probe) else type(header)
+
+
+def _compress(policy: CompressionPolicy, transfer: int, offset: int, raw: memoryview) -> bytes:
+    # One chunk of a link is encoded at a time, so only one thread at a time tells the policy what came of it.
+    is_compressed, data = compress_chunk(raw, None)
+    policy.record(paid=is_compressed)
+    return encode_chunk(transfer, offset, raw.nbytes, data, is_compressed=is_compressed)

@@ -1,0 +1,524 @@
+"""Carries the bandwidth budget out on the event loop: pieces wait here for their turn, and grants go back and forth.
+
+The decisions are made in `core.budget` (what goes out), `core.grants` (what peers may send us) and `core.delay` (links
+whose queue grows). This module has the clock, the timers, the futures, and reads the kernel's counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from diloco_node.adapters.sockets import WireMeter
+from diloco_node.core.budget import LATE_NS, NS_PER_S, PIECE_BYTES_MAX, BudgetLane, EgressBudget, LimitSource
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.delay import DelayCut
+from diloco_node.core.grants import UNLIMITED, WANTS_MOST, IngressGrants
+from diloco_node.core.measuring import Probe
+from diloco_node.core.messages import (
+    BulkHeader,
+    ContributionStripe,
+    IngressGranted,
+    IngressWanted,
+    MergedStripe,
+    Message,
+)
+from diloco_node.core.oneway import OneWayQueue
+
+_log = structlog.get_logger(__name__)
+
+SAMPLE_IDLE_S: Final = 1.0
+SAMPLE_BUSY_S: Final = 0.1
+"""Between two readings of the kernel's counters, which take about 0.3 ms; busy: something is limited or on its way."""
+
+SAMPLE_NS_MIN: Final = 10_000_000
+"""Over a shorter time no rate is measured."""
+
+TIMER_S: Final = 0.001
+"""Timers of the loop have this grain: one that is set to less would fire early, and again."""
+
+LATENESS_FADING: Final = 64
+"""A 64th of the lateness of timers is forgotten at each sample: half of it in four seconds."""
+
+IDLE_AFTER_S: Final = 0.3
+"""A peer is told that nothing waits for it when that has been so for a while: the next stripe is often close behind."""
+
+UNMEASURED_IN_PPM: Final = 1_060_000
+UNMEASURED_ACKS_PPM: Final = 23_000
+"""Where the kernel does not tell: an acknowledgement of 66 bytes for every two segments."""
+
+FAST_RTT_NS: Final = 1_000_000
+"""A link with a shorter round trip is the same machine or room, and carries more than zstd makes of it per core."""
+
+PING_BUSY_S: Final = 0.05
+"""Between two pings to a peer that is not near, while something is on its way to it."""
+
+PACE_PPM: Final = 950_000
+"""The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
+
+PIECE_S: Final = 0.02
+PIECE_FREE_BYTES_MIN: Final = 64 * 2**10
+PIECE_FIRST_BYTES: Final = 128 * 2**10
+"""Without a limit a piece is 20 ms of what the link carries: what was handed over can't be held back any more."""
+
+
+def lane_of(header: BulkHeader) -> BudgetLane:
+    """What a transfer is for."""
+    if isinstance(header, Probe):
+        return BudgetLane.MEASUREMENT
+    return BudgetLane.ROUNDS if isinstance(header, (ContributionStripe, MergedStripe)) else BudgetLane.RECOVERY
+
+
+def urgency_of(header: BulkHeader) -> tuple[int, ...]:
+    """Its order within the lane: ballots are numbered as they are opened, and their deadlines come in that order."""
+    if isinstance(header, (ContributionStripe, MergedStripe)):
+        return (header.ballot.term, header.ballot.number)
+    return ()
+
+
+@dataclass(slots=True)
+class _PeerState:
+    """What the shell knows of one peer.
+
+    Attributes:
+        transfers: that are queued or on their way. idle: the timer that will tell the peer that there are none.
+        told_wanted: the last IngressWanted on this link.
+        sent_bytes, sampled_ns: the kernel's counter at the last sample, for the rate since.
+        carried_bytes: likewise. rtt_min_ns: 0: not known.
+        is_paced: the kernel holds its bulk connection to the limit for delay.
+        began: set when something is on its way after idle time.
+    """
+
+    transfers: int = 0
+    idle: asyncio.TimerHandle | None = None
+    told_wanted: int = 0
+    is_granted: bool = False
+    sent_bytes: int = 0
+    sampled_ns: int = 0
+    rate_bytes_per_s: int = 0
+    rtt_min_ns: int = 0
+    carried_bytes: int = 0
+    read_bytes: int = 0
+    delay: DelayCut = field(default_factory=DelayCut)
+    one_way: OneWayQueue = field(default_factory=OneWayQueue)
+    is_paced: bool = False
+    began: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Pacer:
+    """The budget of one transport. All methods run on its event loop.
+
+    Args:
+        peers: their names. meter: the kernel's counters. send: queues a control message to a peer.
+        now_ns: monotonic. minute_of_day: of the wall clock, for the schedule.
+    """
+
+    def __init__(
+        self,
+        peers: Iterable[str],
+        *,
+        meter: WireMeter,
+        send: Callable[[str, Message], object],
+        now_ns: Callable[[], int] = time.monotonic_ns,
+        minute_of_day: Callable[[], int] | None = None,
+    ) -> None:
+        names = sorted(peers)
+        self._meter = meter
+        self._send = send
+        self._now_ns = now_ns
+        self._minute_of_day = minute_of_day or _local_minute
+        self._plan = BudgetPlan()
+        self._egress = EgressBudget(names, now_ns=now_ns())
+        self._grants = IngressGrants(names, now_ns=now_ns())
+        self._peers = {name: _PeerState() for name in names}
+        self._turns: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
+        self._release_timer: asyncio.TimerHandle | None = None
+        self._grant_timer: asyncio.TimerHandle | None = None
+        self._woken = asyncio.Event()
+        self._is_busy = False
+        self._allowed_bytes = 0
+        self._used_bytes = 0
+        self._used_before = self._lost_before = 0
+        self._late_ns = LATE_NS
+
+    # ---- the plan ----------------------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> BudgetPlan:
+        """What holds now."""
+        return self._plan
+
+    def set_plan(self, plan: BudgetPlan) -> None:
+        """Change the budget from now on."""
+        self._plan = plan
+        self._follow_plan()
+        now_ns = self._now_ns()
+        for peer in self._peers:
+            limits = plan.peer_limits(peer)
+            self._egress.set_limit(peer, LimitSource.PEER, limits.egress, now_ns=now_ns)
+            self._grants.set_peer_rate(peer, limits.ingress, now_ns=now_ns)
+        self._release()
+        self._grant()
+        self._woken.set()
+
+    def _forget_lateness(self, now_ns: int) -> None:
+        """It fades: a tenth of a second of it is a burst that other traffic of the region would wait behind."""
+        self._late_ns = max(LATE_NS, self._late_ns - self._late_ns // LATENESS_FADING)
+        self._follow_lateness(now_ns)
+
+    def _follow_plan(self) -> None:
+        """Set the ceilings of this minute, where they have changed."""
+        limits, now_ns = self._plan.limits_at(self._minute_of_day()), self._now_ns()
+        if limits.egress != self._egress.region_rate_bytes_per_s:
+            self._count_use(now_ns)
+            self._egress.set_region_rate(limits.egress, now_ns=now_ns)
+            _log.info("budget", egress_bytes_per_s=limits.egress)
+        if limits.ingress != self._grants.rate_bytes_per_s:
+            self._grants.set_rate(limits.ingress, now_ns=now_ns)
+            _log.info("budget", ingress_bytes_per_s=limits.ingress)
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+
+    def piece_bytes(self, peer: str) -> int:
+        """How many bytes of a body to put into one frame."""
+        if self._egress.is_limited(peer):
+            return self._egress.piece_bytes(peer)
+        rate = self._peers[peer].rate_bytes_per_s
+        return min(max(int(rate * PIECE_S), PIECE_FREE_BYTES_MIN), PIECE_BYTES_MAX) if rate else PIECE_FIRST_BYTES
+
+    def is_fast(self, peer: str) -> bool:
+        """Whether the link is so fast, and nothing limits it, that compressing costs more time than it saves."""
+        return 0 < self._peers[peer].rtt_min_ns < FAST_RTT_NS and not self._egress.is_limited(peer)
+
+    def begin(self, peer: str, lane: BudgetLane, raw_bytes: int) -> None:
+        """A transfer was asked for."""
+        state = self._peers[peer]
+        if not state.transfers:
+            state.sampled_ns = self._now_ns()  # the idle time before is no part of its rate
+            state.delay.begin(rtt_min_ns=state.rtt_min_ns, now_ns=state.sampled_ns)
+            self._follow_delay(peer, state, state.sampled_ns)
+            state.began.set()
+        state.transfers += 1
+        self._egress.want(peer, lane, raw_bytes)
+        if state.idle is not None:
+            state.idle.cancel()
+            state.idle = None
+        self._tell_wanted(peer)
+        if not self._is_busy:
+            self._is_busy = True
+            self._used_before, self._lost_before = self._used_now(), self._egress.lost_bytes(now_ns=self._now_ns())
+            self._woken.set()
+
+    def end(self, peer: str) -> None:
+        """It is over, for better or worse."""
+        state = self._peers[peer]
+        state.transfers -= 1
+        if not any(other.transfers for other in self._peers.values()):
+            self._count_use(self._now_ns())
+            self._is_busy = False
+        if not state.transfers and state.told_wanted:
+            state.idle = asyncio.get_running_loop().call_later(IDLE_AFTER_S, self._tell_wanted, peer)
+
+    async def turn(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...]) -> None:
+        """Wait until a piece may go; it counts as sent when this returns."""
+        now_ns = self._now_ns()
+        if not self._egress.is_limited(peer):
+            self._egress.spend(peer, lane, handed_bytes, now_ns=now_ns)
+            return
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._egress.ask(peer, lane, handed_bytes, urgency, now_ns=now_ns)
+        self._turns[peer, lane] = waiting
+        try:
+            self._release()
+            await waiting
+        finally:
+            if self._turns.get((peer, lane)) is waiting:
+                del self._turns[peer, lane]
+                self._egress.withdraw(peer, lane)
+
+    def control_sent(self, peer: str, frame_bytes: int) -> None:
+        """A frame of the control lane goes out."""
+        self._egress.charge_control(peer, frame_bytes, now_ns=self._now_ns())
+
+    def _release(self) -> None:
+        """Let go what may go, and set the timer for the next."""
+        if self._release_timer is not None:
+            self._release_timer.cancel()
+            self._release_timer = None
+        now_ns = self._now_ns()
+        for key in self._egress.release(now_ns=now_ns):
+            waiting = self._turns.pop(key)
+            if not waiting.done():
+                waiting.set_result(None)
+        wake_ns = self._egress.wake_at_ns(now_ns=now_ns)
+        if wake_ns is not None:
+            delay_s = max((wake_ns - now_ns) / NS_PER_S, TIMER_S)
+            due_ns = now_ns + int(delay_s * NS_PER_S)
+            self._release_timer = asyncio.get_running_loop().call_later(delay_s, self._release_late, due_ns)
+
+    def _release_late(self, due_ns: int) -> None:
+        """A release by timer; how late it is, is how late the next ones may be."""
+        now_ns = self._now_ns()
+        if now_ns - due_ns > self._late_ns:
+            self._late_ns = now_ns - due_ns
+            self._follow_lateness(due_ns)
+        self._release()
+
+    def _follow_lateness(self, now_ns: int) -> None:
+        """Let what late timers miss follow at once, but not into the queue of a link that has one."""
+        is_queueing = any(state.delay.has_cut_lately(now_ns=now_ns) for state in self._peers.values())
+        self._egress.set_lateness(LATE_NS if is_queueing else self._late_ns, now_ns=now_ns)
+
+    # ---- receiving ---------------------------------------------------------------------------------------------------
+
+    async def until_readable(self, peer: str) -> None:
+        """Wait until the peer's bulk stream may be read: at once for one that keeps to its share."""
+        now_ns = self._now_ns()
+        while (at_ns := self._grants.read_at_ns(peer, now_ns=now_ns)) > now_ns:
+            await asyncio.sleep(min((at_ns - now_ns) / NS_PER_S, SAMPLE_IDLE_S))
+            now_ns = self._now_ns()
+
+    def was_read(self, peer: str, frame_bytes: int) -> None:
+        """A frame of bulk was read."""
+        self._peers[peer].read_bytes += frame_bytes
+        self._grants.arrived(peer, frame_bytes, now_ns=self._now_ns())
+
+    # ---- links and grants --------------------------------------------------------------------------------------------
+
+    def connected(self, peer: str) -> None:
+        """A session begins: the peer must hear of its share before it sends."""
+        self._grants.connected(peer)
+        self._grant()
+
+    def lost(self, peer: str) -> None:
+        """A session has ended."""
+        state, now_ns = self._peers[peer], self._now_ns()
+        state.told_wanted, state.is_granted = 0, False
+        state.delay.reset()
+        state.is_paced = False
+        state.one_way.reset()
+        state.rtt_min_ns = 0
+        for source in (LimitSource.GRANT, LimitSource.DELAY):
+            self._egress.set_limit(peer, source, None, now_ns=now_ns)
+        self._grants.lost(peer, now_ns=now_ns)
+        self._release()
+        self._grant()
+
+    def heard(self, peer: str, message: Message) -> bool:
+        """Take a control message if it is about the budget; whether it was."""
+        if isinstance(message, IngressGranted):
+            self._peers[peer].is_granted = message.bytes_per_s != UNLIMITED
+            rate = max(1, message.bytes_per_s) if message.bytes_per_s != UNLIMITED else None
+            self._egress.set_limit(peer, LimitSource.GRANT, rate, now_ns=self._now_ns())
+            self._tell_wanted(peer)
+            self._release()
+            return True
+        if isinstance(message, IngressWanted):
+            self._grants.wanted(peer, message.bytes_per_s)
+            self._grant()
+            return True
+        return False
+
+    # ---- pings -------------------------------------------------------------------------------------------------------
+
+    def clock_ns(self) -> int:
+        """The clock for pings and echoes."""
+        return self._now_ns()
+
+    def echoed(self, peer: str, sent_ns: int, arrived_ns: int) -> None:
+        """A ping of ours came back, with the peer's clock."""
+        self._peers[peer].one_way.echoed(sent_ns=sent_ns, arrived_ns=arrived_ns, now_ns=self._now_ns())
+
+    async def until_ping(self, peer: str, idle_s: float) -> None:
+        """Wait until it is time for another ping: after `idle_s`, sooner while a queue could grow towards the peer."""
+        state = self._peers[peer]
+        if state.transfers and not 0 < state.rtt_min_ns < FAST_RTT_NS:
+            await asyncio.sleep(min(PING_BUSY_S, idle_s))
+            return
+        state.began.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(idle_s):
+                await state.began.wait()
+                await asyncio.sleep(PING_BUSY_S)  # also after each of many short transfers to a near peer
+
+    def _tell_wanted(self, peer: str) -> None:
+        """Say what we could send, to a peer that shares out what it may receive, when that has changed."""
+        state = self._peers[peer]
+        state.idle = None
+        wanted = self._could_send(peer) if state.transfers else 0
+        if wanted != state.told_wanted and (state.is_granted or not wanted):
+            state.told_wanted = wanted
+            self._send(peer, IngressWanted(wanted))
+
+    def _could_send(self, peer: str) -> int:
+        limits = (self._egress.region_rate_bytes_per_s, self._plan.peer_limits(peer).egress)
+        return min((rate for rate in limits if rate is not None), default=WANTS_MOST)
+
+    def _grant(self) -> None:
+        """Send the shares that have changed, and set the timer for those that may grow later."""
+        if self._grant_timer is not None:
+            self._grant_timer.cancel()
+            self._grant_timer = None
+        now_ns = self._now_ns()
+        for peer, rate in self._grants.due(now_ns=now_ns):
+            self._send(peer, IngressGranted(rate))
+        wake_ns = self._grants.wake_at_ns(now_ns=now_ns)
+        if wake_ns is not None:
+            delay_s = max((wake_ns - now_ns) / NS_PER_S, TIMER_S)
+            self._grant_timer = asyncio.get_running_loop().call_later(delay_s, self._grant)
+
+    # ---- what the kernel counted -------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Read the kernel's counters now and then. Ends only by cancellation."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if self._is_watching():
+                await asyncio.sleep(SAMPLE_BUSY_S)
+            elif await self._is_woken_within(SAMPLE_IDLE_S):
+                continue
+            self._sampled(await loop.run_in_executor(None, self._sample))
+
+    def _sample(self) -> int:
+        """Read the counters, in a thread. Returns when that was: the loop hears of it later."""
+        self._meter.sample()
+        return self._now_ns()
+
+    async def _is_woken_within(self, limit_s: float) -> bool:
+        self._woken.clear()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._woken.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _is_watching(self) -> bool:
+        is_limited = self._egress.region_rate_bytes_per_s is not None or self._grants.rate_bytes_per_s is not None
+        return is_limited or any(state.transfers or state.delay.rate_bytes_per_s for state in self._peers.values())
+
+    def _sampled(self, at_ns: int | None = None) -> None:
+        """Take what the kernel counted until `at_ns` (None: now)."""
+        now_ns = self._now_ns()
+        for peer, state in self._peers.items():
+            self._take_counters(peer, state, now_ns, at_ns or now_ns)
+        self._follow_plan()
+        self._forget_lateness(now_ns)
+        self._release()
+        self._grant()
+
+    def _take_counters(self, peer: str, state: _PeerState, now_ns: int, at_ns: int) -> None:
+        link = self._meter.link(peer)
+        if link is None:
+            acks = state.read_bytes * UNMEASURED_ACKS_PPM // 1_000_000
+            self._egress.measured(peer, data_bytes=0, other_bytes=acks, now_ns=now_ns)
+            into = state.read_bytes * UNMEASURED_IN_PPM // 1_000_000
+            self._grants.measured(peer, into, now_ns=now_ns)
+            return
+        self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
+        self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
+        elapsed_ns = at_ns - state.sampled_ns
+        if elapsed_ns < SAMPLE_NS_MIN:
+            return  # work began while the counters were read
+        sent = max(0, link.first_bytes_out - state.sent_bytes) * NS_PER_S // elapsed_ns if state.sampled_ns else 0
+        carried = max(0, link.carried_bytes - state.carried_bytes) * NS_PER_S // elapsed_ns if state.sampled_ns else 0
+        state.sent_bytes, state.carried_bytes, state.sampled_ns = link.first_bytes_out, link.carried_bytes, at_ns
+        is_first = not state.rtt_min_ns
+        state.rtt_min_ns = link.rtt_min_ns
+        if not state.transfers:
+            return
+        if is_first:
+            state.delay.begin(rtt_min_ns=state.rtt_min_ns, now_ns=at_ns)
+        state.rate_bytes_per_s = max(sent, state.rate_bytes_per_s - state.rate_bytes_per_s // 8)
+        if link.rtt_min_ns:
+            state.delay.measured(
+                rtt_ns=link.rtt_ns,
+                rtt_min_ns=link.rtt_min_ns,
+                queue_ns=state.one_way.queue_ns(now_ns=now_ns),
+                sent_bytes_per_s=sent,
+                carried_bytes_per_s=carried,
+                now_ns=at_ns,
+            )
+            if state.delay.is_in_vain:
+                # The way has become longer, or others fill the line: what we measure from is no longer true.
+                state.one_way.reset()
+                state.delay.begin_again()
+            self._follow_delay(peer, state, now_ns)
+
+    def _follow_delay(self, peer: str, state: _PeerState, now_ns: int) -> None:
+        rate = state.delay.rate_bytes_per_s
+        self._egress.set_limit(peer, LimitSource.DELAY, rate, now_ns=now_ns)
+        # While no rate is known to be too much, pieces alone keep to it: BBR, held back for three round trips, takes
+        # that for the line's rate, leaves its start-up, and from then on grows by a quarter in eight round trips.
+        is_paced = rate is not None and not state.delay.is_searching
+        if is_paced or state.is_paced:
+            self._meter.pace(peer, rate * PACE_PPM // 1_000_000 if rate is not None and is_paced else None)
+            state.is_paced = is_paced
+
+    def close(self) -> None:
+        """Drop the timers."""
+        for timer in (self._release_timer, self._grant_timer, *(state.idle for state in self._peers.values())):
+            if timer is not None:
+                timer.cancel()
+        self._release_timer = self._grant_timer = None
+
+    # ---- for people --------------------------------------------------------------------------------------------------
+
+    def _used_now(self) -> int:
+        uses = [self._egress.use(peer) for peer in self._peers]
+        return sum(use.correction_bytes + sum(lane.used_bytes for lane in use.lanes.values()) for use in uses)
+
+    def _count_use(self, now_ns: int) -> None:
+        """Add up what was used and what the ceiling allowed while something waited to be sent."""
+        if not self._is_busy:
+            return
+        rate, used = self._egress.region_rate_bytes_per_s, self._used_now()
+        lost = self._egress.lost_bytes(now_ns=now_ns)
+        if rate is not None:
+            self._used_bytes += used - self._used_before
+            self._allowed_bytes += used - self._used_before + lost - self._lost_before
+        self._used_before, self._lost_before = used, lost
+
+    def status(self) -> dict[str, Any]:
+        """Ceilings, shares, and bytes wanted, allowed and used; plain values for JSON.
+
+        While something waited to be sent, `used_bytes` went out, and `allowed_bytes` the egress ceiling would have let
+        through: what went out, and what was allowed and came too late. Their ratio is how much of the budget was used
+        when there was work.
+        """
+        self._count_use(self._now_ns())
+        limits = self._plan.limits_at(self._minute_of_day())
+        return {
+            "egress_bytes_per_s": limits.egress,
+            "ingress_bytes_per_s": limits.ingress,
+            "allowed_bytes": self._allowed_bytes,
+            "used_bytes": self._used_bytes,
+            "share_used": self._used_bytes / self._allowed_bytes if self._allowed_bytes else None,
+            "peers": {peer: self._peer_status(peer, state) for peer, state in self._peers.items()},
+        }
+
+    def _peer_status(self, peer: str, state: _PeerState) -> dict[str, Any]:
+        use = self._egress.use(peer)
+        return {
+            "egress_bytes_per_s": use.rate_bytes_per_s,
+            "limited_by": use.limited_by,
+            "granted_bytes_per_s": self._grants.granted(peer) or None,
+            "overhead": use.overhead_ppm / 1_000_000,
+            "delay_cuts": state.delay.cuts,
+            "correction_bytes": use.correction_bytes,
+            "lanes": {
+                lane.name.lower(): {"wanted_bytes": one.wanted_bytes, "used_bytes": one.used_bytes}
+                for lane, one in use.lanes.items()
+            },
+        }
+
+
+def _local_minute() -> int:
+    now = time.localtime()
+    return now.tm_hour * 60 + now.tm_min

@@ -1,0 +1,327 @@
+"""One region's state folder: term and vote, ledger, payloads, states. What it has said is written survives a power cut.
+
+::
+
+    lock          held while a daemon runs on the folder
+    vote.bin      term and vote                  (ledger_files)
+    ledger.log    entries                        (ledger_files)
+    payloads/     merged outer gradients         (tensor_files)
+    state/        parameters and momentum        (tensor_files)
+    *.damaged     files whose checksum was wrong, set aside for a person to look at
+
+A damaged ledger or vote is refused. A damaged state falls back to its predecessor, a damaged payload counts as missing:
+both can be had from a peer, and `Recovered` says what is there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_node.adapters import tensor_files
+from diloco_node.adapters.durable import disk_error, remove_temporaries, sync_folder
+from diloco_node.adapters.ledger_files import LedgerFile, VoteFile
+from diloco_node.adapters.payload_files import PayloadDraft, SpareFiles
+from diloco_node.core.types import Entry, Recovered
+from diloco_node.errors import StorageError
+
+STATES_KEPT: Final = 2
+"""The newest states of a fragment that are never pruned: the last one and what it falls back to."""
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+Buffer = bytes | bytearray | memoryview | U8
+
+
+class RegionStore:
+    """The folder of one region. `load` first; close it at the end.
+
+    Threads: `persist` from one thread at a time; the others from any.
+
+    Args:
+        folder: made if it is missing.
+
+    Attributes:
+        set_aside: names of damaged files that were found and renamed, since the folder was opened.
+
+    Raises:
+        StorageError: another daemon holds the folder, or it can't be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._payloads = folder / "payloads"
+        self._states = folder / "state"
+        self.set_aside: list[str] = []
+        try:
+            for path in (self._payloads, self._states):
+                if not path.exists():
+                    path.mkdir(parents=True, exist_ok=True)
+                    sync_folder(folder)
+                    sync_folder(folder.parent)
+            self._lock = _lock(folder / "lock")
+        except OSError as error:
+            raise disk_error("use", folder, error) from error
+        self._spares = SpareFiles(self._payloads)
+        self._vote = VoteFile(folder)
+        self._ledger = LedgerFile(folder)
+
+    def load(self, fragments: int) -> Recovered:
+        """Read and check everything that recovery needs. Once, before anything else.
+
+        The newest state of each fragment and the payloads after it are read whole and checked; of the rest the
+        headers.
+
+        Args:
+            fragments: P.
+
+        Raises:
+            StorageError: term, vote or ledger are damaged, or the disk refuses.
+        """
+        try:
+            for folder in (self._folder, self._payloads, self._states):
+                remove_temporaries(folder)
+            # Made in this order: a folder with a ledger has a vote, one with a vote above term 0 has a whole ledger.
+            self._vote.open(is_new=not self._ledger.exists)
+            entries = self._ledger.open(is_new=self._vote.term == 0)
+        except OSError as error:
+            raise disk_error("read", self._folder, error) from error
+        if entries and entries[-1].term > self._vote.term:
+            raise StorageError(
+                f"{self._folder}: vote.bin is of term {self._vote.term}, the last entry of term {entries[-1].term}: "
+                "vote.bin is an older copy. Move the folder away and let the region come back without it"
+            )
+        states = tuple(self._newest_state(fragment) for fragment in range(fragments))
+        payloads = frozenset(self._whole_payloads(states))
+        return Recovered(self._vote.term, self._vote.voted_for, entries, states, payloads)
+
+    def close(self) -> None:
+        """Close the files and let the folder go. May be called twice."""
+        self._ledger.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # ---- the ledger ----
+
+    def persist(self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry]) -> None:
+        """Make term, vote and log durable before returning.
+
+        Term and vote go first: after a crash in between, the node knows a newer term and an older log, which is a
+        state that any voter may be in.
+
+        Raises:
+            StorageError: the disk refused; what was durable before still is.
+        """
+        if (term, voted_for) != (self._vote.term, self._vote.voted_for):
+            assert term >= self._vote.term, (term, self._vote.term)
+            self._vote.write(term, voted_for)
+        if truncate_from or entries:
+            self._ledger.append(truncate_from, entries)
+
+    @property
+    def cut_bytes(self) -> int:
+        """Bytes of an interrupted write that `load` cut off at the end of the ledger."""
+        return self._ledger.cut_bytes
+
+    # ---- payloads ----
+
+    def store_payload(self, fragment: int, version: int, digest: bytes, chunks: Sequence[Buffer]) -> None:
+        """Write a payload; durable when this returns. Writing the same one again is harmless.
+
+        Args:
+            digest: SHA-256 over the digests of its stripes, which the ledger names; checked when it is read.
+            chunks: the merged stripes in block order; not changed.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        parts = [memoryview(cast(bytes, chunk)).cast("B") for chunk in chunks if len(chunk)]
+        path = self._payloads / tensor_files.payload_name(fragment, version, digest)
+        tensor_files.write_payload(path, parts, fragment=fragment, version=version, digest=digest)
+
+    def draft_payload(self, content_bytes: int) -> PayloadDraft:
+        """Begin a payload whose stripes come one after the other; `finish_payload` names it. See `content_offset`.
+
+        Args:
+            content_bytes: of all its stripes.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        return PayloadDraft(self._spares, tensor_files.HEADER_BYTES + content_bytes)
+
+    @staticmethod
+    def content_offset(offset: int) -> int:
+        """Where a byte of the content lies in the file of a draft."""
+        return tensor_files.HEADER_BYTES + offset
+
+    def finish_payload(
+        self, draft: PayloadDraft, fragment: int, version: int, digest: bytes, part_bytes: Sequence[int]
+    ) -> None:
+        """Make a draft the payload: durable when this returns.
+
+        Args:
+            draft: all its stripes are written. digest: as for `store_payload`. part_bytes: the sizes of its stripes.
+
+        Raises:
+            StorageError: the disk refused; the draft is still to be finished or discarded.
+        """
+        header = tensor_files.payload_header(part_bytes, fragment=fragment, version=version, digest=digest)
+        draft.finish(self._payloads / tensor_files.payload_name(fragment, version, digest), header)
+
+    def write_ahead(self, content_bytes: int) -> None:
+        """Have files ready that the next payloads of this size are written over. Raises StorageError."""
+        self._spares.write_ahead(tensor_files.HEADER_BYTES + content_bytes)
+
+    def read_payload(self, fragment: int, version: int, digest: bytes) -> U8:
+        """A payload, checked against its checksum and its name.
+
+        Returns:
+            Shape (encoded bytes,), uint8, owned by the caller.
+
+        Raises:
+            StorageError: there is none, or it is damaged (it is set aside; fetch it from a peer).
+        """
+        path = self._payloads / tensor_files.payload_name(fragment, version, digest)
+        header, content = self._read(path)
+        if header.digest != digest:
+            raise StorageError(f"{path} is the payload {header.digest.hex()}, not {digest.hex()}")
+        return content
+
+    # ---- states ----
+
+    def store_state(self, fragment: int, version: int, theta: F32, momentum: F32, digest: bytes) -> None:
+        """Write parameters and momentum of a fragment; durable when this returns.
+
+        Args:
+            theta, momentum: shape (n,), float32; not changed.
+            digest: the digest that the regions compare; not checked here.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        if theta.shape != momentum.shape:
+            raise ValueError(f"parameters {theta.shape} and momentum {momentum.shape} of fragment {fragment}")
+        path = self._states / tensor_files.state_name(fragment, version)
+        tensor_files.write_state(path, theta, momentum, fragment=fragment, version=version, digest=digest)
+
+    def read_state(self, fragment: int, version: int) -> tuple[F32, F32]:
+        """Parameters and momentum, each shape (n,), float32, owned by the caller.
+
+        Raises:
+            StorageError: there is none, or it is damaged (it is set aside).
+        """
+        _, content = self._read(self._states / tensor_files.state_name(fragment, version))
+        theta, momentum = np.split(content.view(np.float32), 2)
+        return theta, momentum
+
+    def state_digest(self, fragment: int, version: int) -> bytes:
+        """The digest that was given with the state. Raises StorageError: there is none, or its header is damaged."""
+        return tensor_files.read_header(self._states / tensor_files.state_name(fragment, version)).digest
+
+    def state_versions(self, fragment: int) -> tuple[int, ...]:
+        """Versions of this fragment whose state is on disk, sorted."""
+        return tuple(version for version, _ in self._files(self._states, fragment))
+
+    # ---- pruning ----
+
+    def prune(self, fragment: int, keep_from_version: int) -> None:
+        """Remove payloads and states of versions before `keep_from_version`.
+
+        What recovery may need stays whatever is asked: the last STATES_KEPT states, and every payload after the older
+        of them.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        states = self._files(self._states, fragment)
+        kept_states = states[-STATES_KEPT:]
+        oldest_kept = kept_states[0][0] if kept_states else -1
+        doomed = [path for version, path in states[:-STATES_KEPT] if version < keep_from_version]
+        payloads = [
+            path
+            for version, path in self._files(self._payloads, fragment)
+            if version < keep_from_version and version <= oldest_kept
+        ]
+        try:
+            for path in doomed:
+                path.unlink(missing_ok=True)
+            for path in payloads:
+                self._spares.give(path)
+        except OSError as error:
+            raise disk_error("remove old files from", self._folder, error) from error
+
+    # ---- reading and setting aside ----
+
+    def _files(self, folder: Path, fragment: int) -> list[tuple[int, Path]]:
+        """(version, path) of the fragment's files, sorted."""
+        found = []
+        for path in sorted(folder.glob(f"f{fragment:03d}-v*.bin")):
+            named = tensor_files.named_version(path)
+            if named is not None:
+                found.append((named[1], path))
+        return sorted(found)
+
+    def _read(self, path: Path) -> tuple[tensor_files.TensorHeader, U8]:
+        try:
+            return tensor_files.read_content(path)
+        except StorageError as error:
+            if not path.exists():
+                raise StorageError(f"{path} does not exist: fetch it from a peer") from error
+            self._put_aside(path)
+            raise StorageError(f"{error}; it is set aside as {path.name}.damaged: fetch it from a peer") from error
+
+    def _put_aside(self, path: Path) -> None:
+        try:
+            path.rename(path.with_name(path.name + ".damaged"))
+        except OSError as error:
+            raise disk_error("set aside", path, error) from error
+        self.set_aside.append(path.name)
+
+    def _newest_state(self, fragment: int) -> int:
+        for version, path in reversed(self._files(self._states, fragment)):
+            try:
+                self._read(path)
+            except StorageError:
+                continue
+            return version
+        return -1
+
+    def _whole_payloads(self, states: Sequence[int]) -> list[tuple[int, int, bytes]]:
+        whole = []
+        for fragment, state_version in enumerate(states):
+            for version, path in self._files(self._payloads, fragment):
+                try:
+                    if version > state_version:
+                        header, _ = self._read(path)
+                    else:
+                        header = tensor_files.read_header(path)
+                except StorageError:
+                    if path.exists():
+                        self._put_aside(path)
+                    continue
+                whole.append((fragment, version, header.digest))
+        return whole
+
+
+def _lock(path: Path) -> int:
+    """Hold the lock file; the kernel lets it go with the process, whatever happens to it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(descriptor)
+        raise StorageError(
+            f"{path.parent} is in use by another daemon (process {holder}): stop that one first, or use another folder"
+        ) from error
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor

@@ -1,0 +1,347 @@
+"""One bidirectional gRPC call as a stream of frames, the same from either end; options and errors of grpc.aio.
+
+Everything that knows a peculiarity of gRPC is in this module. It turns every failure into `LinkLost` with a text for
+people: what was tried, what the other side said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeAlias
+from urllib.parse import unquote
+
+# gRPC prints handshake failures of every port scan to stderr, past our log. Set before its C library starts.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import grpc
+from grpc import aio
+
+from diloco_node.adapters.certs import Identity, tls_name
+from diloco_node.errors import BindError, IdentityError, LinkLost, PeerError
+from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
+
+METHOD_PREFIX: Final = "/diloco.Region/"
+
+_STREAMS_PER_CONNECTION: Final = 2
+_KEEPALIVE_MS: Final = 10_000
+
+_COMMON_OPTIONS: Final[list[tuple[str, Any]]] = [
+    ("grpc.max_send_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_receive_message_length", FRAME_BYTES_MAX),
+    ("grpc.max_metadata_size", 16 * 2**10),
+    ("grpc.absolute_max_metadata_size", 16 * 2**10),
+    # Windows grow with the measured bandwidth-delay product: 5 Gbit/s x 40 ms are 25 MB.
+    ("grpc.http2.bdp_probe", 1),
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+_SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # else a second daemon on the same port would get half of the connections
+    ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 3),
+]
+
+_CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # else both lanes would share one TCP connection
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+    ("grpc.min_reconnect_backoff_ms", 600_000),  # redialing is our own loop's business
+    ("grpc.initial_reconnect_backoff_ms", 600_000),
+    ("grpc.max_reconnect_backoff_ms", 600_000),
+]
+
+_DUPLICATE: Final = grpc.StatusCode.ALREADY_EXISTS
+_TWIN: Final = grpc.StatusCode.ABORTED
+
+
+Server: TypeAlias = aio.Server
+Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
+
+
+class Superfluous(LinkLost):
+    """The peer prefers the link that the other side is making at this moment. Nothing is wrong."""
+
+
+class Twin(LinkLost):
+    """Two live processes have one certificate: this is said to the one that was started first."""
+
+
+class Stream(Protocol):
+    """Frames in both directions. One reader task, one writer task, and `close` from anywhere."""
+
+    async def read(self) -> bytes:
+        """The next frame. Raises LinkLost at the end of the stream."""
+        ...
+
+    async def write(self, frame: bytes) -> None:
+        """Hand a frame to gRPC; waits while its windows are full. Raises LinkLost."""
+        ...
+
+    def close(self, error: PeerError | None = None) -> None:
+        """End both directions now; what was not sent yet is lost. An accepted stream tells the peer the error."""
+        ...
+
+
+class DialedStream:
+    """The dialing side of a stream; owns its channel."""
+
+    def __init__(self, channel: aio.Channel, call: Any, *, peer: str, address: str) -> None:
+        self._channel = channel
+        self._call = call
+        self._peer = peer
+        self._address = address
+
+    async def read(self) -> bytes:
+        """See `Stream.read`."""
+        try:
+            frame = await self._call.read()
+        except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
+            raise await self._lost(error) from None
+        if frame is aio.EOF:
+            raise await self._lost(None)
+        return frame
+
+    async def write(self, frame: bytes) -> None:
+        """See `Stream.write`."""
+        try:
+            await self._call.write(frame)
+        except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
+            raise await self._lost(error) from None
+
+    async def _lost(self, error: BaseException | None) -> LinkLost:
+        if isinstance(error, aio.AioRpcError):
+            code, details = error.code(), error.details() or ""
+        elif self._call.done():
+            code, details = await self._call.code(), await self._call.details() or ""
+        else:
+            code, details = grpc.StatusCode.OK, ""
+        if code is grpc.StatusCode.OK:
+            details = "the peer ended the stream"
+        if code is _DUPLICATE:
+            return Superfluous(f"{self._peer} at {self._address}: {details}")
+        if code is _TWIN:
+            return Twin(f"{self._peer} at {self._address}: {details}")
+        return LinkLost(f"{self._peer} at {self._address}: {explain(details or str(code))}")
+
+    def close(self, error: PeerError | None = None) -> None:
+        """See `Stream.close`."""
+        del error  # a call can only be cancelled, not refused
+        self._call.cancel()
+
+    async def aclose(self) -> None:
+        """Close the connection under the stream, too."""
+        self._call.cancel()
+        await self._channel.close()
+
+
+class AcceptedStream:
+    """The accepting side of a stream. Its RPC ends when the handler that waits on `until_closed` returns."""
+
+    def __init__(self, context: Any, *, peer: str) -> None:
+        self._context = context
+        self._peer = peer
+        self._closed = asyncio.Event()
+        self._error: PeerError | None = None
+
+    async def read(self) -> bytes:
+        """See `Stream.read`."""
+        try:
+            frame = await self._context.read()
+        except (aio.BaseError, asyncio.InvalidStateError) as error:
+            raise LinkLost(f"{self._peer}: the stream broke off ({error})") from None
+        if frame is aio.EOF:
+            raise LinkLost(f"{self._peer}: the peer ended the stream")
+        return frame
+
+    async def write(self, frame: bytes) -> None:
+        """See `Stream.write`."""
+        try:
+            await self._context.write(frame)
+        except (aio.BaseError, asyncio.InvalidStateError) as error:
+            raise LinkLost(f"{self._peer}: the stream broke off ({error})") from None
+
+    def close(self, error: PeerError | None = None) -> None:
+        """See `Stream.close`."""
+        if not self._closed.is_set():
+            self._error = error
+        self._closed.set()
+
+    async def until_closed(self) -> PeerError | None:
+        """Return when somebody called `close`: the error that it was called with."""
+        await self._closed.wait()
+        return self._error
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who is at the other end of an accepted call.
+
+    Attributes:
+        region, tls_name: what its certificate says; empty where it says nothing usable.
+        address: its IP address and port.
+    """
+
+    region: str
+    tls_name: str
+    address: tuple[str, int]
+
+
+def caller(context: Any) -> Caller:
+    """Who calls: from the certificate that TLS checked, never from a message."""
+    auth: dict[str, list[bytes]] = dict(context.auth_context())
+    common = auth.get("x509_common_name", [])
+    dns = auth.get("x509_subject_alternative_name", [])
+    _, _, host_port = unquote(context.peer()).partition(":")
+    host, _, port = host_port.rpartition(":")
+    return Caller(
+        common[0].decode("utf-8", "replace") if len(common) == 1 else "",
+        dns[0].decode("utf-8", "replace") if len(dns) == 1 else "",
+        (host.strip("[]"), int(port) if port.isdigit() else 0),
+    )
+
+
+async def refuse(context: Any, error: PeerError) -> None:
+    """End an accepted call with the reason, for the dialing side's log. Never returns normally."""
+    codes: tuple[tuple[type[PeerError], grpc.StatusCode], ...] = ((Superfluous, _DUPLICATE), (Twin, _TWIN))
+    code = next((code for kind, code in codes if isinstance(error, kind)), grpc.StatusCode.FAILED_PRECONDITION)
+    await context.abort(code, str(error)[:1024].encode("ascii", "backslashreplace").decode())
+
+
+def make_server(
+    identity: Identity, address: str, serve: Serve, *, handshake_s: float, lanes: Iterable[str] = Lane
+) -> tuple[Server, int]:
+    """A server with mutual TLS on `address`, not started yet, and the port it got.
+
+    Args:
+        identity: ours. address: `host:port`. serve: called with (lane, context) for each call; it ends with it.
+        lanes: which calls it takes; any other is refused as not implemented.
+        handshake_s: connections that have not finished TLS by then are closed.
+
+    Raises:
+        BindError: the address can't be taken. IdentityError: TLS does not accept our certificate.
+    """
+    handshake = ("grpc.server_handshake_timeout_ms", max(1, int(handshake_s * 1000)))
+    server = aio.server(options=[*_SERVER_OPTIONS, handshake])
+    server.add_generic_rpc_handlers((_Calls(serve, lanes),))
+    try:
+        credentials = grpc.ssl_server_credentials(
+            [(identity.key_pem, identity.cert_pem)], root_certificates=identity.ca_pem, require_client_auth=True
+        )
+        port = server.add_secure_port(address, credentials)
+    except ValueError as error:
+        raise IdentityError(f"TLS refuses our certificate for {identity.region}: {error}") from error
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise BindError(
+            f"can't listen on {address}: the port is taken, or the address is not this machine's. "
+            "Stop what listens there (`ss -ltnp` shows it), or set another port for this region."
+        )
+    return server, port
+
+
+class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Maps the methods of the lanes to `serve`; gRPC refuses any other."""
+
+    def __init__(self, serve: Serve, lanes: Iterable[str]) -> None:
+        self._serve = serve
+        self._lanes = {METHOD_PREFIX + lane: lane for lane in lanes}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """Part of gRPC's interface."""
+        lane = self._lanes.get(handler_call_details.method)
+        if lane is None:
+            return None
+
+        async def serve(_: Any, context: Any) -> None:
+            await self._serve(lane, context)
+
+        return grpc.stream_stream_rpc_method_handler(serve)
+
+
+async def dial(identity: Identity, peer: str, address: str, lane: str, *, timeout_s: float) -> DialedStream:
+    """Connect to a peer, with TLS in both directions, and open the call of one lane.
+
+    Raises:
+        LinkLost: names the peer, the address, the stage that failed, and the time it took.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    credentials = grpc.ssl_channel_credentials(identity.ca_pem, identity.key_pem, identity.cert_pem)
+    options = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls_name(peer, identity.run_id))]
+    channel = aio.secure_channel(address, credentials, options=options)
+    try:
+        await _until_ready(channel, timeout_s)
+        return DialedStream(channel, _open(channel, lane), peer=peer, address=address)
+    except BaseException as error:
+        await channel.close()
+        if isinstance(error, (TimeoutError, LinkLost)):
+            what = "no answer to connect or TLS handshake" if isinstance(error, TimeoutError) else str(error)
+            elapsed = loop.time() - started
+            raise LinkLost(f"{peer} at {address}: {what} (connecting, after {elapsed:.1f} s)") from None
+        raise
+
+
+def _open(channel: aio.Channel, lane: str) -> Any:
+    return channel.stream_stream(METHOD_PREFIX + lane)(wait_for_ready=False)
+
+
+async def _until_ready(channel: aio.Channel, timeout_s: float) -> None:
+    state = channel.get_state(try_to_connect=True)
+    async with asyncio.timeout(timeout_s):
+        while state is not grpc.ChannelConnectivity.READY:
+            if state in (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+                raise LinkLost(explain(await _failure(channel)))
+            await channel.wait_for_state_change(state)
+            state = channel.get_state(try_to_connect=True)
+
+
+async def _failure(channel: aio.Channel) -> str:
+    """Why a channel could not connect: gRPC tells only to a call."""
+    call = _open(channel, Lane.CONTROL)
+    try:
+        await call.read()
+        return await call.details() or str(await call.code())
+    except aio.AioRpcError as error:
+        return error.details() or str(error.code())
+    finally:
+        call.cancel()
+
+
+_EXPLANATIONS: Final = (
+    ("Hostname Verification Check failed", "the certificate at this address belongs to another region or run"),
+    ("CERTIFICATE_VERIFY_FAILED: certificate has expired", "the peer's certificate has expired"),
+    (
+        "CERTIFICATE_VERIFY_FAILED: certificate is not yet valid",
+        "the peer's certificate is not valid yet: check clocks",
+    ),
+    ("CERTIFICATE_VERIFY_FAILED", "we don't trust the peer's certificate: it was signed by another run's authority"),
+    ("Connection refused", "nobody listens there (connection refused)"),
+    ("WRONG_VERSION_NUMBER", "what listens there does not speak TLS"),
+    ("HTTP_REQUEST", "what listens there does not speak TLS"),
+    ("No route to host", "no route to host"),
+    ("Network is unreachable", "network is unreachable"),
+    ("DNS resolution failed", "the name can't be resolved"),
+    ("Domain name not found", "the name can't be resolved"),
+)
+
+
+def explain(details: str) -> str:
+    """gRPC's text for a failure, in words that say what to look at."""
+    for pattern, text in _EXPLANATIONS:
+        if pattern in details:
+            return text
+    # TLS 1.3: the dialer's handshake is over before the peer has looked at the dialer's certificate. A refusal then
+    # shows as a connection that ends before any HTTP/2 settings came.
+    if "failed to connect" in details and ("Socket closed" in details or "Connection reset" in details):
+        return "the peer closed the connection after the handshake: it does not trust our certificate, or is stopping"
+    return details.replace("\n", " ")[:300]

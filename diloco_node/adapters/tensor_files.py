@@ -1,0 +1,178 @@
+"""Payload and state files: a header that says what is in the file, then raw bytes. Written once, never changed.
+
+::
+
+    payloads/f003-v00000012-0123456789abcdef.bin   the merged stripes of a round in block order
+    state/f003-v00000008.bin                       parameters, then momentum, float32
+
+The header is 512 bytes: magic, msgpack of the fields, zeros, CRC-32 of what is before. A payload's content is checked
+against the digest that the ledger names: SHA-256 over the digests of its stripes, whose sizes are in the header. So
+nothing has to be hashed while a round waits for the disk. A state's content is checked with a BLAKE3 of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+
+from diloco_node.adapters.durable import disk_error, replace_file
+from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.errors import StorageError
+
+HEADER_BYTES: Final = 512
+PARTS_MAX: Final = 64
+"""Stripes of a payload: `core.stripes` makes fewer."""
+
+_MAGIC: Final = b"DLTENS2\n"
+_NAME: Final = re.compile(r"f(\d{3,})-v(\d{8,})(?:-([0-9a-f]{16}))?\.bin")
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """What a file says of itself.
+
+    Attributes:
+        kind: "payload" or "state".
+        fragment, version: whose it is.
+        digest: of a payload: SHA-256 over its stripes' digests; of a state: what the caller gave.
+        content_bytes: after the header.
+        checksum: of the content of a state: BLAKE3. Empty for a payload, whose digest checks it.
+        part_bytes: of a payload: the sizes of its stripes. Empty for a state.
+    """
+
+    kind: str
+    fragment: int
+    version: int
+    digest: bytes
+    content_bytes: int
+    checksum: bytes
+    part_bytes: tuple[int, ...]
+
+    def encode(self) -> bytes:
+        """As HEADER_BYTES bytes."""
+        fields = [self.kind, self.fragment, self.version, self.digest, self.content_bytes, self.checksum]
+        fields.append(self.part_bytes)
+        plain: bytes = _MAGIC + msgpack.packb(fields)
+        assert len(plain) <= HEADER_BYTES - 4, len(plain)
+        padded = plain.ljust(HEADER_BYTES - 4, b"\0")
+        return padded + zlib.crc32(padded).to_bytes(4, "little")
+
+
+def payload_name(fragment: int, version: int, digest: bytes) -> str:
+    """File name of a payload."""
+    return f"f{fragment:03d}-v{version:08d}-{digest[:8].hex()}.bin"
+
+
+def state_name(fragment: int, version: int) -> str:
+    """File name of a state."""
+    return f"f{fragment:03d}-v{version:08d}.bin"
+
+
+def named_version(path: Path) -> tuple[int, int] | None:
+    """(fragment, version) of a file's name; None if it is not such a name."""
+    match = _NAME.fullmatch(path.name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def write_payload(path: Path, parts: Sequence[memoryview], *, fragment: int, version: int, digest: bytes) -> None:
+    """Write a payload; durable when this returns. Raises StorageError; ValueError for more than PARTS_MAX parts."""
+    sizes = [len(part) for part in parts]
+    replace_file(path, [payload_header(sizes, fragment=fragment, version=version, digest=digest), *parts])
+
+
+def payload_header(part_bytes: Sequence[int], *, fragment: int, version: int, digest: bytes) -> bytes:
+    """The first HEADER_BYTES of a payload. Raises ValueError for more than PARTS_MAX parts."""
+    if len(part_bytes) > PARTS_MAX:
+        raise ValueError(f"a payload of {len(part_bytes)} stripes, at most {PARTS_MAX}")
+    header = TensorHeader("payload", fragment, version, digest, sum(part_bytes), b"", tuple(part_bytes))
+    return header.encode()
+
+
+def write_state(path: Path, theta: F32, momentum: F32, *, fragment: int, version: int, digest: bytes) -> None:
+    """Write parameters and momentum; durable when this returns. Raises StorageError."""
+    parts = [_bytes_of(theta), _bytes_of(momentum)]
+    header = TensorHeader("state", fragment, version, digest, sum(len(part) for part in parts), _checksum(parts), ())
+    replace_file(path, [header.encode(), *parts])
+
+
+def read_header(path: Path) -> TensorHeader:
+    """Read the header and check it against its checksum, the file's name and size.
+
+    Raises:
+        StorageError: missing, or damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(HEADER_BYTES)
+        size_bytes = path.stat().st_size
+    except OSError as error:
+        raise disk_error("read", path, error) from error
+    checksum = int.from_bytes(data[HEADER_BYTES - 4 :], "little")
+    is_whole = len(data) == HEADER_BYTES and data.startswith(_MAGIC)
+    if not is_whole or zlib.crc32(data[: HEADER_BYTES - 4]) != checksum:
+        raise StorageError(f"{path} is damaged: its header does not match its checksum")
+    unpacker: Any = msgpack.Unpacker()
+    unpacker.feed(data[len(_MAGIC) : HEADER_BYTES - 4])
+    kind, fragment, version, digest, content_bytes, checksum, part_bytes = unpacker.unpack()
+    header = TensorHeader(kind, fragment, version, digest, content_bytes, checksum, tuple(part_bytes))
+    is_payload = header.kind == "payload"
+    expected = payload_name(header.fragment, header.version, header.digest) if is_payload else None
+    if path.name != (expected or state_name(header.fragment, header.version)):
+        raise StorageError(f"{path} holds another thing: {header.kind} {header.fragment} version {header.version}")
+    if size_bytes != HEADER_BYTES + header.content_bytes:
+        found = size_bytes - HEADER_BYTES
+        raise StorageError(f"{path} is damaged: {found} bytes of content, its header says {header.content_bytes}")
+    return header
+
+
+def read_content(path: Path) -> tuple[TensorHeader, U8]:
+    """Header and content, both checked.
+
+    Returns:
+        The header, and shape (content_bytes,), uint8, owned by the caller.
+
+    Raises:
+        StorageError: missing, or damaged.
+    """
+    header = read_header(path)
+    try:
+        content = np.fromfile(path, dtype=np.uint8, count=header.content_bytes, offset=HEADER_BYTES)
+    except OSError as error:
+        raise disk_error("read", path, error) from error
+    if len(content) != header.content_bytes or not _is_intact(header, content):
+        raise StorageError(f"{path} is damaged: its content does not match its checksum")
+    return header, content
+
+
+def _bytes_of(values: F32) -> memoryview:
+    if values.dtype != np.float32 or values.ndim != 1:
+        raise ValueError(f"expected a vector of float32, found {values.dtype} {values.shape}")
+    return np.ascontiguousarray(values).view(np.uint8).data
+
+
+def _is_intact(header: TensorHeader, content: U8) -> bool:
+    if header.kind != "payload":
+        return _checksum([content.data]) == header.checksum
+    ends = list(itertools.accumulate(header.part_bytes))
+    parts = [content[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return payload_digest([stripe_digest(part.data) for part in parts]) == header.digest
+
+
+def _checksum(parts: Sequence[memoryview]) -> bytes:
+    digest = blake3()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()

@@ -1,0 +1,404 @@
+"""Links to all other regions over HTTP/2 (grpc.aio), mutual TLS, one port: implements `ports.Transport`.
+
+Per pair of regions there are two connections with one bidirectional call each: control (small messages, never behind
+bulk) and bulk (transfers). Who is at the other end is what the certificate says. `streams` knows gRPC, `links` keeps a
+pair connected, `outbound` and `inbound` carry the bytes, `sockets` counts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any, Final
+
+import structlog
+
+from diloco_node.adapters.certs import Identity, tls_name
+from diloco_node.adapters.links import PeerLink, PeerStatus
+from diloco_node.adapters.pacing import Pacer
+from diloco_node.adapters.session import LinkEnvironment, LinkTimes
+from diloco_node.adapters.sock_diag import read_sockets_to
+from diloco_node.adapters.sockets import TcpCounters, WireMeter, tcp_of
+from diloco_node.adapters.streams import (
+    AcceptedStream,
+    Caller,
+    Server,
+    Superfluous,
+    Twin,
+    caller,
+    make_server,
+    refuse,
+)
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.measuring import Probe
+from diloco_node.core.messages import BulkHeader, Message
+from diloco_node.core.quarantine import Quarantine
+from diloco_node.errors import (
+    ConfigError,
+    IdentityError,
+    LinkLost,
+    PayloadCorrupt,
+    PeerError,
+    PeerIncompatible,
+    ProtocolViolation,
+    SupersededError,
+)
+from diloco_node.ports import PeerTraffic, TransportHandler
+from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_control, encode_hello
+from diloco_node.wire.tables import PROTOCOL_VERSION
+
+_log = structlog.get_logger(__name__)
+
+GIVE_WAY_S: Final = 2.0
+"""What a measurement waits for rounds and recovery on other links, each time."""
+
+HANDSHAKES_MAX: Final = 32
+"""Accepted calls that have not said hello yet."""
+
+REJECTIONS_MAX: Final = 1024
+"""Different (peer, reason) that are counted; names come from certificates of the run, so this is never reached."""
+
+REJECTION_LOG_S: Final = 10.0
+
+
+class GrpcTransport:
+    """Mutual TLS links to the other regions of a run. All methods are called on the event loop.
+
+    Args:
+        region: our name. run_id, epoch, settings_digest, manifest_digest: what both sides must agree on.
+        identity: from `certs.load_identity`.
+        listen: host and port; port 0 takes a free one, see `port`.
+        peers: the other regions, each with `host:port`, or None where we can't dial.
+        handler: gets what arrives. executor: threads for compression and decoding.
+        is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.
+        times: deadlines. seed: of the jitter between dials. budget: see `set_budget`.
+        superseded: called once, when most of the peers are linked with a newer process that has our certificate.
+
+    Raises:
+        ConfigError: peers contain ourselves. IdentityError: the certificate is for another region or run.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        run_id: str,
+        epoch: int,
+        settings_digest: str,
+        manifest_digest: str,
+        identity: Identity,
+        listen: tuple[str, int],
+        peers: Mapping[str, str | None],
+        handler: TransportHandler,
+        executor: Executor,
+        is_advertised: bool = True,
+        times: LinkTimes | None = None,
+        seed: int = 0,
+        budget: BudgetPlan = BudgetPlan(),  # noqa: B008 - frozen
+        superseded: Callable[[SupersededError], None] | None = None,
+    ) -> None:
+        if region in peers:
+            raise ConfigError(f"{region} is among its own peers")
+        if (identity.region, identity.run_id) != (region, run_id):
+            raise IdentityError(f"the certificate is for {identity}, this node is {tls_name(region, run_id)}")
+        self._hello = Hello(
+            PROTOCOL_VERSION,
+            run_id,
+            epoch,
+            region,
+            settings_digest,
+            manifest_digest,
+            new_instance_id(time.time_ns()),
+            Lane.CONTROL,
+            0,
+        )
+        self._identity = identity
+        self._listen = listen
+        self._peers = dict(sorted(peers.items()))
+        self._times = times or LinkTimes()
+        self._seed = seed
+        self._meter = WireMeter()
+        self._pacer = Pacer(self._peers, meter=self._meter, send=self.send)
+        self._pacer.set_plan(budget)
+        self._env = LinkEnvironment(
+            self._hello,
+            identity,
+            handler,
+            executor,
+            self._times,
+            is_advertised,
+            self._meter,
+            self._pacer,
+            self.reject,
+            self._link_superseded,
+            self.quarantined,
+        )
+        self._quarantine = Quarantine(self._peers)
+        self._superseded = superseded
+        self._superseded_by: set[str] = set()
+        self._links: dict[str, PeerLink] = {}
+        self._server: Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._handshakes = 0
+        self._logged_s: dict[tuple[str, str], float] = {}
+        self._port = 0
+        self._urgent = 0
+        self._quiet = asyncio.Event()
+        self.rejections: Counter[tuple[str, str]] = Counter()
+        """What was refused, by (peer, reason)."""
+
+    @property
+    def port(self) -> int:
+        """The port we listen on; 0 before `start`."""
+        return self._port
+
+    async def start(self) -> None:
+        """Bind the port and begin to dial. Raises BindError, IdentityError."""
+        host, port = self._listen
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._server, self._port = make_server(
+            self._identity, address, self._serve, handshake_s=self._times.handshake_s
+        )
+        for index, (peer, where) in enumerate(self._peers.items()):
+            self._links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
+        await self._server.start()
+        for peer, link in self._links.items():
+            self._spawn(link.run_dialer(), f"dialer {peer}")
+        self._spawn(self._run_meter(), "wire meter")
+        _log.info("listening", region=self._hello.region, address=address, port=self._port)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(_report)
+        self._tasks.append(task)
+
+    async def stop(self) -> None:
+        """Close all links; pending transfers fail with LinkLost. May be called twice."""
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for link in self._links.values():
+            await link.stop()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(None)
+        self._pacer.close()
+
+    def send(self, peer: str, message: Message) -> bool:
+        """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
+        return self._link(peer).send(encode_control(message))
+
+    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
+        """Stream a body in chunks (zstd where it pays). Returns when the last chunk is handed to the link.
+
+        Within the budget, rounds go before recovery, and those of one lane in the order of `outbound`. The body must
+        not change meanwhile; it is not read any more when this returns, raises or is cancelled.
+
+        Raises:
+            LinkLost: the link is down, went down on the way, or was too slow.
+        """
+        is_measurement = isinstance(header, Probe)
+        if not is_measurement:
+            self._urgent += 1
+            self._quiet.clear()
+        try:
+            await self._link(peer).transfer(header, body.cast("B") if body.nbytes else memoryview(b""))
+        finally:
+            if not is_measurement:
+                self._urgent -= 1
+                if not self._urgent:
+                    self._quiet.set()
+
+    def traffic(self) -> dict[str, PeerTraffic]:
+        """Wire bytes per peer since start, as of a second ago at most."""
+        return {peer: self._meter.traffic(peer) for peer in self._links}
+
+    @property
+    def budget(self) -> BudgetPlan:
+        """The bandwidth budget that holds now."""
+        return self._pacer.plan
+
+    def set_budget(self, plan: BudgetPlan) -> None:
+        """Change the bandwidth budget from now on."""
+        self._pacer.set_plan(plan)
+
+    async def give_way(self) -> None:
+        """Before each transfer of a measurement: wait while rounds or recovery are on their way to any peer.
+
+        On one link, and within a budget, their lanes go first anyway; without a budget only this keeps a measurement on
+        one link from taking the line from rounds on another. Not for ever: after `GIVE_WAY_S` one transfer may go.
+        """
+        if self._urgent and self._pacer.status()["egress_bytes_per_s"] is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GIVE_WAY_S):
+                    await self._quiet.wait()
+
+    def tcp(self, peer: str) -> TcpCounters | None:
+        """What TCP did on the link to a peer, as of a second ago at most; None where the kernel does not tell."""
+        return self._meter.tcp(peer)
+
+    async def tcp_now(self, peer: str) -> TcpCounters | None:
+        """The same as of now, from the kernel's socket table where it can be read."""
+        remotes = self._meter.remotes(peer)
+        return tcp_of(await asyncio.get_running_loop().run_in_executor(None, read_sockets_to, remotes))
+
+    def budget_status(self) -> dict[str, Any]:
+        """What the budget allows, and what was wanted and used, per peer and lane; see `Pacer.status`."""
+        return self._pacer.status()
+
+    def peer_status(self) -> dict[str, PeerStatus]:
+        """What each link is doing, and why it is down if it is."""
+        return {peer: link.status() for peer, link in self._links.items()}
+
+    def drop_link(self, peer: str, reason: str) -> None:
+        """End the link to a peer; it is dialed again after the backoff."""
+        self._link(peer).drop(reason)
+
+    def reject(self, peer: str, error: PeerError) -> None:
+        """Count what a peer did wrong, and log it at most once per `REJECTION_LOG_S` for each peer and reason."""
+        key = (peer, _reason(error))
+        if key not in self.rejections and len(self.rejections) >= REJECTIONS_MAX:
+            return
+        self.rejections[key] += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s.get(key, -REJECTION_LOG_S) >= REJECTION_LOG_S:
+            self._logged_s[key] = now_s
+            _log.warning("rejected", peer=peer, reason=key[1], error=str(error), count=self.rejections[key])
+        if isinstance(error, (ProtocolViolation, PayloadCorrupt)):
+            self._strike(peer, error)
+
+    def _strike(self, peer: str, error: PeerError) -> None:
+        """What no honest peer of this version sends. Another run or version is a mistake of people, and no strike."""
+        if self._quarantine.strike(peer, str(error), now_ns=time.monotonic_ns()):
+            _log.error("quarantined", peer=peer, reason=self.quarantined(peer))
+            if peer in self._links:
+                self._links[peer].drop(self.quarantined(peer))
+
+    def quarantined(self, peer: str) -> str:
+        """Why a peer is shut out now, and for how long; empty when it is not."""
+        return self._quarantine.describe(peer, now_ns=time.monotonic_ns())
+
+    def pardon(self, peer: str) -> bool:
+        """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
+        return self._quarantine.pardon(peer)
+
+    def _link_superseded(self, peer: str, error: PeerError | None) -> None:
+        """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""
+        if error is None:
+            self._superseded_by.discard(peer)
+            return
+        self._superseded_by.add(peer)
+        if self._superseded is not None and 2 * len(self._superseded_by) > max(2, len(self._peers)):
+            told, self._superseded = self._superseded, None
+            told(
+                SupersededError(
+                    f"a newer process of {self._hello.region} runs, with the same certificate: {error}. If it is not "
+                    "meant to, stop that one and start this one again; each region needs a certificate and a state "
+                    "folder of its own"
+                )
+            )
+
+    def _link(self, peer: str) -> PeerLink:
+        link = self._links.get(peer)
+        if link is None:
+            raise ValueError(f"{peer} is not a peer of {self._hello.region}, or the transport has not started")
+        return link
+
+    # ---- incoming calls ----------------------------------------------------------------------------------------------
+
+    async def _serve(self, lane: Lane, context: Any) -> None:
+        """Carry one accepted call to its end."""
+        who = caller(context)
+        stream = AcceptedStream(context, peer=who.region)
+        try:
+            link, hello = await self._greet(lane, who, stream)
+            ended = await link.accept(hello, stream)
+        except Superfluous as error:
+            await refuse(context, error)
+        except PeerError as error:
+            if not isinstance(error, LinkLost) or isinstance(error, Twin):
+                self.reject(who.region, error)
+            await refuse(context, error)
+        else:
+            if ended is not None:
+                await refuse(context, ended)
+
+    async def _greet(self, lane: Lane, who: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
+        """Who calls, and whether we belong together. Raises PeerError."""
+        link = self._links.get(who.region)
+        if link is None or who.tls_name != tls_name(who.region, self._hello.run_id):
+            raise PeerIncompatible(f"{who.region!a} ({who.tls_name!a}) is not a region of run {self._hello.run_id}")
+        if why := self.quarantined(who.region):
+            raise LinkLost(f"{who.region} is {why} by {self._hello.region}; its operator can pardon it")
+        if self._handshakes >= HANDSHAKES_MAX:
+            raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")
+        self._handshakes += 1
+        try:
+            async with asyncio.timeout(self._times.hello_s):
+                hello = decode_hello(await stream.read())
+                await self._check(lane, who, hello, stream)
+        except TimeoutError:
+            raise LinkLost(f"{who.region}: no hello within {self._times.hello_s:.0f} s") from None
+        finally:
+            self._handshakes -= 1
+        self._meter.assign(who.region, who.address, is_lasting=False)
+        return link, hello
+
+    async def _check(self, lane: Lane, who: Caller, hello: Hello, stream: AcceptedStream) -> None:
+        ours = replace(self._hello, lane=lane, dial=hello.dial)
+        try:
+            check_hello(ours, hello, certificate_region=who.region)
+        except PeerIncompatible:
+            await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
+            raise
+
+    # ---- wire bytes --------------------------------------------------------------------------------------------------
+
+    async def _run_meter(self) -> None:
+        for peer, address in self._peers.items():
+            if address is not None:
+                await self._assign_dialed(peer, address)
+        await self._pacer.run()
+
+    async def _assign_dialed(self, peer: str, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except (OSError, ValueError):
+            return
+        for *_, where in found:
+            self._meter.assign(peer, (str(where[0]), int(where[1])))
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    """These tasks end by cancellation only; anything else is a fault of ours that must be seen."""
+    if not task.cancelled() and task.exception() is not None:
+        context = {"message": f"{task.get_name()} ended", "exception": task.exception()}
+        task.get_loop().call_exception_handler(context)
+
+
+def new_instance_id(now_ns: int) -> bytes:
+    """16 bytes that no other process has. One that was started later has a greater one, as far as clocks agree."""
+    return now_ns.to_bytes(8, "big") + secrets.token_bytes(8)
+
+
+def _reason(error: PeerError) -> str:
+    """A short word for counters."""
+    if isinstance(error, Twin):
+        return "superseded"
+    if "identity_mismatch" in str(error):
+        return "identity_mismatch"
+    reasons: tuple[tuple[type[PeerError], str], ...] = (
+        (PeerIncompatible, "incompatible"),
+        (PayloadCorrupt, "corrupt"),
+        (ProtocolViolation, "protocol"),
+    )
+    return next((reason for kind, reason in reasons if isinstance(error, kind)), "other")

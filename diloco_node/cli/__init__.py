@@ -1,0 +1,1 @@
+"""The command line: one module per group of commands; imports nothing heavy at the top."""

@@ -1,0 +1,313 @@
+"""`diloco-node demo`: several regions on one machine, as real processes with real links, and a report at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.adapters.certs import init_run
+from diloco_node.cli.demo_cmd import DemoOptions
+from diloco_node.cli.demo_wan import DemoWan, Outage, wan_lines
+from diloco_node.cli.live import LiveView, human_bytes, region_cells
+from diloco_node.cli.processes import RegionProcess, free_ports
+from diloco_node.cli.report import budget_lines, build_report
+from diloco_node.config.budget import parse_ceiling
+from diloco_node.errors import ConfigError, DilocoError
+
+NAMES: Final = (
+    *("us-east", "us-west", "eu-west", "ap-east", "us-central", "eu-north", "sa-east", "ap-south"),
+    *("us-south", "eu-south", "me-west", "af-south", "ap-north", "ca-east", "ca-west", "oc-east"),
+)
+"""Regions in the order in which a demo takes them."""
+
+REGIONS_DEFAULT: Final = 4
+
+WAN_PORTS: Final = (7400, 7401)
+"""Of every region in its own network: for the others, and its admin port."""
+
+SYNC_EVERY: Final = 16
+"""Inner steps between two rounds of a fragment."""
+
+OUTAGE_EVALUATION: Final = f"eval_every = {SYNC_EVERY}\neval_windows = 32\n"
+"""With an outage the held-out loss is measured once in a cycle, to see what the return does to it."""
+
+STEP_SECONDS: Final = 0.05
+"""Inner steps are paced, so that the learning-rate schedule can be laid out for the time asked for, and four learners
+and four daemons share two cores without each round waiting for a core."""
+
+START_S: Final = 240.0
+"""From the first process to the first inner step of every region; the first run on a machine compiles the kernels."""
+
+FINISH_S: Final = 60.0
+"""From the order to finish to the last process gone."""
+
+POLL_S: Final = 1.0
+SLOW_COMPILE_S: Final = 5.0
+
+RUN_TOML: Final = """\
+# Written by `diloco-node demo`. The same file serves every region: diloco-node start --region NAME --config THIS
+[run]
+id = "demo"
+seed = {seed}
+
+[model]
+layers = 2
+dim = 64
+heads = 4
+context = 64
+batch = 8
+schedule_steps = {schedule_steps}
+step_time_min = "{step_ms}ms"
+{evaluation}
+[rounds]
+fragments = 4
+sync_every = {sync_every}
+overlap_steps = 2
+
+[data]
+paths = {data}
+"""
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run it; the exit code. Everything that is made lies in one folder, which the report names."""
+    if options.has_outage and options.wan is None:
+        raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
+    if options.budget:
+        try:
+            parse_ceiling(options.budget)
+        except ValueError as error:
+            raise ConfigError(f"--budget is {options.budget!r}: {error}") from None
+    missing = [path for path in options.data if not Path(path).exists()]
+    if missing:
+        raise ConfigError(f"--data {missing[0]} does not exist; give files or folders of text")
+    folder = options.folder or Path("runs") / f"demo-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--folder {folder} is not empty; name a new one")
+    return asyncio.run(Demo(options, folder).run())
+
+
+class Demo:
+    """One demo: prepare, start, watch, finish, report."""
+
+    def __init__(self, options: DemoOptions, folder: Path) -> None:
+        self.options = options
+        self.folder = folder
+        self.wan = DemoWan(options) if options.wan is not None else None
+        names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
+        self.names = sorted(names)
+        self.outage: Outage | None = None
+        self.regions: list[RegionProcess] = []
+        self._interrupted = asyncio.Event()
+
+    async def run(self) -> int:
+        """See the module."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupted.set)
+        title = f"diloco-node demo: {len(self.names)} regions"
+        with LiveView(title, is_quiet=self.options.is_json) as view:
+            try:
+                if self.wan is not None:
+                    await self.wan.up(view.line)
+                self._prepare()
+                await self._train(view)
+            finally:
+                await asyncio.gather(*(region.stop() for region in self.regions))
+                if self.wan is not None:
+                    await self.wan.down()
+        if self._interrupted.is_set():
+            sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
+            return 1
+        report = build_report(
+            self.folder,
+            self.names,
+            wan=self.wan.report() if self.wan is not None else None,
+            outage=self.outage.document if self.outage is not None else None,
+        )
+        (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        if self.options.is_json:
+            sys.stdout.write(json.dumps(report) + "\n")
+        else:
+            print_report(report)
+        return 0
+
+    def _prepare(self) -> None:
+        """Certificates and run.toml; the settings a user would write by hand."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        init_run(self.folder / "certs", "demo", self.names)
+        ports = free_ports(2 * len(self.names))
+        text = RUN_TOML.format(
+            seed=self.options.seed,
+            schedule_steps=max(50, int(self.options.seconds / STEP_SECONDS)),
+            step_ms=int(STEP_SECONDS * 1000),
+            evaluation=OUTAGE_EVALUATION if self.options.has_outage else "",
+            sync_every=SYNC_EVERY,
+            data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
+        )
+        for index, name in enumerate(self.names):
+            place = self.wan.place(name) if self.wan is not None else None
+            host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
+            port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
+            text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
+            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace))
+        if self.options.budget:
+            text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
+        # Each region's folder lies beside certs and run.toml.
+        text = text.replace("[model]", 'state_dir = "."\ncerts_dir = "certs"\n\n[model]', 1)
+        (self.folder / "run.toml").write_text(text)
+
+    async def _train(self, view: LiveView) -> None:
+        view.line(f"folder {self.folder}: run.toml, certificates, one folder per region with its logs")
+        await self._compile(view)
+        for region in self.regions:
+            await region.start(self.folder / "run.toml")
+        started_s = time.monotonic()
+        await self._watch(view, started_s, until=self._all_step, limit_s=START_S, what="to start training")
+        trains_s = time.monotonic()
+        view.line(f"all regions train after {trains_s - started_s:.1f} s; {self.options.seconds:.0f} s of training")
+        # Until the end: a region that came back late may hold the same bytes as the others only after the last rounds.
+        async with self._outages(view):
+            await self._watch(
+                view, trains_s, until=lambda: time.monotonic() - trains_s >= self.options.seconds, limit_s=None
+            )
+            if not self._interrupted.is_set():
+                await self._finish(view, trains_s)
+
+    async def _finish(self, view: LiveView, trains_s: float) -> None:
+        """Order the run's end, and watch until every region has exited."""
+        view.line("finishing: one last round per fragment, then the final model")
+        ends_s = time.monotonic()
+        ordered = False
+        while not ordered and time.monotonic() - ends_s < FINISH_S:
+            ordered = any([await region.finish() for region in self.regions])
+        await self._watch(
+            view,
+            trains_s,
+            until=lambda: all(region.has_exited for region in self.regions),
+            limit_s=self.options.seconds + FINISH_S,
+            what="to finish",
+            may_exit=True,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _outages(self, view: LiveView) -> AsyncIterator[None]:
+        """The training with its outages beside it: the file's timetable, or the one of --outage."""
+        if self.wan is None:
+            yield
+            return
+        await self.wan.start_timetable()
+        if not self.options.has_outage:
+            yield
+            return
+        self.outage = Outage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
+        task = asyncio.create_task(self.outage.run(self.options.seconds), name="outage")
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+    async def _compile(self, view: LiveView) -> None:
+        """Compile the kernels once, before every region does it at the same time; milliseconds when they are cached."""
+        started_s = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "from diloco_node.codec.kernels import warm_up; warm_up()"
+        )
+        if await process.wait() != 0:
+            raise DilocoError("the codec's kernels could not be compiled; what numba said is above")
+        seconds = time.monotonic() - started_s
+        if seconds > SLOW_COMPILE_S:
+            view.line(f"compiled the codec's kernels in {seconds:.0f} s (cached for the next time)")
+
+    async def _watch(
+        self,
+        view: LiveView,
+        started_s: float,
+        *,
+        until: Any,
+        limit_s: float | None,
+        what: str = "",
+        may_exit: bool = False,
+    ) -> None:
+        """Poll and draw until something is so.
+
+        Raises:
+            DilocoError: a region ended too early, or the limit is reached.
+        """
+        while not until() and not self._interrupted.is_set():
+            elapsed_s = time.monotonic() - started_s
+            if limit_s is not None and elapsed_s > limit_s:
+                raise DilocoError(f"the regions took more than {limit_s:.0f} s {what}:\n{self._last_lines()}")
+            gone = [region for region in self.regions if region.has_exited]
+            if gone and not may_exit:
+                raise DilocoError(f"region {gone[0].name} ended too early:\n{gone[0].last_lines()}")
+            await asyncio.gather(*(region.poll() for region in self.regions if not region.has_exited))
+            view.show(elapsed_s, [region_cells(region.name, region.status) for region in self.regions])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._interrupted.wait(), POLL_S)
+
+    def _all_step(self) -> bool:
+        return all((region.status.get("learner") or {}).get("step", 0) > 0 for region in self.regions)
+
+    def _last_lines(self) -> str:
+        return "\n".join(f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The report for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # Wide enough for the table also where the output goes into a file.
+    console = Console(width=max(110, shutil.get_terminal_size().columns))
+    table = Table(title="What each region did", title_justify="left")
+    for column in ("region", "steps", "tokens", "loss first", "last", "held-out", "participation", "sent", "received"):
+        table.add_column(column, justify="left" if column == "region" else "right")
+    for region in report["regions"]:
+        table.add_row(
+            region["name"],
+            f"{region['inner_steps']}",
+            f"{region['tokens']:,}",
+            _loss(region["loss_first"]),
+            _loss(region["loss_last"]),
+            _loss(region["val_loss"]),
+            f"{region['participation']:.1%}",
+            human_bytes(region["wire_bytes_out"]),
+            human_bytes(region["wire_bytes_in"]),
+        )
+    console.print(table)
+    tokens = report["tokens"]
+    same = "the same bytes in every region" if report["equal_digests"] else "[red]DIFFERENT between regions[/red]"
+    whole = "accounts for every one" if tokens["balanced"] else f"[red]FAULTS: {'; '.join(tokens['faults'])}[/red]"
+    console.print(f"final parameters   {same}")
+    console.print(f"held-out loss      {_loss(report['val_loss_global'])} of the merged model")
+    console.print(
+        f"rounds             {report['rounds_committed']} committed, at most {report['rounds_in_flight_max']} in flight"
+    )
+    console.print(
+        f"tokens             {tokens['trained']:,} trained = {tokens['merged']:,} merged + {tokens['carried']:,} "
+        f"carried + {tokens['discarded']:,} discarded; the ledger {whole}"
+    )
+    console.print(f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions")
+    if report["wan"] is not None:
+        for line in wan_lines(report):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in budget_lines(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"folder             {report['folder']}")
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

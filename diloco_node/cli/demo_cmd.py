@@ -1,0 +1,75 @@
+"""`diloco-node demo`: its options. The demo itself is in `cli.demo`, imported when it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What the user asked for.
+
+    Attributes:
+        regions: how many; None: as many as the WAN's file has, else 4. seconds: training time. folder: where to keep
+            everything; None: a new one.
+        data: files or folders of text. is_json: one JSON object on standard output, nothing else there.
+        seed: of the run.
+        wan: a topology file to run in; None: plain loopback. wan_backend: "auto", or one of `wan.emulation.BACKENDS`.
+        has_outage: cut one region off for a fifth of the time, in the middle; needs a WAN.
+        budget: what each region may send, and receive, such as "20Mbit/s"; "": no limit.
+    """
+
+    regions: int | None = None
+    seconds: float = 90.0
+    folder: Path | None = None
+    data: tuple[str, ...] = ()
+    is_json: bool = False
+    seed: int = 0
+    wan: Path | None = None
+    wan_backend: str = "auto"
+    has_outage: bool = False
+    budget: str = ""
+
+
+def demo(
+    *,
+    regions: Annotated[
+        int | None,
+        typer.Option("--regions", min=1, max=16, help="Regions on this machine [default: 4, or those of --wan]."),
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=5, max=86_400, help="How long to train.")] = 90.0,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep it [default: a new folder].")] = None,
+    data: Annotated[list[str] | None, typer.Option("--data", metavar="PATH", help="Text to train on.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of parameters and data order.")] = 0,
+    wan: Annotated[
+        Path | None, typer.Option("--wan", metavar="FILE", help="Run in an emulated WAN, such as netem/us-4.toml.")
+    ] = None,
+    outage: Annotated[bool, typer.Option("--outage", help="With --wan: cut one region off for a while.")] = False,
+    backend: Annotated[
+        str, typer.Option("--wan-backend", metavar="NAME", help="auto, netem, tun or none.", show_default=False)
+    ] = "auto",
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Run several regions on this machine, with real processes and real links, and report."""
+    from diloco_node.cli.demo import run_demo
+
+    options = DemoOptions(
+        regions=regions,
+        seconds=seconds,
+        folder=folder,
+        data=tuple(data or ()),
+        is_json=as_json,
+        seed=seed,
+        wan=wan,
+        wan_backend=backend,
+        has_outage=outage,
+        budget=budget,
+    )
+    raise typer.Exit(run_demo(options))

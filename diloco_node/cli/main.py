@@ -1,0 +1,105 @@
+"""The command `diloco-node`. Nothing heavy is imported here: `--help` must answer in under 300 ms.
+
+Exit codes: 0 ok, 1 runtime, 2 usage or settings, 3 cannot bind, 4 identity, 5 peers unreachable, 6 state or disk,
+7 superseded or version mismatch. An error is one line on standard error; `--debug` shows the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from diloco_node import __version__
+from diloco_node.cli import (
+    budget_cmd,
+    certs_cmd,
+    config_cmd,
+    demo_cmd,
+    measure_cmd,
+    pardon_cmd,
+    plan_cmd,
+    simulate_cmd,
+    start_cmd,
+    status_cmd,
+    wan_cmd,
+)
+from diloco_node.errors import DilocoError
+
+DEBUG_FLAG = "--debug"
+INTERRUPTED_CODE = 130
+
+app = typer.Typer(
+    name="diloco-node",
+    help="Train one model across several datacenters over ordinary internet links (Decoupled DiLoCo).",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("start")(start_cmd.start)
+app.command("demo")(demo_cmd.demo)
+app.command("status")(status_cmd.status)
+app.command("plan")(plan_cmd.plan)
+app.command("pardon")(pardon_cmd.pardon)
+app.add_typer(budget_cmd.app, name="budget")
+app.add_typer(certs_cmd.app, name="certs")
+app.add_typer(config_cmd.app, name="config")
+app.add_typer(simulate_cmd.app, name="simulate")
+app.add_typer(wan_cmd.app, name="wan")
+app.add_typer(measure_cmd.app, name="measure")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"diloco-node {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option(DEBUG_FLAG, help="Show the traceback of an error; works anywhere.")] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: without the program's name; None: those of the process.
+
+    Returns:
+        The exit code.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own, command = _split_at_command(given)
+    is_debug = DEBUG_FLAG in own
+    try:
+        app(args=[word for word in own if word != DEBUG_FLAG] + command, prog_name="diloco-node")
+    except DilocoError as error:
+        if is_debug:
+            raise
+        sys.stderr.write(f"diloco-node: {str(error).strip()}\n")
+        return error.exit_code
+    except SystemExit as end:  # how typer ends, after help, a usage error or a command's own exit code
+        return end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED_CODE
+    return 0
+
+
+def _split_at_command(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """What follows `--` belongs to the user's own command, also a `--debug` in it."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    return arguments[:at], arguments[at:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

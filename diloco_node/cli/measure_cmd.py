@@ -1,0 +1,282 @@
+"""`diloco-node measure`: round trips and goodput between regions, by the path that a run would take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from diloco_node.cli.options import ConfigOption
+from diloco_node.errors import ConfigError, PeersUnreachable
+
+if TYPE_CHECKING:
+    from diloco_node.cli.measure_daemon import Running
+
+app = typer.Typer(
+    help="Round trips and goodput between regions, by the path that a run would take.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+SECONDS: Final = 5.0
+SECONDS_MIN: Final = 0.2
+SECONDS_MAX: Final = 120.0
+CONNECTIONS: Final = "1,2,4,8"
+
+RegionOption = Annotated[
+    str | None,
+    typer.Option("--region", "-r", metavar="NAME", help="Who we are [default: the one whose key is here]."),
+]
+CertsOption = Annotated[
+    Path | None, typer.Option("--certs", metavar="FOLDER", help="That certs init made [default: run.toml's, or certs].")
+]
+SecondsOption = Annotated[
+    float, typer.Option("--seconds", min=SECONDS_MIN, max=SECONDS_MAX, help="Of each test, its warm-up apart.")
+]
+WarmUpOption = Annotated[
+    float | None,
+    typer.Option("--warm-up", min=0, max=30, help="Seconds not counted [default: 25 round trips, 1 to 5 s]."),
+]
+AloneOption = Annotated[
+    bool, typer.Option("--alone", help="Not through the daemon that runs here, but with a `measure serve` there.")
+]
+MostOption = Annotated[
+    int | None,
+    typer.Option(
+        "--most",
+        metavar="MIB",
+        min=16,
+        max=4096,
+        help="MiB of each test through a daemon, its warm-up too [default: 4096].",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="A region of run.toml, or HOST:PORT.")]
+PlainOption = Annotated[bool | None, typer.Option("--plain/--no-plain", help="Plain TCP beside it; not by a daemon.")]
+
+
+@app.command()
+def serve(
+    *,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    listen: Annotated[
+        str | None,
+        typer.Option("--listen", metavar="HOST:PORT", help="What to bind [default: as the region's daemon]."),
+    ] = None,
+    plain_port: Annotated[
+        int, typer.Option("--plain-port", min=0, max=65_535, help="For plain TCP, on the same host; 0: a free one.")
+    ] = 0,
+    plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Plain TCP beside it.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer measurements until Ctrl-C. Before a run exists it takes the region's own port; needs certificates only."""
+    from diloco_node.cli import measure_run
+
+    here = measure_run.Here.find(config, certs, region)
+    where = measure_run.parse_address(listen, "--listen", port_min=0) if listen is not None else here.listen()
+
+    def told(ends: dict[str, Any]) -> None:
+        if as_json:
+            typer.echo(json.dumps(ends))
+        else:
+            also = f", plain TCP at port {ends['plain_port']}" if ends["plain_port"] else ""
+            place = f"{ends['host']}:{ends['port']}"
+            typer.echo(f"region {ends['region']} answers measurements at {place}{also}; Ctrl-C ends it")
+        sys.stdout.flush()
+
+    measure_run.run(lambda: measure_run.serve(here, where, plain_port if plain else None, told))
+
+
+@app.command()
+def latency(
+    *,
+    peer: PeerArgument,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    seconds: SecondsOption = SECONDS,
+    load: Annotated[bool, typer.Option("--load", help="Also while the link is full, out, then in.")] = False,
+    warm_up: WarmUpOption = None,
+    most: MostOption = None,
+    alone: AloneOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Round trips through the whole path: p50, p99, jitter (RFC 3550), and what TCP had to send again.
+
+    Through the daemon of the region if it runs here, over the links that it has; else with a `measure serve` there.
+
+    \b
+    diloco-node measure latency us-west --load
+    """
+    from diloco_node.cli import measure_run
+
+    daemon = _daemon(config, region, peer, alone=alone, certs=certs)
+    if daemon is not None:
+        document = _ask(daemon, {"what": "latency", "peer": peer, "load": load}, seconds, warm_up, most)
+    else:
+        here = measure_run.Here.find(config, certs, region)
+        how_long = measure_run.HowLong(seconds, warm_up)
+        document = measure_run.run(lambda: measure_run.latency(here, peer, how_long, is_loaded=load))
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+        return
+    from diloco_node.cli.console import table_console
+    from diloco_node.cli.measure_view import LOSS_NOTE, latency_table
+
+    table_console().print(latency_table(document), LOSS_NOTE, sep="\n\n")
+
+
+@app.command()
+def bandwidth(
+    *,
+    peer: PeerArgument,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    seconds: SecondsOption = SECONDS,
+    warm_up: WarmUpOption = None,
+    connections: Annotated[
+        str | None,
+        typer.Option(
+            "--connections", metavar="N,...", help="Each a test of its own [default: 1,2,4,8; a daemon has 1]."
+        ),
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", "-R", help="From the peer to here.")] = False,
+    plain: PlainOption = None,
+    most: MostOption = None,
+    alone: AloneOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Goodput of the transport (TLS; incompressible, and int4 with zstd) beside plain TCP; CPU; what was sent again.
+
+    Through the daemon of the region if it runs here: in its measurement lane, within its budget, behind all rounds.
+
+    \b
+    diloco-node measure bandwidth us-west
+    diloco-node measure bandwidth us-west --reverse --connections 1,4 --seconds 10
+    """
+    from diloco_node.cli import measure_run
+
+    counts = measure_run.parse_connections(connections or CONNECTIONS)
+    daemon = _daemon(config, region, peer, alone=alone, certs=certs)
+    if daemon is not None:
+        _check_lane(plain, counts if connections is not None else [1])
+        document = _ask(daemon, {"what": "bandwidth", "peer": peer, "reverse": reverse}, seconds, warm_up, most)
+    else:
+        here = measure_run.Here.find(config, certs, region)
+        how_long = measure_run.HowLong(seconds, warm_up)
+        document = measure_run.run(
+            lambda: measure_run.bandwidth(
+                here, peer, counts, how_long, is_reverse=reverse, is_plain_too=plain is not False
+            )
+        )
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+        return
+    from diloco_node.cli.console import table_console
+    from diloco_node.cli.measure_view import bandwidth_table, bandwidth_title
+
+    console = table_console()
+    console.print(bandwidth_title(document))
+    console.print(bandwidth_table(document))
+
+
+@app.command()
+def mesh(
+    *,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    seconds: SecondsOption = SECONDS,
+    warm_up: WarmUpOption = None,
+    plain: PlainOption = None,
+    most: MostOption = None,
+    alone: AloneOption = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the JSON there, for plan --mesh.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All ordered pairs of run.toml's regions, one after the other.
+
+    Through the daemon of the region if it runs here: each region measures towards the others, over the links they have.
+    Else `measure serve` must run in all other regions.
+
+    \b
+    diloco-node measure mesh --out mesh.json
+    diloco-node plan --mesh mesh.json
+    """
+    from diloco_node.cli import measure_run
+
+    if out is not None:
+        measure_run.check_writable(out)  # before minutes are spent
+    daemon = _daemon(config, region, None, alone=alone, certs=certs)
+    if daemon is not None:
+        _check_lane(plain, [1])
+        document = _ask(daemon, {"what": "mesh"}, seconds, warm_up, most)
+    else:
+        here = measure_run.Here.find(config, certs, region)
+        pairs = here.pairs()
+        how_long = measure_run.HowLong(seconds, warm_up)
+        document = measure_run.run(lambda: measure_run.mesh(here, pairs, how_long, is_plain_too=plain is True))
+    text = json.dumps(document, indent=1)
+    if out is not None:
+        out.write_text(text + "\n")
+    if as_json:
+        typer.echo(text)
+    else:
+        from diloco_node.cli.console import table_console
+        from diloco_node.cli.measure_view import mesh_table
+
+        table_console().print(mesh_table(document))
+    failures = document["failures"]
+    if failures:
+        first, count = failures[0], len(failures) + len(document["pairs"])
+        raise PeersUnreachable(
+            f"{len(failures)} of {count} pairs could not be measured, the first from {first['from']} to "
+            f"{first['to']}: {first['error']}"
+        )
+
+
+# ---- through a daemon ------------------------------------------------------------------------------------------------
+
+
+def _daemon(
+    config: Path | None, region: str | None, peer: str | None, *, alone: bool, certs: Path | None
+) -> Running | None:
+    """The daemon to ask: none when the user names a measuring end (HOST:PORT), a folder of keys, or says --alone."""
+    if alone or certs is not None or (peer is not None and ":" in peer):
+        return None
+    from diloco_node.cli.measure_daemon import find_daemon
+
+    return find_daemon(config, region)
+
+
+def _ask(
+    daemon: Running, document: dict[str, Any], seconds: float, warm_up: float | None, most: int | None
+) -> dict[str, Any]:
+    from diloco_node.cli.measure_daemon import Progress, measure
+    from diloco_node.cli.measure_run import progress
+
+    asked = {**document, "seconds": seconds, "warm_up_seconds": warm_up}
+    if most is not None:
+        asked["bytes_max"] = most * 2**20
+    with progress(f"asking the daemon of {daemon.region}") as say:
+        return measure(daemon, asked, Progress(say))
+
+
+def _check_lane(plain: bool | None, counts: list[int]) -> None:
+    """Refuse what a daemon does not have. Raises ConfigError."""
+    if plain:
+        raise ConfigError(
+            "a running daemon has no plain TCP beside its links: leave --plain out, or measure with --alone"
+        )
+    if counts != [1]:
+        raise ConfigError(
+            "a running daemon has one connection for bulk: leave --connections out, or measure with --alone"
+        )

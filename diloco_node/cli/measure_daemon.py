@@ -1,0 +1,143 @@
+"""`measure` by way of a running daemon: find the one of our region, ask it over its admin socket, show how it goes on.
+
+A daemon measures over the links that it has, inside its measurement lane and its budget (`node.measure_command`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.cli.admin_order import TOKEN_FILE
+from diloco_node.cli.status_cmd import PORT_FILE, SOCKET_FILE, UnixConnection
+from diloco_node.config.resolve import DEFAULT_NAME
+from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
+from diloco_node.memory import socket_path
+
+LINE_BYTES_MAX: Final = 16 * 2**20
+SILENT_S: Final = 20.0
+"""A daemon that measures says something twice a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A daemon on this machine that answers: its region, and its state folder."""
+
+    region: str
+    folder: Path
+
+
+def find_daemon(config: Path | None, region: str | None) -> Running | None:
+    """The running daemon that is meant, if there is one: of the region named, else the only one of the run here.
+
+    Raises:
+        ConfigError: several run here and none was named; or run.toml is wrong, or does not have the region.
+    """
+    if config is None and not Path(DEFAULT_NAME).exists():
+        return None
+    from diloco_node.cli.options import load
+
+    resolved = load(config, {}, None)
+    if region is not None:
+        resolved.check_region(region)
+    names = [region] if region is not None else list(resolved.regions)
+    found = [Running(name, resolved.state_dir(name).resolve()) for name in names if _answers(resolved.state_dir(name))]
+    if len(found) > 1:
+        raise ConfigError(
+            f"{len(found)} regions run on this machine ({', '.join(one.region for one in found)}): say from which one "
+            "to measure, with --region NAME"
+        )
+    return found[0] if found else None
+
+
+def _answers(folder: Path) -> bool:
+    """Whether somebody listens at a region's admin socket; one that died leaves its files behind."""
+    if not (folder / PORT_FILE).exists():
+        return False
+    try:
+        with contextlib.closing(UnixConnection(socket_path(folder, SOCKET_FILE))) as connection:
+            connection.connect()
+            connection.sock.settimeout(SILENT_S)
+            connection.request("GET", "/livez")
+            return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def measure(daemon: Running, document: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Ask a daemon to measure, and wait for what comes of it.
+
+    Args:
+        document: see `node.measure_command.parse_asked`. say: called with what goes on.
+
+    Raises:
+        ConfigError: it refuses the request. PeersUnreachable: there is no link, or the daemon went away.
+        DilocoError: the measurement failed.
+    """
+    try:
+        token = (daemon.folder / TOKEN_FILE).read_text().strip()
+        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        with contextlib.closing(UnixConnection(socket_path(daemon.folder, SOCKET_FILE))) as connection:
+            connection.connect()
+            connection.sock.settimeout(SILENT_S)
+            connection.request("POST", "/api/v1/measure", json.dumps(document), headers)
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise _refused(daemon, answer)
+            return _follow(answer, say)
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise PeersUnreachable(
+            f"the daemon of {daemon.region} in {daemon.folder} went away in the middle of a measurement ({error}); "
+            "see its logs/daemon.log"
+        ) from None
+
+
+def _refused(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
+    text = answer.read(LINE_BYTES_MAX)
+    if answer.status == http.client.NOT_FOUND:
+        return ConfigError(
+            f"the daemon of {daemon.region} is of another version, which does not measure: start it again, or measure "
+            "with --alone"
+        )
+    return ConfigError(f"{daemon.region} refuses: {json.loads(text).get('error', answer.status)}")
+
+
+def _follow(answer: http.client.HTTPResponse, say: Callable[[str], None]) -> dict[str, Any]:
+    """Read lines until the last one."""
+    while line := answer.readline(LINE_BYTES_MAX):
+        told = json.loads(line)
+        if "document" in told:
+            return dict(told["document"])
+        if "error" in told:
+            raise _error(str(told["error"]), told.get("exit_code"))
+        say(str(told.get("now", "")))
+    raise ConnectionError("it said nothing at the end")
+
+
+def _error(text: str, exit_code: object) -> DilocoError:
+    kinds: dict[object, type[DilocoError]] = {
+        ConfigError.exit_code: ConfigError,
+        PeersUnreachable.exit_code: PeersUnreachable,
+    }
+    return kinds.get(exit_code, PeerError)(text)
+
+
+class Progress:
+    """What a daemon says while it measures: on a terminal one line that changes, with the time; else nothing."""
+
+    def __init__(self, update: Callable[[str], None]) -> None:
+        self._update = update
+        self._now = ""
+        self._since_s = time.monotonic()
+
+    def __call__(self, now: str) -> None:
+        """Show it; seconds count from when it was said first."""
+        if now != self._now:
+            self._now, self._since_s = now, time.monotonic()
+        self._update(f"{now} ({time.monotonic() - self._since_s:.0f} s)")

@@ -1,0 +1,127 @@
+"""What `measure` prints for people: the documents of `adapters.measured` as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from diloco_node.adapters.measured import FlowCase
+
+LOSS_NOTE: Final = (
+    "Probes travel over TCP, which hides loss: `sent again` is the part of the bytes that the kernels of both ends "
+    "repeated, `unanswered` are probes without an answer in 2 s."
+)
+
+
+# ---- latency ---------------------------------------------------------------------------------------------------------
+
+
+def latency_table(document: Mapping[str, Any]) -> Any:
+    """Rows of `measure latency`."""
+    table = _table("load", "probes", "unanswered", "min", "p50", "p99", "max", "jitter", "sent again", "TCP min")
+    for row in document["rows"]:
+        least = row["tcp_rtt_min_seconds"]
+        table.add_row(
+            row["load"],
+            str(row["answered"] + row["unanswered"]),
+            str(row["unanswered"]),
+            *(_ms(row[f"{name}_seconds"]) for name in ("min", "p50", "p99", "max", "jitter")),
+            _share(row["retransmitted_share"]),
+            "?" if least is None else _ms(least),
+        )
+    return table
+
+
+# ---- bandwidth -------------------------------------------------------------------------------------------------------
+
+
+def bandwidth_table(document: Mapping[str, Any]) -> Any:
+    """Rows of `measure bandwidth`. The last column compares with plain TCP on as many connections."""
+    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "again", "of plain")
+    plain = {row["connections"]: row["bytes_per_second"] for row in document["tests"] if row["path"] == "plain"}
+    for row in document["tests"]:
+        case = FlowCase(row["from"], row["to"], row["path"], row["body"], row["connections"])
+        beside = plain.get(case.connections)
+        cpu, sent, again = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
+        table.add_row(
+            case.title,
+            str(case.connections),
+            _mbit(row["bytes_per_second"]),
+            _mbit(row["bytes_per_second_median"]),
+            _mbit(row["bytes_per_second_p10"]),
+            _mbit(row["bytes_per_second_p90"]),
+            f"{cpu['sender']:.2f}",
+            f"{cpu['receiver']:.2f}",
+            _share(again / sent if sent else None),
+            f"{100 * row['bytes_per_second'] / beside:.0f} %" if beside and case.path != "plain" else "",
+        )
+    return table
+
+
+def bandwidth_title(document: Mapping[str, Any]) -> str:
+    """What was measured, in a line above the table."""
+    control = document["congestion_control"]
+    return (
+        f"{document['from']} -> {document['to']}, round trip {_ms(document['rtt_seconds'])}, "
+        f"{document['seconds']:g} s each after {document['warm_up_seconds']:.1f} s, "
+        f"TCP: {control['here'] or '?'} here, {control['there'] or '?'} there. "
+        f"CPU: seconds per GB.{_lane_note(document)}"
+    )
+
+
+def _lane_note(document: Mapping[str, Any]) -> str:
+    """What is special about a measurement by a daemon; nothing for one between measuring ends."""
+    if document.get("through") != "daemon":
+        return ""
+    limit = document["limit_bytes_per_second"]
+    limited = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
+    return f"\nthrough the running daemon, in its measurement lane{limited}: what rounds leave"
+
+
+# ---- mesh ------------------------------------------------------------------------------------------------------------
+
+
+def mesh_table(document: Mapping[str, Any]) -> Any:
+    """A row per ordered pair."""
+    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "plain TCP", "sent again")
+    for row in document["pairs"]:
+        plain = row["plain_bytes_per_second"]
+        table.add_row(
+            row["from"],
+            row["to"],
+            _ms(row["rtt_seconds"]),
+            _ms(row["rtt_p99_seconds"]),
+            _ms(row["jitter_seconds"]),
+            _mbit(row["bytes_per_second"]),
+            _mbit(row["bytes_per_second_p10"]),
+            _mbit(row["bytes_per_second_p90"]),
+            "" if plain is None else _mbit(plain),
+            _share(row["retransmitted_share"]),
+        )
+    return table
+
+
+# ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _table(*columns: str) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        is_text = column in {"load", "what", "way", "from", "to"}
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+    return table
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds < 0.1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _mbit(bytes_per_s: float) -> str:
+    mbit = 8 * bytes_per_s / 1e6
+    return f"{mbit:.2f}" if mbit < 10 else f"{mbit:.1f}" if mbit < 100 else f"{mbit:.0f}"
+
+
+def _share(share: float | None) -> str:
+    return "?" if share is None else f"{100 * share:.2f} %"

@@ -1,0 +1,54 @@
+"""Options that several commands share, and how flags become settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from diloco_node.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco_node.config import Flag, NodeConfig
+
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", "-c", metavar="FILE", envvar="DILOCO_CONFIG", help="The run's settings [default: run.toml]."
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as rounds.sync_every=16; may be repeated."),
+]
+
+
+def flags_from(named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None = None) -> list[Flag]:
+    """Flags that were given, as settings.
+
+    Args:
+        named: dotted key -> (flag as written, value); a value of None or () was not given.
+        assignments: "KEY=VALUE" of `--set`; a flag of its own beats it.
+
+    Raises:
+        ConfigError: an assignment without key or "=".
+    """
+    from diloco_node.config import Flag
+
+    flags = []
+    for assignment in assignments or ():
+        key, equals, value = assignment.partition("=")
+        if not equals or "." not in key:
+            raise ConfigError(f"--set {assignment!r}: write KEY=VALUE, for example --set rounds.sync_every=16")
+        flags.append(Flag(key.strip(), value.strip(), f"--set {key.strip()}"))
+    flags += [Flag(key, value, flag) for key, (flag, value) in named.items() if value is not None and value != []]
+    return flags
+
+
+def load(config: Path | None, named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None) -> NodeConfig:
+    """Resolve all settings; ConfigError says what is wrong."""
+    from diloco_node.config import load_config
+
+    return load_config(config, flags_from(named, assignments))

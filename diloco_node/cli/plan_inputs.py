@@ -1,0 +1,279 @@
+"""Where `plan` gets its numbers: a size, run.toml, a region's folder, a measured mesh; each with its origin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from diloco_node.core.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
+from diloco_node.core.plan import FragmentSize, Network
+from diloco_node.core.types import RunSettings
+from diloco_node.errors import ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from diloco_node.config import NodeConfig
+    from diloco_node.config.schema import ModelSection
+
+_VOCABULARY: Final = 256
+_LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+MESH_BYTES_MAX: Final = 16 * 2**20
+MESH_REGIONS_MAX: Final = 64
+RTT_S_MAX: Final = 600.0
+RATE_MAX: Final = 10**14 // 8
+MESH_SHAPE: Final = (
+    '{"regions": ["a", "b"], "pairs": [{"from": "a", "to": "b", "rtt_seconds": 0.04, "bytes_per_second": 250000000}, '
+    "...]} with every ordered pair"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model and the settings it is to be trained with.
+
+    Attributes:
+        origin: "--parameters 5e9", "run.toml (built-in model)", "state/us-east".
+        values: parameters, when only the size is known; the fragments are then equal.
+        manifest: the cut of a known model, else None.
+        settings: of the run, before flags.
+        regions: names; empty when nobody named them.
+        step_time_ns, rtt_ns: as a running region tells them; 0 when unknown.
+        egress, ingress: ceilings by region, wire bytes per second, the least of the day; none: no limit.
+    """
+
+    origin: str
+    values: int
+    manifest: Manifest | None
+    settings: RunSettings
+    regions: tuple[str, ...] = ()
+    step_time_ns: int = 0
+    rtt_ns: int = 0
+    egress: Mapping[str, int] = field(default_factory=dict)
+    ingress: Mapping[str, int] = field(default_factory=dict)
+
+    def sizes(self, fragments: int) -> tuple[FragmentSize, ...]:
+        """The model cut into this many fragments.
+
+        Raises:
+            ConfigError: it can't be cut so fine.
+        """
+        from diloco_node.codec.sizes import even_sizes, fragment_sizes
+
+        if self.manifest is not None:
+            is_cut_so = len(self.manifest.fragments) == fragments
+            return fragment_sizes(self.manifest if is_cut_so else build_manifest(self.manifest.tensors, fragments))
+        if self.values < fragments:
+            raise ConfigError(f"{self.values} parameters ({self.origin}) can't be cut into {fragments} fragments")
+        return even_sizes(self.values, fragments)
+
+
+def parse_parameters(text: str) -> int:
+    """`5e9`, `5B`, `350M`, `5_000_000_000`.
+
+    Raises:
+        ConfigError: it is no whole number from 1 to 2^40.
+    """
+    unit = _LARGE.get(text[-1:], 1)
+    number = text[:-1] if unit != 1 else text
+    try:
+        exact = Decimal(number) * unit
+        if not exact.is_finite() or not 1 <= exact <= VALUES_MAX or exact != int(exact):
+            raise ValueError
+    except (InvalidOperation, ValueError):
+        raise ConfigError(
+            f"--parameters {text!r} is no whole number from 1 to {VALUES_MAX}: write 5e9, 5B or 350M"
+        ) from None
+    return int(exact)
+
+
+def parse_overhead(text: str) -> Fraction:
+    """`6%` as 6/100.
+
+    Raises:
+        ConfigError: without a percent sign, or not from 0 to 100.
+    """
+    try:
+        percent = Decimal(text[:-1].strip()) if text.endswith("%") else None
+    except InvalidOperation:
+        percent = None
+    if percent is None or not percent.is_finite() or not 0 <= percent <= 100:
+        raise ConfigError(f"--overhead is {text!r}: write a part of the payload from 0% to 100%, as 6%")
+    return Fraction(percent) / 100
+
+
+def source_of_parameters(text: str) -> Source:
+    """A model of which only the size is known, with default settings."""
+    return Source(f"--parameters {text}", parse_parameters(text), None, RunSettings())
+
+
+def source_of_config(config: NodeConfig, path: Path | None) -> Source:
+    """The model and the budget of run.toml; the model as a region that ran here knows it, else the built-in trainer's.
+
+    Raises:
+        StorageError: a region's manifest is damaged.
+        ConfigError: the model can't be cut into that many fragments.
+    """
+    from diloco_node.node.manifest_file import load_manifest
+
+    name = str(path or "run.toml")
+    settings, regions = config.run_settings(), tuple(config.regions)
+    limits = {region: config.budget_plan(region).least() for region in regions}
+    egress = {region: one.egress for region, one in limits.items() if one.egress is not None}
+    ingress = {region: one.ingress for region, one in limits.items() if one.ingress is not None}
+    for region in regions:
+        manifest = load_manifest(config.state_dir(region))
+        if manifest is not None:
+            origin = f"{name} and the model in {config.state_dir(region)}"
+            return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
+    manifest = build_manifest(built_in_tensors(config.model), settings.fragments)
+    origin = f"{name}, the built-in model"
+    return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
+
+
+def source_of_state(folder: Path) -> Source:
+    """What a region's folder says, and its daemon if that answers.
+
+    Raises:
+        ConfigError: it is no region's folder.
+        StorageError: the region has not seen its model yet, or a file is damaged.
+    """
+    from diloco_node.cli.start_cmd import NODE_FILE
+    from diloco_node.node.manifest_file import MANIFEST_NAME, load_manifest
+    from diloco_node.node.spec import NodeSpec
+
+    if not (folder / NODE_FILE).exists():
+        raise ConfigError(f"--state {folder}: no {NODE_FILE} in it; give the folder of one region, as state/us-east")
+    spec = NodeSpec.load(folder / NODE_FILE)
+    manifest = load_manifest(folder)
+    if manifest is None:
+        raise StorageError(
+            f"{folder} has no {MANIFEST_NAME}: the region's learner has not listed its model yet; "
+            "use --parameters until it has"
+        )
+    step_time_ns, rtt_ns = _live_times(folder)
+    return Source(str(folder), manifest.size, manifest, spec.settings, spec.regions, step_time_ns, rtt_ns)
+
+
+def _live_times(folder: Path) -> tuple[int, int]:
+    """Step time and largest round trip as the region's daemon tells them; 0 for what is not known."""
+    from diloco_node.cli.status_cmd import PORT_FILE, ask, find_targets
+
+    if not (folder / PORT_FILE).exists():
+        return 0, 0
+    document = ask(find_targets(str(folder))[0])
+    learner = document.get("learner") or {}
+    rtts = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
+    return int(1e9 * (learner.get("step_seconds") or 0.0)), int(1e9 * max(rtts, default=0.0))
+
+
+def built_in_tensors(model: ModelSection) -> list[TensorSpec]:
+    """Names and shapes of the built-in trainer's model.
+
+    `learner.model.parameter_shapes` says the same (a test compares them) but would import torch, for seconds.
+    """
+    dim = model.dim
+    hidden = -(-dim * 8 // 24) * 8
+    tensors = [TensorSpec("model.embed_tokens.weight", (_VOCABULARY, dim))]
+    for layer in range(model.layers):
+        at = f"model.layers.{layer}."
+        tensors += [TensorSpec(f"{at}self_attn.{name}_proj.weight", (dim, dim)) for name in ("q", "k", "v", "o")]
+        tensors += [TensorSpec(f"{at}mlp.{name}_proj.weight", (hidden, dim)) for name in ("gate", "up")]
+        tensors.append(TensorSpec(f"{at}mlp.down_proj.weight", (dim, hidden)))
+        tensors += [TensorSpec(f"{at}{name}_layernorm.weight", (dim,)) for name in ("input", "post_attention")]
+    return [*tensors, TensorSpec("model.norm.weight", (dim,)), TensorSpec("lm_head.weight", (_VOCABULARY, dim))]
+
+
+# ---- a measured mesh -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """What `measure mesh` found, per ordered pair of regions.
+
+    Attributes:
+        regions: names, sorted.
+        rtt_ns: round trip.
+        goodput: payload bytes per second, when nothing else was sent.
+    """
+
+    regions: tuple[str, ...]
+    rtt_ns: Mapping[tuple[str, str], int]
+    goodput: Mapping[tuple[str, str], int]
+
+    def network(
+        self, regions: Sequence[str], overhead: Fraction, *, egress: Mapping[str, int], ingress: Mapping[str, int]
+    ) -> Network:
+        """The links between these regions, as wire bytes.
+
+        Pairs are measured one after the other, so what a region sends to all at once is not in the mesh. A region
+        without a budget (egress, ingress) is taken to have a line as fast as its best link.
+
+        Raises:
+            ConfigError: a region is not in the mesh.
+        """
+        missing = sorted(set(regions) - set(self.regions))
+        if missing:
+            raise ConfigError(f"region {missing[0]} is not in the mesh, which has {', '.join(self.regions)}")
+        pairs = [(a, b) for a in regions for b in regions if a != b]
+        wire = {pair: int(self.goodput[pair] * (1 + overhead)) for pair in pairs}
+        lines_out = {name: max((wire[pair] for pair in pairs if pair[0] == name), default=1) for name in regions}
+        lines_in = {name: max((wire[pair] for pair in pairs if pair[1] == name), default=1) for name in regions}
+        return Network(
+            rtt_ns=max((self.rtt_ns[pair] for pair in pairs), default=0),
+            egress=lines_out | dict(egress),
+            ingress=lines_in | dict(ingress),
+            links=wire,
+            is_budgeted=bool(egress or ingress),
+        )
+
+
+def read_mesh(path: Path) -> Mesh:
+    """A file as `measure mesh --json` writes it; other keys than the ones named are passed over.
+
+    Raises:
+        ConfigError: it can't be read, is not of that shape, or lacks a pair; says which.
+    """
+    try:
+        if path.stat().st_size > MESH_BYTES_MAX:
+            raise ValueError(f"it is larger than {MESH_BYTES_MAX} bytes")
+        document = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--mesh {path} can't be read: {error}") from error
+    try:
+        return _mesh(document)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"--mesh {path}: {what}; it must be {MESH_SHAPE}") from error
+
+
+def _mesh(document: Any) -> Mesh:
+    regions = document["regions"]
+    if not isinstance(regions, list) or not all(isinstance(name, str) for name in regions):
+        raise ValueError("regions is no list of names")
+    if not 2 <= len(regions) <= MESH_REGIONS_MAX or len(set(regions)) != len(regions):
+        raise ValueError(f"it needs from 2 to {MESH_REGIONS_MAX} regions, each once")
+    rtt_ns: dict[tuple[str, str], int] = {}
+    goodput: dict[tuple[str, str], int] = {}
+    for entry in document["pairs"]:
+        pair = entry["from"], entry["to"]
+        if pair in rtt_ns or pair[0] == pair[1] or not set(pair) <= set(regions):
+            raise ValueError(f"pair {pair[0]} to {pair[1]} is there twice, or not of two regions")
+        rtt_ns[pair] = int(1e9 * _number(entry, "rtt_seconds", pair, RTT_S_MAX))
+        goodput[pair] = int(_number(entry, "bytes_per_second", pair, RATE_MAX))
+        if goodput[pair] < 1:
+            raise ValueError(f"pair {pair[0]} to {pair[1]}: bytes_per_second is 0, they don't reach each other")
+    missing = sorted((a, b) for a in regions for b in regions if a != b and (a, b) not in rtt_ns)
+    if missing:
+        raise ValueError(f"pair {missing[0][0]} to {missing[0][1]} is missing")
+    return Mesh(tuple(sorted(regions)), rtt_ns, goodput)
+
+
+def _number(entry: Mapping[str, Any], key: str, pair: tuple[str, str], highest: float) -> float:
+    value = entry[key]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= highest:
+        raise ValueError(f"pair {pair[0]} to {pair[1]}: {key} is {value!r}, not a number from 0 to {highest:g}")
+    return float(value)

@@ -1,0 +1,136 @@
+"""Regions as child processes of one command: started, watched over their admin ports, ended by their process ids."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import aiohttp
+
+from diloco_node.adapters.admin import SOCKET_FILE, TOKEN_FILE
+from diloco_node.memory import socket_path
+
+POLL_TIMEOUT_S: Final = 2.0
+STOP_S: Final = 30.0
+
+
+@dataclass(slots=True)
+class RegionProcess:
+    """One `diloco-node start`.
+
+    Attributes:
+        name: the region. admin_port: of its daemon. state_dir: its folder.
+        namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
+            reaches into any namespace and puts no bytes on the interface that carries the run.
+        process: the supervisor; None before the start.
+        status: the last status document that was read; {} before the first.
+    """
+
+    name: str
+    admin_port: int
+    state_dir: Path
+    namespace: str = ""
+    process: asyncio.subprocess.Process | None = None
+    status: dict[str, Any] = field(default_factory=dict)
+    _own_session: aiohttp.ClientSession | None = None
+
+    async def start(self, config: Path, command: Sequence[str] = ()) -> None:
+        """Start the region with the built-in trainer or a command; what it prints goes to `logs/start.log`."""
+        logs = self.state_dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        with (logs / "start.log").open("ab") as output:
+            self.process = await asyncio.create_subprocess_exec(
+                # `ip netns exec` replaces itself by the command: the process is still the supervisor.
+                *(("ip", "netns", "exec", self.namespace) if self.namespace else ()),
+                sys.executable,
+                "-m",
+                "diloco_node.cli.main",
+                "start",
+                "--region",
+                self.name,
+                "--config",
+                str(config),
+                *(("--", *command) if command else ()),
+                stdout=output,
+                stderr=output,
+                stdin=asyncio.subprocess.DEVNULL,
+                # An own group: a Ctrl-C in the terminal reaches the demo, which then ends the regions in order.
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the supervisor is gone."""
+        return self.process is not None and self.process.returncode is not None
+
+    async def poll(self) -> dict[str, Any]:
+        """Read the status; keeps the last one when the daemon does not answer just now."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
+            async with self._session().get("http://localhost/api/v1/status", timeout=timeout) as answer:
+                self.status = await answer.json()
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            pass
+        return self.status
+
+    async def finish(self) -> bool:
+        """Ask this region to end the run; whether it took the order."""
+        try:
+            token = (self.state_dir / TOKEN_FILE).read_text().strip()
+            timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
+            async with self._session().post(
+                "http://localhost/api/v1/finish",
+                headers={"Authorization": f"Bearer {token}"},
+                timeout=timeout,
+            ) as answer:
+                return answer.status < 300
+        except (OSError, aiohttp.ClientError, TimeoutError):
+            return False
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._own_session is None:
+            path = str(socket_path(self.state_dir, SOCKET_FILE))
+            self._own_session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(path))
+        return self._own_session
+
+    async def stop(self) -> None:
+        """SIGTERM, a deadline, SIGKILL."""
+        if self._own_session is not None:
+            await self._own_session.close()
+            self._own_session = None
+        if self.process is None or self.process.returncode is not None:
+            return
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self.process.wait()
+        except TimeoutError:
+            self.process.kill()
+            await self.process.wait()
+
+    def last_lines(self, count: int = 12) -> str:
+        """The end of its output, for the message when it failed."""
+        path = self.state_dir / "logs" / "start.log"
+        if not path.exists():
+            return ""
+        return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on loopback that are free now; all different."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()

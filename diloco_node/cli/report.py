@@ -1,0 +1,181 @@
+"""The demo's report: put together from what the regions left on disk, and checked against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco_node.adapters.store import RegionStore
+from diloco_node.core.account import AccountReport, check_account
+from diloco_node.core.entries import verify_chain
+from diloco_node.core.fragments import Manifest
+from diloco_node.core.rates import format_rate
+from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, RoundBody
+from diloco_node.errors import StorageError
+from diloco_node.memory import read_trained
+from diloco_node.node.manifest_file import load_manifest
+from diloco_node.node.status import REPORT_NAME
+
+REGION_FIELDS = (
+    "inner_steps",
+    "tokens",
+    "loss_first",
+    "loss_last",
+    "val_loss",
+    "versions",
+    "digest",
+    "participation",
+    "wire_bytes_out",
+    "wire_bytes_in",
+)
+
+
+def read_region_report(state_dir: Path) -> dict[str, Any]:
+    """What a region's daemon left at its end.
+
+    Raises:
+        StorageError: there is none: the daemon did not end in order.
+    """
+    path = state_dir / REPORT_NAME
+    try:
+        report: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} can't be read ({error}); the region did not end in order, see its logs") from error
+    return report
+
+
+def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[Entry, ...]:
+    """The longest ledger of all regions, its hash chain checked; every other one must be a part of it.
+
+    Raises:
+        StorageError: two regions have different entries at one index below both ends.
+    """
+    ledgers = []
+    for state_dir in state_dirs:
+        store = RegionStore(state_dir)
+        try:
+            ledgers.append(store.load(fragments).entries)
+        finally:
+            store.close()
+    longest = max(ledgers, key=len)
+    verify_chain(longest)
+    for state_dir, entries in zip(state_dirs, ledgers, strict=True):
+        for ours, theirs in zip(entries, longest, strict=False):
+            if ours.hash != theirs.hash:
+                raise StorageError(f"{state_dir}: entry {ours.index} differs from the other regions' ledgers")
+    return longest
+
+
+def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, LearnerStatus]) -> AccountReport:
+    """Recompute the token account of a finished run from its regions' folders.
+
+    Raises:
+        StorageError: a folder is damaged or incomplete.
+    """
+    manifest = _manifest(folder / regions[0])
+    entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    trained = {
+        (region, life.incarnation): (life.steps, life.tokens)
+        for region in regions
+        for life in read_trained(folder / region)
+    }
+    return check_account(
+        entries,
+        trained,
+        fragment_sizes=[fragment.size for fragment in manifest.fragments],
+        positions=positions,
+    )
+
+
+def build_report(
+    folder: Path, regions: Sequence[str], *, wan: dict[str, Any] | None = None, outage: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The demo's report, one JSON object; the fields are described in README.md.
+
+    Args:
+        folder: with one folder per region, all daemons ended.
+        regions: their names.
+        wan, outage: what a demo on an emulated WAN adds (see `cli.demo_wan`); None without one.
+
+    Raises:
+        StorageError: something that a finished run has is missing or damaged.
+    """
+    own = {region: read_region_report(folder / region) for region in regions}
+    manifest = _manifest(folder / regions[0])
+    entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    positions = {
+        region: learner_status(report["learner"]) for region, report in own.items() if report.get("learner") is not None
+    }
+    account = check_folder(folder, regions, positions)
+    digests = {report["digest"] for report in own.values()}
+    global_losses = [report["val_loss_global"] for report in own.values() if report["val_loss_global"] is not None]
+    return {
+        "regions": [{"name": region, **{key: own[region][key] for key in REGION_FIELDS}} for region in regions],
+        "rounds_committed": sum(isinstance(entry.body, RoundBody) for entry in entries),
+        "rounds_in_flight_max": max(report["rounds_in_flight_max"] for report in own.values()),
+        "learner_blocked_seconds": sum(report["learner_blocked_seconds"] for report in own.values()),
+        "tokens": {
+            "trained": account.trained,
+            "merged": account.merged,
+            "carried": account.carried,
+            "discarded": account.discarded,
+            "balanced": account.balanced,
+            "faults": list(account.faults),
+        },
+        "equal_digests": len(digests) == 1 and None not in digests,
+        "val_loss_global": max(global_losses) if global_losses else None,
+        "wan": wan,
+        "outage": outage,
+        "budget": _budget(own),
+        "folder": str(folder.resolve()),
+    }
+
+
+def _budget(own: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Of each region: its ceilings at the end, and how much of egress it used while something waited to be sent.
+
+    None when no region has a ceiling.
+    """
+    keys = ("egress_bytes_per_s", "ingress_bytes_per_s", "used_bytes", "allowed_bytes", "share_used")
+    rows = [
+        {"name": region, **{key: report["budget"][key] for key in keys}, "warning": report["budget_warning"]}
+        for region, report in own.items()
+    ]
+    has_ceiling = any(row[key] is not None for row in rows for key in keys[:2])
+    return rows if has_ceiling else None
+
+
+def budget_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report's budget for people; none without one."""
+    lines = []
+    for row in report["budget"] or ():
+        limits = [
+            f"{direction} {format_rate(row[f'{direction}_bytes_per_s'])}"
+            for direction in ("egress", "ingress")
+            if row[f"{direction}_bytes_per_s"] is not None
+        ]
+        used = "" if row["share_used"] is None else f"; {row['share_used']:.1%} of it used when there was work"
+        lines.append(f"budget             {row['name']}: {', '.join(limits) or 'no limit'}{used}")
+        lines += [f"                   {row['warning']}"] if row["warning"] else []
+    return lines
+
+
+def learner_status(document: dict[str, Any]) -> LearnerStatus:
+    """A learner's status as it stands in report.json."""
+    return LearnerStatus(
+        incarnation=document["incarnation"],
+        step=document["step"],
+        tokens=document["tokens"],
+        step_time_ns=int(document["step_seconds"] * 1e9),
+        positions=tuple(FragmentPosition(**position) for position in document["positions"]),
+        finished=document["finished"],
+    )
+
+
+def _manifest(state_dir: Path) -> Manifest:
+    manifest = load_manifest(state_dir)
+    if manifest is None:
+        raise StorageError(f"{state_dir}: the region never learnt its model; see logs/learner.log there")
+    return manifest

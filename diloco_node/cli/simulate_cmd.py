@@ -1,0 +1,70 @@
+"""`diloco-node simulate`: the protocol under faults, on virtual time, from one seed; and the paper's tables."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Run without a network.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def _group() -> None:
+    pass
+
+
+@app.command()
+def run(
+    *,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")],
+    regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
+    events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
+    fault: Annotated[str | None, typer.Option("--fault", help="Plant this bug, to see that it is found.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Real region cores in a fake world: crashes, cuts, loss. Exit code 1 if a promise was broken."""
+    from diloco_node.sim.run import format_report, simulate
+
+    report = simulate(seed, regions=regions, events=events, fault=fault)
+    typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else format_report(report))
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def goodput(
+    *,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the simulated failures.")] = 0,
+    steps: Annotated[
+        int, typer.Option("--steps", min=100, max=1_000_000, help="Inner steps of each simulated learner.")
+    ] = 6000,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """The paper's goodput under chip failures: printed, by formula, and simulated event by event."""
+    from diloco_node.cli import paper_tables
+
+    _show(paper_tables.goodput_document(seed, steps), paper_tables.render_goodput, as_json)
+
+
+@app.command()
+def bandwidth(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """The paper's bandwidth table: printed and by formula; and what P = H = 24 really takes."""
+    from diloco_node.cli import paper_tables
+
+    _show(paper_tables.bandwidth_document(), paper_tables.render_bandwidth, as_json)
+
+
+def _show(document: dict[str, Any], render: Callable[[dict[str, Any]], Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+        return
+    from diloco_node.cli.console import table_console
+
+    table_console().print(render(document))

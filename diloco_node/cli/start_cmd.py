@@ -1,0 +1,240 @@
+"""`diloco-node start`: check everything that can be checked at once, then become the region's supervisor."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from diloco_node.cli.options import ConfigOption, SetOption, load
+from diloco_node.errors import BindError, ConfigError, StorageError
+
+if TYPE_CHECKING:
+    from diloco_node.config import NodeConfig
+    from diloco_node.node.spec import NodeSpec
+    from diloco_node.node.supervisor import SupervisorSpec
+
+NODE_FILE: Final = "node.json"
+TRAINER_FILE: Final = "trainer.json"
+TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
+SCHEDULE_STEPS_UNKNOWN: Final = 1000
+"""Length of the built-in trainer's schedule when neither steps nor tokens end the run."""
+
+LR_FLOOR_OPEN: Final = 0.1
+"""Part of the peak learning rate that is kept when some learner may train beyond the schedule."""
+
+
+def start(
+    *,
+    region: Annotated[str, typer.Option("--region", "-r", metavar="NAME", help="Which region this is.")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND...]", help="Your training command; default: the built-in trainer."),
+    ] = None,
+    config: ConfigOption = None,
+    state_dir: Annotated[Path | None, typer.Option("--state-dir", help="Folder of all regions' state.")] = None,
+    certs_dir: Annotated[Path | None, typer.Option("--certs", help="Folder that certs init made.")] = None,
+    advertise: Annotated[
+        str | None, typer.Option("--advertise", metavar="HOST:PORT", help="Where the other regions dial this one.")
+    ] = None,
+    listen: Annotated[str | None, typer.Option("--listen", metavar="HOST:PORT", help="What to bind.")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option("--admin-port", min=0, max=65_535, help="Status and metrics on loopback.")
+    ] = None,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", metavar="PATH", help="Text for the built-in trainer.")
+    ] = None,
+    init: Annotated[Path | None, typer.Option("--init", metavar="FILE", help="First parameters, safetensors.")] = None,
+    assignments: SetOption = None,
+) -> None:
+    """Run one region: a daemon and its learner, restarted when they die. Ends with the run, or at SIGTERM."""
+    named = {
+        "run.state_dir": ("--state-dir", state_dir),
+        "run.certs_dir": ("--certs", certs_dir),
+        "run.init": ("--init", init),
+        f"regions.{region}.address": ("--advertise", advertise),
+        f"regions.{region}.listen": ("--listen", listen),
+        f"regions.{region}.admin_port": ("--admin-port", admin_port),
+        "data.paths": ("--data", data),
+    }
+    # A name with a dot would become a key of its own; the check names the regions there are.
+    resolved = load(config, named if "." not in region else {}, assignments)
+    resolved.check_region(region)
+    if not command:
+        check_data(resolved)
+    check_start(resolved, region, command or ())
+    spec = prepare(resolved, region, command or ())
+    for line in warnings(resolved):
+        sys.stderr.write(f"diloco-node: {line}\n")
+    from diloco_node.node.supervisor import run_supervisor
+
+    raise typer.Exit(run_supervisor(spec))
+
+
+def check_data(config: NodeConfig) -> None:
+    """Refuse data paths that are not there, before any process is started."""
+    for path in config.data.paths:
+        if not Path(path).exists():
+            raise ConfigError(
+                f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "
+                "or leave it out for the standard library's sources"
+            )
+
+
+def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
+    """What would stop the daemon at once, said here in one line.
+
+    Raises:
+        ConfigError: the command or the first parameters are not there.
+        IdentityError: certificate or key is wrong.
+        BindError: a port is taken.
+    """
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
+    if config.run.init is not None and not config.run.init.is_file():
+        raise ConfigError(f"run.init: {config.run.init} ({config.origin('run.init')}) does not exist")
+    from diloco_node.adapters.certs import load_identity
+
+    load_identity(config.identity_dir(region), region=region, run_id=config.run.id)
+    host, port = config.listen(region)
+    check_port(host, port, f"regions.{region}.listen or --listen")
+    own = config.regions[region]
+    for host in dict.fromkeys(("127.0.0.1", own.admin_host)):
+        check_port(host, own.admin_port, f"regions.{region}.admin_port or --admin-port")
+
+
+def check_port(host: str, port: int, setting: str) -> None:
+    """Bind, let go. Without SO_REUSEPORT, so that it fails also where gRPC would share the port with another process.
+
+    Raises:
+        BindError: it is taken, or the address is not this machine's.
+    """
+    if port == 0:
+        return
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+    except OSError as error:
+        raise BindError(
+            f"{host}:{port} can't be bound ({error.strerror or error}): stop what uses it "
+            f"(perhaps this region, already running), or set {setting}"
+        ) from error
+
+
+def warnings(config: NodeConfig) -> list[str]:
+    """What an operator should know before he relies on it."""
+    count = len(config.regions)
+    if count == 2:
+        return [
+            "with two regions merging stops when either is gone (training goes on); use three, or a witness",
+        ]
+    return []
+
+
+def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:
+    """Write what daemon and trainer read into the region's folder; what to supervise.
+
+    Raises:
+        StorageError: the folder can't be written.
+    """
+    from diloco_node.node.supervisor import SupervisorSpec
+
+    folder = config.state_dir(region).resolve()
+    node_file, trainer_file = folder / NODE_FILE, folder / TRAINER_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        node_spec(config, region, folder).save(node_file)
+        trainer_file.write_text(json.dumps(trainer_settings(config), indent=1) + "\n")
+    except OSError as error:
+        raise StorageError(
+            f"state folder {folder} can't be written ({error.strerror or error}): make it writable, or set --state-dir"
+        ) from error
+    return SupervisorSpec(
+        region=region,
+        state_dir=folder,
+        daemon_command=[sys.executable, "-m", "diloco_node.node", str(node_file)],
+        learner_command=list(command) or [sys.executable, "-m", "diloco_node.learner"],
+        env={TRAINER_VARIABLE: str(trainer_file)},
+    )
+
+
+def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
+    """What the daemon is told."""
+    from diloco_node.memory import socket_path
+    from diloco_node.node.spec import NodeSpec
+    from diloco_node.node.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
+
+    host, port = config.listen(region)
+    return NodeSpec(
+        region=region,
+        run_id=config.run.id,
+        regions=tuple(config.regions),
+        listen_host=host,
+        listen_port=port,
+        peers={name: other.address for name, other in config.regions.items() if name != region},
+        is_advertised=config.regions[region].address is not None,
+        state_dir=folder,
+        identity_dir=config.identity_dir(region).resolve(),
+        admin_port=config.regions[region].admin_port,
+        admin_host=config.regions[region].admin_host,
+        budget=config.budget_plan(region),
+        config_file=config.path.resolve(),
+        learner_socket=socket_path(folder, DAEMON_SOCKET),
+        supervisor_socket=socket_path(folder, MEMORY_SOCKET),
+        settings=config.run_settings(),
+        settings_digest=config.settings_digest(),
+        init=config.run.init.resolve() if config.run.init is not None else None,
+        # Regions must draw different election timeouts from one seed of the run.
+        seed=int.from_bytes(hashlib.sha256(f"{config.run.seed}/{region}".encode()).digest()[:4], "big"),
+    )
+
+
+def trainer_settings(config: NodeConfig) -> dict[str, Any]:
+    """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.trainer`)."""
+    model = config.model
+    return {
+        "model": {"layers": model.layers, "dim": model.dim, "heads": model.heads, "context": model.context},
+        "batch": model.batch,
+        "lr": model.lr,
+        "steps": schedule_steps(config),
+        "warmup": model.warmup_steps,
+        "lr_floor": lr_floor(config),
+        "weight_decay": model.weight_decay,
+        "seed": config.run.seed,
+        "data": [str(Path(path).resolve()) for path in config.data.paths],
+        "eval_every": model.eval_every,
+        "eval_windows": model.eval_windows,
+        "threads": model.threads,
+        "min_step_seconds": model.step_time_min.ns / 1e9,
+    }
+
+
+def schedule_steps(config: NodeConfig) -> int:
+    """Length of the learning-rate schedule: as set, else until the run's end, whichever limit comes first."""
+    model = config.model
+    if model.schedule_steps:
+        return model.schedule_steps
+    step_tokens = model.batch * model.context * len(config.regions)
+    limits = [config.run.steps, -(-config.run.tokens // step_tokens)]
+    return min((limit for limit in limits if limit > 0), default=SCHEDULE_STEPS_UNKNOWN)
+
+
+def lr_floor(config: NodeConfig) -> float:
+    """Part of the peak at which the schedule ends: as set, else 0 if no learner can train beyond its end, else 0.1.
+
+    `[run] steps` ends the run when the fastest learner has made them. A run that ends by tokens, by hand or by the
+    clock may outlast the schedule of a fast learner, which would then contribute nothing for ever.
+    """
+    if config.model.lr_floor is not None:
+        return config.model.lr_floor
+    return 0.0 if schedule_steps(config) == config.run.steps else LR_FLOOR_OPEN

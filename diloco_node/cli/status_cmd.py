@@ -1,0 +1,227 @@
+"""`diloco-node status`: what is going on in one region or several, and why a round waits."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from diloco_node.cli.options import ConfigOption, load
+from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.memory import socket_path
+
+TIMEOUT_S: Final = 3.0
+PERIOD_S: Final = 1.0
+ANSWER_BYTES_MAX: Final = 16 * 2**20
+PORT_FILE: Final = "admin.port"
+SOCKET_FILE: Final = "admin.sock"
+# No proxy: the port is on this machine, whatever http_proxy says.
+_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A region whose admin port is asked. `name` is what it is called until it answers.
+
+    `socket` is asked first where it is there: a region in another network namespace (`demo --wan`) has its port there.
+    """
+
+    name: str
+    port: int
+    socket: Path | None = None
+
+
+def status(
+    *,
+    places: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PORT|FOLDER]...", help="Admin ports, state folders, or a demo's folder."),
+    ] = None,
+    config: ConfigOption = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Every second, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object (a line each with --watch).")] = False,
+) -> None:
+    """Show the regions on this machine: of the places given, else of run.toml."""
+    targets = [target for place in places for target in find_targets(place)] if places else _targets_of_run(config)
+    if not watch:
+        documents = ask_all(targets)
+        _print_once(documents, as_json)
+        if all("error" in document for document in documents):
+            raise PeersUnreachable(_nobody(targets, documents))
+        return
+    try:
+        _watch(targets, as_json)
+    except KeyboardInterrupt:
+        return
+
+
+def find_targets(place: str) -> list[Target]:
+    """The regions behind an argument: a port, a region's folder, or a folder of regions.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
+        return [Target(f"port {place}", int(place))]
+    folder = Path(place)
+    files = [file for pattern in (PORT_FILE, f"*/{PORT_FILE}", f"*/*/{PORT_FILE}") for file in folder.glob(pattern)]
+    if not files:
+        raise ConfigError(
+            f"{place!r} is neither a port nor a folder with {PORT_FILE}: give an admin port, a region's state folder, "
+            "or a folder of regions; a region writes the file when it starts"
+        )
+    return [_target(file) for file in sorted(files)]
+
+
+def _target(file: Path) -> Target:
+    text = file.read_text().strip()
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"{file} holds {text[:20]!r}, not a port: start the region again")
+    path = socket_path(file.parent, SOCKET_FILE)
+    return Target(file.parent.resolve().name, int(text), path if path.exists() else None)
+
+
+def _targets_of_run(config: Path | None) -> list[Target]:
+    resolved = load(config, {}, None)
+    targets = []
+    for name, region in resolved.regions.items():
+        file = resolved.state_dir(name) / PORT_FILE
+        if file.exists():
+            targets.append(_target(file))
+        elif region.admin_port:
+            targets.append(Target(name, region.admin_port))
+    if not targets:
+        raise PeersUnreachable(
+            f"no region of run {resolved.run.id} has run here: {resolved.run.state_dir} holds no {PORT_FILE}; "
+            "start one, or give an admin port"
+        )
+    return targets
+
+
+def ask(target: Target) -> dict[str, Any]:
+    """The status document of one region, or {"region", "error"} when it does not answer."""
+    try:
+        document = json.loads(_ask_socket(target.socket) if target.socket is not None else _ask_port(target.port))
+        if not isinstance(document, dict):
+            raise ValueError("the answer is no JSON object")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        return {"region": target.name, "error": f"no status from 127.0.0.1:{target.port}: {reason}"}
+    document.setdefault("region", target.name)
+    return document
+
+
+def _ask_port(port: int) -> bytes:
+    with _OPENER.open(f"http://127.0.0.1:{port}/api/v1/status", timeout=TIMEOUT_S) as answer:
+        body: bytes = answer.read(ANSWER_BYTES_MAX)
+    return body
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        """Instead of dialling the host."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(TIMEOUT_S)
+        self.sock.connect(str(self._path))
+
+
+def _ask_socket(path: Path) -> bytes:
+    with contextlib.closing(UnixConnection(path)) as connection:
+        connection.request("GET", "/api/v1/status")
+        return connection.getresponse().read(ANSWER_BYTES_MAX)
+
+
+def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
+    """In order; one after the other, for they are on this machine."""
+    return [ask(target) for target in targets]
+
+
+def _nobody(targets: Sequence[Target], documents: Sequence[dict[str, Any]]) -> str:
+    return f"none of {len(targets)} regions answers ({documents[0]['error']}); is it running? see logs/daemon.log"
+
+
+def _print_once(documents: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({"regions": list(documents)}))
+    elif not all("error" in document for document in documents):
+        from rich.console import Console
+
+        console = Console()
+        console.print(render(documents), soft_wrap=not console.is_terminal)
+
+
+def _watch(targets: Sequence[Target], as_json: bool) -> None:
+    if as_json:
+        while True:
+            typer.echo(json.dumps({"regions": ask_all(targets)}))
+            time.sleep(PERIOD_S)
+    from rich.live import Live
+
+    with Live(render(ask_all(targets)), auto_refresh=False) as live:
+        while True:
+            time.sleep(PERIOD_S)
+            live.update(render(ask_all(targets)), refresh=True)
+
+
+def render(documents: Sequence[dict[str, Any]]) -> Any:
+    """A rich table of all regions, and below it why rounds wait, which links are down, the last alarm."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from diloco_node.cli.live import COLUMNS, region_cells
+
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        is_text = column in {"region", "role", "now"}
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "now")
+    for document in documents:
+        if "error" in document:
+            blanks = [""] * (len(COLUMNS) - 3)
+            table.add_row(Text(document["region"]), Text("down"), *blanks, Text(document["error"]))
+        else:
+            table.add_row(*(Text(cell) for cell in region_cells(document["region"], document)))
+    lines = [Text(line) for document in documents for line in detail_lines(document)]
+    return Group(table, *lines)
+
+
+def detail_lines(document: dict[str, Any]) -> list[str]:
+    """What a row has no room for: each open round and what it waits for, each link that is not up, and so on."""
+    region = document["region"]
+    lines = []
+    for entry in _tables(document, "rounds"):
+        what = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
+        ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
+        lines.append(f"{region}: {what}{ballot}: {entry.get('reason') or 'open'}")
+    for peer in _tables(document, "peers"):
+        if peer.get("link", "up") != "up":
+            error = f": {peer['error']}" if peer.get("error") else ""
+            where = peer.get("address") or "no address"
+            lines.append(f"{region}: link to {peer.get('name', '?')} ({where}) is {peer['link']}{error}")
+    if document.get("budget_warning"):
+        lines.append(f"{region}: {document['budget_warning']}")
+    alarms = [note for note in _tables(document, "notes") if note.get("is_alarm")]
+    if alarms:
+        lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")
+    return lines
+
+
+def _tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The entries of a list that are objects; a daemon of another version may have other things there."""
+    return [entry for entry in document.get(key) or [] if isinstance(entry, dict)]

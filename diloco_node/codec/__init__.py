@@ -1,0 +1,1 @@
+"""How tensors become bytes: numba kernels, block layouts, zstd chunks, digests."""

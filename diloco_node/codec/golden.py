@@ -1,0 +1,159 @@
+"""Golden vectors: what every kernel must give on every machine, checked when a daemon starts.
+
+Regions repeat the same arithmetic and compare digests. A compiler or processor that rounds otherwise (contracted
+products, denormals flushed to zero, another tie rule) would show as an alarm in the middle of a run; here it shows
+before joining.
+
+Two parts: a few bytes that a person can check, and SHA-256 digests of each kernel's output over one vector with ties,
+zeros of both signs, denormals, blocks just above and below the flush limit, short and odd last blocks, and small
+pieces.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diloco_node.codec import kernels
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.core.types import Codec
+from diloco_node.errors import DilocoError
+
+F32 = NDArray[np.float32]
+U8 = NDArray[np.uint8]
+
+
+class GoldenMismatch(DilocoError):
+    """A kernel gives other bits than on other machines: this node would not keep equal versions equal."""
+
+
+PIECES: Final = (4097, 300, 1, 5001, 7)
+"""Quantised with a last block of one value, small, smallest, quantised with an odd last block, small."""
+
+BY_HAND: Final = {
+    # scale 1: 0.5 and -0.5 round to 0, 1.5 and 2.5 to 2, -1.5 to -2; low half first: 07 | 2,2 | 0,-2 | -7,1
+    Codec.INT4: ([7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -7.0, 1.0], "0000803f 07 22 e0 19"),
+    # scale 2: 3 -> 1.5 -> 2, 5 -> 2.5 -> 2, -1 -> -0.5 -> 0
+    Codec.INT8: ([-254.0, 3.0, 5.0, -1.0, 254.0], "00000040 81 02 02 00 7f"),
+    # 1 + 2^-8 and 1 + 3 * 2^-8 are half way: the even neighbour wins
+    Codec.BF16: ([1 + 2**-8, 1 + 3 * 2**-8, -0.0, -2.0], "803f 823f 0080 00c0"),
+    Codec.FP32: ([1.0, -0.0, 2.0**-149], "0000803f 00000080 01000000"),
+}
+"""The first values of a piece of 4,096 (the rest is zero), and the first bytes that they become."""
+
+DIGESTS: Final[dict[Codec, dict[str, str]]] = {
+    Codec.INT4: {
+        "encode": "4be99c4fcfbfa5e0",
+        "encode_delta": "5df41292c8294c17",
+        "squared_norms": "3237dc9be13949e6",
+        "decode": "3de5330af9676f4a",
+        "accumulate": "d1a6be461eccfe4e",
+        "outer_step with copy": "085a2bb98c5f29c5",
+        "outer_step": "d55909f989f11966",
+    },
+    Codec.INT8: {
+        "encode": "0d56156d411bfccc",
+        "encode_delta": "6cab15d2474d7961",
+        "squared_norms": "811e5097e2dc0381",
+        "decode": "01048d867fae1690",
+        "accumulate": "307284ee9c15dd4c",
+        "outer_step with copy": "8878bde1cdddab35",
+        "outer_step": "e444b6467967dea4",
+    },
+    Codec.BF16: {
+        "encode": "4067adca797ac1a6",
+        "encode_delta": "393aab9cbf252d05",
+        "squared_norms": "9c75dd0c46edc7d4",
+        "decode": "41fa2ec7282f8881",
+        "accumulate": "f1bf256e6de2b98c",
+        "outer_step with copy": "c7e8eca22452efe0",
+        "outer_step": "598737d02bcb7e88",
+    },
+    Codec.FP32: {
+        "encode": "f656f654924aae1f",
+        "encode_delta": "01724aefdcef5efa",
+        "squared_norms": "eb8f61093361fc4b",
+        "decode": "f656f654924aae1f",
+        "accumulate": "e942e74c818454f5",
+        "outer_step with copy": "c73ffa61a5a8af62",
+        "outer_step": "0b9f6a638a30818a",
+    },
+}
+
+
+def golden_input(seed: int) -> F32:
+    """The vector: integers from a linear congruence, scaled by exact powers of two. No library's random numbers."""
+    n = sum(PIECES)
+    index = np.arange(n, dtype=np.uint64)
+    mixed = ((index + np.uint64(seed * 65_537)) * np.uint64(2_654_435_761) >> np.uint64(3)) & np.uint64(0xFFFFFF)
+    values = (mixed.astype(np.int64) - (1 << 23)).astype(np.float32) * np.float32(2.0**-20)
+    exponents = np.array([0, -20, 3, -143, -102, -103, 60, 0], dtype=np.int32)[
+        (index // np.uint64(256)).astype(int) % 8
+    ]
+    values = np.ldexp(values, exponents)
+    has_ties = (exponents == 0) & (index % np.uint64(17) == 5)
+    values[has_ties] = np.rint(values[has_ties]) + np.float32(0.5)
+    values[3::101] = 0.0
+    values[4::101] = -0.0
+    values[6::509] = 2.0**-149
+    return np.asarray(values, dtype=np.float32)
+
+
+def golden_digests(codec: Codec) -> dict[str, str]:
+    """The first 16 hex digits of the SHA-256 of what each kernel gives under this codec, by name."""
+    blocks = FragmentBlocks(PIECES, codec)
+    x, y = golden_input(1), golden_input(2)
+    found: dict[str, str] = {}
+
+    def note(name: str, *arrays: NDArray[np.generic]) -> None:
+        found[name] = sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
+
+    encoded = np.zeros(blocks.encoded_bytes, dtype=np.uint8)
+    norms = kernels.encode(blocks, x, encoded)
+    note("encode", encoded, norms)
+    delta = np.zeros_like(encoded)
+    note("encode_delta", delta, kernels.encode_delta(blocks, x, y, delta))
+    note("squared_norms", kernels.squared_norms(blocks, encoded))
+    decoded = np.zeros_like(x)
+    note("decode", decoded, kernels.decode(blocks, encoded, decoded))
+    coefficients = np.array([1 / 3, -0.7, 1e-3, 0.9, 2.5], dtype=np.float32)
+    acc = y.copy()
+    note("accumulate", acc, kernels.accumulate(blocks, encoded, 0, blocks.block_count, coefficients, acc))
+    theta, momentum, copy = y.copy(), x.copy(), np.zeros_like(x)
+    kernels.outer_step(blocks, encoded, coefficients, 0.7, 0.9, theta, momentum, copy)
+    note("outer_step with copy", theta, momentum, copy)
+    kernels.outer_step(blocks, encoded, coefficients, 0.4, 0.8, theta, momentum)
+    note("outer_step", theta, momentum)
+    return found
+
+
+def check_golden() -> None:
+    """Run every kernel on the golden vectors; milliseconds once the kernels are compiled.
+
+    Raises:
+        GoldenMismatch: names the kernels and codecs that give other bits.
+    """
+    wrong = []
+    for codec in Codec:
+        values, expected = BY_HAND[codec]
+        if _first_bytes(codec, values, len(bytes.fromhex(expected))) != bytes.fromhex(expected):
+            wrong.append(f"{codec} by hand")
+        found = golden_digests(codec)
+        wrong += [f"{codec} {name}" for name, digest in DIGESTS[codec].items() if found[name] != digest]
+    if wrong:
+        raise GoldenMismatch(
+            f"this machine rounds otherwise than the others in: {', '.join(wrong)}; it can't keep equal versions "
+            "equal. Look for a processor setting or a library that flushes denormals to zero, or for another numba"
+        )
+
+
+def _first_bytes(codec: Codec, values: list[float], count: int) -> bytes:
+    blocks = FragmentBlocks((4096,) if codec is not Codec.BF16 else (4000,), codec)
+    x = np.zeros(blocks.values, dtype=np.float32)
+    x[: len(values)] = values
+    encoded = np.zeros(blocks.encoded_bytes, dtype=np.uint8)
+    kernels.encode(blocks, x, encoded)
+    return encoded[:count].tobytes()

@@ -1,0 +1,34 @@
+"""Bytes of encoded fragments in each codec, for planning."""
+
+from __future__ import annotations
+
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.core.fragments import Manifest
+from diloco_node.core.plan import FragmentSize
+from diloco_node.core.types import Codec
+
+
+def fragment_sizes(manifest: Manifest) -> tuple[FragmentSize, ...]:
+    """What each fragment of a model takes, to the byte, by fragment index; zstd is not counted."""
+    return tuple(_size(fragment.piece_sizes) for fragment in manifest.fragments)
+
+
+def even_sizes(values: int, fragments: int) -> tuple[FragmentSize, ...]:
+    """A model of which only the size is known, cut into equal fragments of one piece each.
+
+    Args:
+        values: parameters, at least one per fragment.
+        fragments: P.
+
+    Raises:
+        ValueError: fewer values than fragments, or no fragment.
+    """
+    if not 1 <= fragments <= values:
+        raise ValueError(f"{values} values can't be cut into {fragments} fragments")
+    each, rest = divmod(values, fragments)
+    large, small = _size((each + 1,)), _size((each,))
+    return (large,) * rest + (small,) * (fragments - rest)
+
+
+def _size(pieces: tuple[int, ...]) -> FragmentSize:
+    return FragmentSize(sum(pieces), {codec: FragmentBlocks(pieces, codec).encoded_bytes for codec in Codec})

@@ -1,0 +1,115 @@
+"""`[budget]` of run.toml, and how it becomes the plan of one region."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+
+from diloco_node.config.units import Rate, parse_rate
+from diloco_node.core.budget_plan import WINDOWS_MAX, BudgetPlan, RateLimits, TimeWindow
+
+RATE_BYTES_PER_S_MIN: Final = 12_500
+"""100 kbit/s. Below it a single packet is a large part of what a second allows, and the ceiling would be none."""
+
+UNLIMITED: Final = "none"
+
+_TIME: Final = re.compile(r"([01]\d|2[0-3]):([0-5]\d)")
+
+
+def parse_ceiling(value: object) -> Rate:
+    """A rate that can be kept as a ceiling.
+
+    Raises:
+        ValueError: with a text that completes "SETTING is VALUE: ...".
+    """
+    rate = parse_rate(value)
+    if rate.bytes_per_s < RATE_BYTES_PER_S_MIN:
+        raise ValueError(f"it is less than {Rate(RATE_BYTES_PER_S_MIN)}, the least that can be kept")
+    return rate
+
+
+def parse_ceiling_or_none(text: str) -> int | None:
+    """For commands: bytes/s of a rate, None for "none". Raises ValueError as `parse_ceiling`."""
+    return None if text == UNLIMITED else parse_ceiling(text).bytes_per_s
+
+
+def _minute(value: object) -> object:
+    """`"22:30"` as the minute of the day."""
+    found = _TIME.fullmatch(value) if isinstance(value, str) else None
+    if found is None:
+        raise ValueError('it must be a time of day, such as "22:30"')
+    return int(found[1]) * 60 + int(found[2])
+
+
+Ceiling = Annotated[Rate, PlainValidator(parse_ceiling)]
+Minute = Annotated[int, BeforeValidator(_minute)]
+
+
+class Limits(BaseModel):
+    """Ceilings in both directions; none: no limit."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    egress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
+    ingress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
+
+    def rates(self) -> RateLimits:
+        """In bytes per second."""
+        return RateLimits(
+            self.egress.bytes_per_s if self.egress is not None else None,
+            self.ingress.bytes_per_s if self.ingress is not None else None,
+        )
+
+
+class WindowSection(Limits):
+    """`[[budget.schedule]]`: other ceilings between two times of day, by this machine's clock.
+
+    Attributes:
+        start, end: such as "22:00" and "06:00", which is through midnight.
+    """
+
+    start: Annotated[Minute, Field(examples=["22:00"])]
+    end: Annotated[Minute, Field(examples=["06:00"])]
+
+    def window(self) -> TimeWindow:
+        """For the plan. Raises ValueError when it is empty."""
+        return TimeWindow(self.start, self.end, self.rates())
+
+
+class BudgetSection(Limits):
+    """`[budget]`: what each region may send and receive, wire bytes of all its links together.
+
+    Attributes:
+        egress, ingress: "2Gbit/s", "25MB/s"; a region's own (`[regions.NAME]`) beat them.
+        per_peer: `[budget.per_peer.NAME]`: what goes to and comes from that region.
+        schedule: the first window that holds decides.
+    """
+
+    per_peer: Annotated[dict[str, Limits], Field(examples=[{}])] = {}
+    schedule: Annotated[tuple[WindowSection, ...], Field(max_length=WINDOWS_MAX, examples=[()])] = ()
+
+    def plan(self, region: str, own: RateLimits) -> BudgetPlan:
+        """Of one region; `own` are its ceilings by itself, which beat those of all."""
+        rates = self.rates()
+        return BudgetPlan(
+            RateLimits(
+                rates.egress if own.egress is None else own.egress,
+                rates.ingress if own.ingress is None else own.ingress,
+            ),
+            tuple((name, limits.rates()) for name, limits in sorted(self.per_peer.items()) if name != region),
+            tuple(section.window() for section in self.schedule),
+        )
+
+    def rows(self) -> Iterator[tuple[str, object]]:
+        """(key below `budget`, value) of everything that is set; always the two ceilings."""
+        yield "egress", self.egress
+        yield "ingress", self.ingress
+        for name, limits in sorted(self.per_peer.items()):
+            yield f"per_peer.{name}.egress", limits.egress
+            yield f"per_peer.{name}.ingress", limits.ingress
+        for section in self.schedule:
+            times = "-".join(f"{minute // 60:02}:{minute % 60:02}" for minute in (section.start, section.end))
+            yield "schedule", f"{times} egress {section.egress or 'as ever'} ingress {section.ingress or 'as ever'}"

@@ -1,0 +1,347 @@
+"""Put the sources together, check the whole, and say in one line what is wrong and what would work."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticUndefined
+
+from diloco_node.config.budget import BudgetSection, Limits, WindowSection
+from diloco_node.config.schema import (
+    NAME_PATTERN,
+    REGIONS_MAX,
+    DataSection,
+    ModelSection,
+    RegionSection,
+    RoundsSection,
+    RunSection,
+    Tree,
+)
+from diloco_node.config.sources import Flag, Key, Sources, put, read_environment, read_file, read_flags
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.outer import default_outer
+from diloco_node.core.types import RunSettings
+from diloco_node.errors import ConfigError
+
+DEFAULT_NAME: Final = "run.toml"
+_SHOWN_CHARACTERS_MAX: Final = 80
+
+# Tables below tables: [budget.per_peer.NAME] and [[budget.schedule]].
+_BUDGET_TABLES: Final[dict[Key, type[BaseModel]]] = {
+    ("budget", "per_peer"): Limits,
+    ("budget", "schedule"): WindowSection,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Everything that is set, checked as a whole.
+
+    Attributes:
+        run, model, rounds, data: the sections.
+        budget: bandwidth; see `budget_plan`.
+        regions: by name, sorted.
+        path: run.toml.
+        origins: where each value that is not a default came from: "run.toml:7", "DILOCO_RUN__STEPS", "--steps".
+    """
+
+    run: RunSection
+    model: ModelSection
+    rounds: RoundsSection
+    data: DataSection
+    budget: BudgetSection
+    regions: Mapping[str, RegionSection]
+    origins: Mapping[Key, str]
+    path: Path
+
+    def origin(self, key: str) -> str:
+        """Where the value of a dotted key came from; "default" if nobody set it."""
+        return self.origins.get(_key(key), "default")
+
+    def state_dir(self, region: str) -> Path:
+        """The region's own folder."""
+        return self.run.state_dir / region
+
+    def identity_dir(self, region: str) -> Path:
+        """The folder with the region's certificate and key."""
+        return self.run.certs_dir / region
+
+    def check_region(self, region: str) -> None:
+        """Refuse a region that is not in run.toml, with ConfigError."""
+        if region not in self.regions:
+            raise ConfigError(
+                f"--region {region!r} is not in [regions]{_did_you_mean(region, self.regions)}; "
+                f"there are {', '.join(self.regions)}"
+            )
+
+    def listen(self, region: str) -> tuple[str, int]:
+        """Host and port to bind. Port 0 (any) for a region that nobody dials."""
+        own = self.regions[region]
+        if own.listen is not None:
+            return _host_and_port(own.listen)
+        if own.address is None:
+            return "127.0.0.1", 0
+        host, port = _host_and_port(own.address)
+        is_loopback = host in {"localhost", "::1"} or host.startswith("127.")
+        return (host if is_loopback else "::" if ":" in host else "0.0.0.0"), port
+
+    def run_settings(self) -> RunSettings:
+        """What all regions must agree on."""
+        rounds = {name: getattr(self.rounds, name) for name in RoundsSection.model_fields}
+        for name, value in zip(("outer_lr", "outer_momentum"), self._default_outer(), strict=True):
+            rounds[name] = value if rounds[name] is None else rounds[name]
+        spans = {f"{name}_ns": rounds.pop(name).ns for name in ("heartbeat", "election_timeout", "ballot_deadline_min")}
+        return RunSettings(tokens_max=self.run.tokens, steps_max=self.run.steps, **rounds, **spans)
+
+    def _default_outer(self) -> tuple[float, float]:
+        return default_outer(self.run.steps // self.rounds.sync_every)
+
+    def budget_plan(self, region: str) -> BudgetPlan:
+        """The bandwidth budget of one region; it may differ between regions, and is no part of `settings_digest`."""
+        own = self.regions[region]
+        return self.budget.plan(region, Limits(egress=own.egress, ingress=own.ingress).rates())
+
+    def settings_digest(self) -> str:
+        """SHA-256 (hex) of `run_settings` in canonical JSON: equal on all regions, or they refuse each other."""
+        text = json.dumps(dataclasses.asdict(self.run_settings()), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """(dotted key, value as text, origin) of every setting; what is left to the program is shown as it is used."""
+        settings = self.run_settings()
+        used = {"outer_lr": settings.outer_lr, "outer_momentum": settings.outer_momentum}
+        sections = {
+            "run": self.run,
+            "model": self.model,
+            "rounds": self.rounds.model_copy(update=used),
+            "data": self.data,
+        }
+        for name, section in sections.items():
+            yield from self._section_rows(name, section)
+        for key, value in self.budget.rows():
+            yield f"budget.{key}", _shown(value), self.origin(f"budget.{key}")
+        for name, region in self.regions.items():
+            yield from self._section_rows(f"regions.{name}", region)
+
+    def _section_rows(self, prefix: str, section: BaseModel) -> Iterator[tuple[str, str, str]]:
+        for name in type(section).model_fields:
+            key = f"{prefix}.{name}"
+            yield key, _shown(getattr(section, name)), self.origin(key)
+
+
+def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
+    """Flags beat environment, environment beats file, file beats defaults.
+
+    Args:
+        path: run.toml; None: `run.toml` in the current folder.
+        flags: from the command line.
+
+    Raises:
+        ConfigError: naming the setting, its origin, the bad value, and what would work.
+    """
+    path = path if path is not None else Path(DEFAULT_NAME)
+    sources = Sources()
+    # Like all paths of the file, these defaults are taken from its folder, not from where the command was typed.
+    put(sources.values, ("run", "state_dir"), str(path.parent / "state"))
+    put(sources.values, ("run", "certs_dir"), str(path.parent / "certs"))
+    sources.add(*read_file(path))
+    sources.add(*read_environment())
+    sources.add(*read_flags(flags))
+    _check_names(sources)
+    try:
+        tree = Tree(**sources.values)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, sources)) from None
+    config = NodeConfig(
+        run=tree.run,
+        model=tree.model,
+        rounds=tree.rounds,
+        data=tree.data,
+        budget=tree.budget,
+        regions=dict(sorted(tree.regions.items())),
+        origins=sources.origins,
+        path=path,
+    )
+    _check_whole(config)
+    return config
+
+
+def _check_names(sources: Sources) -> None:
+    """Unknown sections and bad names of regions, before pydantic would word them."""
+    for section in sources.values:
+        if section not in Tree.model_fields:
+            origin = sources.origin((section,))
+            raise ConfigError(
+                f"[{section}] ({origin}) is no section of run.toml{_did_you_mean(section, Tree.model_fields)}; "
+                f"sections are {', '.join(Tree.model_fields)}"
+            )
+    regions = sources.values.get("regions")
+    if not isinstance(regions, dict) or not regions:
+        raise ConfigError('no regions: add [regions.us-east] with address = "HOST:PORT", and one table for each region')
+    for name in regions:
+        if not re.fullmatch(NAME_PATTERN, name):
+            origin = sources.origin(("regions", name))
+            raise ConfigError(
+                f"[regions.{name}] ({origin}): a region's name is 1 to 63 of a-z, 0-9 and '-', as us-east"
+            )
+
+
+# ---- one line for what is wrong --------------------------------------------------------------------------------------
+
+
+def _explain(error: ValidationError, sources: Sources) -> str:
+    first, *rest = error.errors(include_url=False)
+    also = ", ".join(_dotted(_key_of(one)) for one in rest[:5])
+    more = f" (also wrong: {also})" if also else ""
+    return _explain_one(first, sources) + more
+
+
+def _key_of(one: ErrorDetails) -> Key:
+    return tuple(str(part) for part in one["loc"])
+
+
+def _explain_one(one: ErrorDetails, sources: Sources) -> str:
+    key = _key_of(one)
+    origin = sources.origin(key)
+    if one["type"] == "extra_forbidden":
+        siblings = _fields_at(key[:-1])
+        hint = _did_you_mean(key[-1], siblings) or f"; [{_dotted(key[:-1])}] has {', '.join(siblings)}"
+        return f"{_dotted(key)} ({origin}) is not a setting{hint}"
+    field = _field_at(key)
+    if one["type"] == "missing":
+        return f"{_dotted(key)} is not set: add {key[-1]} = {_example(field)} under [{_dotted(key[:-1])}] in run.toml"
+    value = _shown(one["input"])[:_SHOWN_CHARACTERS_MAX]
+    if one["type"] in {"model_type", "dict_type"}:
+        return f"{_dotted(key)} is {value} ({origin}): it must be a table, [{_dotted(key)}]"
+    reason = re.sub(r"^(Value error, |Assertion failed, )", "", one["msg"])
+    reason = re.sub(r"^Input should be a valid (\w+)(, .*)?$", r"it must be of type \1", reason)
+    reason = re.sub(r"^(Input|String|Tuple|Value) should ", "it must ", reason)
+    return f"{_dotted(key)} is {value} ({origin}): {reason}; for example {key[-1]} = {_example(field)}"
+
+
+def _key(dotted: str) -> Key:
+    return tuple(dotted.split("."))
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(key)
+
+
+def _fields_at(key: Key) -> dict[str, FieldInfo]:
+    """The fields of a section."""
+    if key[:1] == ("regions",):
+        return RegionSection.model_fields
+    if key[:2] in _BUDGET_TABLES and len(key) > 2:
+        return _BUDGET_TABLES[key[:2]].model_fields
+    section = Tree.model_fields[key[0]].annotation if key and key[0] in Tree.model_fields else Tree
+    return section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else {}
+
+
+def _field_at(key: Key) -> FieldInfo | None:
+    depth = 3 if key[:2] in _BUDGET_TABLES else 2 if key[:1] == ("regions",) else 1
+    fields = _fields_at(key[:depth])
+    names = [part for part in key[1:] if part in fields]
+    return fields[names[0]] if names else None
+
+
+def _example(field: FieldInfo | None) -> str:
+    """A value that works: the example of a setting without default, else its default."""
+    if field is None:
+        return '"..."'
+    if field.examples:
+        return _shown(field.examples[0])
+    return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else _shown(field.default)
+
+
+def _shown(value: Any) -> str:
+    """As it would be written in run.toml."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(_shown(part) for part in value)}]"
+    return json.dumps(str(value), ensure_ascii=False)
+
+
+def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+# ---- settings that must fit each other -------------------------------------------------------------------------------
+
+
+def _check_whole(config: NodeConfig) -> None:
+    rounds, model, regions = config.rounds, config.model, config.regions
+    if len(regions) > REGIONS_MAX:
+        raise ConfigError(f"there are {len(regions)} regions; at most {REGIONS_MAX} are supported")
+    _check_addresses(config)
+    _check_budget(config)
+    if rounds.quorum_min > len(regions):
+        _refuse(config, "rounds.quorum_min", f"there are {len(regions)} regions; 0 means a majority of those alive")
+    if rounds.overlap_steps >= rounds.sync_every:
+        _refuse(config, "rounds.overlap_steps", f"it must be less than rounds.sync_every, {rounds.sync_every}")
+    if not 0 < rounds.heartbeat.ns <= rounds.election_timeout.ns // 3:
+        _refuse(
+            config,
+            "rounds.heartbeat",
+            f"it must be positive and at most a third of rounds.election_timeout, {rounds.election_timeout}",
+        )
+    if rounds.ballot_deadline_min.ns < rounds.heartbeat.ns:
+        _refuse(config, "rounds.ballot_deadline_min", f"it must be at least rounds.heartbeat, {rounds.heartbeat}")
+    if model.dim % (2 * model.heads):
+        fits = 2 * model.heads * max(1, round(model.dim / (2 * model.heads)))
+        _refuse(config, "model.dim", f"it must be a multiple of 2 x model.heads, {2 * model.heads}; for example {fits}")
+
+
+def _check_budget(config: NodeConfig) -> None:
+    for name in config.budget.per_peer:
+        if name not in config.regions:
+            raise ConfigError(
+                f"[budget.per_peer.{name}] ({config.origin(f'budget.per_peer.{name}')}): {name} is not in [regions]"
+                f"{_did_you_mean(name, config.regions)}"
+            )
+    for section in config.budget.schedule:
+        if section.start == section.end:
+            origin = config.origin("budget.schedule")
+            raise ConfigError(f"budget.schedule ({origin}): a window that ends when it starts holds at no time")
+
+
+def _check_addresses(config: NodeConfig) -> None:
+    hidden = [name for name, region in config.regions.items() if region.address is None]
+    if len(hidden) > 1:
+        raise ConfigError(
+            f"regions {' and '.join(hidden[:2])} have no address, so neither can dial the other: "
+            f'add address = "HOST:PORT" under [regions.{hidden[0]}]'
+        )
+    seen: dict[str, str] = {}
+    for name, region in config.regions.items():
+        if region.address is not None and region.address in seen:
+            _refuse(config, f"regions.{name}.address", f"region {seen[region.address]} has the same address")
+        seen[region.address or name] = name
+
+
+def _refuse(config: NodeConfig, key: str, reason: str) -> None:
+    value: Any = config
+    *path, name = _key(key)
+    for part in path:
+        value = value[part] if isinstance(value, Mapping) else getattr(value, part)
+    raise ConfigError(f"{key} is {_shown(getattr(value, name))} ({config.origin(key)}): {reason}")
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)

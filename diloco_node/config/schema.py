@@ -1,0 +1,211 @@
+"""What can be set, its default and its limits. The keys of run.toml are the names of these fields."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from diloco_node.config.budget import BudgetSection, Ceiling
+from diloco_node.config.units import Duration, parse_duration
+from diloco_node.core.fragments import FRAGMENTS_MAX
+from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
+
+NAME_PATTERN: Final = r"^[a-z0-9-]{1,63}$"
+REGIONS_MAX: Final = 64
+_RUN: Final = RunSettings()
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+        raise ValueError("it must be a whole number")
+    return value
+
+
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("it must be a number")
+    return value
+
+
+def _paths(value: object) -> object:
+    """A list, or (from the environment) paths with `:` between them."""
+    return tuple(part for part in value.split(":") if part) if isinstance(value, str) else value
+
+
+def _host_port(value: object) -> object:
+    if not isinstance(value, str):
+        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400"')
+    host, colon, port = value.rpartition(":")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or (":" in host and not is_bracketed) or any(c.isspace() or c == "/" for c in host):
+        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400" or "[fd00::1]:7400"')
+    if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65_535:
+        raise ValueError(f"port {port!r} is not from 1 to 65535")
+    return value
+
+
+def _admin_host(value: object) -> object:
+    try:
+        address = ipaddress.ip_address(value) if isinstance(value, str) else None
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified or address.is_multicast:
+        # 0.0.0.0 would also open it to the network between regions.
+        raise ValueError("it must be one address of this machine, as a number, and not all of them")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Span = Annotated[Duration, PlainValidator(parse_duration)]
+AdminHost = Annotated[str, BeforeValidator(_admin_host), Field(examples=["172.20.0.2"])]
+HostPort = Annotated[str, BeforeValidator(_host_port)]
+
+
+class Section(BaseModel):
+    """A table of run.toml: unknown keys are refused, values don't change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """`[run]`: what the run is called, when it ends, where things lie.
+
+    Attributes:
+        id: in every certificate; regions of another run are refused.
+        tokens, steps: end by merged tokens of all regions, or by the steps of the fastest learner; 0: no end.
+        seed: of parameters, data order and election timeouts.
+        state_dir: a region keeps everything in `state_dir/REGION`.
+        certs_dir: as `certs init` made it; a region reads `certs_dir/REGION`.
+        init: a safetensors file with the first parameters; none: the first leader's learner decides.
+    """
+
+    id: Annotated[str, Field(pattern=NAME_PATTERN, examples=["my-run"])]
+    tokens: Annotated[Whole, Field(ge=0, le=1 << 62)] = _RUN.tokens_max
+    steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = _RUN.steps_max
+    seed: Annotated[Whole, Field(ge=0, lt=1 << 31)] = 0
+    state_dir: Path = Path("state")
+    certs_dir: Path = Path("certs")
+    init: Path | None = None
+
+
+class ModelSection(Section):
+    """`[model]`: the built-in trainer. Of no effect when `start` is given a command of its own.
+
+    Attributes:
+        layers, dim, heads, context: shape; dim is a multiple of 2 x heads.
+        batch: sequences per inner step. lr: peak of AdamW. warmup_steps, weight_decay: of AdamW.
+        schedule_steps: length of the cosine schedule; 0: as long as the run.
+        lr_floor: part of the peak at which the schedule ends; none: 0 if it ends with the run, else 0.1.
+        eval_every, eval_windows: steps between held-out losses (0: only at the end), windows of each.
+        threads: of torch. step_time_min: an inner step takes at least this long, for demos and tests.
+    """
+
+    layers: Annotated[Whole, Field(ge=1, le=128)] = 2
+    dim: Annotated[Whole, Field(ge=8, le=16_384)] = 64
+    heads: Annotated[Whole, Field(ge=1, le=256)] = 4
+    context: Annotated[Whole, Field(ge=2, le=16_383)] = 64
+    batch: Annotated[Whole, Field(ge=1, le=65_536)] = 8
+    lr: Annotated[Number, Field(gt=0, lt=10)] = 6e-3
+    warmup_steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = 100
+    weight_decay: Annotated[Number, Field(ge=0, lt=100)] = 0.1
+    schedule_steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = 0
+    lr_floor: Annotated[Number | None, Field(ge=0, le=1, examples=[0.1])] = None
+    eval_every: Annotated[Whole, Field(ge=0, le=1 << 40)] = 200
+    eval_windows: Annotated[Whole, Field(ge=1, le=65_536)] = 64
+    threads: Annotated[Whole, Field(ge=1, le=1024)] = 1
+    step_time_min: Span = Duration(0)
+
+
+class RoundsSection(Section):
+    """`[rounds]`: how regions merge; the same on all of them. See `core.types.RunSettings` for each.
+
+    Attributes:
+        outer_lr, outer_momentum: none: chosen by the run's length in outer cycles (`core.outer.default_outer`).
+    """
+
+    fragments: Annotated[Whole, Field(ge=1, le=FRAGMENTS_MAX)] = _RUN.fragments
+    sync_every: Annotated[Whole, Field(ge=1, le=100_000)] = _RUN.sync_every
+    overlap_steps: Annotated[Whole, Field(ge=0, le=100_000)] = _RUN.overlap_steps
+    quorum_min: Annotated[Whole, Field(ge=0, le=REGIONS_MAX)] = _RUN.quorum_min
+    grace_gamma: Annotated[Number, Field(ge=0, le=1)] = _RUN.grace_gamma
+    rounds_in_flight_max: Annotated[Whole, Field(ge=1, le=64)] = _RUN.rounds_in_flight_max
+    outer_lr: Annotated[Number | None, Field(gt=0, le=10, examples=[_RUN.outer_lr])] = None
+    outer_momentum: Annotated[Number | None, Field(ge=0, lt=1, examples=[_RUN.outer_momentum])] = None
+    merge: MergeRule = _RUN.merge
+    codec_up: Codec = _RUN.codec_up
+    codec_down: Codec = _RUN.codec_down
+    carry: CarryMode = _RUN.carry
+    carry_steps_max: Annotated[Whole, Field(ge=0, le=1 << 40)] = _RUN.carry_steps_max
+    weight_cap: Annotated[Number, Field(ge=1, le=1_000)] = _RUN.weight_cap
+    error_feedback: bool = _RUN.error_feedback
+    heartbeat: Span = Duration(_RUN.heartbeat_ns)
+    election_timeout: Span = Duration(_RUN.election_timeout_ns)
+    ballot_deadline_min: Span = Duration(_RUN.ballot_deadline_min_ns)
+    payload_versions: Annotated[Whole, Field(ge=1, le=10_000)] = _RUN.payload_versions
+    checkpoint_versions: Annotated[Whole, Field(ge=1, le=10_000)] = _RUN.checkpoint_versions
+
+
+class DataSection(Section):
+    """`[data]`: text for the built-in trainer.
+
+    Attributes:
+        paths: files and folders; none: the Python sources of the standard library.
+    """
+
+    paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths), Field(max_length=10_000)] = ()
+
+
+class RegionSection(Section):
+    """`[regions.NAME]`: one region.
+
+    Attributes:
+        address: "HOST:PORT" at which the others dial it; none: it can't be dialled, and dials them.
+        listen: "HOST:PORT" to bind; none: all interfaces (loopback if the address is), at the address' port.
+        admin_port: dashboard, metrics and status, on loopback; 0: a free one, written to `admin.port` in its folder.
+        admin_host: one more address of this machine to bind for them, for containers: a port published on the host's
+            loopback arrives there. Whoever reaches it can read the status, so give it a network that peers are not on.
+        egress, ingress: this region's own ceilings, instead of those of `[budget]`.
+    """
+
+    address: HostPort | None = None
+    listen: HostPort | None = None
+    admin_port: Annotated[Whole, Field(ge=0, le=65_535)] = 0
+    admin_host: AdminHost = "127.0.0.1"
+    egress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
+    ingress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
+
+
+class Tree(BaseSettings):
+    """All of run.toml. Values are handed in already merged (`sources`), so that their origins are known."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="DILOCO_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        nested_model_default_partial_update=False,
+    )
+
+    run: RunSection
+    model: ModelSection = ModelSection()
+    rounds: RoundsSection = RoundsSection()
+    data: DataSection = DataSection()
+    budget: BudgetSection = BudgetSection()
+    regions: dict[str, RegionSection]
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is handed in."""
+        return (init_settings,)

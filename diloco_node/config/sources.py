@@ -1,0 +1,198 @@
+"""Read run.toml, the environment and flags into one tree of raw values, and remember where each value came from."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic_settings import EnvSettingsSource, SettingsError, TomlConfigSettingsSource
+
+from diloco_node.config.schema import Tree
+from diloco_node.errors import ConfigError
+
+ENV_PREFIX: Final = "DILOCO_"
+CONFIG_BYTES_MAX: Final = 1 << 20
+PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("data", "paths"))
+
+_HEADER: Final = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
+_KEY: Final = re.compile(
+    r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
+)
+_PART: Final = re.compile(r"""[A-Za-z0-9_-]+|"[^"]*"|'[^']*'""")
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A setting from the command line.
+
+    Attributes:
+        key: dotted, such as "run.steps". value: raw. flag: as the user wrote it, for messages.
+    """
+
+    key: str
+    value: Any
+    flag: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Raw values, merged, and where each leaf came from."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Key, str] = field(default_factory=dict)
+
+    def add(self, tree: Mapping[str, Any], origins: Mapping[Key, str]) -> None:
+        """Lay a tree over what is there; a later one wins."""
+        for key, value in leaves(tree):
+            put(self.values, key, value)
+            self.origins[key] = nearest(origins, key)
+
+    def origin(self, key: Key) -> str:
+        """Of the key, else of a table above it, else of the first value below it."""
+        below = next((origin for other, origin in self.origins.items() if other[: len(key)] == key), "default")
+        found = nearest(self.origins, key)
+        return below if found == "default" else found
+
+
+def leaves(tree: Mapping[str, Any], above: Key = ()) -> list[tuple[Key, Any]]:
+    """All values that are not tables, with their keys, in order; an empty table is a leaf."""
+    found: list[tuple[Key, Any]] = []
+    for name, value in tree.items():
+        key = (*above, name)
+        if isinstance(value, Mapping) and value:
+            found += leaves(value, key)
+        else:
+            found.append((key, value))
+    return found
+
+
+def put(tree: dict[str, Any], key: Key, value: Any) -> None:
+    """Set a leaf, making tables on the way; a value in the way is replaced by a table."""
+    for name in key[:-1]:
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            below = tree[name] = {}
+        tree = below
+    if value == {} and isinstance(tree.get(key[-1]), dict):
+        return
+    tree[key[-1]] = value
+
+
+def nearest(origins: Mapping[Key, str], key: Key) -> str:
+    """The origin of a key, or of the closest table above it."""
+    for length in range(len(key), -1, -1):
+        if key[:length] in origins:
+            return origins[key[:length]]
+    return "default"
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
+    """run.toml as a tree, and "FILE:LINE" per key. Relative paths in it are taken from its folder.
+
+    Raises:
+        ConfigError: it is missing, unreadable, too large or no TOML.
+    """
+    try:
+        if path.stat().st_size > CONFIG_BYTES_MAX:
+            raise ConfigError(f"{path} has more than {CONFIG_BYTES_MAX} bytes: that is no run.toml")
+        text = path.read_text(encoding="utf-8")
+        tree = TomlConfigSettingsSource(Tree, toml_file=path)()
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: name the run's settings with --config run.toml") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be read ({error.strerror}): name the settings with --config run.toml"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for key in PATH_KEYS:
+        _take_from(path.parent, tree, key)
+    origins = {key: f"{path}:{line}" for key, line in _lines(text).items()}
+    return tree, {(): str(path), **origins}
+
+
+def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
+    table, name = tree.get(key[0]), key[1]
+    if not isinstance(table, dict) or name not in table:
+        return
+    value = table[name]
+    if isinstance(value, str):
+        table[name] = str(folder / value)
+    elif isinstance(value, list):
+        table[name] = [str(folder / part) if isinstance(part, str) else part for part in value]
+
+
+def _lines(text: str) -> dict[Key, int]:
+    """Line of every header and key. `tomllib` does not tell, and only messages depend on it."""
+    found: dict[Key, int] = {}
+    table: Key = ()
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            table = _split_key(header[1])
+            found.setdefault(table, number)
+        elif key := _KEY.match(line):
+            found.setdefault((*table, *_split_key(key[1])), number)
+    return found
+
+
+def _split_key(text: str) -> Key:
+    return tuple(part.strip("\"'") for part in _PART.findall(text))
+
+
+def read_environment() -> tuple[dict[str, Any], dict[Key, str]]:
+    """`DILOCO_SECTION__KEY=value` as a tree, and the variable's name per key.
+
+    In the name of a region `_` stands for `-` (`DILOCO_REGIONS__US_EAST__ADMIN_PORT`), for shells allow nothing else.
+
+    Raises:
+        ConfigError: a variable names no section, or lacks the section.
+    """
+    names = sorted(name for name in os.environ if name.upper().startswith(ENV_PREFIX))
+    origins: dict[Key, str] = {}
+    for name in names:
+        key = tuple(part.lower() for part in name[len(ENV_PREFIX) :].split("__"))
+        _check_variable(name, key)
+        origins[_region_key(key)] = name
+    try:
+        tree = EnvSettingsSource(Tree)()
+    except SettingsError as error:
+        raise ConfigError(f"a DILOCO_ variable can't be read ({error}): write DILOCO_ROUNDS__SYNC_EVERY=24") from error
+    result: dict[str, Any] = {}
+    for key, value in leaves(tree):
+        put(result, _region_key(key), value)
+    return result, origins
+
+
+def _check_variable(name: str, key: Key) -> None:
+    """Variables that diloco-node sets for its own children (DILOCO_SOCKET, ...) are none of ours here."""
+    if len(key) > 1:
+        if key[0] not in Tree.model_fields:
+            sections = ", ".join(section.upper() for section in Tree.model_fields)
+            raise ConfigError(f"{name} is no setting: there is no section {key[0]!r}; sections are {sections}")
+        return
+    for section, info in Tree.model_fields.items():
+        fields = getattr(info.annotation, "model_fields", {})
+        if key[0] in fields and (section, key[0]) != ("run", "id"):
+            right = f"{ENV_PREFIX}{section.upper()}__{key[0].upper()}"
+            raise ConfigError(f"{name} has no effect: it lacks its section; set {right} instead")
+
+
+def _region_key(key: Key) -> Key:
+    return (key[0], key[1].replace("_", "-"), *key[2:]) if key[0] == "regions" and len(key) > 1 else key
+
+
+def read_flags(flags: Sequence[Flag]) -> tuple[dict[str, Any], dict[Key, str]]:
+    """Flags as a tree, and the flag per key; the last of a kind wins."""
+    tree: dict[str, Any] = {}
+    origins: dict[Key, str] = {}
+    for flag in flags:
+        key = tuple(flag.key.split("."))
+        put(tree, key, flag.value)
+        origins[key] = flag.flag
+    return tree, origins

@@ -1,0 +1,324 @@
+"""Which single change makes a schedule fit its links, and the line that a running node says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+from typing import Final
+
+from diloco_node.core.plan import (
+    OVERHEAD,
+    SECOND_NS,
+    FlowKind,
+    FragmentSize,
+    Network,
+    Plan,
+    Workload,
+    cycle_need,
+    list_flows,
+    make_plan,
+)
+from diloco_node.core.rates import format_rate, rate_setting
+from diloco_node.core.types import Codec, RunSettings
+
+RATE_MAX: Final = 10**14 // 8
+"""Bytes per second (100 Tbit/s) beyond which a search gives up."""
+
+ROUNDS_IN_FLIGHT_LIMIT: Final = 64
+SYNC_EVERY_LIMIT: Final = 100_000
+TIGHT: Final = Fraction(5, 100)
+"""Less slack than this is named: a budget is used up to 95 % when there is work."""
+
+SPARED: Final = Fraction(9, 10)
+"""A second setting is only changed if H then need not grow to more than this part of what it would be alone."""
+
+BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One way to make it fit, with everything else as it is.
+
+    Attributes:
+        settings: what to set, as (key, value): ("rounds.sync_every", "27"), ("budget", "2.5Gbit/s").
+        text: the same in words, with what it is now.
+        factor: how much larger or smaller the changed quantity becomes, above 1.
+    """
+
+    settings: tuple[tuple[str, str], ...]
+    text: str
+    factor: Fraction
+
+    def __str__(self) -> str:
+        return ", ".join(f"{key} = {value}" for key, value in self.settings)
+
+
+def mean_bits(settings: RunSettings) -> Fraction:
+    """Bits per value, scales left out, averaged over both directions: int4 up and int8 down is 6."""
+    return Fraction(BITS[settings.codec_up] + BITS[settings.codec_down], 2)
+
+
+def find_changes(plan: Plan) -> tuple[Change, ...]:
+    """Changes each of which makes a plan fit, by itself; none if it fits.
+
+    Sorted: those of one setting first, then by how much they change it.
+
+    Where no codec is enough, int4 both ways together with the H that it then takes.
+    """
+    if plan.fits:
+        return ()
+    bits = _fewer_bits(plan)
+    found = (
+        _longer_cycle(plan),
+        bits if bits is not None else _fewest_bits_and_longer_cycle(plan),
+        _larger_budget(plan),
+        _faster_links(plan),
+        _more_rounds(plan),
+        _fewer_fragments(plan),
+    )
+    made = [change for change in found if change is not None]
+    return tuple(sorted(made, key=lambda change: (len(change.settings), change.factor)))
+
+
+def sync_every_min(plan: Plan) -> int | None:
+    """The smallest H that these links keep; always more than tau. None: not even the largest allowed one."""
+    needed = -(-plan.need.cycle_ns // plan.workload.step_time_ns)
+    smallest = max(needed, plan.workload.settings.overlap_steps + 1)
+    return smallest if smallest <= SYNC_EVERY_LIMIT else None
+
+
+def budget_min(workload: Workload, network: Network) -> int | None:
+    """The smallest egress and ingress, in wire bytes per second of every region, that keeps the schedule.
+
+    Limits of the network that are higher stay as they are. None: links or delays are what is too slow.
+    """
+    return _least(lambda rate: fits(workload, network.with_budget_at_least(rate)), low=1, high=RATE_MAX)
+
+
+def fits(workload: Workload, network: Network) -> bool:
+    """The schedule can be kept."""
+    return cycle_need(workload, network, list_flows(workload, network)).cycle_ns <= workload.cycle_ns
+
+
+def with_settings(workload: Workload, **changed: object) -> Workload:
+    """The workload under other `RunSettings`."""
+    return replace(workload, settings=replace(workload.settings, **changed))  # type: ignore[arg-type]
+
+
+def _longer_cycle(plan: Plan) -> Change | None:
+    now = plan.workload.settings.sync_every
+    needed = sync_every_min(plan)
+    if needed is None:
+        return None
+    text = f"merge each fragment every {needed} steps instead of {now}"
+    return Change((("rounds.sync_every", str(needed)),), text, Fraction(needed, now))
+
+
+def _fewer_bits(plan: Plan) -> Change | None:
+    """The pair of codecs that changes the fewest settings, and of those keeps the most bytes."""
+    now = plan.workload.settings
+    size_now = plan.workload.total(now.codec_up) + plan.workload.total(now.codec_down)
+    best: tuple[int, int, RunSettings] | None = None
+    for up, down in product(Codec, Codec):
+        settings = replace(now, codec_up=up, codec_down=down)
+        size = plan.workload.total(up) + plan.workload.total(down)
+        if BITS[up] > BITS[now.codec_up] or BITS[down] > BITS[now.codec_down] or size >= size_now:
+            continue
+        rank = ((up != now.codec_up) + (down != now.codec_down), -size)
+        if (best is None or rank < best[:2]) and fits(replace(plan.workload, settings=settings), plan.network):
+            best = (*rank, settings)
+    if best is None:
+        return None
+    return _codec_change(plan, best[2])
+
+
+def _fewest_bits_and_longer_cycle(plan: Plan) -> Change | None:
+    now = plan.workload.settings
+    settings = replace(now, codec_up=Codec.INT4, codec_down=Codec.INT4)
+    least = make_plan(replace(plan.workload, settings=settings), plan.network)
+    needed, alone = sync_every_min(least), sync_every_min(plan)
+    if needed is None or (alone is not None and needed > SPARED * alone):
+        return None  # bytes are not what is too much, or there are no fewer
+    bits = _codec_change(plan, settings)
+    return Change(
+        (*bits.settings, ("rounds.sync_every", str(needed))),
+        f"{bits.text}, and merge each fragment every {needed} steps instead of {now.sync_every}",
+        bits.factor * Fraction(needed, now.sync_every),
+    )
+
+
+def _codec_change(plan: Plan, chosen: RunSettings) -> Change:
+    now = plan.workload.settings
+    sizes = [sum(map(plan.workload.total, (one.codec_up, one.codec_down))) for one in (now, chosen)]
+    pairs = [
+        ("rounds.codec_up", now.codec_up, chosen.codec_up),
+        ("rounds.codec_down", now.codec_down, chosen.codec_down),
+    ]
+    changed = [(key, old, new) for key, old, new in pairs if old != new]
+    words = " and ".join(
+        f"{new} instead of {old} {'up' if key.endswith('up') else 'down'}" for key, old, new in changed
+    )
+    text = f"{words}: {_number(mean_bits(chosen))} bits a value on average instead of {_number(mean_bits(now))}"
+    return Change(tuple((key, f'"{new}"') for key, _, new in changed), text, Fraction(*sizes))
+
+
+def _larger_budget(plan: Plan) -> Change | None:
+    limits = (*plan.network.egress.values(), *plan.network.ingress.values())
+    needed = budget_min(plan.workload, plan.network) if limits else None
+    if needed is None or needed <= min(limits):
+        return None
+    text = f"at least {format_rate(needed)} in and out of every region; the least now is {format_rate(min(limits))}"
+    key = "budget" if plan.network.is_budgeted else "line of each region"
+    return Change(((key, f'"{rate_setting(needed)}"'),), text, Fraction(needed, min(limits)))
+
+
+def _faster_links(plan: Plan) -> Change | None:
+    links = plan.network.links
+    if not links:
+        return None
+    needed = _least(lambda rate: fits(plan.workload, plan.network.with_links_at_least(rate)), low=1, high=RATE_MAX)
+    slow = sorted(pair for pair, rate in links.items() if needed is not None and rate < needed)
+    if needed is None or not slow:
+        return None
+    named = ", ".join(f"{sender} to {receiver}" for sender, receiver in slow[:3])
+    more = f" and {len(slow) - 3} more" if len(slow) > 3 else ""
+    text = f"at least {format_rate(needed)} on {named}{more}; the least now is {format_rate(min(links.values()))}"
+    return Change((("links", f'"{rate_setting(needed)}"'),), text, Fraction(needed, min(links.values())))
+
+
+def _more_rounds(plan: Plan) -> Change | None:
+    now = plan.workload.settings.rounds_in_flight_max
+    needed = _least(
+        lambda count: fits(with_settings(plan.workload, rounds_in_flight_max=count), plan.network),
+        low=now + 1,
+        high=min(ROUNDS_IN_FLIGHT_LIMIT, len(plan.workload.fragments)),
+    )
+    if needed is None:
+        return None
+    text = f"{needed} rounds open at once instead of {now}, so that one transfers while others wait"
+    return Change((("rounds.rounds_in_flight_max", str(needed)),), text, Fraction(needed, now))
+
+
+def _fewer_fragments(plan: Plan) -> Change | None:
+    """The same bytes in fewer, larger fragments: fewer delays in a cycle. Only these are counted, no cut is made."""
+    need, now = plan.need, len(plan.workload.fragments)
+    delay_ns = need.round_time.latency_ns + need.round_time.boundary_ns
+    left_ns = plan.workload.settings.rounds_in_flight_max * plan.workload.cycle_ns - now * need.round_time.transfer_ns
+    needed = min(now, left_ns // delay_ns)
+    if need.bytes_ns > plan.workload.cycle_ns or needed < 1 or needed == now:
+        return None
+    text = f"cut the model into {needed} fragments instead of {now}: fewer rounds in a cycle, so fewer delays"
+    return Change((("rounds.fragments", str(needed)),), text, Fraction(now, needed))
+
+
+def _least(is_enough: Callable[[int], bool], *, low: int, high: int) -> int | None:
+    """The smallest of [low, high] that is enough; None if none is. Once enough, more stays enough."""
+    if low > high or not is_enough(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return low
+
+
+# ---- in words --------------------------------------------------------------------------------------------------------
+
+
+def verdict(plan: Plan) -> str:
+    """One line: does it fit, by how much, and what decides."""
+    if not plan.fits:
+        rate = "" if plan.network.has_limits else ", whatever the rate"
+        return (
+            f"does not fit{rate}: a cycle of H = {plan.workload.settings.sync_every} steps is {_too_short(plan)} too "
+            f"short; {_decides(plan)}; as it is, each fragment is merged every {_kept(plan)} steps"
+        )
+    if not plan.network.has_limits:
+        return "fits, as far as delays go: neither a budget nor a mesh was given"
+    tight = ", which is tight: a budget is used up to 95 %" if plan.slack < TIGHT else ""
+    return f"fits: {float(100 * plan.slack):.1f} % slack{tight}; {_decides(plan)}"
+
+
+def _too_short(plan: Plan) -> str:
+    factor = 1 - plan.slack
+    return f"{float(100 * (factor - 1)):.1f} %" if factor < 2 else f"{float(factor):.1f} times"
+
+
+def _decides(plan: Plan) -> str:
+    if plan.need.busiest is None or plan.need.flight_ns > plan.need.bytes_ns:
+        return _flight(plan)
+    flow = plan.need.busiest
+    limit = format_rate(flow.limit_bytes_per_s or 0)
+    same = [one for one in plan.flows if one.kind is flow.kind]
+    is_alike = flow.kind is not FlowKind.LINK and len({one.limit_bytes_per_s for one in same}) == 1
+    line = f"{flow.kind} of each region" if is_alike else str(flow)
+    return f"{line} needs {format_rate(plan.average(flow))} of {limit}"
+
+
+def _flight(plan: Plan) -> str:
+    steps = Fraction(plan.need.round_time.total_ns, plan.workload.step_time_ns)
+    count = plan.workload.settings.rounds_in_flight_max
+    every = Fraction(plan.workload.settings.sync_every, len(plan.workload.fragments))
+    open_words = "1 is" if count == 1 else f"{count} are"
+    return (
+        f"a round takes {float(steps):.2f} steps and at most {open_words} open at once, but one is due every "
+        f"{'step' if every == 1 else f'{_number(every)} steps'}"
+    )
+
+
+def _kept(plan: Plan) -> str:
+    return f"{float(plan.sync_every_kept):.1f}"
+
+
+def _number(value: Fraction) -> str:
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.3g}"
+
+
+def budget_warning(
+    *,
+    fragments: Sequence[FragmentSize],
+    settings: RunSettings,
+    regions: Sequence[str],
+    step_time_ns: int,
+    rtt_ns: int,
+    egress_bytes_per_s: int | None,
+    ingress_bytes_per_s: int | None,
+    overhead: Fraction = OVERHEAD,
+) -> str:
+    """What a running node says when it can't keep its schedule within its budget; "" when it can.
+
+    Args:
+        fragments: sizes of the model's fragments, `codec.sizes.fragment_sizes`.
+        settings: of the run.
+        regions: names of the live regions.
+        step_time_ns: median of the live learners; 0 (unknown) gives "".
+        rtt_ns: the largest to a live peer; 0 when unknown.
+        egress_bytes_per_s, ingress_bytes_per_s: this node's own budget now, wire bytes; None: no limit. All regions
+            are taken to have the same.
+        overhead: as learnt from the kernel's counters, a part of the payload.
+
+    Returns:
+        One line with what is needed, what there is, what happens, and each single change that would fit.
+    """
+    if step_time_ns <= 0 or not fragments or len(regions) < 2:
+        return ""
+    names = tuple(sorted(regions))
+    network = Network(
+        rtt_ns=rtt_ns,
+        egress={} if egress_bytes_per_s is None else dict.fromkeys(names, egress_bytes_per_s),
+        ingress={} if ingress_bytes_per_s is None else dict.fromkeys(names, ingress_bytes_per_s),
+    )
+    plan = make_plan(Workload(tuple(fragments), names, settings, step_time_ns, overhead), network)
+    if plan.fits or not network.has_limits:
+        return ""
+    changes = find_changes(plan)
+    remedy = "; any one of these would do: " + "; ".join(str(change) for change in changes) if changes else ""
+    return (
+        f"the schedule can't be kept within the budget, H = {settings.sync_every} at {_seconds(step_time_ns)} a step: "
+        f"{_decides(plan)}; each fragment is merged every {_kept(plan)} steps instead{remedy}"
+    )
+
+
+def _seconds(ns: int) -> str:
+    return f"{ns / SECOND_NS:.3g} s"

@@ -1,0 +1,135 @@
+"""What the budget should be, by time of day. Pure: the time is an argument, the shell asks the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any, Final
+
+MINUTES_PER_DAY: Final = 24 * 60
+WINDOWS_MAX: Final = 96
+
+
+class Direction(StrEnum):
+    """Of traffic, seen from this region."""
+
+    EGRESS = "egress"
+    INGRESS = "ingress"
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """Ceilings in bytes per second; None: no limit."""
+
+    egress: int | None = None
+    ingress: int | None = None
+
+    def __str__(self) -> str:
+        """In one line; empty without limits."""
+        parts = (("egress", self.egress), ("ingress", self.ingress))
+        return ", ".join(f"{name} {8 * rate:,} bit/s" for name, rate in parts if rate is not None)
+
+    def with_rate(self, direction: Direction, rate_bytes_per_s: int | None) -> RateLimits:
+        """The same with one of them changed."""
+        if direction is Direction.EGRESS:
+            return replace(self, egress=rate_bytes_per_s)
+        return replace(self, ingress=rate_bytes_per_s)
+
+
+NO_LIMITS: Final = RateLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class TimeWindow:
+    """Other ceilings from one minute of the day to another, through midnight if `start` is later than `end`.
+
+    Attributes:
+        start_minute, end_minute: 0 to 1439, the end not included. limits: None leaves what holds all day.
+    """
+
+    start_minute: int
+    end_minute: int
+    limits: RateLimits
+
+    def __post_init__(self) -> None:
+        for minute in (self.start_minute, self.end_minute):
+            if not 0 <= minute < MINUTES_PER_DAY:
+                raise ValueError(f"minute {minute} of the day; 0 to {MINUTES_PER_DAY - 1} are allowed")
+        if self.start_minute == self.end_minute:
+            raise ValueError("a window that ends when it starts is empty")
+
+    def holds_at(self, minute_of_day: int) -> bool:
+        """Whether a minute of the day lies in it."""
+        if self.start_minute < self.end_minute:
+            return self.start_minute <= minute_of_day < self.end_minute
+        return minute_of_day >= self.start_minute or minute_of_day < self.end_minute
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetPlan:
+    """The budget of one region.
+
+    Attributes:
+        limits: of all peers together. peers: of single ones, sorted by name.
+        schedule: other limits of all peers together by time of day; the first window that holds decides.
+    """
+
+    limits: RateLimits = RateLimits()
+    peers: tuple[tuple[str, RateLimits], ...] = ()
+    schedule: tuple[TimeWindow, ...] = ()
+
+    def limits_at(self, minute_of_day: int) -> RateLimits:
+        """Of all peers together at a minute of the day."""
+        held = next((window.limits for window in self.schedule if window.holds_at(minute_of_day)), RateLimits())
+        return RateLimits(
+            self.limits.egress if held.egress is None else held.egress,
+            self.limits.ingress if held.ingress is None else held.ingress,
+        )
+
+    def least(self) -> RateLimits:
+        """The smallest ceilings of all peers together that hold at some time of the day."""
+        times = {0} | {minute for window in self.schedule for minute in (window.start_minute, window.end_minute)}
+        held = [self.limits_at(minute) for minute in times]
+        egress = [one.egress for one in held if one.egress is not None]
+        ingress = [one.ingress for one in held if one.ingress is not None]
+        return RateLimits(min(egress, default=None), min(ingress, default=None))
+
+    def peer_limits(self, peer: str) -> RateLimits:
+        """Of one peer by itself."""
+        return dict(self.peers).get(peer, RateLimits())
+
+    def with_rate(self, direction: Direction, rate_bytes_per_s: int | None, *, peer: str = "") -> BudgetPlan:
+        """The plan after an operator has set a rate: for one peer, or for all, and then at any time of the day."""
+        if peer:
+            peers = dict(self.peers) | {peer: self.peer_limits(peer).with_rate(direction, rate_bytes_per_s)}
+            return replace(self, peers=tuple(sorted(peers.items())))
+        return replace(
+            self,
+            limits=self.limits.with_rate(direction, rate_bytes_per_s),
+            schedule=tuple(
+                replace(window, limits=window.limits.with_rate(direction, None)) for window in self.schedule
+            ),
+        )
+
+    def __str__(self) -> str:
+        """In one line, as far as anything is limited."""
+        rows = [("", self.limits), *((f"{peer} ", limits) for peer, limits in self.peers)]
+        parts = [f"{name}{part}" for name, limits in rows for part in str(limits).split(", ") if part]
+        return ", ".join(parts + ["by time of day"] * bool(self.schedule)) or "no limit"
+
+    def to_plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> BudgetPlan:
+        """What `to_plain` made. Raises TypeError, ValueError or KeyError for anything else."""
+        return cls(
+            RateLimits(**plain["limits"]),
+            tuple((name, RateLimits(**limits)) for name, limits in plain["peers"]),
+            tuple(
+                TimeWindow(window["start_minute"], window["end_minute"], RateLimits(**window["limits"]))
+                for window in plain["schedule"]
+            ),
+        )

@@ -1,0 +1,195 @@
+"""What this region lacks and from whom it is being fetched: one fetch per fragment, few at once, peer after peer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from diloco_node.core.events import FetchPayload, FetchState
+from diloco_node.core.outbox import Outbox
+from diloco_node.core.types import RoundBody
+
+FETCHES_MAX: Final = 4
+"""Fetches in flight. More would share the same link; fewer would leave it idle between two small fragments."""
+
+RETRY_NS: Final = 200_000_000
+RETRY_NS_MAX: Final = 5_000_000_000
+"""When all peers failed: wait this long, doubled each time, up to five seconds."""
+
+INITIAL_PATIENCE_NS: Final = 5_000_000_000
+"""How long Theta_0 is waited for before it is fetched: the own learner, a little later than the others', has the same
+one as a rule, and eight bytes for each parameter from one region to all others take minutes."""
+
+GONE: Final = frozenset({"gone", "unknown"})
+"""Answers that will not change: this peer can't help with this payload."""
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One thing that is lacking. `body` is None for state at `version` or later; of Theta_0 its digest is known.
+
+    `patience_ns` is waited once, before the first peer is asked.
+    """
+
+    fragment: int
+    version: int
+    body: RoundBody | None
+    initial_digest: bytes
+    patience_ns: int = 0
+    peer: str = ""
+    failed: list[str] = field(default_factory=list)
+    gone: set[str] = field(default_factory=set)
+    turns: int = 0
+    not_before_ns: int = 0
+
+    def is_for(self, version: int, body: RoundBody | None, initial_digest: bytes) -> bool:
+        if (self.body is None) != (body is None) or (self.version, self.initial_digest) != (version, initial_digest):
+            return False
+        return body is None or self.body is None or self.body.payload_digest == body.payload_digest
+
+
+class Fetches:
+    """Turns wants into fetch effects. After every call that changes something, call `pump`."""
+
+    def __init__(self, *, region: str, regions: tuple[str, ...], outbox: Outbox) -> None:
+        self._others = tuple(sorted(name for name in regions if name != region))
+        self._outbox = outbox
+        self._fetches: dict[int, _Fetch] = {}
+        self._alive: frozenset[str] = frozenset()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is asked for."""
+        return not self._fetches
+
+    @property
+    def wake_at_ns(self) -> int | None:
+        """When a fetch that failed everywhere may be tried again."""
+        waiting = [one.not_before_ns for one in self._fetches.values() if not one.peer and one.not_before_ns > 0]
+        return min(waiting, default=None)
+
+    def want(
+        self,
+        fragment: int,
+        version: int,
+        body: RoundBody | None,
+        *,
+        initial_digest: bytes = b"",
+        patience_ns: int = 0,
+    ) -> None:
+        """Ask for a payload (`body` given) or for state at `version` or later. Repeating it changes nothing.
+
+        A fetch in flight for the same fragment is left to end first: it may bring the same bytes.
+
+        Args:
+            initial_digest: of Theta_0, when version 0 will do.
+            patience_ns: it may come without being asked for within this time from the next `pump` on.
+        """
+        current = self._fetches.get(fragment)
+        if current is not None and (current.peer or current.is_for(version, body, initial_digest)):
+            return
+        self._fetches[fragment] = _Fetch(fragment, version, body, initial_digest, patience_ns)
+
+    def forget(self, fragment: int) -> None:
+        """Nothing of this fragment is lacking any more; one that is in flight still counts until it ends."""
+        current = self._fetches.get(fragment)
+        if current is not None and not current.peer:
+            del self._fetches[fragment]
+
+    def ended(self, fragment: int, *, version: int, is_state: bool) -> None:
+        """A payload or a state was stored; if it was fetched, the fetch is over."""
+        current = self._fetches.get(fragment)
+        if current is None or (current.body is None) != is_state:
+            return
+        if version == current.version or (is_state and version > current.version):
+            del self._fetches[fragment]
+
+    def failed(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
+        """A peer could not help; the next one is asked, and after the last one it starts again, later."""
+        current = self._fetches.get(fragment)
+        if current is None or current.peer != peer:
+            return
+        current.peer = ""
+        current.failed.append(peer)
+        if reason in GONE and current.body is not None:
+            # A state that a peer can't give now it may have later; a payload that was pruned does not come back.
+            current.gone.add(peer)
+        self._outbox.note("fetch", f"{peer} could not send it: {reason}", fragment=fragment, version=current.version)
+        if set(current.failed) >= set(self._others):
+            current.failed.clear()
+        # Those that are away can't be asked, so they are no reason to ask the others again without a pause.
+        if not current.failed or {*current.failed, *current.gone} >= set(self._others) & self._alive:
+            current.not_before_ns = now_ns + min(RETRY_NS << min(current.turns, 8), RETRY_NS_MAX)
+            current.turns += 1
+
+    def is_gone(self, fragment: int, version: int) -> bool:
+        """Whether every other region that can be asked said that it no longer has the payload.
+
+        One that is away may have it, but it may be away for good.
+        """
+        current = self._fetches.get(fragment)
+        return (
+            current is not None
+            and current.body is not None
+            and current.version == version
+            and bool(current.gone)
+            and current.gone >= self._alive
+        )
+
+    def brings_other_initial(self, digests: Sequence[bytes]) -> bool:
+        """Whether a fetch in flight may still put another Theta_0 than this one on the disk."""
+        return any(
+            one.peer and one.initial_digest and one.initial_digest != digests[fragment]
+            for fragment, one in self._fetches.items()
+        )
+
+    def pump(self, *, leader: str, alive: Sequence[str], now_ns: int) -> None:
+        """Start what may be started.
+
+        Args:
+            leader: asked first; empty if there is none.
+            alive: regions that can be asked at all.
+        """
+        self._alive = frozenset(alive)
+        in_flight = sum(1 for one in self._fetches.values() if one.peer)
+        for fragment, current in sorted(self._fetches.items()):
+            if current.patience_ns:
+                current.not_before_ns, current.patience_ns = now_ns + current.patience_ns, 0
+            is_another_back = bool(current.failed) and bool(self._alive - {*current.failed, *current.gone})
+            if current.peer or (now_ns < current.not_before_ns and not is_another_back):
+                continue
+            # Also when nobody can be asked now: a time that has passed must not wake the core again and again.
+            current.not_before_ns = 0
+            if in_flight >= FETCHES_MAX:
+                continue
+            peer = self._choose(current, leader, alive)
+            if peer:
+                current.peer = peer
+                in_flight += 1
+                self._start(fragment, current)
+
+    def in_flight(self) -> tuple[tuple[int, int, str], ...]:
+        """(fragment, version, peer) of fetches that were started."""
+        return tuple((one.fragment, one.version, one.peer) for _, one in sorted(self._fetches.items()) if one.peer)
+
+    def _choose(self, current: _Fetch, leader: str, alive: Sequence[str]) -> str:
+        order = sorted(set(self._others) & set(alive), key=lambda name: (name != leader, name))
+        for name in order:
+            if name not in current.failed and name not in current.gone:
+                return name
+        if order and current.failed:
+            # Those that are alive have all failed, the rest is away: begin again with them.
+            current.failed.clear()
+            return next((name for name in order if name not in current.gone), "")
+        return ""
+
+    def _start(self, fragment: int, current: _Fetch) -> None:
+        body = current.body
+        if body is None:
+            what = f"state at version {current.version} or later"
+            self._outbox.emit(FetchState(current.peer, fragment, current.version, current.initial_digest))
+        else:
+            what = "payload"
+            self._outbox.emit(FetchPayload(current.peer, fragment, body.version, body.payload_digest, body.stripes))
+        self._outbox.note("fetch", f"{what} from {current.peer}", fragment=fragment, version=current.version)

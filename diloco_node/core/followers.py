@@ -1,0 +1,122 @@
+"""What a leader knows of its followers: what they have on disk, what to send them next, when they last answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.entries import encode_entry
+from diloco_node.core.log import STAGED_ENTRIES_MAX, ReplicaLog
+from diloco_node.core.messages import AppendAnswered, AppendAsked
+from diloco_node.core.types import Entry
+from diloco_node.core.votes import majority_of
+
+BATCH_ENTRIES_MAX: Final = 64
+"""Entries in one message."""
+
+BATCH_BYTES_MAX: Final = 1 << 20
+"""Encoded bytes of them, if they are more than one; a message of the control lane may have 4 MiB."""
+
+
+@dataclass(slots=True)
+class Follower:
+    """One follower in one term of this leader.
+
+    Attributes:
+        next_index: the next entry to send. Heartbeats name the entry before it, so that a lost batch is noticed.
+        durable_index: what the follower said it has on disk of this leader's log.
+        answered_ns: when it last answered; at first the time of the election.
+        batch_sequence: the batch whose answer is awaited, 0 if none: one batch at a time.
+        sent_sequence: the last message sent.
+        heeded_sequence: refusals of earlier messages than this one are old news.
+        is_certain: the last message named a previous entry that the follower had said to be on its disk.
+    """
+
+    next_index: int
+    answered_ns: int
+    durable_index: int = 0
+    batch_sequence: int = 0
+    sent_sequence: int = 0
+    heeded_sequence: int = 0
+    is_certain: bool = False
+
+    def next_message(self, log: ReplicaLog, *, term: int, sequence: int, commit_index: int) -> AppendAsked:
+        """The heartbeat for this follower, with the next batch of entries if none is on its way."""
+        previous_index = self.next_index - 1
+        entries = self._batch(log) if self.batch_sequence == 0 else ()
+        if entries:
+            self.batch_sequence = sequence
+            self.next_index += len(entries)
+        self.sent_sequence = sequence
+        self.is_certain = previous_index <= self.durable_index
+        return AppendAsked(
+            term=term,
+            sequence=sequence,
+            previous_index=previous_index,
+            previous_hash=log.hash_at(previous_index),
+            entries=entries,
+            commit_index=commit_index,
+        )
+
+    def has_more(self, log: ReplicaLog) -> bool:
+        """Whether a message now would carry entries."""
+        return self.batch_sequence == 0 and self.next_index <= min(log.last_index, self._window_end)
+
+    def answered(self, answer: AppendAnswered, *, last_index: int, now_ns: int) -> bool:
+        """Take note of an answer of this term.
+
+        Returns:
+            False if the follower has lost entries that it had acknowledged.
+        """
+        self.answered_ns = now_ns
+        if self.batch_sequence and answer.sequence >= self.batch_sequence:
+            self.batch_sequence = 0
+        if answer.accepted:
+            self.durable_index = max(self.durable_index, min(answer.durable_index, last_index))
+            self.next_index = max(self.next_index, self.durable_index + 1)
+            return True
+        if not self.heeded_sequence <= answer.sequence <= self.sent_sequence:
+            return True
+        has_lost = answer.sequence == self.sent_sequence and self.is_certain
+        if has_lost:
+            self.durable_index = min(self.durable_index, max(0, answer.durable_index))
+        self._search_from(answer.durable_index)
+        return not has_lost
+
+    def link_changed(self) -> None:
+        """What was on its way is lost; the next message tells where the follower stands."""
+        self.batch_sequence = 0
+
+    def _search_from(self, hint: int) -> None:
+        self.next_index = max(self.durable_index + 1, min(hint + 1, self.next_index))
+        self.batch_sequence = 0
+        self.heeded_sequence = self.sent_sequence + 1
+
+    @property
+    def _window_end(self) -> int:
+        return self.durable_index + STAGED_ENTRIES_MAX
+
+    def _batch(self, log: ReplicaLog) -> tuple[Entry, ...]:
+        last = min(log.last_index, self._window_end, self.next_index + BATCH_ENTRIES_MAX - 1)
+        batch: list[Entry] = []
+        batch_bytes = 0
+        for entry in log.slice(self.next_index, last):
+            batch_bytes += len(encode_entry(entry))
+            if batch and batch_bytes > BATCH_BYTES_MAX:
+                break
+            batch.append(entry)
+        return tuple(batch)
+
+
+def majority_heard_ns(followers: Iterable[Follower]) -> int | None:
+    """When a majority, the leader counted, had last answered; None if the leader is a majority by itself."""
+    answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
+    needed = majority_of(len(answered_ns) + 1) - 1
+    return answered_ns[needed - 1] if needed else None
+
+
+def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) -> str:
+    """The follower with the most on disk among those that answer; by name if equal; empty if none answers."""
+    live = [(-each.durable_index, peer) for peer, each in followers.items() if each.answered_ns > answered_after_ns]
+    return min(live)[1] if live else ""

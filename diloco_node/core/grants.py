@@ -1,0 +1,223 @@
+"""The bandwidth budget on its receiving side: who may send us how much.
+
+Each peer is granted a share of the ingress ceiling: those that want something share it max-min fairly (nobody gets more
+than it wants, and what it leaves goes to the others); while nobody wants anything all have equal shares, so that the
+first ones to begin need not ask. The sum of what is granted never exceeds the ceiling: a share grows only after those
+that shrink have been told, and had time to obey. Bytes are wire bytes, time is integer nanoseconds.
+
+The back-stop for a peer that does not obey: `read_at_ns` says from when its bulk stream may be read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from diloco_node.core.budget import NS_PER_S, Overhead, TokenBucket
+
+SETTLE_NS: Final = 150_000_000
+"""From telling a peer a smaller share to giving the difference to another: a round trip, and a release under way."""
+
+IDLE_SHARE: Final = 50
+"""While others are busy the idle peers together keep a 50th of the ceiling: for control, and their first piece."""
+
+CHANGE_PPM_MIN: Final = 20_000
+"""A share that changes by less than 2 % is not told."""
+
+PPM: Final = 1_000_000
+
+ALLOWANCE_NS: Final = 250_000_000
+ALLOWANCE_BYTES: Final = 64 * 2**10
+"""What a peer may be ahead of its share before it is not read: grants and bytes under way cross each other."""
+
+DEBT_SPREAD_NS: Final = NS_PER_S
+DEBT_FREE_NS: Final = 150_000_000
+"""What arrived beyond the ceiling is taken from the shares over the next second, up to half of them; but not what comes
+with one reading of the kernel's counters, ten times a second."""
+
+UNLIMITED: Final = 0
+"""In a grant: no limit."""
+
+WANTS_MOST: Final = 1 << 62
+"""A demand without a bound of its own."""
+
+
+@dataclass(slots=True)
+class _Grant:
+    """What one peer wants and may have.
+
+    Attributes:
+        told: the last grant sent on this link, None: none yet.
+        before, until_ns: an earlier, larger grant that may still be in use until then.
+    """
+
+    bucket: TokenBucket
+    wanted_bytes_per_s: int = 0
+    peer_rate: int | None = None
+    told: int | None = None
+    before: int = 0
+    until_ns: int = 0
+    is_connected: bool = False
+    overhead: Overhead = field(default_factory=Overhead)
+    read_bytes: int = 0
+    learnt_bytes: int = 0
+    measured_bytes: int = 0
+
+    def in_use(self, now_ns: int) -> int:
+        """The most that it may be sending now."""
+        told = self.told or 0
+        return max(told, self.before) if now_ns < self.until_ns else told
+
+
+class IngressGrants:
+    """Shares of the ingress ceiling, and the back-stop.
+
+    After every call of `set_rate`, `set_peer_rate`, `wanted`, `connected`, `lost`, `measured`, and at `wake_at_ns`:
+    send what `due` returns.
+
+    Args:
+        peers: their names. now_ns: when it starts. There is no limit before `set_rate`.
+    """
+
+    def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
+        self._peers = {peer: _Grant(TokenBucket(None, now_ns=now_ns)) for peer in sorted(peers)}
+        self._region = TokenBucket(None, now_ns=now_ns)
+
+    @property
+    def rate_bytes_per_s(self) -> int | None:
+        """The ceiling; None: no limit."""
+        return self._region.rate_bytes_per_s
+
+    def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
+        """Change the ceiling of all peers together; None: no limit."""
+        self._region.set_rate(rate_bytes_per_s, now_ns=now_ns)
+
+    def set_peer_rate(self, peer: str, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
+        """Change what one peer may send at most; None: no limit of its own."""
+        del now_ns
+        self._peers[peer].peer_rate = rate_bytes_per_s
+
+    def wanted(self, peer: str, bytes_per_s: int) -> None:
+        """What a peer says it could send now: 0 nothing, WANTS_MOST as much as it gets."""
+        self._peers[peer].wanted_bytes_per_s = min(max(0, bytes_per_s), WANTS_MOST)
+
+    def connected(self, peer: str) -> None:
+        """A link came up: the peer must be told its share."""
+        entry = self._peers[peer]
+        entry.is_connected, entry.told = True, None
+
+    def lost(self, peer: str, *, now_ns: int) -> None:
+        """The link went down: nothing more comes from there."""
+        entry = self._peers[peer]
+        entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
+        entry.is_connected, entry.told, entry.wanted_bytes_per_s = False, None, 0
+
+    # ---- shares ------------------------------------------------------------------------------------------------------
+
+    def due(self, *, now_ns: int) -> list[tuple[str, int]]:
+        """Grants to send now: (peer, bytes/s), UNLIMITED for none. They count as sent."""
+        targets = self.targets(now_ns=now_ns)
+        changed = {peer: target for peer, target in targets.items() if self._is_news(self._peers[peer], target)}
+        # First all that shrink: what they give up is free for the others after they had time to obey.
+        first = [peer for peer, target in changed.items() if target <= (self._peers[peer].told or 0)]
+        sent = []
+        for peer in first + [peer for peer in changed if peer not in first]:
+            granted = self._give(peer, changed[peer], now_ns)
+            if granted is not None:
+                sent.append((peer, granted))
+        return sent
+
+    def wake_at_ns(self, *, now_ns: int) -> int | None:
+        """When a share that had to wait can grow; None: none waits."""
+        targets = self.targets(now_ns=now_ns)
+        if not any(self._is_news(self._peers[peer], target) for peer, target in targets.items()):
+            return None
+        times = [entry.until_ns for entry in self._peers.values() if entry.until_ns > now_ns]
+        return min(times, default=None)
+
+    def targets(self, *, now_ns: int) -> dict[str, int]:
+        """What each connected peer should have, UNLIMITED without a limit."""
+        connected = {peer: entry for peer, entry in self._peers.items() if entry.is_connected}
+        rate = self._region.rate_bytes_per_s
+        if rate is None:
+            return {peer: entry.peer_rate or UNLIMITED for peer, entry in connected.items()}
+        debt = self._region.debt_bytes(now_ns=now_ns) - rate * DEBT_FREE_NS // NS_PER_S
+        free = rate - min(max(0, debt) * NS_PER_S // DEBT_SPREAD_NS, rate // 2)
+        busy = {peer: entry.wanted_bytes_per_s for peer, entry in connected.items() if entry.wanted_bytes_per_s}
+        idle = [peer for peer in connected if peer not in busy]
+        if not busy:
+            busy, idle = dict.fromkeys(connected, WANTS_MOST), []
+        kept = free // IDLE_SHARE // len(idle) if idle else 0
+        caps = {peer: min(wanted, connected[peer].peer_rate or WANTS_MOST) for peer, wanted in busy.items()}
+        shares = max_min(free - kept * len(idle), caps) | dict.fromkeys(idle, kept)
+        return {peer: max(1, share) for peer, share in sorted(shares.items())}
+
+    def granted(self, peer: str) -> int | None:
+        """What a peer was told last; UNLIMITED: no limit; None: nothing yet on this link."""
+        return self._peers[peer].told
+
+    def _is_news(self, entry: _Grant, target: int) -> bool:
+        told = entry.told
+        if told is None:
+            return target != UNLIMITED
+        if UNLIMITED in (told, target):
+            return told != target
+        return abs(target - told) * PPM >= CHANGE_PPM_MIN * told
+
+    def _give(self, peer: str, target: int, now_ns: int) -> int | None:
+        entry = self._peers[peer]
+        rate = self._region.rate_bytes_per_s
+        if rate is not None:
+            others = sum(other.in_use(now_ns) for name, other in self._peers.items() if name != peer)
+            room = max(1, rate - others)
+            is_less = entry.told not in (None, UNLIMITED) and target <= (entry.told or 0)
+            target = target if is_less else min(target, room)
+            if not self._is_news(entry, target):
+                return None
+        if entry.told is not None and target < entry.told:
+            entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
+        entry.told = target
+        entry.bucket.set_rate(target or None, now_ns=now_ns)
+        return target
+
+    # ---- what arrives ------------------------------------------------------------------------------------------------
+
+    def arrived(self, peer: str, frame_bytes: int, *, now_ns: int) -> None:
+        """A frame of bulk was read."""
+        entry = self._peers[peer]
+        entry.read_bytes += frame_bytes
+        entry.bucket.charge(entry.overhead.wire_bytes(frame_bytes), now_ns=now_ns)
+
+    def read_at_ns(self, peer: str, *, now_ns: int) -> int:
+        """From when this peer's bulk may be read; `now_ns` for one that keeps to its share."""
+        bucket = self._peers[peer].bucket
+        rate = bucket.rate_bytes_per_s
+        if rate is None:
+            return now_ns
+        over = bucket.debt_bytes(now_ns=now_ns) - ALLOWANCE_BYTES - rate * ALLOWANCE_NS // NS_PER_S
+        return now_ns if over <= 0 else now_ns + -(-over * NS_PER_S // rate)
+
+    def measured(self, peer: str, wire_bytes: int, *, now_ns: int) -> None:
+        """What the kernel counted as received from a peer since start, headers and acknowledgements included."""
+        entry = self._peers[peer]
+        new = max(0, wire_bytes - entry.measured_bytes)
+        entry.measured_bytes = wire_bytes
+        read = entry.read_bytes - entry.learnt_bytes
+        entry.learnt_bytes = entry.read_bytes
+        if read >= ALLOWANCE_BYTES:
+            entry.overhead.learn(read, new)
+        self._region.charge(new, now_ns=now_ns)
+
+
+def max_min(total: int, caps: Mapping[str, int]) -> dict[str, int]:
+    """Share `total` among those with a cap each: nobody gets more than its cap, and nobody could get more without
+    taking from one that has less. What nobody may have is left over; a byte or so of remainder goes to the last.
+    """
+    shares: dict[str, int] = {}
+    left, waiting = total, sorted(caps, key=lambda peer: (caps[peer], peer))
+    while waiting:
+        peer = waiting.pop(0)
+        shares[peer] = min(caps[peer], left // (len(waiting) + 1))
+        left -= shares[peer]
+    return shares

@@ -1,0 +1,557 @@
+"""The replicated ledger of one voter: Raft with pre-vote for a fixed set of voters, without IO.
+
+What is particular to this ledger, beside Raft's rules:
+
+- An entry is written only when what it names (the payload of a round, Theta_0 of genesis) is on the own disk. Until
+  then it is staged in memory: neither acknowledged nor in any vote. To acknowledge entry n means: from my own disk
+  alone I can produce parameters and momentum at n.
+- Heartbeats are answered at once all the same, with the index that is on disk, and again when that index has grown.
+- No message tells of a term or a vote that is not on disk: it is held back until the write is done.
+
+The caller's duties:
+
+1. Carry out the effects in order; answer each PersistLedger with LedgerPersisted(token), in the order of the tokens.
+2. Send a TimerFired when `wake_at_ns` has come; it may change with every call.
+3. Call `payload_arrived` when something that `wanted()` named has reached the disk.
+4. After every call take `take_committed()` and apply it, in order.
+
+Source: Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm" (2014); pre-vote, the leader's check
+of its majority and the transfer of leadership from Ongaro's dissertation (2014), sections 9.6, 6.2 and 3.10.
+Deviations: entries are matched by the hash of the previous entry instead of its term; acknowledgements name what is
+durable and may come unasked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from diloco_node.core.entries import seal
+from diloco_node.core.events import (
+    Effect,
+    Event,
+    LedgerPersisted,
+    LinkChanged,
+    MessageArrived,
+    TimerFired,
+)
+from diloco_node.core.followers import Follower, majority_heard_ns, most_complete
+from diloco_node.core.following import Following, fault_in
+from diloco_node.core.log import ReplicaLog
+from diloco_node.core.messages import (
+    AppendAnswered,
+    AppendAsked,
+    LeadershipOffered,
+    Message,
+    VoteAnswered,
+    VoteAsked,
+)
+from diloco_node.core.types import Entry, EntryBody, LeaderBody, RoundBody
+from diloco_node.core.votes import Dice, majority_of, majority_value
+from diloco_node.core.write_gate import WriteGate
+from diloco_node.errors import InvalidTransition
+
+
+class Role(StrEnum):
+    """What a voter is in its term. `ASKING` is a follower that asks whether it would get votes (pre-vote)."""
+
+    FOLLOWER = "follower"
+    ASKING = "asking"
+    CANDIDATE = "candidate"
+    LEADER = "leader"
+
+
+class LedgerCore:
+    """One voter's ledger. See the module for the caller's duties.
+
+    Args:
+        region: this voter. voters: all of them, this one too; the same on every region.
+        heartbeat_ns: between two heartbeats of a leader.
+        election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
+            no majority for this long steps down. At least two heartbeats.
+        term, voted_for, entries: what the disk held (`Recovered`), chain checked.
+        seed: of the election timeouts; the region's name is mixed in.
+        now_ns: monotonic time.
+        has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
+            turn False again for an entry of the log.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        voters: Sequence[str],
+        heartbeat_ns: int,
+        election_timeout_ns: int,
+        term: int,
+        voted_for: str,
+        entries: Sequence[Entry],
+        seed: int,
+        now_ns: int,
+        has_payload: Callable[[EntryBody], bool],
+    ) -> None:
+        if region not in voters or len(set(voters)) != len(voters):
+            raise ValueError(f"{region!r} is not exactly once among the voters {sorted(voters)}")
+        if not 0 < 2 * heartbeat_ns <= election_timeout_ns:
+            raise ValueError(f"an election timeout of {election_timeout_ns} ns for heartbeats of {heartbeat_ns} ns")
+        if entries and entries[-1].term > term:
+            raise ValueError(f"term {term} is older than the last entry, of term {entries[-1].term}")
+        self._region = region
+        self._voters = tuple(sorted(voters))
+        self._peers = tuple(peer for peer in self._voters if peer != region)
+        self._heartbeat_ns = heartbeat_ns
+        self._election_timeout_ns = election_timeout_ns
+        self._has_payload = has_payload
+        self._dice = Dice(seed, region)
+
+        self._term = term
+        self._voted_for = voted_for
+        self._log = ReplicaLog(entries)
+        self._role = Role.FOLLOWER
+        self._leader = ""
+        self._is_draining = False
+
+        # Known to be on a majority's disks; what is taken is on the own disk, too.
+        self._cluster_commit_index = 0
+        self._taken_index = 0
+
+        self._following = Following()
+        self._election_at_ns = 0
+        self._draw_election(now_ns)
+
+        # As a candidate (or asking): who said yes. As a leader: the followers.
+        self._granted: set[str] = set()
+        self._followers: dict[str, Follower] = {}
+        self._sequence = 0
+        self._heartbeat_at_ns = 0
+        self._gate = WriteGate()
+
+    # ---- queries -----------------------------------------------------------------------------------------------------
+
+    @property
+    def role(self) -> Role:
+        """What this voter is now."""
+        return self._role
+
+    @property
+    def term(self) -> int:
+        """The newest term it knows of."""
+        return self._term
+
+    @property
+    def leader(self) -> str:
+        """The leader of that term; empty if unknown."""
+        return self._leader
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this voter leads, as far as it knows."""
+        return self._role is Role.LEADER
+
+    @property
+    def is_settled(self) -> bool:
+        """It leads, and an entry of its own term is committed: its commit index is the true one."""
+        return self.is_leader and self._log.term_at(self._cluster_commit_index) == self._term
+
+    @property
+    def commit_index(self) -> int:
+        """Last entry that is committed and on this region's disk."""
+        return min(self._cluster_commit_index, self._log.durable_index)
+
+    @property
+    def cluster_commit_index(self) -> int:
+        """Last entry that is known here to be committed; the own disk may lack its payload still."""
+        return self._cluster_commit_index
+
+    @property
+    def last_index(self) -> int:
+        """Last entry of the log, staged ones not counted."""
+        return self._log.last_index
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The log from entry 1, committed or not, staged entries not counted."""
+        return self._log.entries
+
+    @property
+    def durable_indexes(self) -> dict[str, int]:
+        """Per voter, sorted, what is on its disk: as leader for all, else only for this region."""
+        known = {peer: follower.durable_index for peer, follower in self._followers.items()}
+        known[self._region] = self._log.durable_index
+        return dict(sorted(known.items()))
+
+    @property
+    def wake_at_ns(self) -> int:
+        """When the next TimerFired is due."""
+        if not self.is_leader:
+            return self._election_at_ns
+        until_ns = self._majority_until_ns()
+        return self._heartbeat_at_ns if until_ns is None else min(self._heartbeat_at_ns, until_ns)
+
+    @property
+    def reason(self) -> str:
+        """One line for status: who leads, or why nobody does, and what is waited for."""
+        needed = majority_of(len(self._voters))
+        if self.is_leader:
+            state = f"leads term {self._term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
+            behind = [f"{name} at {index}" for name, index in self.durable_indexes.items() if index < self.last_index]
+            return state + (f"; behind: {', '.join(behind)}" if behind else "")
+        if self._role in (Role.ASKING, Role.CANDIDATE):
+            asked = "asks who would vote" if self._role is Role.ASKING else f"stands for election in term {self._term}"
+            return f"no leader; {asked}: {', '.join(sorted(self._granted))}; needs {needed} of {len(self._voters)}"
+        if not self._leader:
+            return f"no leader in term {self._term} yet"
+        state = f"follows {self._leader} in term {self._term}, committed {self.commit_index} of {self.last_index}"
+        missing = self.wanted()
+        return state + (f"; waits for {_named(missing[0])}" if missing else "")
+
+    def wanted(self) -> tuple[EntryBody, ...]:
+        """Bodies of staged entries whose payload is not on this region's disk, in the order of the ledger."""
+        return tuple(entry.body for entry in self._log.staged if not self._has_payload(entry.body))
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
+        """Take note of a fact.
+
+        Args:
+            event: TimerFired, MessageArrived with a message of the ledger, LedgerPersisted or LinkChanged.
+            now_ns: never less than before.
+
+        Raises:
+            InvalidTransition: an event or message that is not the ledger's.
+        """
+        match event:
+            case TimerFired():
+                self._timer_fired(now_ns)
+            case MessageArrived(peer, message):
+                self._message_arrived(peer, message, now_ns)
+            case LedgerPersisted(token):
+                self._persisted(token, now_ns)
+            case LinkChanged(peer, is_up):
+                self._link_changed(peer, is_up, now_ns)
+            case _:
+                raise InvalidTransition(f"the ledger has no arrow for {type(event).__name__}")
+        return self._flush()
+
+    def payload_arrived(self, *, now_ns: int) -> list[Effect]:
+        """Something has reached the disk: try the staged entries again."""
+        if not self._log.staged:
+            return []
+        self._log.promote(self._may_persist)
+        self._acknowledge_growth()
+        return self._flush()
+
+    def propose(self, body: EntryBody, *, now_ns: int) -> list[Effect]:
+        """Append an entry. Only the leader may, and only what its own disk can apply."""
+        assert self.is_leader, f"{self._region} is {self._role} and can't propose"
+        assert self._has_payload(body), f"proposed without its payload: {_named(body)}"
+        self._append(body, now_ns)
+        return self._flush()
+
+    def hand_over(self, *, now_ns: int) -> list[Effect]:
+        """This region is about to stop: never stand for election again, and if it leads, offer that to a follower."""
+        self._is_draining = True
+        if self.is_leader:
+            self._offer_leadership(now_ns)
+        return self._flush()
+
+    def take_committed(self) -> list[Entry]:
+        """Entries that are committed and on this region's disk and were not taken before, in order."""
+        first, last = self._taken_index + 1, self.commit_index
+        self._taken_index = max(self._taken_index, last)
+        return list(self._log.slice(first, last))
+
+    # ---- small decisions, each by itself -----------------------------------------------------------------------------
+
+    def _may_persist(self, entry: Entry) -> bool:
+        """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
+        return self._has_payload(entry.body)
+
+    def _may_commit(self, index: int) -> bool:
+        """Whether an entry that is on a majority's disks may be committed for that: only one of the own term.
+
+        An older one may be on a majority and still be overwritten (figure 8 of the paper); it is committed by the first
+        entry of this term after it.
+        """
+        return self._log.term_at(index) == self._term
+
+    def _vote_to_persist(self) -> str:
+        """The vote as it goes to disk."""
+        return self._voted_for
+
+    def _is_up_to_date(self, last_index: int, last_term: int) -> bool:
+        """Whether a candidate's log holds at least what this one does."""
+        return (last_term, last_index) >= (self._log.last_term, self._log.last_index)
+
+    def _hears_leader(self, now_ns: int) -> bool:
+        """Whether there is a leader that a pre-vote would disturb."""
+        if self.is_leader:
+            return True
+        heard_ns = self._following.heard_ns
+        return bool(self._leader) and heard_ns is not None and now_ns - heard_ns < self._election_timeout_ns
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def _timer_fired(self, now_ns: int) -> None:
+        if self.is_leader:
+            until_ns = self._majority_until_ns()
+            if until_ns is not None and now_ns >= until_ns:
+                self._note("no majority answers: steps down")
+                self._become_follower("", now_ns)
+            elif now_ns >= self._heartbeat_at_ns:
+                self._broadcast(now_ns)
+                if self._is_draining:
+                    self._offer_leadership(now_ns)
+        elif now_ns >= self._election_at_ns:
+            self._draw_election(now_ns)
+            if not self._is_draining:
+                self._ask_who_would_vote(now_ns)
+
+    def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
+        if peer not in self._peers:
+            self._note(f"{type(message).__name__} from {peer}, which is no voter: ignored", is_alarm=True)
+            return
+        match message:
+            case VoteAsked():
+                self._vote_asked(peer, message, now_ns)
+            case VoteAnswered():
+                self._vote_answered(peer, message, now_ns)
+            case AppendAsked():
+                self._append_asked(peer, message, now_ns)
+            case AppendAnswered():
+                self._append_answered(peer, message, now_ns)
+            case LeadershipOffered():
+                self._leadership_offered(peer, message, now_ns)
+            case _:
+                raise InvalidTransition(f"the ledger has no arrow for the message {type(message).__name__}")
+
+    def _persisted(self, token: int, now_ns: int) -> None:
+        self._gate.persisted(token)
+        self._log.written(token)
+        if self.is_leader:
+            self._advance_commit(now_ns)
+        else:
+            self._acknowledge_growth()
+            self._count_votes(now_ns)
+
+    def _link_changed(self, peer: str, is_up: bool, now_ns: int) -> None:
+        if self.is_leader and peer in self._followers:
+            self._followers[peer].link_changed()
+            if is_up:
+                self._send_append(peer)
+        elif not is_up and peer == self._leader:
+            # Most likely it died: do not wait for the whole timeout. If it lives, the others still hear it and refuse.
+            self._following.heard_ns = None
+            early_ns = now_ns + self._heartbeat_ns + self._dice.below(self._election_timeout_ns)
+            self._election_at_ns = min(self._election_at_ns, early_ns)
+
+    # ---- elections ---------------------------------------------------------------------------------------------------
+
+    def _draw_election(self, now_ns: int) -> None:
+        timeout_ns = self._election_timeout_ns
+        self._election_at_ns = now_ns + timeout_ns + self._dice.below(timeout_ns + 1)
+
+    def _adopt_term(self, term: int, now_ns: int) -> None:
+        if term <= self._term:
+            return
+        self._term = term
+        self._voted_for = ""
+        self._gate.change_hard_state()
+        self._become_follower("", now_ns)
+
+    def _become_follower(self, leader: str, now_ns: int) -> None:
+        """Follow the leader (or nobody yet) of the current term."""
+        if self._role is not Role.FOLLOWER:
+            self._draw_election(now_ns)
+        self._role = Role.FOLLOWER
+        self._leader = leader
+        self._following = Following(
+            matched_index=min(self._cluster_commit_index, self._log.known_index), heard_ns=now_ns if leader else None
+        )
+        self._followers.clear()
+        if leader:
+            self._note(f"follows {leader}")
+
+    def _ask_who_would_vote(self, now_ns: int) -> None:
+        """Pre-vote: ask before disturbing anybody with a new term."""
+        self._role = Role.ASKING
+        self._leader = ""
+        self._granted = {self._region}
+        self._ask_votes(self._term + 1, pre_vote=True)
+        self._count_votes(now_ns)
+
+    def _stand(self, now_ns: int) -> None:
+        """Begin a term as its candidate. The question leaves when the own vote is on disk."""
+        self._term += 1
+        self._voted_for = self._region
+        self._gate.change_hard_state()
+        self._role = Role.CANDIDATE
+        self._leader = ""
+        self._granted = {self._region}
+        self._draw_election(now_ns)
+        self._note("stands for election")
+        self._ask_votes(self._term, pre_vote=False)
+
+    def _ask_votes(self, term: int, *, pre_vote: bool) -> None:
+        asked = VoteAsked(term, pre_vote, self._log.last_index, self._log.last_term)
+        for peer in self._peers:
+            self._gate.send(peer, asked)
+
+    def _count_votes(self, now_ns: int) -> None:
+        if len(self._granted) < majority_of(len(self._voters)):
+            return
+        if self._role is Role.ASKING:
+            self._stand(now_ns)
+        elif self._role is Role.CANDIDATE and self._gate.is_hard_durable:
+            self._become_leader(now_ns)
+
+    def _vote_asked(self, peer: str, asked: VoteAsked, now_ns: int) -> None:
+        is_up_to_date = self._is_up_to_date(asked.last_index, asked.last_term)
+        if asked.pre_vote:
+            granted = asked.term > self._term and is_up_to_date and not self._hears_leader(now_ns)
+            self._gate.send(peer, VoteAnswered(asked.term if granted else self._term, True, granted))
+            return
+        self._adopt_term(asked.term, now_ns)
+        granted = asked.term == self._term and self._voted_for in ("", peer) and is_up_to_date
+        if granted and self._voted_for != peer:
+            self._voted_for = peer
+            self._gate.change_hard_state()
+        if granted:
+            self._draw_election(now_ns)
+        self._gate.send(peer, VoteAnswered(self._term, False, granted))
+
+    def _vote_answered(self, peer: str, answer: VoteAnswered, now_ns: int) -> None:
+        if not answer.granted:
+            self._adopt_term(answer.term, now_ns)
+            return
+        expected_term = {Role.ASKING: self._term + 1, Role.CANDIDATE: self._term}.get(self._role)
+        if answer.term == expected_term and answer.pre_vote == (self._role is Role.ASKING):
+            self._granted.add(peer)
+            self._count_votes(now_ns)
+
+    def _leadership_offered(self, peer: str, offered: LeadershipOffered, now_ns: int) -> None:
+        is_from_leader = offered.term == self._term and peer == self._leader and not self.is_leader
+        if is_from_leader and not self._is_draining:
+            self._stand(now_ns)
+
+    # ---- the leader --------------------------------------------------------------------------------------------------
+
+    def _become_leader(self, now_ns: int) -> None:
+        self._role = Role.LEADER
+        self._leader = self._region
+        self._log.drop_staged()
+        next_index = self._log.last_index + 1
+        self._followers = {peer: Follower(next_index=next_index, answered_ns=now_ns) for peer in self._peers}
+        self._note("leads")
+        self._append(LeaderBody(self._region), now_ns)
+        self._broadcast(now_ns)
+
+    def _append(self, body: EntryBody, now_ns: int) -> None:
+        index = self._log.last_index + 1
+        self._log.append(seal(index, self._term, self._log.hash_at(index - 1), body))
+        for peer in self._peers:
+            if self._followers[peer].has_more(self._log):
+                self._send_append(peer)
+
+    def _broadcast(self, now_ns: int) -> None:
+        self._heartbeat_at_ns = now_ns + self._heartbeat_ns
+        for peer in self._peers:
+            self._send_append(peer)
+
+    def _send_append(self, peer: str) -> None:
+        self._sequence += 1
+        message = self._followers[peer].next_message(
+            self._log, term=self._term, sequence=self._sequence, commit_index=self._cluster_commit_index
+        )
+        self._gate.send(peer, message)
+
+    def _append_answered(self, peer: str, answer: AppendAnswered, now_ns: int) -> None:
+        self._adopt_term(answer.term, now_ns)
+        if not self.is_leader or answer.term != self._term:
+            return
+        follower = self._followers[peer]
+        if not follower.answered(answer, last_index=self._log.last_index, now_ns=now_ns):
+            self._note(f"{peer} has lost entries that it had acknowledged; its disk must be looked at", is_alarm=True)
+        self._advance_commit(now_ns)
+        if follower.has_more(self._log):
+            self._send_append(peer)
+
+    def _advance_commit(self, now_ns: int) -> None:
+        durable = [follower.durable_index for follower in self._followers.values()]
+        index = majority_value([*durable, self._log.durable_index])
+        if index > self._cluster_commit_index and self._may_commit(index):
+            self._cluster_commit_index = index
+            # Tell the followers now: a round is applied when its region knows that it is committed.
+            self._broadcast(now_ns)
+
+    def _majority_until_ns(self) -> int | None:
+        """Up to when a majority has answered recently enough to lead on; None for a majority by itself."""
+        heard_ns = majority_heard_ns(self._followers.values())
+        return None if heard_ns is None else heard_ns + self._election_timeout_ns
+
+    def _offer_leadership(self, now_ns: int) -> None:
+        """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
+        successor = most_complete(self._followers, answered_after_ns=now_ns - self._election_timeout_ns)
+        if successor:
+            self._note(f"is about to stop: offers its place to {successor}")
+            self._gate.send(successor, LeadershipOffered(self._term))
+
+    # ---- the follower ------------------------------------------------------------------------------------------------
+
+    def _append_asked(self, peer: str, asked: AppendAsked, now_ns: int) -> None:
+        self._adopt_term(asked.term, now_ns)
+        if asked.term < self._term:
+            self._gate.send(peer, AppendAnswered(self._term, asked.sequence, False, 0))
+            return
+        if self._leader not in ("", peer):
+            self._note(f"{peer} and {self._leader} both lead this term: ignored {peer}", is_alarm=True)
+            return
+        fault = fault_in(asked, self._log, committed_index=self._cluster_commit_index)
+        if fault:
+            self._note(f"ignored entries from {peer}: {fault}", is_alarm=True)
+            return
+        if self._leader != peer:
+            self._become_follower(peer, now_ns)
+        self._draw_election(now_ns)
+        self._following.heard_ns = now_ns
+        self._following.asked_sequence = max(self._following.asked_sequence, asked.sequence)
+        if self._log.has(asked.previous_index, asked.previous_hash):
+            self._following.take(self._log, asked)
+            self._log.promote(self._may_persist)
+            self._follow_commit(asked.commit_index)
+            self._acknowledge(asked.sequence)
+        else:
+            # What is committed is in the leader's log: no need to search before it.
+            hint = max(self._log.search_hint(asked.previous_index), self.commit_index)
+            self._gate.send(peer, AppendAnswered(self._term, asked.sequence, False, hint))
+
+    def _follow_commit(self, leader_commit_index: int) -> None:
+        following = self._following
+        following.commit_index = max(following.commit_index, leader_commit_index)
+        index = min(following.commit_index, following.matched_index)
+        self._cluster_commit_index = max(self._cluster_commit_index, index)
+
+    def _acknowledge(self, sequence: int) -> None:
+        self._following.told_index = self._following.acknowledged_index(self._log)
+        self._gate.send(self._leader, AppendAnswered(self._term, sequence, True, self._following.told_index))
+
+    def _acknowledge_growth(self) -> None:
+        """More is on disk: tell the leader without being asked."""
+        if self._leader and self._following.acknowledged_index(self._log) > self._following.told_index:
+            self._acknowledge(self._following.asked_sequence)
+
+    # ---- out ---------------------------------------------------------------------------------------------------------
+
+    def _note(self, text: str, *, is_alarm: bool = False) -> None:
+        self._gate.note(f"term {self._term}: {self._region} {text}", is_alarm=is_alarm)
+
+    def _flush(self) -> list[Effect]:
+        return self._gate.flush(self._log, term=self._term, voted_for=self._vote_to_persist())
+
+
+def _named(body: EntryBody) -> str:
+    """The body in a few words."""
+    if isinstance(body, RoundBody):
+        return f"the payload of fragment {body.fragment} version {body.version}"
+    return f"what a {type(body).__name__} names"

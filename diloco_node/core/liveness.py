@@ -1,0 +1,212 @@
+"""Who is alive, who hears whom, how far away everybody is, and what the learners report: all from heartbeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
+from diloco_node.core.messages import Heartbeat
+from diloco_node.core.outbox import Outbox
+from diloco_node.core.types import FragmentDigest, LearnerStatus
+
+SILENT_HEARTBEATS: Final = 5
+"""A region that was not heard for this many heartbeats counts as gone."""
+
+SENT_KEPT: Final = 256
+"""Sequence numbers whose time of sending is remembered, for the round-trip time."""
+
+OLD_SEQUENCES_MAX: Final = 3
+"""So many heartbeats with old numbers in a row are not stragglers: the peer's process is a new one."""
+
+_RTT_SHIFT: Final = 3
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What is known of one other region.
+
+    Attributes:
+        heard_at_ns: last heartbeat; None if there was none since the link was down.
+        sequence: the highest heard. old_in_a_row: heartbeats since with lower numbers.
+        rtt_ns: moving average; 0 while unknown.
+    """
+
+    heard_at_ns: int | None = None
+    sequence: int = 0
+    sequence_at_ns: int = 0
+    old_in_a_row: int = 0
+    rtt_ns: int = 0
+    hears: tuple[str, ...] = ()
+    learner: LearnerStatus | None = None
+    applied_index: int = 0
+    digests: dict[int, FragmentDigest] = field(default_factory=dict)
+    budget: RateLimits = NO_LIMITS
+
+
+class Liveness:
+    """Sends heartbeats and reads those of the others.
+
+    A region is alive while its heartbeats arrive; two regions reach each other when both say that they hear the other.
+    Own learner's status is kept here too, so that there is one place to ask for all of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        regions: tuple[str, ...],
+        heartbeat_ns: int,
+        outbox: Outbox,
+        silent_heartbeats: int = SILENT_HEARTBEATS,
+    ) -> None:
+        self._region = region
+        self._peers = {name: _Peer() for name in sorted(regions) if name != region}
+        self._silent_ns = silent_heartbeats * heartbeat_ns
+        self._outbox = outbox
+        self._sequence = 0
+        self._sent_at_ns: dict[int, int] = {}
+        self._own_learner: LearnerStatus | None = None
+        self._own_budget = NO_LIMITS
+        self._stepped: dict[str, tuple[int, int, int]] = {}
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """A lost link is silence at once; a new one may lead to a new process, which counts from one again."""
+        known = self._peers.get(peer)
+        if known is None:
+            return
+        known.sequence = 0
+        if not is_up:
+            known.heard_at_ns = None
+
+    def heartbeat_arrived(self, peer: str, beat: Heartbeat, *, now_ns: int) -> bool:
+        """Read a heartbeat. Returns whether it is news (not an overtaken one)."""
+        known = self._peers.get(peer)
+        if known is None:
+            return False
+        known.heard_at_ns = now_ns
+        if beat.sequence <= known.sequence:
+            known.old_in_a_row += 1
+            if known.old_in_a_row < OLD_SEQUENCES_MAX:
+                return False
+        known.old_in_a_row = 0
+        known.sequence, known.sequence_at_ns = beat.sequence, now_ns
+        known.hears, known.applied_index, known.budget = beat.hears, beat.applied_index, beat.budget
+        self._measure_rtt(known, beat, now_ns)
+        self._set_learner(peer, beat.learner, now_ns)
+        known.learner = beat.learner
+        for digest in beat.digests:
+            known.digests[digest.fragment] = digest
+        return True
+
+    def own_learner(self, status: LearnerStatus | None, *, now_ns: int) -> None:
+        """This region's learner reported, came or went."""
+        self._set_learner(self._region, status, now_ns)
+        self._own_learner = status
+
+    def own_budget(self, limits: RateLimits) -> None:
+        """What this region may send and receive from now on."""
+        self._own_budget = limits
+
+    def beat(
+        self, *, applied_index: int, digests: tuple[FragmentDigest, ...], now_ns: int, only_to: str | None = None
+    ) -> None:
+        """Send a heartbeat to everybody, or to one region when there is news that can't wait for the next one."""
+        self._sequence += 1
+        self._sent_at_ns[self._sequence] = now_ns
+        self._sent_at_ns.pop(self._sequence - SENT_KEPT, None)
+        hears = self.heard(now_ns=now_ns)
+        for name, peer in self._peers.items():
+            if only_to in (None, name):
+                delay_ns = now_ns - peer.sequence_at_ns if peer.sequence else 0
+                beat = Heartbeat(
+                    self._sequence,
+                    peer.sequence,
+                    delay_ns,
+                    hears,
+                    self._own_learner,
+                    applied_index,
+                    digests,
+                    self._own_budget,
+                )
+                self._outbox.send(name, beat)
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """All other regions, sorted."""
+        return tuple(self._peers)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def is_alive(self, region: str, *, now_ns: int) -> bool:
+        """Heard within the last few heartbeats; this region always is."""
+        if region == self._region:
+            return True
+        known = self._peers.get(region)
+        return known is not None and known.heard_at_ns is not None and now_ns - known.heard_at_ns < self._silent_ns
+
+    def heard(self, *, now_ns: int) -> tuple[str, ...]:
+        """The other regions that are alive, sorted."""
+        return tuple(name for name in self._peers if self.is_alive(name, now_ns=now_ns))
+
+    def hears(self, listener: str, speaker: str, *, now_ns: int) -> bool:
+        """Whether `listener` says that heartbeats of `speaker` arrive there; False for a region that is not alive."""
+        if listener == speaker:
+            return True
+        if listener == self._region:
+            return self.is_alive(speaker, now_ns=now_ns)
+        return self.is_alive(listener, now_ns=now_ns) and speaker in self._peers[listener].hears
+
+    def reach_each_other(self, one: str, other: str, *, now_ns: int) -> bool:
+        """Whether both hear each other."""
+        return self.hears(one, other, now_ns=now_ns) and self.hears(other, one, now_ns=now_ns)
+
+    def learner(self, region: str) -> LearnerStatus | None:
+        """The last status of the region's learner; None if there is no learner."""
+        return self._own_learner if region == self._region else self._peers[region].learner
+
+    def stepped_at_ns(self, region: str) -> int | None:
+        """When the region's learner was last seen to have made a step (or to have attached); None if there is none."""
+        seen = self._stepped.get(region)
+        return None if seen is None else seen[2]
+
+    def budget(self, region: str) -> RateLimits:
+        """The ceilings that a region told last; none before it did."""
+        return self._own_budget if region == self._region else self._peers[region].budget
+
+    def applied_index(self, region: str) -> int:
+        """The last ledger entry that another region says it has applied."""
+        return self._peers[region].applied_index
+
+    def rtt_ns(self, region: str) -> int:
+        """Round-trip time; 0 if unknown, and to itself."""
+        return 0 if region == self._region else self._peers[region].rtt_ns
+
+    def digests(self, region: str) -> tuple[FragmentDigest, ...]:
+        """The newest digest of each fragment that another region told, by fragment."""
+        return tuple(digest for _, digest in sorted(self._peers[region].digests.items()))
+
+    def hears_claimed(self, region: str) -> tuple[str, ...]:
+        """Whom another region says it hears, by its last heartbeat."""
+        return self._peers[region].hears
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _measure_rtt(self, known: _Peer, beat: Heartbeat, now_ns: int) -> None:
+        sent_at_ns = self._sent_at_ns.get(beat.echo)
+        if sent_at_ns is None:
+            return
+        sample_ns = now_ns - sent_at_ns - beat.echo_delay_ns
+        if sample_ns < 0:
+            return
+        known.rtt_ns = sample_ns if known.rtt_ns == 0 else known.rtt_ns + ((sample_ns - known.rtt_ns) >> _RTT_SHIFT)
+
+    def _set_learner(self, region: str, status: LearnerStatus | None, now_ns: int) -> None:
+        if status is None:
+            self._stepped.pop(region, None)
+            return
+        seen = self._stepped.get(region)
+        if seen is None or seen[:2] != (status.incarnation, status.step):
+            self._stepped[region] = (status.incarnation, status.step, now_ns)

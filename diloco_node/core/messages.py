@@ -1,0 +1,342 @@
+"""What regions say to each other in the control lane. Frozen facts; encoding and limits are `wire`'s business.
+
+The sender is never in a message: it is what the certificate of the link says. Bulk bytes (stripes, payloads, state)
+travel as transfers with a `BulkHeader` in the bulk lane; the cores see only their headers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
+from diloco_node.core.measuring import MeasuringMessage, Probe
+from diloco_node.core.types import (
+    Ballot,
+    Contribution,
+    DiscardedBody,
+    Entry,
+    FragmentDigest,
+    LearnerStatus,
+    Stripe,
+)
+
+# ---- the ledger (after Raft, with pre-vote) --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VoteAsked:
+    """A candidate asks for a vote, or (pre_vote) whether it would get one. A pre-vote changes nobody's state."""
+
+    term: int
+    pre_vote: bool
+    last_index: int
+    last_term: int
+
+
+@dataclass(frozen=True, slots=True)
+class VoteAnswered:
+    """The answer; `term` is the term asked about if granted, else the voter's own."""
+
+    term: int
+    pre_vote: bool
+    granted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AppendAsked:
+    """The leader's heartbeat, with entries if the follower lacks some. `sequence` comes back in the answer."""
+
+    term: int
+    sequence: int
+    previous_index: int
+    previous_hash: bytes
+    entries: tuple[Entry, ...]
+    commit_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class AppendAnswered:
+    """Answered at once, whether or not a payload is on its way.
+
+    Attributes:
+        accepted: the previous entry matched.
+        durable_index: the last index that is on the follower's disk *with its payload* and matches the leader's log;
+            if not accepted, a hint where to look for the common part.
+    """
+
+    term: int
+    sequence: int
+    accepted: bool
+    durable_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeadershipOffered:
+    """A leader that is about to stop asks its most complete follower to stand for election at once, no pre-vote."""
+
+    term: int
+
+
+# ---- liveness and reports --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """From each region to each, every `heartbeat_ns`, and at once when its learner becomes due.
+
+    Attributes:
+        sequence: grows by one with each heartbeat of one daemon process.
+        echo: the highest sequence heard from the receiver, and
+        echo_delay_ns: how long ago that was, so that the receiver can tell the round-trip time.
+        hears: regions whose heartbeats arrive here, sorted.
+        learner: None while no learner is attached (or the region is a witness).
+        applied_index: the last ledger entry this region has applied.
+        digests: of fragments that changed version since the last heartbeats (a few, repeated for some time).
+        budget: this region's ceilings now; the leader cuts stripes by them.
+    """
+
+    sequence: int
+    echo: int
+    echo_delay_ns: int
+    hears: tuple[str, ...]
+    learner: LearnerStatus | None
+    applied_index: int
+    digests: tuple[FragmentDigest, ...]
+    budget: RateLimits = NO_LIMITS
+
+
+# ---- rounds ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStripe:
+    """The learner's contribution is on the reducer of this stripe already, from an earlier ballot of the round."""
+
+    learner: str
+    stripe: int
+
+
+@dataclass(frozen=True, slots=True)
+class BallotOpened:
+    """Leader to all: a round to take fragment to `version`; members contribute, stripes say who reduces what.
+
+    Repeated to a region until it says PayloadHeld. A repetition is a question: the region answers with everything it
+    has said in this ballot so far.
+
+    Attributes:
+        held: what members need not send again; the stripe is an index into `stripes`.
+    """
+
+    ballot: Ballot
+    fragment: int
+    version: int
+    members: tuple[str, ...]
+    stripes: tuple[Stripe, ...]
+    held: tuple[HeldStripe, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Contributed:
+    """Member to leader: the snapshot is taken and encoded, its stripes are on their way to the reducers."""
+
+    ballot: Ballot
+    contribution: Contribution
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """Member to leader: it will not contribute to this ballot, and why."""
+
+    ballot: Ballot
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StripeHeld:
+    """Reducer to leader: every stripe of this learner that is reduced there has arrived whole."""
+
+    ballot: Ballot
+    learner: str
+
+
+@dataclass(frozen=True, slots=True)
+class MergeDecided:
+    """Leader to reducers: merge exactly these, with these coefficients.
+
+    Attributes:
+        contributions: sorted by learner.
+        coefficients: per contribution, per piece of the fragment, float32: `sum = sum_m c[m][piece] * decode(delta_m)`.
+    """
+
+    ballot: Ballot
+    fragment: int
+    version: int
+    contributions: tuple[Contribution, ...]
+    coefficients: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StripeMerged:
+    """Reducer to leader: its merged stripe is on its way to every region.
+
+    Attributes:
+        stripe: index into the ballot's stripes.
+        squared_norms: per piece, sum of squares of the *decoded* merged stripe.
+        contribution_norms: per contribution, per piece, the part of its squared norm that lies in this stripe.
+        digest: BLAKE3 of the encoded stripe before zstd.
+    """
+
+    ballot: Ballot
+    stripe: int
+    squared_norms: tuple[float, ...]
+    contribution_norms: tuple[tuple[float, ...], ...]
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadHeld:
+    """Region to leader: all merged stripes of the ballot are on its disk, fsynced."""
+
+    ballot: Ballot
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FinishWanted:
+    """To the leader, repeated until the run closes: an operator asked for the end (one last round per fragment)."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardReported:
+    """Region to leader, repeated until they are in the ledger: steps of its learner that no merge will ever include.
+
+    Those of a dead incarnation after its last inclusion, and those that `overwrite` threw away.
+    """
+
+    bodies: tuple[DiscardedBody, ...]
+
+
+# ---- what is missing -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadWanted:
+    """Send me this payload (bulk transfer of kind PAYLOAD), or answer Refused."""
+
+    fragment: int
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StateWanted:
+    """Send me parameters and momentum of a fragment at a committed version >= version_min (kind STATE), or Refused."""
+
+    fragment: int
+    version_min: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The answer to a want that can't be met, and why (`gone`, `unknown`, `busy`)."""
+
+    fragment: int
+    version: int
+    reason: str
+
+
+# ---- the bandwidth budget (between transports: the cores never see these) -------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class IngressGranted:
+    """Receiver to sender: so many wire bytes a second are your share of what I may receive; 0: no limit."""
+
+    bytes_per_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class IngressWanted:
+    """Sender to receiver: so much I could send you now; 0: nothing waits. Only to a peer that has granted a share."""
+
+    bytes_per_s: int
+
+
+Message = (
+    VoteAsked
+    | VoteAnswered
+    | AppendAsked
+    | AppendAnswered
+    | LeadershipOffered
+    | Heartbeat
+    | BallotOpened
+    | Contributed
+    | Declined
+    | StripeHeld
+    | MergeDecided
+    | StripeMerged
+    | PayloadHeld
+    | FinishWanted
+    | DiscardReported
+    | PayloadWanted
+    | StateWanted
+    | Refused
+    | IngressGranted
+    | IngressWanted
+    | MeasuringMessage
+)
+
+
+# ---- headers of bulk transfers ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ContributionStripe:
+    """Header: one stripe of one contribution, from a member to a reducer.
+
+    The block range is in it because the header may overtake the BallotOpened that explains the stripe's number, and
+    because a reducer keeps the bytes for a later ballot with the same range.
+    """
+
+    ballot: Ballot
+    stripe: int
+    version: int
+    contribution: Contribution
+    block_start: int
+    block_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class MergedStripe:
+    """Header: one merged stripe, from its reducer to a region."""
+
+    ballot: Ballot
+    stripe: int
+    fragment: int
+    version: int
+    digest: bytes
+    block_start: int
+    block_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Header: the whole merged payload of a committed or held round, from any holder."""
+
+    fragment: int
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Header: float32 parameters, then float32 momentum, of a fragment at a committed version."""
+
+    fragment: int
+    version: int
+    digest: bytes
+
+
+BulkHeader = ContributionStripe | MergedStripe | Payload | State | Probe

@@ -1,0 +1,57 @@
+"""Where the parts of the region core put what is to be done; the region hands it out in one list per event."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from diloco_node.core.events import Effect, Note, Send
+from diloco_node.core.messages import Message
+
+
+class Outbox:
+    """Effects in the order in which they were decided, and messages of this region to itself.
+
+    Attributes:
+        local: messages to itself, which the region delivers before it returns.
+    """
+
+    def __init__(self, region: str) -> None:
+        self.local: deque[Message] = deque()
+        self._region = region
+        self._effects: list[Effect] = []
+        self._said: dict[str, str] = {}
+
+    def emit(self, effect: Effect) -> None:
+        """Add an effect."""
+        self._effects.append(effect)
+
+    def send(self, peer: str, message: Message) -> None:
+        """Say something to a region; to itself without the network."""
+        if peer == self._region:
+            self.local.append(message)
+        else:
+            self._effects.append(Send(peer, message))
+
+    def note(self, kind: str, text: str, *, fragment: int = -1, version: int = -1, is_alarm: bool = False) -> None:
+        """Say why."""
+        self._effects.append(Note(kind, text, fragment, version, is_alarm))
+
+    def note_change(self, topic: str, said: str, text: str, *, fragment: int = -1, version: int = -1) -> None:
+        """Say it only when it is something else than the last time on this topic.
+
+        Args:
+            topic: what it is about; few and fixed, for each is remembered. Also the kind of the note.
+            said: what is compared: `text` without its changing numbers. Empty: remember that the topic is closed.
+            text: the line.
+        """
+        key = f"{topic} {fragment}"
+        if self._said.get(key, "") == said:
+            return
+        self._said[key] = said
+        if said:
+            self.note(topic, text, fragment=fragment, version=version)
+
+    def take(self) -> list[Effect]:
+        """Everything since the last call, in order."""
+        effects, self._effects = self._effects, []
+        return effects

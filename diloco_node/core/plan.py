@@ -1,0 +1,390 @@
+"""What a schedule needs of the links, and whether they can keep it.
+
+In a round every region sends its contribution, stripe by stripe, to the reducers, and gets every merged stripe. With M
+regions and equal stripes, each link carries 1/M of a contribution and 1/M of the merged fragment, and each region sends
+and receives `(M - 1) / M` of both. A cycle is H inner steps, in which each of P fragments has one round.
+
+Two things bound how fast cycles can follow each other, and neither depends on H:
+
+- **bytes**: the busiest line must carry a cycle's bytes within the cycle;
+- **rounds in flight**: a round lasts `8 one-way delays + 2 waits for a step boundary (half a step each, on average) +
+  transfer`, and only `rounds_in_flight_max` are open at once.
+
+Times are integer nanoseconds, rates integer bytes per second. Bytes are wire bytes unless a name says `payload`; the
+overhead (headers, TLS, acknowledgements of what comes in) is a part of the payload, 6 % before it is measured. zstd is
+not counted on: it depends on the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from fractions import Fraction
+from typing import Final
+
+from diloco_node.core.types import Codec, RunSettings
+
+SECOND_NS: Final = 1_000_000_000
+ONE_WAY_DELAYS: Final = 8
+"""Of a round, from due to commit: ballot, contribution, held, decision, merged, held, append, commit."""
+
+BOUNDARIES_HALF_STEPS: Final = 2
+"""Two waits for a step boundary, before the snapshot and before the apply, each half a step on average."""
+
+OVERHEAD: Final = Fraction(6, 100)
+STATE_BYTES: Final = 8
+"""Parameters and momentum, float32, in the daemon."""
+
+BASE_BYTES: Final = 4
+CHECKPOINT_BYTES: Final = 20
+"""Parameters and momentum of the region, parameters and two moments of the learner."""
+
+CHECKPOINTS_KEPT: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSize:
+    """One fragment.
+
+    Attributes:
+        values: float32 values in it.
+        encoded: payload bytes of all of it, with scales, in each codec.
+    """
+
+    values: int
+    encoded: Mapping[Codec, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is to be trained, and how often it is merged.
+
+    Attributes:
+        fragments: by index; their number is P, whatever `settings.fragments` says.
+        regions: names, at least one, each once.
+        settings: of the run.
+        step_time_ns: compute of one inner step.
+        overhead: wire bytes that come on top of each payload byte.
+
+    Raises:
+        ValueError: no fragments, no or repeated regions, or a step time that is not positive.
+    """
+
+    fragments: tuple[FragmentSize, ...]
+    regions: tuple[str, ...]
+    settings: RunSettings
+    step_time_ns: int
+    overhead: Fraction = OVERHEAD
+
+    def __post_init__(self) -> None:
+        if not self.fragments or not self.regions or len(set(self.regions)) != len(self.regions):
+            raise ValueError(f"{len(self.fragments)} fragments in regions {self.regions} are no workload")
+        if self.step_time_ns < 1 or self.overhead < 0:
+            raise ValueError(f"step time {self.step_time_ns} ns or overhead {self.overhead} is out of range")
+
+    @property
+    def values(self) -> int:
+        """Parameters of the model."""
+        return sum(fragment.values for fragment in self.fragments)
+
+    @property
+    def cycle_ns(self) -> int:
+        """H steps."""
+        return self.settings.sync_every * self.step_time_ns
+
+    def largest(self, codec: Codec) -> int:
+        """Payload bytes of the largest fragment."""
+        return max(fragment.encoded[codec] for fragment in self.fragments)
+
+    def total(self, codec: Codec) -> int:
+        """Payload bytes of all fragments."""
+        return sum(fragment.encoded[codec] for fragment in self.fragments)
+
+    def wire(self, payload_bytes: int) -> int:
+        """Wire bytes that carry this payload, rounded up."""
+        return -(-payload_bytes * (self.overhead.denominator + self.overhead.numerator) // self.overhead.denominator)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What the links allow, in wire bytes per second. What is not named has no limit.
+
+    Attributes:
+        rtt_ns: round trip between the two regions that are farthest apart: a round waits for the slowest.
+        egress, ingress: per region, all its peers together.
+        links: per (from, to).
+        is_budgeted: egress and ingress are budgets; False: they are the lines as far as measured links show them.
+    """
+
+    rtt_ns: int
+    egress: Mapping[str, int] = field(default_factory=dict)
+    ingress: Mapping[str, int] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    is_budgeted: bool = True
+
+    @property
+    def has_limits(self) -> bool:
+        """Something can be too slow."""
+        return bool(self.egress or self.ingress or self.links)
+
+    def with_budget_at_least(self, bytes_per_s: int) -> Network:
+        """The same, with every region's egress and ingress that is lower raised to this."""
+        return replace(
+            self,
+            egress={region: max(rate, bytes_per_s) for region, rate in self.egress.items()},
+            ingress={region: max(rate, bytes_per_s) for region, rate in self.ingress.items()},
+        )
+
+    def with_links_at_least(self, bytes_per_s: int) -> Network:
+        """The same, with every slower link raised to this."""
+        return replace(self, links={pair: max(rate, bytes_per_s) for pair, rate in self.links.items()})
+
+
+class FlowKind(StrEnum):
+    """What a flow passes through."""
+
+    EGRESS = "egress"
+    INGRESS = "ingress"
+    LINK = "link"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """The bytes through one region's egress or ingress, or over one link.
+
+    Attributes:
+        region: whose; of a link the sender.
+        peer: of a link the receiver, else "".
+        cycle_up, cycle_down: wire bytes of a whole cycle, of contributions and of merged stripes.
+        largest: wire bytes, both together, of the round of the largest fragment.
+        limit_bytes_per_s: None: unlimited.
+    """
+
+    kind: FlowKind
+    region: str
+    peer: str
+    cycle_up: int
+    cycle_down: int
+    largest: int
+    limit_bytes_per_s: int | None
+
+    @property
+    def cycle(self) -> int:
+        """Wire bytes of a whole cycle."""
+        return self.cycle_up + self.cycle_down
+
+    def duration_ns(self, size_bytes: int) -> int:
+        """Time of so many bytes at the limit, rounded up; 0 without one."""
+        return 0 if self.limit_bytes_per_s is None else -(-size_bytes * SECOND_NS // self.limit_bytes_per_s)
+
+    def __str__(self) -> str:
+        if self.kind is FlowKind.LINK:
+            return f"link {self.region} to {self.peer}"
+        return f"{self.kind} of {self.region}"
+
+
+def list_flows(workload: Workload, network: Network) -> tuple[Flow, ...]:
+    """Egress and ingress of every region, then every link, in order of names. One region alone has no traffic."""
+    settings = workload.settings
+    regions = sorted(workload.regions)
+    count, others = len(regions), len(regions) - 1
+    up, down = (-(-workload.total(codec) // count) for codec in (settings.codec_up, settings.codec_down))
+    largest = sum(-(-workload.largest(codec) // count) for codec in (settings.codec_up, settings.codec_down))
+
+    def flow(kind: FlowKind, region: str, peer: str, times: int, limit: int | None) -> Flow:
+        cycle_up, cycle_down, round_bytes = (workload.wire(times * size) for size in (up, down, largest))
+        return Flow(kind, region, peer, cycle_up, cycle_down, round_bytes, limit)
+
+    egress = [flow(FlowKind.EGRESS, name, "", others, network.egress.get(name)) for name in regions]
+    ingress = [flow(FlowKind.INGRESS, name, "", others, network.ingress.get(name)) for name in regions]
+    links = [
+        flow(FlowKind.LINK, sender, receiver, 1, network.links.get((sender, receiver)))
+        for sender in regions
+        for receiver in regions
+        if sender != receiver
+    ]
+    return (*egress, *ingress, *links)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """A round of a fragment of mean size, from due to applied.
+
+    Attributes:
+        latency_ns: eight one-way delays.
+        boundary_ns: waits for step boundaries, on average.
+        transfer_ns: contributions and then merged stripes at the limits of the slowest line; 0 without limits.
+        overlap_ns: tau steps: what it should take at most.
+    """
+
+    latency_ns: int
+    boundary_ns: int
+    transfer_ns: int
+    overlap_ns: int
+
+    @property
+    def total_ns(self) -> int:
+        """All of it."""
+        return self.latency_ns + self.boundary_ns + self.transfer_ns
+
+    @property
+    def is_hidden(self) -> bool:
+        """It is over within tau steps."""
+        return self.total_ns <= self.overlap_ns
+
+
+@dataclass(frozen=True, slots=True)
+class CycleNeed:
+    """The shortest cycle that links and rounds in flight can keep.
+
+    Attributes:
+        bytes_ns: for the bytes of the busiest line; 0 without limits.
+        flight_ns: for P rounds, `rounds_in_flight_max` at a time.
+        busiest: the line with the least room; None without limits.
+        round_time: of a fragment of mean size.
+    """
+
+    bytes_ns: int
+    flight_ns: int
+    busiest: Flow | None
+    round_time: RoundTime
+
+    @property
+    def cycle_ns(self) -> int:
+        """The longer of both."""
+        return max(self.bytes_ns, self.flight_ns)
+
+
+def cycle_need(workload: Workload, network: Network, flows: Sequence[Flow]) -> CycleNeed:
+    """What a cycle takes at least; does not depend on H.
+
+    Args:
+        flows: `list_flows` of the same two.
+    """
+    limited = [flow for flow in flows if flow.limit_bytes_per_s is not None]
+    busiest = max(limited, key=lambda flow: flow.duration_ns(flow.cycle), default=None)
+    up_ns = max((flow.duration_ns(flow.cycle_up) for flow in limited), default=0)
+    down_ns = max((flow.duration_ns(flow.cycle_down) for flow in limited), default=0)
+    count = len(workload.fragments)
+    round_time = RoundTime(
+        latency_ns=ONE_WAY_DELAYS * network.rtt_ns // 2,
+        boundary_ns=BOUNDARIES_HALF_STEPS * workload.step_time_ns // 2,
+        transfer_ns=-(-(up_ns + down_ns) // count),
+        overlap_ns=workload.settings.overlap_steps * workload.step_time_ns,
+    )
+    # One region alone commits without anybody: nothing to wait for.
+    flight_ns = -(-count * round_time.total_ns // workload.settings.rounds_in_flight_max)
+    return CycleNeed(
+        bytes_ns=0 if busiest is None else busiest.duration_ns(busiest.cycle),
+        flight_ns=flight_ns if len(workload.regions) > 1 else 0,
+        busiest=busiest,
+        round_time=round_time,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Bytes that one region needs.
+
+    Attributes:
+        daemon: parameters and momentum.
+        base: what the learner applied last (beside its own model and optimizer, which are not counted).
+        shared: memory that both see: the fragments on their way in, the encoded contributions on their way out.
+        rounds: snapshots, held stripes, sums and merged stripes of the rounds in flight, at the largest fragment.
+        residual: error feedback, if on.
+        checkpoints: the last two, on disk.
+        payloads: merged fragments kept on disk for regions that come back, at their largest number.
+    """
+
+    daemon: int
+    base: int
+    shared: int
+    rounds: int
+    residual: int
+    checkpoints: int
+    payloads: int
+
+    @property
+    def memory(self) -> int:
+        """All that is in RAM."""
+        return self.daemon + self.base + self.shared + self.rounds + self.residual
+
+    @property
+    def disk(self) -> int:
+        """All that is on disk."""
+        return self.checkpoints + self.payloads
+
+
+def storage(workload: Workload) -> Storage:
+    """Memory and disk of a region."""
+    settings, values, regions = workload.settings, workload.values, len(workload.regions)
+    largest = max(fragment.values for fragment in workload.fragments)
+    up, down = workload.largest(settings.codec_up), workload.largest(settings.codec_down)
+    round_bytes = BASE_BYTES * largest + up + -(-4 * largest // regions) + down
+    versions = settings.payload_versions + settings.checkpoint_versions
+    return Storage(
+        daemon=STATE_BYTES * values,
+        base=BASE_BYTES * values,
+        shared=BASE_BYTES * values + workload.total(settings.codec_up),
+        rounds=min(settings.rounds_in_flight_max, len(workload.fragments)) * round_bytes,
+        residual=-(-4 * values // regions) if settings.error_feedback else 0,
+        checkpoints=CHECKPOINTS_KEPT * CHECKPOINT_BYTES * values,
+        payloads=versions * workload.total(settings.codec_down),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that can be said about a workload on a network.
+
+    Attributes:
+        flows: of every region and link.
+        need: the shortest cycle.
+        storage: of one region.
+    """
+
+    workload: Workload
+    network: Network
+    flows: tuple[Flow, ...]
+    need: CycleNeed
+    storage: Storage
+
+    @property
+    def fits(self) -> bool:
+        """Each fragment gets its round every H steps."""
+        return self.need.cycle_ns <= self.workload.cycle_ns
+
+    @property
+    def slack(self) -> Fraction:
+        """Part of the cycle that is left over; negative when it is too short."""
+        return 1 - Fraction(self.need.cycle_ns, self.workload.cycle_ns)
+
+    @property
+    def sync_every_kept(self) -> Fraction:
+        """Steps between two rounds of a fragment as it will be: H, or what the network makes of it."""
+        cycle_ns = max(self.need.cycle_ns, self.workload.cycle_ns)
+        return Fraction(cycle_ns, self.workload.step_time_ns)
+
+    def average(self, flow: Flow) -> Fraction:
+        """Wire bytes per second over a cycle of H steps."""
+        return Fraction(flow.cycle * SECOND_NS, self.workload.cycle_ns)
+
+    def peak(self, flow: Flow) -> Fraction | None:
+        """The rate at which rounds of the largest fragment end within tau steps, as many at once as then overlap.
+
+        None: no rate is enough, because delays and step boundaries alone take tau steps.
+        """
+        round_time = self.need.round_time
+        window_ns = round_time.overlap_ns - round_time.latency_ns - round_time.boundary_ns
+        if window_ns <= 0:
+            return None
+        overlapping = -(-window_ns * len(self.workload.fragments) // self.workload.cycle_ns)
+        at_once = min(overlapping, self.workload.settings.rounds_in_flight_max)
+        return max(Fraction(at_once * flow.largest * SECOND_NS, window_ns), self.average(flow))
+
+
+def make_plan(workload: Workload, network: Network) -> Plan:
+    """Do the arithmetic; `core.advice` says what to change."""
+    flows = list_flows(workload, network)
+    return Plan(workload, network, flows, cycle_need(workload, network, flows), storage(workload))

@@ -1,0 +1,174 @@
+"""Open the round now, or wait: quorum and the adaptive grace window, with the reason for every answer.
+
+When enough learners are due, waiting a little longer is free as long as the round still ends within the overlap of tau
+steps. So the window is a part of that slack, at least what reports usually spread, never more than a step or two round
+trips.
+
+Source: Decoupled DiLoCo (arXiv 2604.21428), equation 3 and section 5.1. The lower and the upper limit are ours; without
+a grace window quality collapses there (table 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.types import RunSettings
+
+SPREAD_SAMPLES_MAX: Final = 128
+"""Spreads remembered for their 99th percentile."""
+
+_NAMES_SHOWN_MAX: Final = 4
+_NS_PER_MS: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerDue:
+    """A live, reachable learner as the leader sees it for one fragment.
+
+    Attributes:
+        name: its region.
+        due_at_ns: when the leader learnt that it is due; None if it is not.
+    """
+
+    name: str
+    due_at_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTiming:
+    """What the leader has measured; 0 where it knows nothing yet.
+
+    Attributes:
+        step_time_ns: median of the live learners' moving averages.
+        quorum_time_ns: usual time from the first learner due to the quorum.
+        sync_time_ns: usual time from opening a round to its commit.
+        spread_p99_ns: 99th percentile of the time from quorum to the last learner (`ReportSpread`).
+        rtt_ns: largest round-trip time to a live learner.
+    """
+
+    step_time_ns: int = 0
+    quorum_time_ns: int = 0
+    sync_time_ns: int = 0
+    spread_p99_ns: int = 0
+    rtt_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDecision:
+    """The answer.
+
+    Attributes:
+        open: open the round now.
+        wake_at_ns: ask again then even if nothing happens; None if only an event can change the answer.
+        reason: one line for log, status and dashboard.
+    """
+
+    open: bool
+    wake_at_ns: int | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSpread:
+    """The last 128 times between quorum and the last learner that became due."""
+
+    samples_ns: tuple[int, ...] = ()
+
+    def after(self, sample_ns: int) -> ReportSpread:
+        """With one more sample; the oldest goes when there are too many."""
+        return ReportSpread((*self.samples_ns, max(0, sample_ns))[-SPREAD_SAMPLES_MAX:])
+
+    @property
+    def p99_ns(self) -> int:
+        """The smallest sample that at least 99 % of the samples do not exceed; 0 if there are none."""
+        if not self.samples_ns:
+            return 0
+        rank = -(-99 * len(self.samples_ns) // 100)
+        return sorted(self.samples_ns)[rank - 1]
+
+
+def quorum_size(live: int, quorum_min: int) -> int:
+    """Learners that must be due before the grace window starts.
+
+    Args:
+        live: live, reachable learners.
+        quorum_min: as set; 0 means a majority of the live ones. More than are alive means all of them: a death must
+            not stop the merging.
+
+    Returns:
+        At least 1.
+    """
+    return max(1, min(quorum_min, live) if quorum_min > 0 else live // 2 + 1)
+
+
+def grace_ns(timing: RoundTiming, *, overlap_steps: int, gamma: float) -> int:
+    """How long to wait for the others once the quorum is due.
+
+    `slack = tau * step_time - (quorum_time + sync_time)`; `gamma * slack`, at least the p99 of the spread of reports,
+    at most max(one step, two round trips), never negative. The upper limit wins over the lower one.
+    """
+    slack_ns = overlap_steps * timing.step_time_ns - (timing.quorum_time_ns + timing.sync_time_ns)
+    wanted_ns = max(slack_ns * round(gamma * 1000) // 1000, timing.spread_p99_ns)
+    return max(0, min(wanted_ns, max(timing.step_time_ns, 2 * timing.rtt_ns)))
+
+
+def decide_open(
+    now_ns: int,
+    learners: Sequence[LearnerDue],
+    timing: RoundTiming,
+    settings: RunSettings,
+    *,
+    not_before_ns: int = 0,
+    rounds_in_flight: int = 0,
+) -> OpenDecision:
+    """Whether the round of one fragment opens now.
+
+    The window starts when the last learner of the quorum became due, so the answer depends on nothing but the
+    arguments: a new leader with the same facts answers the same.
+
+    Args:
+        now_ns: monotonic time.
+        learners: all live, reachable learners, any order.
+        timing: measured times.
+        settings: `quorum_min`, `grace_gamma`, `overlap_steps` and `rounds_in_flight_max` are read.
+        not_before_ns: pacing, from `schedule.earliest_open_ns`.
+        rounds_in_flight: rounds open on other fragments.
+    """
+    due = sorted((one.due_at_ns, one.name) for one in learners if one.due_at_ns is not None)
+    late = sorted(one.name for one in learners if one.due_at_ns is None)
+    needed = quorum_size(len(learners), settings.quorum_min)
+    if len(due) < needed:
+        return OpenDecision(False, None, _quorum_reason([name for _, name in due], len(learners), needed))
+    if rounds_in_flight >= settings.rounds_in_flight_max:
+        reason = f"{rounds_in_flight} rounds in flight, at most {settings.rounds_in_flight_max} allowed"
+        return OpenDecision(False, None, reason)
+    if now_ns < not_before_ns:
+        reason = f"paced: {_ms(not_before_ns - now_ns)} until the next round may open"
+        return OpenDecision(False, not_before_ns, reason)
+    if not late:
+        return OpenDecision(True, None, f"all {len(due)} due")
+    window_ns = grace_ns(timing, overlap_steps=settings.overlap_steps, gamma=settings.grace_gamma)
+    closes_ns = due[needed - 1][0] + window_ns
+    if now_ns < closes_ns:
+        return OpenDecision(False, closes_ns, f"grace: {_ms(closes_ns - now_ns)} left for {_listed(late)}")
+    reason = f"{len(due)} of {len(learners)} due, grace of {_ms(window_ns)} is over, not due: {_listed(late)}"
+    return OpenDecision(True, None, reason)
+
+
+def _quorum_reason(due: Sequence[str], live: int, needed: int) -> str:
+    if live == 0:
+        return "no live learner"
+    names = f" ({_listed(sorted(due))})" if due else ""
+    return f"waits for quorum: {len(due)} of {live} learners due{names}, {needed} needed"
+
+
+def _ms(duration_ns: int) -> str:
+    return f"{-(-duration_ns // _NS_PER_MS)} ms"
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN_MAX])
+    rest = len(names) - _NAMES_SHOWN_MAX
+    return f"{shown} and {rest} more" if rest > 0 else shown

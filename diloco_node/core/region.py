@@ -1,0 +1,553 @@
+"""A region's mind: the ledger, the rounds, the learner's versions and what is missing, put together without IO.
+
+The caller's duties:
+
+1. Call `handle` with one event at a time; start the effects in their order (`core/events.py` has the rules).
+2. Send TimerFired when `wake_at_ns` has come; it may change with every call.
+3. Do not keep anything of a core when its process ends: a new one is built from what the disk holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.core.digest_watch import DigestWatch
+from diloco_node.core.events import Effect, Event
+from diloco_node.core.fetches import Fetches
+from diloco_node.core.fragments import Manifest
+from diloco_node.core.ledger import LedgerCore
+from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.offers import Offers
+from diloco_node.core.outbox import Outbox
+from diloco_node.core.replica import Replica
+from diloco_node.core.rounds.discards import DiscardReporter
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.leader import RoundLeader
+from diloco_node.core.rounds.participant import RoundParticipant
+from diloco_node.core.schedule import overdue_steps
+from diloco_node.core.types import (
+    Entry,
+    EntryBody,
+    GenesisBody,
+    LearnerStatus,
+    Recovered,
+    RoundBody,
+    RunSettings,
+)
+from diloco_node.core.view import ParticipationView, RegionView, peer_views, round_views
+
+TURNS_MAX: Final = 10_000
+"""Messages to itself and commits that one event may cause. More is a loop, and a bug."""
+
+_LEDGER_MESSAGES = msg.VoteAsked | msg.VoteAnswered | msg.AppendAsked | msg.AppendAnswered | msg.LeadershipOffered
+_LEADER_MESSAGES = (
+    msg.Contributed | msg.Declined | msg.StripeHeld | msg.StripeMerged | msg.PayloadHeld | msg.DiscardReported
+)
+
+
+class RegionCore:
+    """See the module.
+
+    Args:
+        region: this one. regions: all, the same on every region, in any order.
+        run_id, settings_digest: go into genesis; regions with others can't join.
+        manifest, settings: of the run.
+        recovered: what the disk held at start.
+        seed: of the election timeouts.
+        now_ns: monotonic time.
+        silent_heartbeats: a region not heard for this many counts as gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        regions: tuple[str, ...],
+        run_id: str,
+        settings_digest: str,
+        manifest: Manifest,
+        settings: RunSettings,
+        recovered: Recovered,
+        seed: int,
+        now_ns: int,
+        silent_heartbeats: int = SILENT_HEARTBEATS,
+    ) -> None:
+        self._region = region
+        self._regions = tuple(sorted(regions))
+        self._run_id = run_id
+        self._settings_digest = settings_digest
+        self._manifest = manifest
+        self._settings = settings
+        fragments = len(manifest.fragments)
+        self._outbox = Outbox(region)
+        self.history = RoundHistory(fragments)
+        self.replica = Replica(
+            fragments=fragments,
+            manifest_digest=manifest.digest,
+            recovered=recovered,
+            history=self.history,
+            outbox=self._outbox,
+        )
+        self._fetches = Fetches(region=region, regions=self._regions, outbox=self._outbox)
+        self.ledger = LedgerCore(
+            region=region,
+            voters=self._regions,
+            heartbeat_ns=settings.heartbeat_ns,
+            election_timeout_ns=settings.election_timeout_ns,
+            term=recovered.term,
+            voted_for=recovered.voted_for,
+            entries=recovered.entries,
+            seed=seed,
+            now_ns=now_ns,
+            has_payload=self._has_payload,
+        )
+        self.liveness = Liveness(
+            region=region,
+            regions=self._regions,
+            heartbeat_ns=settings.heartbeat_ns,
+            outbox=self._outbox,
+            silent_heartbeats=silent_heartbeats,
+        )
+        self.leader = RoundLeader(
+            region=region,
+            regions=self._regions,
+            manifest=manifest,
+            settings=settings,
+            history=self.history,
+            liveness=self.liveness,
+            outbox=self._outbox,
+        )
+        self.participant = RoundParticipant(
+            region=region,
+            regions=self._regions,
+            fragments=fragments,
+            settings=settings,
+            history=self.history,
+            replica=self.replica,
+            outbox=self._outbox,
+        )
+        self._offers = Offers(region=region, history=self.history, replica=self.replica, outbox=self._outbox)
+        self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
+        self._digests = DigestWatch(fragments, self._outbox)
+        self._next_beat_ns = now_ns
+        self._now_ns = now_ns
+        self._due: frozenset[int] = frozenset()
+        self._participation = {name: [0, 0] for name in self._regions}
+        self._has_proposed_genesis = False
+        self._wanted_since_ns: dict[bytes, int] = {}
+        self._finish_asked = ""
+        self._is_writing_final = False
+        self._is_final = False
+        self._said_leader = ""
+        self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
+            ev.TimerFired: self._timer_fired,
+            ev.MessageArrived: self._message_arrived,
+            ev.LinkChanged: self._link_changed,
+            ev.BudgetChanged: self._budget_changed,
+            ev.LedgerPersisted: self._to_ledger,
+            ev.InitialStateStored: self._initial_state_stored,
+            ev.LearnerReported: self._learner_reported,
+            ev.LearnerAttached: self._learner_attached,
+            ev.LearnerDetached: self._learner_detached,
+            ev.SnapshotTaken: self._snapshot_taken,
+            ev.SnapshotRefused: self._snapshot_refused,
+            ev.ContributionStripeArrived: self._stripe_arrived,
+            ev.StripeReduced: self._stripe_reduced,
+            ev.MergedStripeArrived: self._merged_arrived,
+            ev.PayloadStored: self._payload_stored,
+            ev.PayloadNotStored: self._payload_not_stored,
+            ev.StateStored: self._state_stored,
+            ev.FetchFailed: self._fetch_failed,
+            ev.VersionApplied: self._version_applied,
+            ev.DigestComputed: self._digest_computed,
+            ev.FinishAsked: self._finish_was_asked,
+            ev.FinalWritten: self._final_written,
+        }
+
+    # ---- the seam ----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
+        """Take a fact, return what to do.
+
+        Args:
+            event: a fact.
+            now_ns: monotonic time, never less than before.
+        """
+        self._now_ns = now_ns
+        self._arrows[type(event)](event, now_ns)
+        self._settle(now_ns)
+        return self._outbox.take()
+
+    def hand_over(self, *, now_ns: int) -> list[Effect]:
+        """This region is about to stop: offer leadership to another one, and never stand for election again."""
+        self._emit(self.ledger.hand_over(now_ns=now_ns))
+        self._settle(now_ns)
+        return self._outbox.take()
+
+    @property
+    def wake_at_ns(self) -> int:
+        """When the next TimerFired is due."""
+        times = [self.ledger.wake_at_ns, self._next_beat_ns]
+        times += [at_ns for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns) if at_ns is not None]
+        return min(times)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this region leads, as far as it knows."""
+        return self.ledger.is_leader
+
+    # ---- after every event -------------------------------------------------------------------------------------------
+
+    def _settle(self, now_ns: int) -> None:
+        """Follow every consequence inside this region until nothing more follows."""
+        for _ in range(TURNS_MAX):
+            if self._outbox.local:
+                self._own_message(self._outbox.local.popleft(), now_ns)
+                continue
+            is_news = False
+            for entry in self.ledger.take_committed():
+                self._committed(entry, now_ns)
+                is_news = True
+            self._follow_role(now_ns)
+            self.leader.advance(now_ns=now_ns)
+            while self.leader.proposals and self.ledger.is_leader:
+                self._emit(self.ledger.propose(self.leader.proposals.popleft(), now_ns=now_ns))
+                is_news = True
+            self.replica.pump()
+            self.participant.pump()
+            if not is_news and not self._outbox.local:
+                break
+        else:
+            raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
+        self._fetch_what_is_missing(now_ns)
+        self._finish()
+
+    def _committed(self, entry: Entry, now_ns: int) -> None:
+        body = entry.body
+        self.history.apply(entry, now_ns=now_ns)
+        self.replica.committed(entry)
+        if isinstance(body, RoundBody):
+            self._count_participation(body)
+            self.participant.committed(body)
+            if self.replica.applied[body.fragment] >= body.version:
+                # Recovered from a later state: nothing will be applied, and nobody waits for it.
+                self.participant.applied(body.fragment, self.replica.applied[body.fragment])
+                self._offers.applied(body.fragment)
+        elif isinstance(body, GenesisBody):
+            self._check_genesis(body)
+        self.leader.committed(entry, now_ns=now_ns)
+
+    def _check_genesis(self, body: GenesisBody) -> None:
+        own = (self._run_id, self._settings_digest, self._manifest.digest, self._regions)
+        theirs = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
+        if own != theirs:
+            self._outbox.note("genesis", f"the ledger is of another run: {theirs}, here {own}", is_alarm=True)
+        else:
+            self._outbox.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun")
+
+    def _count_participation(self, body: RoundBody) -> None:
+        included = {member.contribution.learner for member in body.members}
+        for name, counts in self._participation.items():
+            if name in included or self.liveness.learner(name) is not None:
+                counts[0] += name in included
+                counts[1] += 1
+
+    def _follow_role(self, now_ns: int) -> None:
+        ledger = self.ledger
+        if self._said_leader != f"{ledger.term} {ledger.leader}" and ledger.leader:
+            self._said_leader = f"{ledger.term} {ledger.leader}"
+            self._outbox.note("leader", f"{ledger.leader} leads term {ledger.term}")
+        if self.leader.is_acting and not ledger.is_leader:
+            self.leader.end()
+        if self.leader.is_acting or not ledger.is_settled or ledger.commit_index < ledger.cluster_commit_index:
+            return
+        # Everything that older leaders committed is known and applied to the history now.
+        self._has_proposed_genesis = False
+        self.leader.begin(ledger.term, self.participant.open_versions(), now_ns=now_ns)
+        self._propose_genesis()
+
+    def _has_payload(self, body: EntryBody) -> bool:
+        """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
+        if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
+            return False
+        return self.replica.has_payload(body)
+
+    def _propose_genesis(self) -> None:
+        """The run begins with Theta_0 of the first leader that has one."""
+        digests = self.replica.initial_digests
+        is_free = self.leader.is_acting and self.history.genesis is None and not self._has_proposed_genesis
+        if is_free and digests is not None and not self._fetches.brings_other_initial(digests):
+            self._has_proposed_genesis = True
+            self.leader.proposals.append(
+                GenesisBody(self._run_id, self._manifest.digest, self._settings_digest, self._regions, digests)
+            )
+
+    def _fetch_what_is_missing(self, now_ns: int) -> None:
+        lacking = self._lacking(now_ns)
+        if not lacking and self._fetches.is_idle and self.replica.has_started:
+            return
+        self.replica.plan_fetches(lacking, self._fetches)
+        self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.heard(now_ns=now_ns), now_ns=now_ns)
+
+    def _lacking(self, now_ns: int) -> list[EntryBody]:
+        """What the ledger waits for and nobody is sending already.
+
+        A majority may hold a payload, and its entry come, while the last merged stripe is still on its way to here.
+        """
+        wanted = self.ledger.wanted()
+        if not wanted:
+            self._wanted_since_ns.clear()
+            return []
+        since = {
+            body.payload_digest: self._wanted_since_ns.get(body.payload_digest, now_ns)
+            for body in wanted
+            if isinstance(body, RoundBody)
+        }
+        self._wanted_since_ns = since
+        patience_ns = self._settings.ballot_deadline_min_ns // 2
+        return [
+            body
+            for body in wanted
+            if not isinstance(body, RoundBody)
+            or not self.participant.is_following(body)
+            or (now_ns - since[body.payload_digest] >= patience_ns and not self.participant.is_storing(body))
+        ]
+
+    def _finish(self) -> None:
+        finished = self.history.finished
+        if finished is None or self._is_writing_final or tuple(self.replica.applied) != finished.versions:
+            return
+        self._is_writing_final = True
+        self._outbox.emit(ev.WriteFinal(finished.versions))
+        self._stop_learner()
+
+    def _stop_learner(self) -> None:
+        finished = self.history.finished
+        if finished is not None and self._is_writing_final and self.liveness.learner(self._region) is not None:
+            self._outbox.emit(ev.StopLearner(finished.reason))
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
+        self._to_ledger(event, now_ns)
+        if now_ns >= self._next_beat_ns:
+            self._next_beat_ns = now_ns + self._settings.heartbeat_ns
+            self._beat(now_ns)
+            self.leader.tick()
+            self._repeat_requests()
+
+    def _beat(self, now_ns: int, only_to: str | None = None) -> None:
+        self.liveness.beat(
+            applied_index=self.replica.applied_index(),
+            digests=self._digests.to_tell(now_ns=now_ns) if only_to is None else (),
+            now_ns=now_ns,
+            only_to=only_to,
+        )
+
+    def _repeat_requests(self) -> None:
+        leader = self.ledger.leader
+        if not leader or self.history.genesis is None:
+            return
+        bodies = self._discards.bodies()
+        if bodies:
+            self._outbox.send(leader, msg.DiscardReported(bodies))
+        if self._finish_asked and self.history.finished is None:
+            self._outbox.send(leader, msg.FinishWanted(self._finish_asked))
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
+        message = event.message
+        if isinstance(message, _LEDGER_MESSAGES):
+            self._to_ledger(event, now_ns)
+        elif event.peer not in self._regions or event.peer == self._region:
+            self._outbox.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
+        elif isinstance(message, msg.Heartbeat):
+            self._heartbeat(event.peer, message, now_ns)
+        else:
+            self._round_message(event.peer, message, now_ns)
+
+    def _own_message(self, message: msg.Message, now_ns: int) -> None:
+        self._round_message(self._region, message, now_ns)
+
+    def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
+        if isinstance(message, _LEADER_MESSAGES):
+            self.leader.arrived(peer, message, now_ns=now_ns)
+        elif isinstance(message, msg.FinishWanted):
+            self.leader.finish_wanted(message.reason)
+        elif isinstance(message, msg.BallotOpened):
+            if self._is_of_leader(peer, message.ballot.term):
+                self.participant.ballot_opened(peer, message)
+        elif isinstance(message, msg.MergeDecided) and self._is_of_leader(peer, message.ballot.term):
+            self.participant.merge_decided(message)
+
+    def _is_of_leader(self, peer: str, term: int) -> bool:
+        """Ballots of an older term are dead, and one of a newer term is repeated when the ledger knows it."""
+        return peer == self.ledger.leader and term == self.ledger.term
+
+    def _heartbeat(self, peer: str, beat: msg.Heartbeat, now_ns: int) -> None:
+        learner = beat.learner
+        if learner is not None and len(learner.positions) != len(self._manifest.fragments):
+            self._outbox.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
+            return
+        if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
+            self._digests.told(peer, beat.digests)
+            self.leader.status_changed(peer, now_ns=now_ns)
+
+    def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
+        self.liveness.link_changed(event.peer, is_up=event.is_up)
+        self._to_ledger(event, now_ns)
+        if event.is_up:
+            self._beat(now_ns, only_to=event.peer)
+
+    def _budget_changed(self, event: ev.BudgetChanged, now_ns: int) -> None:
+        del now_ns  # the next heartbeat tells the others
+        self.liveness.own_budget(event.limits)
+
+    def _to_ledger(self, event: Event, now_ns: int) -> None:
+        self._emit(self.ledger.handle(event, now_ns=now_ns))
+
+    def _emit(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            self._outbox.emit(effect)
+
+    # ---- the learner -------------------------------------------------------------------------------------------------
+
+    def _initial_state_stored(self, event: ev.InitialStateStored, now_ns: int) -> None:
+        if event.manifest_digest != self._manifest.digest or len(event.fragment_digests) != len(self.replica.states):
+            self._outbox.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
+            return
+        self.replica.initial_state_stored(event.fragment_digests)
+        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
+        self._propose_genesis()
+
+    def _learner_reported(self, event: ev.LearnerReported, now_ns: int) -> None:
+        self._learner_is(event.status, now_ns)
+
+    def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
+        status = event.status
+        self._discards.attached(status, event.trained_before)
+        self._outbox.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
+        self._offers.attached(status)
+        self._learner_is(status, now_ns)
+        self._stop_learner()
+
+    def _learner_detached(self, _: ev.LearnerDetached, now_ns: int) -> None:
+        self._outbox.note("learner", "detached")
+        self._offers.attached(None)
+        self._learner_is(None, now_ns)
+
+    def _learner_is(self, status: LearnerStatus | None, now_ns: int) -> None:
+        """Tell everybody in this region; and the leader at once if a fragment became due or the learner changed."""
+        self.liveness.own_learner(status, now_ns=now_ns)
+        self.leader.status_changed(self._region, now_ns=now_ns)
+        self.participant.learner_changed(status)
+        self._discards.learner_changed(status)
+        self._offers.learner_changed(status)
+        if self._discards.has_news():
+            self._repeat_requests()
+        due = self._due_fragments(status)
+        is_news = not due <= self._due
+        self._due = due
+        if is_news and self.ledger.leader not in ("", self._region):
+            self._beat(now_ns, only_to=self.ledger.leader)
+
+    def _due_fragments(self, status: LearnerStatus | None) -> frozenset[int]:
+        if status is None:
+            return frozenset()
+        settings, fragments = self._settings, len(status.positions)
+        return frozenset(
+            fragment
+            for fragment, position in enumerate(status.positions)
+            if overdue_steps(fragment, position, status.step, sync_every=settings.sync_every, fragments=fragments) >= 0
+        )
+
+    def _snapshot_taken(self, event: ev.SnapshotTaken, _: int) -> None:
+        self.participant.snapshot_taken(event.contribution)
+
+    def _snapshot_refused(self, event: ev.SnapshotRefused, _: int) -> None:
+        self.participant.snapshot_refused(event.fragment, event.version, event.reason)
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def _stripe_arrived(self, event: ev.ContributionStripeArrived, _: int) -> None:
+        self.participant.stripe_arrived(event)
+
+    def _stripe_reduced(self, event: ev.StripeReduced, _: int) -> None:
+        self.participant.stripe_reduced(event)
+
+    def _merged_arrived(self, event: ev.MergedStripeArrived, _: int) -> None:
+        self.participant.merged_arrived(event)
+
+    def _payload_stored(self, event: ev.PayloadStored, now_ns: int) -> None:
+        self.replica.payload_stored(event.fragment, event.version, event.digest)
+        self._fetches.ended(event.fragment, version=event.version, is_state=False)
+        self.participant.payload_stored(event.fragment, event.version, event.digest)
+        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
+
+    def _payload_not_stored(self, event: ev.PayloadNotStored, now_ns: int) -> None:
+        self.participant.payload_not_stored(event.fragment, event.ballot)
+        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
+
+    def _state_stored(self, event: ev.StateStored, now_ns: int) -> None:
+        self.replica.state_stored(event.fragment, event.version, event.digest)
+        self._fetches.ended(event.fragment, version=event.version, is_state=True)
+        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
+        self._propose_genesis()
+
+    def _fetch_failed(self, event: ev.FetchFailed, now_ns: int) -> None:
+        self._fetches.failed(event.peer, event.fragment, event.reason, now_ns=now_ns)
+        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
+        self._propose_genesis()
+
+    def _version_applied(self, event: ev.VersionApplied, now_ns: int) -> None:
+        self.replica.version_applied(event.fragment, event.version)
+        self._offers.applied(event.fragment)
+        self.participant.applied(event.fragment, event.version)
+        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
+
+    def _digest_computed(self, event: ev.DigestComputed, now_ns: int) -> None:
+        self._digests.computed(event.fragment, event.version, event.digest, now_ns=now_ns)
+
+    def _finish_was_asked(self, event: ev.FinishAsked, _: int) -> None:
+        self._finish_asked = event.reason
+        self._repeat_requests()
+
+    def _final_written(self, _: ev.FinalWritten, __: int) -> None:
+        self._is_final = True
+        self._outbox.note("final", "final parameters are written")
+
+    # ---- status ------------------------------------------------------------------------------------------------------
+
+    def view(self) -> RegionView:
+        """Everything that `status` shows, as of the last event."""
+        ledger, history, now_ns = self.ledger, self.history, self._now_ns
+        fragments = range(len(self._manifest.fragments))
+        return RegionView(
+            region=self._region,
+            role=str(ledger.role),
+            term=ledger.term,
+            leader=ledger.leader,
+            ledger_reason=ledger.reason,
+            last_index=ledger.last_index,
+            commit_index=ledger.commit_index,
+            applied_index=self.replica.applied_index(),
+            committed_versions=tuple(history.versions),
+            versions=tuple(self.replica.applied),
+            digests=tuple(self._digests.newest(fragment) for fragment in fragments),
+            learner=self.liveness.learner(self._region),
+            rounds=round_views(self.leader, self.participant),
+            peers=peer_views(self.liveness, now_ns=now_ns),
+            participation=tuple(ParticipationView(name, *self._participation[name]) for name in self._regions),
+            waiting=self.leader.reason if self.leader.is_acting else ledger.reason,
+            fetching=self._fetches.in_flight(),
+            rounds_committed=history.rounds_committed,
+            tokens_merged=history.account.merged_tokens(len(fragments)),
+            digest_differences=self._digests.differences,
+            is_ending=self.leader.is_ending,
+            finished="" if history.finished is None else history.finished.reason,
+            is_final=self._is_final,
+        )

@@ -1,0 +1,142 @@
+"""How long a ballot may take before the next one is opened: a pure function of what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.fragments import Fragment, Manifest
+from diloco_node.core.liveness import Liveness
+from diloco_node.core.schedule import StepTime
+from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, RunSettings, Stripe
+
+MARGIN: Final = 3
+"""A ballot may take this many times what is expected; a next ballot costs a whole transfer if stripes move."""
+
+ATTEMPTS_DOUBLED_MAX: Final = 3
+"""The time doubles with each further ballot of a round, up to 8 times: a link slower than measured gets there."""
+
+RATE_UNKNOWN_BYTES_PER_S: Final = 12_500_000
+"""Assumed before anything was measured: 100 Mbit/s, the slow end of what regions are joined by."""
+
+_BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
+_SCALE_BITS: Final = 32
+_NS_PER_S: Final = 1_000_000_000
+
+
+def encoded_bytes(fragment: Fragment, codec: Codec) -> int:
+    """About how many bytes a fragment takes (docs/architecture.md, "Encoded bytes"), before compression."""
+    bits = 0
+    for size in fragment.piece_sizes:
+        if codec is Codec.FP32:
+            bits += 32 * size
+        elif codec is Codec.BF16 or size < SMALL_TENSOR_VALUES:
+            bits += 16 * size
+        else:
+            bits += _BITS[codec] * size + _SCALE_BITS * -(-size // BLOCK_VALUES)
+    return -(-bits // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """How long a ballot may take, and why.
+
+    Attributes:
+        duration_ns: from the opening of the ballot.
+        derivation: one line, for log and status.
+    """
+
+    duration_ns: int
+    derivation: str
+
+
+def ballot_deadline(
+    *,
+    minimum_ns: int,
+    attempt: int,
+    step_time_ns: int,
+    rtt_ns: int,
+    transfer_bytes: int,
+    rate_bytes_per_s: int,
+) -> Deadline:
+    """When to give up on a ballot.
+
+    Two boundaries of the slowest member's steps, eight one-way delays, and the time for the round's bytes at the
+    measured rate; times a margin, and doubled for each ballot of this round that failed before.
+
+    Args:
+        minimum_ns: never less than this.
+        attempt: 0 for the first ballot of the round.
+        step_time_ns: slowest member's; 0 if unknown.
+        rtt_ns: largest round-trip time among members and reducers; 0 if unknown.
+        transfer_bytes: what the busiest region sends in this round.
+        rate_bytes_per_s: measured in earlier rounds; 0 if unknown.
+    """
+    rate = rate_bytes_per_s or RATE_UNKNOWN_BYTES_PER_S
+    transfer_ns = transfer_bytes * _NS_PER_S // rate
+    expected_ns = 2 * step_time_ns + 4 * rtt_ns + transfer_ns
+    factor = 1 << min(attempt, ATTEMPTS_DOUBLED_MAX)
+    duration_ns = factor * max(minimum_ns, MARGIN * expected_ns)
+    derivation = (
+        f"{_s(duration_ns)} = {factor} x max({_s(minimum_ns)}, {MARGIN} x ("
+        f"2 steps of {_s(step_time_ns)} + 4 round trips of {_s(rtt_ns)} + "
+        f"{transfer_bytes} bytes at {rate} bytes/s{'' if rate_bytes_per_s else ' (assumed)'}))"
+    )
+    return Deadline(duration_ns, derivation)
+
+
+class BallotClock:
+    """Remembers how long ballots took, and gives new ones their deadline."""
+
+    def __init__(self, *, manifest: Manifest, settings: RunSettings, liveness: Liveness, regions: int) -> None:
+        self._fragments = manifest.fragments
+        self._settings = settings
+        self._liveness = liveness
+        self._others = regions - 1
+        self._took = [StepTime() for _ in manifest.fragments]
+
+    def took(self, fragment: int, duration_ns: int) -> None:
+        """A ballot led to a commit after this time."""
+        self._took[fragment] = self._took[fragment].after(duration_ns)
+
+    def _usual_ns(self, fragment: int) -> int:
+        """How long a ballot of this fragment takes; of one never merged, by its size as the slowest other says.
+
+        Else every fragment would fail first on a link slower than RATE_UNKNOWN_BYTES_PER_S. 0: nothing is known.
+        """
+        own_ns = self._took[fragment].average_ns
+        if own_ns:
+            return own_ns
+        size = self._fragments[fragment].size
+        pairs = zip(self._fragments, self._took, strict=True)
+        return max((took.average_ns * size // other.size for other, took in pairs if took.average_ns), default=0)
+
+    def deadline(
+        self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], *, attempt: int
+    ) -> Deadline:
+        """For a ballot with these members and stripes; attempt 0 is the round's first."""
+        statuses = [self._liveness.learner(name) for name in members]
+        up_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_up)
+        down_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_down)
+        reducers = len({one.reducer for one in stripes})
+        busiest_bytes = (up_bytes * max(1, reducers - 1) + down_bytes * self._others) // reducers
+        usual_ns = self._usual_ns(fragment)
+        return ballot_deadline(
+            minimum_ns=self._settings.ballot_deadline_min_ns,
+            attempt=attempt,
+            step_time_ns=max((status.step_time_ns for status in statuses if status is not None), default=0),
+            rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(one.reducer for one in stripes))),
+            transfer_bytes=busiest_bytes,
+            rate_bytes_per_s=busiest_bytes * _NS_PER_S // usual_ns if usual_ns else self._told_rate(members, stripes),
+        )
+
+    def _told_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
+        """What the slowest told budget leaves to one round, where that is less than what is assumed; else 0."""
+        budgets = [self._liveness.budget(name) for name in {*members, *(one.reducer for one in stripes)}]
+        told = [rate for one in budgets for rate in (one.egress, one.ingress) if rate is not None]
+        rate = max(1, min(told) // self._settings.rounds_in_flight_max) if told else RATE_UNKNOWN_BYTES_PER_S
+        return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
+
+
+def _s(duration_ns: int) -> str:
+    return f"{duration_ns / _NS_PER_S:.3g} s"

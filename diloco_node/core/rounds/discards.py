@@ -1,0 +1,116 @@
+"""Steps that no merge will ever include: a region finds those of its learner, the leader books them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
+
+REPORTED_MAX: Final = 64
+"""Intervals in one report; the next ones follow when these are booked."""
+
+BOOKING_MAX: Final = 256
+"""Intervals in the leader's log that are not committed yet; the rest is reported again."""
+
+
+class DiscardReporter:
+    """What died with earlier incarnations, and what a living learner threw away: all under `overwrite`, and what was
+    not worth carrying after a long absence."""
+
+    def __init__(self, *, region: str, fragments: int, history: RoundHistory) -> None:
+        self._region = region
+        self._fragments = fragments
+        self._history = history
+        self._trained: dict[int, tuple[int, int]] = {}
+        self._learner: LearnerStatus | None = None
+        self._seen: frozenset[tuple[int, int]] = frozenset()
+
+    def attached(self, status: LearnerStatus, trained_before: tuple[tuple[int, int, int], ...]) -> None:
+        """A learner is there, and says what its dead lives had trained: (incarnation, steps, tokens) each."""
+        self._learner = status
+        for incarnation, steps, tokens in trained_before:
+            if incarnation < status.incarnation:
+                self._trained[incarnation] = (steps, tokens)
+
+    def learner_changed(self, status: LearnerStatus | None) -> None:
+        """It reported, or is gone."""
+        self._learner = status
+
+    def has_news(self) -> bool:
+        """Whether the learner threw something away since this was last asked: its next contribution waits for that."""
+        if self._learner is None:
+            return False
+        found = frozenset((body.fragment, body.step_to) for body in self._overwritten(self._learner))
+        is_news = not found <= self._seen
+        self._seen = found
+        return is_news
+
+    def bodies(self) -> tuple[DiscardedBody, ...]:
+        """What is not booked yet, by incarnation and fragment. Empty when all is."""
+        found: list[DiscardedBody] = []
+        for incarnation, (steps, tokens) in sorted(self._trained.items()):
+            found.extend(
+                self._history.account.discards_due(
+                    self._region,
+                    incarnation,
+                    steps=steps,
+                    tokens=tokens,
+                    fragments=self._fragments,
+                    reason="the learner died",
+                )
+            )
+        if self._learner is not None:
+            found.extend(self._overwritten(self._learner))
+        return tuple(found[:REPORTED_MAX])
+
+    def _overwritten(self, learner: LearnerStatus) -> list[DiscardedBody]:
+        """Steps that a living learner threw away at an apply, once the ledger shows what that version included."""
+        found = []
+        for fragment, position in enumerate(learner.positions):
+            step, tokens = self._history.account.covered(self._region, learner.incarnation, fragment)
+            is_known = position.base_version <= self._history.versions[fragment]
+            if is_known and position.included_step > step:
+                found.append(
+                    DiscardedBody(
+                        self._region,
+                        learner.incarnation,
+                        fragment,
+                        step,
+                        position.included_step,
+                        max(0, position.included_tokens - tokens),
+                        "overwritten by a version that does not include them",
+                    )
+                )
+        return found
+
+
+class DiscardDesk:
+    """The leader's side: books an interval once, and only when nothing can include any of it any more."""
+
+    def __init__(self, history: RoundHistory) -> None:
+        self._history = history
+        self._booking: set[tuple[str, int, int]] = set()
+
+    def clear(self) -> None:
+        """This region leads no longer: what it had in its log commits or not without it."""
+        self._booking.clear()
+
+    def booked(self, body: DiscardedBody) -> None:
+        """It is committed."""
+        self._booking.discard(_line(body))
+
+    def is_booking(self, offered: Contribution) -> bool:
+        """Whether steps of the same life and fragment are in the log as discarded, but not committed yet."""
+        return _line(offered) in self._booking
+
+    def accept(self, body: DiscardedBody) -> bool:
+        """Whether to put it into the log now. The caller has made sure that no open round includes the learner."""
+        if len(self._booking) >= BOOKING_MAX or _line(body) in self._booking or self._history.discard_fault(body):
+            return False
+        self._booking.add(_line(body))
+        return True
+
+
+def _line(one: DiscardedBody | Contribution) -> tuple[str, int, int]:
+    return one.learner, one.incarnation, one.fragment

@@ -1,0 +1,531 @@
+"""What a leader does for rounds: opens ballots, decides merges, judges what comes back, puts rounds into the ledger.
+
+Acts only between `begin` (it leads, and its log is settled) and `end`. Everything it needs it knows from the committed
+past, the heartbeats, and the answers to its ballots; a new leader asks again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, assert_never
+
+from diloco_node.core import weights as weighing
+from diloco_node.core.fragments import Fragment, Manifest
+from diloco_node.core.liveness import Liveness
+from diloco_node.core.messages import (
+    BallotOpened,
+    Contributed,
+    Declined,
+    DiscardReported,
+    MergeDecided,
+    PayloadHeld,
+    StripeHeld,
+    StripeMerged,
+)
+from diloco_node.core.outbox import Outbox
+from diloco_node.core.rounds.agenda import Agenda, GiveUp
+from diloco_node.core.rounds.deadline import BallotClock, encoded_bytes
+from diloco_node.core.rounds.discards import DiscardDesk
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.membership import Electorate, Surroundings
+from diloco_node.core.rounds.next_ballot import plan_next, reducers_to_shun
+from diloco_node.core.rounds.open_round import OpenRound
+from diloco_node.core.rounds.opening import Opening
+from diloco_node.core.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
+from diloco_node.core.types import (
+    Ballot,
+    CarryMode,
+    Contribution,
+    DiscardedBody,
+    Entry,
+    EntryBody,
+    FinishedBody,
+    Member,
+    MergeRule,
+    RoundBody,
+    RunSettings,
+    Stripe,
+)
+
+RoundMessage = Contributed | Declined | StripeHeld | StripeMerged | PayloadHeld | DiscardReported
+
+_NS_PER_S: Final = 1_000_000_000
+
+
+class RoundLeader:
+    """See the module. After every call, hand `proposals` to the ledger and ask for `wake_at_ns`.
+
+    Attributes:
+        proposals: bodies for the ledger, in order.
+        rounds: open rounds by fragment.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        regions: tuple[str, ...],
+        manifest: Manifest,
+        settings: RunSettings,
+        history: RoundHistory,
+        liveness: Liveness,
+        outbox: Outbox,
+    ) -> None:
+        self.proposals: deque[EntryBody] = deque()
+        self.rounds: dict[int, OpenRound] = {}
+        self._region = region
+        self._regions = tuple(sorted(regions))
+        self._fragments: tuple[Fragment, ...] = manifest.fragments
+        self._settings = settings
+        self._history = history
+        self._liveness = liveness
+        self._outbox = outbox
+        self._term = 0
+        self._number = 0
+        self._is_acting = False
+        self._is_stale = True
+        self._clock = BallotClock(manifest=manifest, settings=settings, liveness=liveness, regions=len(regions))
+        self._electorate = Electorate(region=region, regions=regions, history=history, liveness=liveness)
+        self._discards = DiscardDesk(history)
+        self._agenda = self._new_agenda()
+
+    # ---- coming and going --------------------------------------------------------------------------------------------
+
+    @property
+    def is_acting(self) -> bool:
+        """Whether this region decides about rounds now."""
+        return self._is_acting
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the last rounds are being held."""
+        return self._agenda.is_ending
+
+    @property
+    def reason(self) -> str:
+        """Why no (further) round is open, in words."""
+        return self._agenda.reason
+
+    def begin(self, term: int, reopen: Mapping[int, int], *, now_ns: int) -> None:
+        """Take over.
+
+        Args:
+            term: of this leader.
+            reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
+        """
+        self._is_acting, self._is_stale = True, True
+        self._term, self._number = term, 0
+        self._agenda = self._new_agenda()
+        for name in self._regions:
+            self.status_changed(name, now_ns=now_ns)
+        for fragment, version in sorted(reopen.items()):
+            may_open = len(self.rounds) < self._settings.rounds_in_flight_max and self._history.finished is None
+            if may_open and version == self._history.versions[fragment] + 1:
+                self._open(Opening(fragment, "was open under the leader before"), now_ns=now_ns)
+
+    def end(self) -> None:
+        """Another region leads, or nobody: forget everything that only a leader may decide."""
+        self._is_acting = False
+        self.rounds.clear()
+        self.proposals.clear()
+        self._discards.clear()
+        self._agenda = self._new_agenda()
+
+    @property
+    def wake_at_ns(self) -> int | None:
+        """When something may have to be decided even if nothing happens."""
+        if not self._is_acting:
+            return None
+        times = [one.deadline_ns for one in self.rounds.values() if not one.is_proposed]
+        if self._agenda.wake_at_ns is not None:
+            times.append(self._agenda.wake_at_ns)
+        return min(times, default=None)
+
+    # ---- facts -------------------------------------------------------------------------------------------------------
+
+    def status_changed(self, region: str, *, now_ns: int) -> None:
+        """A learner reported, came or went."""
+        status = self._liveness.learner(region)
+        self._agenda.opener.status_changed(region, status, now_ns=now_ns)
+        if status is not None:
+            self._electorate.saw_incarnation(region, status.incarnation)
+        self._is_stale = True
+
+    def tick(self) -> None:
+        """A heartbeat has passed: who is alive may have changed, and what was said may have been lost."""
+        self._is_stale = True
+        for one in self._open_rounds():
+            self._repeat(one)
+
+    def committed(self, entry: Entry, *, now_ns: int) -> None:
+        """An entry is committed."""
+        body = entry.body
+        self._is_stale = True
+        if isinstance(body, DiscardedBody):
+            self._discards.booked(body)
+        if not isinstance(body, RoundBody):
+            return
+        one = self.rounds.get(body.fragment)
+        if one is None or one.version > body.version:
+            return
+        del self.rounds[body.fragment]
+        if one.ballot != body.ballot:
+            return
+        took_ns = now_ns - one.opened_at_ns
+        self._agenda.committed(one, now_ns=now_ns)
+        self._clock.took(body.fragment, now_ns - one.ballot_at_ns)
+        names = ", ".join(member.contribution.learner for member in body.members)
+        self._outbox.note(
+            "committed",
+            f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_ns / _NS_PER_S:.3f} s",
+            fragment=body.fragment,
+            version=body.version,
+        )
+
+    def arrived(self, peer: str, message: RoundMessage, *, now_ns: int) -> None:
+        """A region answered."""
+        if not self._is_acting:
+            return
+        if isinstance(message, DiscardReported):
+            self._discards_reported(peer, message)
+            return
+        one = next((found for found in self._open_rounds() if found.ballot == message.ballot), None)
+        if one is None or one.is_proposed:
+            return
+        match message:
+            case Contributed():
+                self._contributed(one, peer, message.contribution)
+            case Declined():
+                self._declined(one, peer, message.reason)
+            case StripeHeld():
+                self._stripe_held(one, peer, message.learner)
+            case StripeMerged():
+                self._stripe_merged(one, peer, message)
+            case PayloadHeld():
+                one.holders[peer] = message.digest
+
+    def finish_wanted(self, reason: str) -> None:
+        """An operator asks for the end of the run."""
+        if self._is_acting:
+            self._agenda.finish_wanted(reason)
+            self._is_stale = True
+
+    # ---- decisions ---------------------------------------------------------------------------------------------------
+
+    def advance(self, *, now_ns: int) -> None:
+        """Decide everything that can be decided now."""
+        if not self._is_acting:
+            return
+        for one in self._open_rounds():
+            self._advance_round(one, now_ns)
+        wake_at_ns = self._agenda.wake_at_ns
+        if self._is_stale or (wake_at_ns is not None and now_ns >= wake_at_ns):
+            self._is_stale = False
+            self._follow_agenda(now_ns)
+
+    def _follow_agenda(self, now_ns: int) -> None:
+        while (step := self._agenda.next_step(self.rounds, now_ns=now_ns)) is not None:
+            match step:
+                case Opening():
+                    if not self._open(step, now_ns=now_ns):
+                        self._agenda.abandoned(step.fragment, now_ns=now_ns)
+                case GiveUp(fragment):
+                    self._abandon(self.rounds[fragment], "the run ends without this round", now_ns=now_ns)
+                case FinishedBody():
+                    self.proposals.append(step)
+                case _:
+                    assert_never(step)
+
+    def _advance_round(self, one: OpenRound, now_ns: int) -> None:
+        if one.is_proposed:
+            return
+        lost = [name for name in one.reducers if not self._reaches(name, now_ns)]
+        if lost:
+            self._next_ballot(one, f"reducer {', '.join(lost)} is lost", now_ns=now_ns)
+        elif one.decision is None:
+            self._try_decide(one, now_ns)
+        else:
+            self._try_propose(one, now_ns)
+        if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
+            reason = f"deadline passed while it {one.waiting()}"
+            self._shun(one)
+            self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
+
+    def _try_decide(self, one: OpenRound, now_ns: int) -> None:
+        for name in one.missing_members():
+            if not self._reaches(name, now_ns):
+                one.declined[name] = "lost before it contributed"
+        if one.missing_members():
+            return
+        chosen = []
+        for name, offered in sorted(one.contributions.items()):
+            fault = self._may_contribute(offered, one.version)
+            if not fault and not self._reaches(name, now_ns) and not one.is_held(name):
+                fault = "lost before its stripes arrived"
+            if fault:
+                one.declined[name] = fault
+            else:
+                chosen.append(offered)
+        if chosen:
+            self._decide(one, tuple(chosen))
+        else:
+            reasons = ", ".join(f"{name}: {reason}" for name, reason in sorted(one.declined.items()))
+            self._abandon(one, f"nobody contributes ({reasons})", now_ns=now_ns)
+
+    def _decide(self, one: OpenRound, chosen: tuple[Contribution, ...]) -> None:
+        """Fix weights and coefficients; the stripes may still be on their way."""
+        rules = self._rules(one)
+        one.weights = weighing.weights(
+            chosen,
+            self._versions_missed(chosen, one.version),
+            weight_cap=self._settings.weight_cap,
+            carry_steps_limit=self._settings.carry_steps_limit,
+        )
+        coefficients = weighing.coefficients(chosen, one.weights, rules)
+        one.decision = MergeDecided(one.ballot, one.fragment, one.version, chosen, coefficients)
+        for reducer in one.reducers:
+            self._outbox.send(reducer, one.decision)
+
+    def _try_propose(self, one: OpenRound, now_ns: int) -> None:
+        assert one.decision is not None
+        if not one.is_merged:
+            for contribution in one.decision.contributions:
+                name = contribution.learner
+                if not self._reaches(name, now_ns) and not one.is_held(name):
+                    self._next_ballot(one, f"{name} is lost before its stripes arrived", now_ns=now_ns)
+                    return
+            return
+        liars = one.liars()
+        if liars:
+            self._bar(one, liars, now_ns)
+            return
+        holders = [name for name, digest in sorted(one.holders.items()) if digest == one.digest]
+        if self._region in holders and 2 * len(holders) > len(self._regions):
+            self._propose(one)
+
+    def _bar(self, one: OpenRound, liars: tuple[str, ...], now_ns: int) -> None:
+        for name in liars:
+            one.barred[name] = "its stripes do not add up to the norms it named"
+        text = f"contribution of {', '.join(liars)}: {one.barred[liars[0]]}"
+        self._outbox.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=True)
+        self._next_ballot(one, text, now_ns=now_ns)
+
+    def _propose(self, one: OpenRound) -> None:
+        assert one.decision is not None
+        chosen = one.decision.contributions
+        share = 1.0 if one.is_last else weighing.share(one.weights, self._versions_missed(chosen, one.version))
+        factors = weighing.factors(chosen, one.weights, self._rules(one), one.merged_squared_norms(), share)
+        members = tuple(Member(offered, weight) for offered, weight in zip(chosen, one.weights, strict=True))
+        one.is_proposed = True
+        self.proposals.append(
+            RoundBody(
+                one.fragment, one.version, one.ballot, members, share, factors, one.stripes, one.digest, one.is_last
+            )
+        )
+
+    def _rules(self, one: OpenRound) -> tuple[MergeRule, ...]:
+        """Per piece; the last round is a plain mean (`core.outer.outer_of`)."""
+        rules = self._fragments[one.fragment].rules
+        return (MergeRule.AVG,) * len(rules) if one.is_last else rules
+
+    def _versions_missed(self, chosen: tuple[Contribution, ...], version: int) -> tuple[int, ...]:
+        """Per contribution, versions since its learner's last inclusion; 0 where nothing was carried over them.
+
+        So it is also for a learner that gave its steps up after a long cut: they are booked as discarded between its
+        last inclusion and this contribution, which holds a cycle like anybody's.
+        """
+        missed = []
+        for offered in chosen:
+            last = self._history.account.last_inclusion(offered.learner, offered.fragment)
+            is_carried = last is not None and (last.incarnation, last.step_to) == (
+                offered.incarnation,
+                offered.step_from,
+            )
+            is_carried = is_carried and self._settings.carry is CarryMode.CARRY
+            missed.append(version - 1 - last.version if last is not None and is_carried else 0)
+        return tuple(missed)
+
+    # ---- answers -----------------------------------------------------------------------------------------------------
+
+    def _may_contribute(self, offered: Contribution, version: int) -> str:
+        """Why a contribution may not be merged; empty if it may. The one place where the leader decides it."""
+        if self._discards.is_booking(offered):
+            return "its steps are being booked as discarded"
+        return self._history.contribution_fault(
+            offered, version=version, incarnation_min=self._electorate.incarnation_min(offered.learner)
+        )
+
+    def _contributed(self, one: OpenRound, peer: str, offered: Contribution) -> None:
+        known = one.contributions.get(peer)
+        if peer not in one.members or one.decision is not None or known == offered:
+            return
+        if known is not None and known.incarnation >= offered.incarnation:
+            return
+        fault = weighing.refusal(offered, len(self._fragments[one.fragment].pieces))
+        if offered.learner != peer or offered.fragment != one.fragment:
+            fault = f"is named for {offered.learner} and fragment {offered.fragment}"
+        self._electorate.saw_incarnation(peer, offered.incarnation)
+        fault = fault or self._may_contribute(offered, one.version)
+        if fault:
+            self._declined(one, peer, fault)
+            return
+        one.held.pop(peer, None)
+        one.declined.pop(peer, None)
+        one.contributions[peer] = offered
+
+    def _declined(self, one: OpenRound, peer: str, reason: str) -> None:
+        if peer in one.members and peer not in one.contributions and peer not in one.declined:
+            one.declined[peer] = reason
+            self._outbox.note("declined", f"{peer}: {reason}", fragment=one.fragment, version=one.version)
+
+    def _stripe_held(self, one: OpenRound, peer: str, learner: str) -> None:
+        stripes = {index for index, stripe in enumerate(one.stripes) if stripe.reducer == peer}
+        if learner in one.members:
+            one.held.setdefault(learner, set()).update(stripes)
+
+    def _stripe_merged(self, one: OpenRound, peer: str, report: StripeMerged) -> None:
+        if one.decision is None or report.stripe in one.merged:
+            return
+        fault = one.report_fault(peer, report, len(self._fragments[one.fragment].pieces))
+        if fault:
+            self._outbox.note("report", f"{peer}: {fault}", fragment=one.fragment, version=one.version, is_alarm=True)
+            return
+        one.merged[report.stripe] = report
+
+    def _discards_reported(self, peer: str, message: DiscardReported) -> None:
+        """Book what is lost, as soon as no open round can still include any of it."""
+        for body in message.bodies:
+            if body.learner != peer:
+                return
+            status = self._liveness.learner(peer)
+            if status is not None and body.incarnation < status.incarnation:
+                # That life is over: no ballot may name it from now on.
+                self._electorate.saw_incarnation(peer, body.incarnation + 1)
+            one = self.rounds.get(body.fragment)
+            if (one is not None and peer in one.contributions) or not self._discards.accept(body):
+                continue
+            self.proposals.append(body)
+            self._outbox.note(
+                "discarded",
+                f"steps ({body.step_from}, {body.step_to}] of {peer}'s incarnation {body.incarnation}: {body.reason}",
+                fragment=body.fragment,
+            )
+
+    # ---- ballots -----------------------------------------------------------------------------------------------------
+
+    def _next_number(self) -> Ballot:
+        """A ballot that never was before: one leader per term, one number per attempt of that leader."""
+        self._number += 1
+        return Ballot(self._term, self._number)
+
+    def _open(self, opening: Opening, *, now_ns: int) -> bool:
+        """Open a round with everybody who can contribute; returns False when nobody can."""
+        fragment, version = opening.fragment, self._history.versions[opening.fragment] + 1
+        surroundings = self._electorate.look_around(now_ns=now_ns)
+        members, excluded = self._electorate.members(fragment, surroundings, now_ns=now_ns)
+        if not members:
+            return False
+        stripes = self._stripes(fragment, surroundings)
+        one = OpenRound(
+            opened_at_ns=now_ns,
+            is_last=opening.is_last,
+            announcement=BallotOpened(self._next_number(), fragment, version, members, stripes),
+            ballot_at_ns=now_ns,
+            deadline=self._clock.deadline(fragment, members, stripes, attempt=0),
+        )
+        self.rounds[fragment] = one
+        self._agenda.opener.opened(opening, now_ns=now_ns)
+        without = "; without " + ", ".join(f"{name} ({why})" for name, why in excluded) if excluded else ""
+        self._outbox.note(
+            "open",
+            f"ballot {one.ballot}: {opening.reason}; members {', '.join(members)}{without}; reducers "
+            f"{', '.join(one.reducers)}; deadline {one.deadline.derivation}",
+            fragment=fragment,
+            version=version,
+        )
+        self._announce(one)
+        return True
+
+    def _next_ballot(self, one: OpenRound, reason: str, *, now_ns: int, is_late: bool = False) -> None:
+        """Try the round again with what there is; contributions keep their name, so what arrived is not sent again."""
+        surroundings = self._electorate.look_around(now_ns=now_ns, shunned=one.shunned)
+        stripes = self._stripes(one.fragment, surroundings)
+        able, _ = self._electorate.members(one.fragment, surroundings, now_ns=now_ns, barred=one.barred)
+        usable = {
+            name: offered
+            for name, offered in one.contributions.items()
+            if name not in one.barred and not self._may_contribute(offered, one.version)
+        }
+        plan = plan_next(one, stripes, usable=usable, able=able, reachable=surroundings.reachable, is_late=is_late)
+        if not plan.members:
+            self._abandon(one, f"{reason}; nobody is left to contribute", now_ns=now_ns)
+            return
+        ballot, attempt = self._next_number(), one.attempt + 1
+        one.begin_ballot(
+            BallotOpened(ballot, one.fragment, one.version, plan.members, stripes, plan.held),
+            deadline=self._clock.deadline(one.fragment, plan.members, stripes, attempt=attempt),
+            contributions=plan.contributions,
+            now_ns=now_ns,
+        )
+        self._outbox.note(
+            "ballot",
+            f"ballot {ballot}: {reason}; members {', '.join(one.members)}; reducers {', '.join(one.reducers)}; "
+            f"deadline {one.deadline.derivation}",
+            fragment=one.fragment,
+            version=one.version,
+        )
+        self._announce(one)
+        self._try_decide(one, now_ns)
+
+    def _abandon(self, one: OpenRound, reason: str, *, now_ns: int) -> None:
+        """Give up; the fragment stays at its version and is opened again when it can be."""
+        self._outbox.note("abandoned", f"ballot {one.ballot}: {reason}", fragment=one.fragment, version=one.version)
+        del self.rounds[one.fragment]
+        self._agenda.abandoned(one.fragment, now_ns=now_ns)
+
+    def _announce(self, one: OpenRound) -> None:
+        for name in self._regions:
+            self._outbox.send(name, one.announcement)
+
+    def _shun(self, one: OpenRound) -> None:
+        one.shunned |= reducers_to_shun(one)
+        if one.shunned >= set(self._regions):
+            one.shunned.clear()
+
+    def _repeat(self, one: OpenRound) -> None:
+        """Ask every region that is not done what it has; whatever was lost on the way is said again."""
+        if one.is_proposed:
+            return
+        for name in self._regions:
+            if name not in one.holders:
+                self._outbox.send(name, one.announcement)
+        if one.decision is not None:
+            for name in one.late_reducers():
+                self._outbox.send(name, one.decision)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _reaches(self, region: str, now_ns: int) -> bool:
+        return self._electorate.reaches(region, now_ns=now_ns)
+
+    def _stripes(self, fragment: int, surroundings: Surroundings) -> tuple[Stripe, ...]:
+        cut = self._fragments[fragment]
+        up, down = (encoded_bytes(cut, codec) for codec in (self._settings.codec_up, self._settings.codec_down))
+        load = RoundLoad(block_count(cut), up, down, len(surroundings.reachable))
+        budgets = {name: self._liveness.budget(name) for name in surroundings.reducers}
+        return cut_finer(cut_by_budget(load, surroundings.reducers, budgets), encoded_bytes=down)
+
+    def _open_rounds(self) -> list[OpenRound]:
+        return [self.rounds[fragment] for fragment in sorted(self.rounds)]
+
+    def _new_agenda(self) -> Agenda:
+        return Agenda(
+            regions=self._regions,
+            fragments=len(self._fragments),
+            settings=self._settings,
+            history=self._history,
+            liveness=self._liveness,
+            electorate=self._electorate,
+            outbox=self._outbox,
+        )

@@ -1,0 +1,180 @@
+"""With whom a round can be held right now: pure questions about liveness, reports and the committed past."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.liveness import Liveness
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import LearnerStatus
+
+STALLED_STEPS: Final = 8
+"""A learner that made no step for this many of its usual steps is not waited for; its work is carried over."""
+
+STALLED_NS_MIN: Final = 2_000_000_000
+"""But never less than this: evaluation and checkpoints take a second or two."""
+
+BEHIND_NS: Final = 1_000_000_000
+"""A region that has not applied a version so long after its commit is fetching it, and would hold up the round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The regions that the leader can work with.
+
+    Attributes:
+        reachable: they and the leader hear each other; the leader too. Sorted.
+        reducers: those that reach every other reachable region. Sorted, never empty.
+        learners: reachable regions with a learner that steps. Sorted.
+        away: regions whose learner can't be asked, and why.
+    """
+
+    reachable: tuple[str, ...]
+    reducers: tuple[str, ...]
+    learners: tuple[str, ...]
+    away: tuple[tuple[str, str], ...]
+
+
+def look_around(
+    leader: str,
+    regions: tuple[str, ...],
+    liveness: Liveness,
+    *,
+    now_ns: int,
+    shunned: Collection[str] = (),
+) -> Surroundings:
+    """Who is there, who can reduce, whose learner steps.
+
+    Of two regions that do not reach each other neither reduces, so that both stay members: full membership is worth
+    more than one more reducer.
+
+    Args:
+        leader: the asking region.
+        regions: all, in any order.
+        shunned: not to be reducers, unless nobody else is left.
+    """
+    reachable = tuple(
+        sorted(name for name in regions if liveness.reach_each_other(leader, name, now_ns=now_ns) or name == leader)
+    )
+    central = [
+        name for name in reachable if all(liveness.reach_each_other(name, other, now_ns=now_ns) for other in reachable)
+    ]
+    reducers = tuple(name for name in central if name not in shunned) or tuple(central) or (leader,)
+    learners, away = [], []
+    for name in sorted(regions):
+        reason = "not reachable" if name not in reachable else stall_reason(name, liveness, now_ns=now_ns)
+        if reason:
+            away.append((name, reason))
+        else:
+            learners.append(name)
+    return Surroundings(reachable, reducers, tuple(learners), tuple(away))
+
+
+def stall_reason(region: str, liveness: Liveness, *, now_ns: int) -> str:
+    """Why a region's learner is not to be waited for; empty if it steps."""
+    status = liveness.learner(region)
+    if status is None:
+        return "no learner"
+    if status.finished:
+        return "its learner has stopped"
+    stepped_at_ns = liveness.stepped_at_ns(region)
+    if stepped_at_ns is None or now_ns - stepped_at_ns > max(STALLED_NS_MIN, STALLED_STEPS * status.step_time_ns):
+        return "its learner makes no steps"
+    return ""
+
+
+def member_fault(
+    region: str,
+    status: LearnerStatus,
+    fragment: int,
+    history: RoundHistory,
+    *,
+    incarnation_min: int,
+    is_recent: bool,
+) -> str:
+    """Why a live learner can't be a member of the next round of a fragment, by its report; empty if it can.
+
+    The contribution itself is judged again when it comes (`RoundHistory.contribution_fault`).
+
+    Args:
+        incarnation_min: older lives of the learner are over.
+        is_recent: the last version was committed so lately that the report may just be older than its apply and the
+            steps after it. The member knows better: it takes its snapshot after the apply, and declines without steps.
+    """
+    position = status.positions[fragment]
+    last = history.last_version(region, fragment)
+    if status.incarnation < incarnation_min:
+        return "its incarnation is over"
+    if position.base_version < 0:
+        return "has no version yet"
+    if is_recent:
+        return ""
+    if position.base_version < last:
+        return f"has not applied version {last}, which includes it"
+    if status.step <= history.covered_step(region, status.incarnation, fragment):
+        return "no steps since its last inclusion"
+    return ""
+
+
+class Electorate:
+    """What the leader asks about regions and learners, and which lives of learners it knows to be over."""
+
+    def __init__(self, *, region: str, regions: tuple[str, ...], history: RoundHistory, liveness: Liveness) -> None:
+        self._region = region
+        self._regions = tuple(sorted(regions))
+        self._history = history
+        self._liveness = liveness
+        self._incarnations: dict[str, int] = {}
+
+    def saw_incarnation(self, learner: str, incarnation: int) -> None:
+        """A life of this number is there, or will be the next: older ones are over."""
+        newest = max(incarnation, self._history.incarnation(learner), self._incarnations.get(learner, 0))
+        self._incarnations[learner] = newest
+
+    def incarnation_min(self, learner: str) -> int:
+        """The oldest life of the learner that may not be over."""
+        return self._incarnations.get(learner, 0)
+
+    def reaches(self, region: str, *, now_ns: int) -> bool:
+        """Whether the leader and the region hear each other."""
+        return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
+
+    def look_around(self, *, now_ns: int, shunned: Collection[str] = ()) -> Surroundings:
+        """See `look_around`."""
+        return look_around(self._region, self._regions, self._liveness, now_ns=now_ns, shunned=shunned)
+
+    def members(
+        self, fragment: int, surroundings: Surroundings, *, now_ns: int, barred: Mapping[str, str] | None = None
+    ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+        """Who can contribute to the next round of a fragment.
+
+        Args:
+            barred: learners that may not, and why.
+
+        Returns:
+            Members, sorted; and the learners that step but can't, with reasons.
+        """
+        members, excluded = [], []
+        for name in surroundings.learners:
+            fault = (barred or {}).get(name, "") or self._fault(name, fragment, now_ns)
+            if fault:
+                excluded.append((name, fault))
+            else:
+                members.append(name)
+        return tuple(members), tuple(excluded)
+
+    def _fault(self, region: str, fragment: int, now_ns: int) -> str:
+        status = self._liveness.learner(region)
+        if status is None:
+            return "no learner"
+        history = self._history
+        is_recent = now_ns - history.committed_at_ns[fragment] <= BEHIND_NS
+        if region != self._region and not is_recent:
+            lacks = history.version_entries[fragment] - self._liveness.applied_index(region)
+            if lacks > 0:
+                return f"its region is {lacks} ledger entries behind"
+        return member_fault(
+            region, status, fragment, history, incarnation_min=self.incarnation_min(region), is_recent=is_recent
+        )

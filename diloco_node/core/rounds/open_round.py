@@ -1,0 +1,173 @@
+"""What the leader knows of one open round: its current ballot, and what came in for it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Final
+
+from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
+from diloco_node.core.rounds.deadline import Deadline
+from diloco_node.core.types import Ballot, Contribution, Stripe
+
+NORM_TOLERANCE: Final = 1e-3
+"""Squared norms summed stripe by stripe may differ by this part from those in a contribution's header."""
+
+NORM_FLOOR: Final = 2.0**-200
+"""Squares of values that the encoder flushes to zero."""
+
+
+def payload_digest(stripe_digests: Sequence[bytes]) -> bytes:
+    """The digest that names a merged payload: SHA-256 over its stripes' digests in block order."""
+    return hashlib.sha256(b"".join(stripe_digests)).digest()
+
+
+@dataclass(slots=True)
+class OpenRound:
+    """One fragment on its way to one version, with the current ballot.
+
+    Attributes:
+        opened_at_ns: of the first ballot; attempt counts the ballots from 0.
+        announcement, ballot_at_ns, deadline: the current ballot, as all are told of it.
+        contributions: by learner, judged and named in this ballot.
+        declined: members that will not contribute, and why.
+        held: per learner the stripes whose reducers say that they hold it, in this ballot.
+        decision, weights: once decided.
+        merged: by stripe.
+        holders: regions that have the merged payload on disk, with its digest.
+        barred: learners that may not be in any ballot of this round, and why.
+        shunned: reducers that held up a ballot of this round.
+        is_proposed: it is in the leader's log; nothing is changed any more.
+        is_last: it is the run's last round of this fragment.
+    """
+
+    opened_at_ns: int
+    is_last: bool
+    announcement: BallotOpened
+    ballot_at_ns: int
+    deadline: Deadline
+    attempt: int = 0
+    contributions: dict[str, Contribution] = field(default_factory=dict)
+    declined: dict[str, str] = field(default_factory=dict)
+    held: dict[str, set[int]] = field(default_factory=dict)
+    decision: MergeDecided | None = None
+    weights: tuple[float, ...] = ()
+    merged: dict[int, StripeMerged] = field(default_factory=dict)
+    holders: dict[str, bytes] = field(default_factory=dict)
+    barred: dict[str, str] = field(default_factory=dict)
+    shunned: set[str] = field(default_factory=set)
+    is_proposed: bool = False
+
+    def begin_ballot(
+        self, announcement: BallotOpened, *, deadline: Deadline, contributions: dict[str, Contribution], now_ns: int
+    ) -> None:
+        """Forget what came in for the ballot before, but not who is barred or shunned."""
+        self.announcement, self.deadline, self.ballot_at_ns = announcement, deadline, now_ns
+        self.attempt += 1
+        self.contributions = contributions
+        self.declined, self.held, self.merged, self.holders = {}, {}, {}, {}
+        self.decision, self.weights = None, ()
+
+    @property
+    def fragment(self) -> int:
+        """Its index."""
+        return self.announcement.fragment
+
+    @property
+    def version(self) -> int:
+        """The version that the round makes."""
+        return self.announcement.version
+
+    @property
+    def ballot(self) -> Ballot:
+        """The current one."""
+        return self.announcement.ballot
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Of the current ballot."""
+        return self.announcement.members
+
+    @property
+    def stripes(self) -> tuple[Stripe, ...]:
+        """Of the current ballot, in block order."""
+        return self.announcement.stripes
+
+    @property
+    def deadline_ns(self) -> int:
+        """When the current ballot is given up."""
+        return self.ballot_at_ns + self.deadline.duration_ns
+
+    @property
+    def reducers(self) -> tuple[str, ...]:
+        """Each once, in the order of their stripes."""
+        return tuple(dict.fromkeys(stripe.reducer for stripe in self.stripes))
+
+    @property
+    def is_merged(self) -> bool:
+        """Every reducer has told about its merged stripe."""
+        return self.decision is not None and len(self.merged) == len(self.stripes)
+
+    @property
+    def digest(self) -> bytes:
+        """Of the merged payload, once `is_merged`."""
+        return payload_digest([self.merged[index].digest for index in range(len(self.stripes))])
+
+    def late_reducers(self) -> tuple[str, ...]:
+        """Those that have not told about each of their merged stripes, each once, in the order of the stripes."""
+        late = (stripe.reducer for index, stripe in enumerate(self.stripes) if index not in self.merged)
+        return tuple(dict.fromkeys(late))
+
+    def missing_members(self) -> tuple[str, ...]:
+        """Members that have neither contributed nor declined."""
+        return tuple(one for one in self.members if one not in self.contributions and one not in self.declined)
+
+    def is_held(self, learner: str, stripes: Sequence[int] | None = None) -> bool:
+        """Whether a contribution has arrived at all reducers, or at those of the given stripes."""
+        needed = range(len(self.stripes)) if stripes is None else stripes
+        return self.held.get(learner, set()).issuperset(needed)
+
+    def waiting(self) -> str:
+        """What the round waits for, in words."""
+        if self.is_proposed:
+            return "waits for its ledger entry to commit"
+        if self.decision is None:
+            return f"waits for contributions of {', '.join(self.missing_members())}"
+        if not self.is_merged:
+            late = self.late_reducers()
+            named = [one.learner for one in self.decision.contributions]
+            unheld = [name for name in named if not self.is_held(name)]
+            on_the_way = f", stripes of {', '.join(unheld)} are on their way" if unheld else ""
+            return f"waits for merged stripes of {', '.join(late)}{on_the_way}"
+        return f"waits for a majority to have the payload on disk, {', '.join(sorted(self.holders)) or 'nobody'} has"
+
+    def report_fault(self, peer: str, report: StripeMerged, pieces: int) -> str:
+        """Why a reducer's report is unusable; empty if it is fine."""
+        assert self.decision is not None
+        if not 0 <= report.stripe < len(self.stripes) or self.stripes[report.stripe].reducer != peer:
+            return f"stripe {report.stripe} is not reduced by {peer}"
+        rows = (report.squared_norms, *report.contribution_norms)
+        if len(rows) != 1 + len(self.decision.contributions) or any(len(row) != pieces for row in rows):
+            return "norms of another shape"
+        if not all(isfinite(norm) and norm >= 0.0 for row in rows for norm in row):
+            return "norms that are negative or not finite"
+        return ""
+
+    def liars(self) -> tuple[str, ...]:
+        """Learners whose stripes do not add up to the norms in the header of their contribution."""
+        assert self.decision is not None
+        found = []
+        for place, one in enumerate(self.decision.contributions):
+            for piece, claimed in enumerate(one.squared_norms):
+                summed = sum(self.merged[index].contribution_norms[place][piece] for index in range(len(self.stripes)))
+                if abs(summed - claimed) > NORM_TOLERANCE * max(summed, claimed) + NORM_FLOOR:
+                    found.append(one.learner)
+                    break
+        return tuple(found)
+
+    def merged_squared_norms(self) -> tuple[float, ...]:
+        """Per piece, of the whole decoded payload; added in the order of the stripes."""
+        columns = zip(*(self.merged[index].squared_norms for index in range(len(self.stripes))), strict=True)
+        return tuple(sum(column) for column in columns)

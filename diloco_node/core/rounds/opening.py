@@ -1,0 +1,182 @@
+"""Which round the leader opens next, and why none is open: due learners, quorum, grace, pacing, measured times."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from diloco_node.core.liveness import Liveness
+from diloco_node.core.quorum import LearnerDue, OpenDecision, ReportSpread, RoundTiming, decide_open, quorum_size
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.membership import Electorate, Surroundings
+from diloco_node.core.schedule import StepTime, earliest_open_ns, median_step_time_ns, overdue_steps
+from diloco_node.core.types import LearnerStatus, RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A round to open.
+
+    Attributes:
+        reason: in words.
+        due_at_ns: when each due learner became due, sorted. learners: live ones, due or not.
+        is_last: it is the run's last round of this fragment.
+    """
+
+    fragment: int
+    reason: str
+    due_at_ns: tuple[int, ...] = ()
+    learners: int = 0
+    is_last: bool = False
+
+
+class Opener:
+    """Keeps when each learner became due, and decides.
+
+    Attributes:
+        reason: why no round is opened now, in words; empty when one was.
+        wake_at_ns: when to ask again even if nothing happens; None: only an event changes the answer.
+    """
+
+    def __init__(self, *, settings: RunSettings, fragments: int, history: RoundHistory, liveness: Liveness) -> None:
+        self.reason = ""
+        self.wake_at_ns: int | None = None
+        self._settings = settings
+        self._fragments = fragments
+        self._history = history
+        self._liveness = liveness
+        self._due: dict[int, dict[str, int]] = {fragment: {} for fragment in range(fragments)}
+        self._last_open_ns: int | None = None
+        self._quorum_time = StepTime()
+        self._sync_time = StepTime()
+        self._spread = ReportSpread()
+
+    def status_changed(self, region: str, status: LearnerStatus | None, *, now_ns: int) -> None:
+        """A learner reported (or is gone): note for which fragments it became due just now."""
+        for fragment, due in self._due.items():
+            if status is None or self._overdue(fragment, status) < 0:
+                due.pop(region, None)
+            else:
+                due.setdefault(region, now_ns)
+
+    @property
+    def last_open_ns(self) -> int:
+        """When the last round was opened by this leader; 0 if none was."""
+        return self._last_open_ns or 0
+
+    def opened(self, opening: Opening, *, now_ns: int) -> None:
+        """A round was opened: pace the next, learn from this one."""
+        self._last_open_ns = now_ns
+        due = opening.due_at_ns
+        if due:
+            needed = quorum_size(opening.learners, self._settings.quorum_min)
+            quorum_ns = due[min(needed, len(due)) - 1]
+            self._quorum_time = self._quorum_time.after(quorum_ns - due[0])
+            last_ns = due[-1] if len(due) == opening.learners else now_ns
+            self._spread = self._spread.after(last_ns - quorum_ns)
+
+    def committed(self, sync_ns: int) -> None:
+        """A round that was opened here is committed after this time."""
+        self._sync_time = self._sync_time.after(sync_ns)
+
+    def timing(self, surroundings: Surroundings) -> RoundTiming:
+        """What is measured now."""
+        averages = [status.step_time_ns for _, status in self._statuses(surroundings)]
+        return RoundTiming(
+            step_time_ns=median_step_time_ns(averages),
+            quorum_time_ns=self._quorum_time.average_ns,
+            sync_time_ns=self._sync_time.average_ns,
+            spread_p99_ns=self._spread.p99_ns,
+            rtt_ns=max((self._liveness.rtt_ns(name) for name in surroundings.learners), default=0),
+        )
+
+    def choose(
+        self,
+        surroundings: Surroundings,
+        open_fragments: Collection[int],
+        resting: Collection[int],
+        electorate: Electorate,
+        *,
+        now_ns: int,
+    ) -> Opening | None:
+        """The round to open now, if any; else `reason` and `wake_at_ns` say what is waited for.
+
+        The most overdue fragment goes first; one that waits for its grace window does not hold up the others.
+
+        Args:
+            open_fragments: their rounds are in flight.
+            resting: not to be opened just now.
+        """
+        self.wake_at_ns = None
+        timing = self.timing(surroundings)
+        not_before_ns = earliest_open_ns(
+            self._last_open_ns,
+            sync_every=self._settings.sync_every,
+            fragments=self._fragments,
+            step_time_ns=timing.step_time_ns,
+        )
+        reasons = []
+        for fragment in self._most_overdue(surroundings, {*open_fragments, *resting}):
+            learners = self._learners(fragment, surroundings, electorate)
+            decision = decide_open(
+                now_ns,
+                learners,
+                timing,
+                self._settings,
+                not_before_ns=not_before_ns,
+                rounds_in_flight=len(open_fragments),
+            )
+            if decision.open:
+                self.reason = ""
+                due = sorted(one.due_at_ns for one in learners if one.due_at_ns is not None)
+                return Opening(fragment, decision.reason, tuple(due), len(learners))
+            self._wait(decision)
+            reasons.append(f"fragment {fragment}: {decision.reason}")
+        self.reason = reasons[0] if reasons else "no fragment is due"
+        return None
+
+    def _wait(self, decision: OpenDecision) -> None:
+        if decision.wake_at_ns is not None:
+            self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
+
+    def _statuses(self, surroundings: Surroundings) -> list[tuple[str, LearnerStatus]]:
+        found = ((name, self._liveness.learner(name)) for name in surroundings.learners)
+        return [(name, status) for name, status in found if status is not None]
+
+    def _overdue(self, fragment: int, status: LearnerStatus) -> int:
+        """Steps since it became due; negative while it is not.
+
+        A report from before the apply of the last version still counts from the cycle before: nobody is due by it, or
+        each round would be followed by another one at once.
+        """
+        position = status.positions[fragment]
+        if position.base_version < self._history.versions[fragment]:
+            return -1
+        return overdue_steps(
+            fragment,
+            position,
+            status.step,
+            sync_every=self._settings.sync_every,
+            fragments=self._fragments,
+        )
+
+    def _most_overdue(self, surroundings: Surroundings, left_out: Collection[int]) -> list[int]:
+        statuses = self._statuses(surroundings)
+        ranked = []
+        for fragment, due in self._due.items():
+            if due and fragment not in left_out:
+                overdue = max((self._overdue(fragment, status) for name, status in statuses if name in due), default=-1)
+                if overdue >= 0:
+                    ranked.append((-overdue, fragment))
+        return [fragment for _, fragment in sorted(ranked)]
+
+    def _learners(self, fragment: int, surroundings: Surroundings, electorate: Electorate) -> list[LearnerDue]:
+        """Live learners that have some version, due or not."""
+        found = []
+        for name, status in self._statuses(surroundings):
+            if status.positions[fragment].base_version < 0:
+                continue
+            is_over = status.incarnation < electorate.incarnation_min(name)
+            is_due = not is_over and self._overdue(fragment, status) >= 0
+            found.append(LearnerDue(name, self._due[fragment].get(name) if is_due else None))
+        return found

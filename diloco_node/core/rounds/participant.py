@@ -1,0 +1,525 @@
+"""What every region does for rounds, as it is told by the leader: contribute, reduce its stripe, hold the payload.
+
+A region never decides about a round. It follows the highest ballot of the current leader and forgets lower ones; what
+its learner contributed keeps its name and bytes from ballot to ballot, until the round of that fragment commits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco_node.core.events import (
+    CloseBallot,
+    ContributionStripeArrived,
+    MergedStripeArrived,
+    ReduceStripe,
+    SendContribution,
+    SendMerged,
+    StorePayload,
+    StripeReduced,
+    TakeSnapshot,
+)
+from diloco_node.core.messages import (
+    BallotOpened,
+    Contributed,
+    Declined,
+    MergeDecided,
+    PayloadHeld,
+    StripeHeld,
+    StripeMerged,
+)
+from diloco_node.core.outbox import Outbox
+from diloco_node.core.replica import Replica
+from diloco_node.core.rounds.early import EarlyArrivals
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.open_round import payload_digest
+from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings, Stripe
+
+_Block = tuple[int, int]
+_Name = tuple[str, int, int]
+
+
+def _name(contribution: Contribution) -> _Name:
+    return contribution.learner, contribution.incarnation, contribution.snapshot
+
+
+@dataclass(slots=True)
+class _Part:
+    """This region's part in the current ballot of one round.
+
+    Attributes:
+        leader: who opened it. opened: what it said.
+        has_contributed, declined: its learner's answer in this ballot.
+        decision: what to merge, once decided.
+        reducing: stripes whose reduction was started, and the order of their sum (places in the decision).
+        reduced: those that are done.
+        merged: digests of merged stripes that are here. digest: of the payload, once it is being stored.
+    """
+
+    leader: str
+    opened: BallotOpened
+    has_contributed: bool = False
+    declined: str = ""
+    decision: MergeDecided | None = None
+    reducing: dict[int, list[int]] = field(default_factory=dict)
+    reduced: dict[int, StripeReduced] = field(default_factory=dict)
+    merged: dict[int, bytes] = field(default_factory=dict)
+    digest: bytes = b""
+    is_lost: bool = False
+
+    @property
+    def ballot(self) -> Ballot:
+        return self.opened.ballot
+
+    @property
+    def opened_reducers(self) -> tuple[str, ...]:
+        return tuple(stripe.reducer for stripe in self.opened.stripes)
+
+
+@dataclass(slots=True)
+class _Fragment:
+    """What outlives a ballot.
+
+    Attributes:
+        version: of the round that the rest is about.
+        part: the current ballot; None before one was opened.
+        pending: the learner's contribution to this round.
+        asked: the base against which a snapshot was asked for; None while none is being taken.
+        arrived: contributions and block ranges that are in this region's memory, in the order in which they came, with
+            the version that they are for.
+        residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
+    """
+
+    version: int = -1
+    part: _Part | None = None
+    pending: Contribution | None = None
+    asked: int | None = None
+    arrived: dict[tuple[_Name, _Block], int] = field(default_factory=dict)
+    residual: tuple[int, Ballot, dict[int, _Block]] | None = None
+
+
+class RoundParticipant:
+    """See the module. Feed it facts, then call `pump`."""
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        regions: tuple[str, ...],
+        fragments: int,
+        settings: RunSettings,
+        history: RoundHistory,
+        replica: Replica,
+        outbox: Outbox,
+    ) -> None:
+        self._region = region
+        self._others = tuple(sorted(name for name in regions if name != region))
+        self._settings = settings
+        self._history = history
+        self._replica = replica
+        self._outbox = outbox
+        self._learner: LearnerStatus | None = None
+        self._fragments = [_Fragment() for _ in range(fragments)]
+        self._early = EarlyArrivals()
+        self._committed: list[list[RoundBody]] = [[] for _ in range(fragments)]
+        self._dirty: set[int] = set()
+
+    # ---- queries -----------------------------------------------------------------------------------------------------
+
+    def open_versions(self) -> dict[int, int]:
+        """Fragment to version of rounds that are open as far as is known here: a new leader opens them again."""
+        return {
+            fragment: one.version
+            for fragment, one in enumerate(self._fragments)
+            if one.part is not None and one.version == self._history.versions[fragment] + 1
+        }
+
+    def is_storing(self, body: RoundBody) -> bool:
+        """Whether this very payload is being written to disk."""
+        part = self._fragments[body.fragment].part
+        is_this = part is not None and part.ballot == body.ballot and part.digest == body.payload_digest
+        return is_this and part is not None and not part.is_lost
+
+    def is_following(self, body: RoundBody) -> bool:
+        """Whether this region takes part in the ballot that made the payload, so that its stripes are on their way."""
+        part = self._fragments[body.fragment].part
+        return part is not None and part.ballot == body.ballot
+
+    def open_rounds(self) -> list[tuple[int, int, Ballot, str]]:
+        """(fragment, version, ballot, what it waits for here) of each open round that is known here."""
+        found = []
+        for fragment, one in enumerate(self._fragments):
+            if one.part is not None and one.version > self._history.versions[fragment]:
+                found.append((fragment, one.version, one.part.ballot, self._waits_for(one, one.part)))
+        return found
+
+    def _waits_for(self, one: _Fragment, part: _Part) -> str:
+        if part.digest:
+            return "waits for the commit" if self._is_stored(one, part) else "writes the payload"
+        if self._region in part.opened.members and not part.has_contributed and not part.declined:
+            return "waits for the learner's snapshot" if one.asked is not None else "waits for the learner"
+        if part.decision is None and self._region in part.opened_reducers:
+            return f"waits for the decision of {part.leader}"
+        lacking = (stripe.reducer for index, stripe in enumerate(part.opened.stripes) if index not in part.merged)
+        return f"waits for merged stripes of {', '.join(dict.fromkeys(lacking))}"
+
+    # ---- the learner -------------------------------------------------------------------------------------------------
+
+    def learner_changed(self, status: LearnerStatus | None) -> None:
+        """The learner reported, attached or is gone. A new life knows nothing of the old one's snapshots."""
+        is_new_life = status is not None and (self._learner is None or self._learner.incarnation != status.incarnation)
+        for one in self._fragments:
+            if status is None:
+                one.asked = None
+            elif is_new_life and one.pending is not None and one.pending.incarnation != status.incarnation:
+                one.pending = None
+        self._learner = status
+        self._dirty.update(range(len(self._fragments)))
+
+    def snapshot_taken(self, contribution: Contribution) -> None:
+        """The learner has made a contribution."""
+        one = self._fragments[contribution.fragment]
+        is_current = self._learner is not None and self._learner.incarnation == contribution.incarnation
+        if not is_current or contribution.learner != self._region or one.asked != contribution.base_version:
+            # An answer to a question of an earlier round or life: what it names is resolved by now.
+            return
+        one.asked, one.pending = None, contribution
+        self._dirty.add(contribution.fragment)
+
+    def snapshot_refused(self, fragment: int, version: int, reason: str) -> None:
+        """The learner could not: ask again if its base has moved on since, else say so."""
+        one = self._fragments[fragment]
+        asked, one.asked = one.asked, None
+        if one.part is None or one.version != version or asked is None:
+            return
+        if self._learner is not None and self._learner.positions[fragment].base_version == asked:
+            self._decline(one.part, reason)
+        self._dirty.add(fragment)
+
+    # ---- the leader --------------------------------------------------------------------------------------------------
+
+    def ballot_opened(self, leader: str, opened: BallotOpened) -> None:
+        """Follow a ballot, or answer again if it is the one that is followed. Lower ones are refused by silence."""
+        if not 0 <= opened.fragment < len(self._fragments):
+            return
+        one = self._fragments[opened.fragment]
+        if opened.version <= self._history.versions[opened.fragment] or opened.version < one.version:
+            return
+        part = one.part
+        if part is not None and opened.version == one.version:
+            if opened.ballot == part.ballot:
+                self._say_again(one, part)
+                return
+            if opened.ballot < part.ballot:
+                return
+            self._outbox.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
+        if opened.version > one.version:
+            one.version, one.pending, one.asked = opened.version, None, None
+        one.part = _Part(leader, opened)
+        self._take_early(one, one.part)
+        self._dirty.add(opened.fragment)
+
+    def merge_decided(self, decision: MergeDecided) -> None:
+        """Reduce this, or say again what came of it."""
+        one = self._fragments[decision.fragment] if 0 <= decision.fragment < len(self._fragments) else None
+        if one is None or one.part is None or one.part.ballot != decision.ballot:
+            return
+        part = one.part
+        if part.decision is None:
+            part.decision = decision
+            self._dirty.add(decision.fragment)
+            return
+        for _, reduced in sorted(part.reduced.items()):
+            self._say_merged(part, reduced)
+
+    # ---- bytes -------------------------------------------------------------------------------------------------------
+
+    def stripe_arrived(self, event: ContributionStripeArrived) -> None:
+        """A stripe of a contribution is here, perhaps before the ballot that explains which blocks it is."""
+        contribution = event.contribution
+        fragment = contribution.fragment
+        one = self._fragments[fragment]
+        version = contribution.base_version + 1
+        if version <= self._history.versions[fragment]:
+            self._free_late(event.ballot, fragment, version)
+        elif one.part is not None and event.ballot == one.part.ballot:
+            is_kept = self._keep_stripe(one, one.part, event.stripe, contribution)
+            if is_kept and self._holds_all(one, one.part, _name(contribution)):
+                self._outbox.send(one.part.leader, StripeHeld(event.ballot, contribution.learner))
+        elif one.part is None or event.ballot > one.part.ballot:
+            self._early.keep(event)
+
+    def merged_arrived(self, event: MergedStripeArrived) -> None:
+        """A merged stripe is here."""
+        one = self._fragments[event.fragment]
+        if event.version <= self._history.versions[event.fragment]:
+            self._free_late(event.ballot, event.fragment, event.version)
+        elif one.part is not None and one.part.ballot == event.ballot:
+            self._keep_merged(one.part, event)
+            self._dirty.add(event.fragment)
+        elif one.part is None or event.ballot > one.part.ballot:
+            self._early.keep(event)
+
+    def stripe_reduced(self, event: StripeReduced) -> None:
+        """The stripe of this region is merged: tell the leader, give it to everybody."""
+        for one in self._fragments:
+            part = one.part
+            if part is not None and part.ballot == event.ballot and event.stripe in part.reducing:
+                part.reduced[event.stripe] = event
+                stripe = part.opened.stripes[event.stripe]
+                self._say_merged(part, event)
+                self._outbox.emit(
+                    SendMerged(
+                        event.ballot,
+                        event.stripe,
+                        part.opened.fragment,
+                        part.opened.version,
+                        event.digest,
+                        stripe.block_start,
+                        stripe.block_stop,
+                        self._others,
+                    )
+                )
+
+    def payload_stored(self, fragment: int, version: int, digest: bytes) -> None:
+        """A payload is on disk: tell the leader if it is the one of the current ballot."""
+        one = self._fragments[fragment]
+        if one.part is not None and one.version == version and one.part.digest == digest:
+            self._outbox.send(one.part.leader, PayloadHeld(one.part.ballot, digest))
+
+    def payload_not_stored(self, fragment: int, ballot: Ballot) -> None:
+        """The merged stripes went before they were written: should the ballot commit, its payload is to be fetched."""
+        part = self._fragments[fragment].part
+        if part is not None and part.ballot == ballot:
+            part.is_lost = True
+
+    # ---- the ledger --------------------------------------------------------------------------------------------------
+
+    def committed(self, body: RoundBody) -> None:
+        """A round is decided for good; its bytes are kept until it is applied."""
+        self._committed[body.fragment].append(body)
+
+    def applied(self, fragment: int, version: int) -> None:
+        """The fragment is at `version`: nothing of the rounds up to there is needed any more."""
+        closed = [body for body in self._committed[fragment] if body.version <= version]
+        self._committed[fragment] = [body for body in self._committed[fragment] if body.version > version]
+        one = self._fragments[fragment]
+        for body in closed:
+            self._close(one, body)
+        if one.version <= version:
+            one.part = one.pending = one.asked = None
+        one.arrived = {key: made for key, made in one.arrived.items() if made > version}
+        if closed:
+            self._early.forget(fragment, closed[-1].ballot)
+        self._dirty.add(fragment)
+
+    # ---- what to do --------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Do everything that can be done now."""
+        while self._dirty:
+            fragment = min(self._dirty)
+            self._dirty.discard(fragment)
+            one = self._fragments[fragment]
+            if one.part is not None and one.version > self._history.versions[fragment]:
+                self._contribute(one, one.part)
+                self._reduce(one, one.part)
+                self._hold(one, one.part)
+
+    def _contribute(self, one: _Fragment, part: _Part) -> None:
+        opened = part.opened
+        if self._region not in opened.members or part.has_contributed or part.declined or one.asked is not None:
+            return
+        reason = self._decline_reason(opened.fragment)
+        if reason:
+            self._decline(part, reason)
+        elif one.pending is not None:
+            part.has_contributed = True
+            self._outbox.send(part.leader, Contributed(part.ballot, one.pending))
+            skip = tuple(sorted(held.stripe for held in opened.held if held.learner == self._region))
+            self._outbox.emit(SendContribution(part.ballot, one.version, one.pending, opened.stripes, skip))
+        elif not self._may_contribute(opened.fragment, one.version):
+            assert self._learner is not None
+            one.asked = self._learner.positions[opened.fragment].base_version
+            self._outbox.emit(TakeSnapshot(opened.fragment, one.version, one.asked))
+
+    def _reduce(self, one: _Fragment, part: _Part) -> None:
+        if part.decision is None:
+            return
+        for index, stripe in self._own_stripes(part):
+            if index not in part.reducing:
+                self._try_reduce(one, part, part.decision, index, stripe)
+
+    def _try_reduce(self, one: _Fragment, part: _Part, decision: MergeDecided, index: int, stripe: Stripe) -> None:
+        blocks = (stripe.block_start, stripe.block_stop)
+        if any((_name(named), blocks) not in one.arrived for named in decision.contributions):
+            return
+        order = self._order_of_sum(decision.contributions, list(one.arrived))
+        part.reducing[index] = order
+        self._outbox.emit(
+            ReduceStripe(
+                ballot=part.ballot,
+                fragment=part.opened.fragment,
+                version=one.version,
+                stripe=index,
+                block_start=stripe.block_start,
+                block_stop=stripe.block_stop,
+                contributions=tuple(decision.contributions[place] for place in order),
+                coefficients=tuple(decision.coefficients[place] for place in order),
+                residual_of=self._residual_of(part.opened.fragment, index, blocks),
+            )
+        )
+
+    def _hold(self, one: _Fragment, part: _Part) -> None:
+        if part.digest or len(part.merged) < len(part.opened.stripes):
+            return
+        part.digest = payload_digest([part.merged[index] for index in range(len(part.opened.stripes))])
+        if self._is_stored(one, part):
+            self._outbox.send(part.leader, PayloadHeld(part.ballot, part.digest))
+        else:
+            self._outbox.emit(StorePayload(part.ballot, part.opened.fragment, one.version, part.digest))
+
+    # ---- small decisions, each in one place --------------------------------------------------------------------------
+
+    def _may_contribute(self, fragment: int, version: int) -> str:
+        """Why the learner can't contribute just yet; empty if it can. It will be asked again when something changes.
+
+        The snapshot is taken against version - 1, after the learner has applied it: so an offer always resolves the
+        snapshot before, and a base is never older than the last inclusion.
+        """
+        if self._learner is None:
+            return "no learner"
+        position = self._learner.positions[fragment]
+        covered = self._history.covered_step(self._region, self._learner.incarnation, fragment)
+        if position.base_version != version - 1:
+            return f"the learner is at version {position.base_version}"
+        if self._history.versions[fragment] != version - 1:
+            return f"version {version - 1} is not committed here"
+        if position.included_step != covered:
+            return f"steps ({covered}, {position.included_step}] are not booked yet"
+        return ""
+
+    def _decline_reason(self, fragment: int) -> str:
+        """Why the learner will not contribute to this ballot at all; empty if it will, perhaps later."""
+        if self._learner is None:
+            return "no learner is attached"
+        if self._learner.finished:
+            return "the learner has stopped"
+        position = self._learner.positions[fragment]
+        has_pending = self._fragments[fragment].pending is not None
+        if not has_pending and position.base_version >= 0 and self._learner.step <= position.included_step:
+            return "no steps since the last inclusion"
+        return ""
+
+    def _order_of_sum(self, named: tuple[Contribution, ...], arrived: list[tuple[_Name, _Block]]) -> list[int]:
+        """The order in which contributions are added: by learner, for float32 sums depend on it.
+
+        Args:
+            named: as the leader listed them.
+            arrived: in the order of arrival, which must not matter.
+        """
+        del arrived
+        return sorted(range(len(named)), key=lambda place: named[place].learner)
+
+    def _residual_of(self, fragment: int, stripe: int, blocks: _Block) -> Ballot | None:
+        """The ballot whose residual is added: the one that committed the version before, over the same blocks here."""
+        one = self._fragments[fragment]
+        if not self._settings.error_feedback or one.residual is None:
+            return None
+        version, ballot, ranges = one.residual
+        return ballot if version == one.version - 1 and ranges.get(stripe) == blocks else None
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _say_again(self, one: _Fragment, part: _Part) -> None:
+        """Everything that was said in this ballot; any of it may have been lost."""
+        if part.has_contributed and one.pending is not None:
+            self._outbox.send(part.leader, Contributed(part.ballot, one.pending))
+        if part.declined:
+            self._outbox.send(part.leader, Declined(part.ballot, part.declined))
+        if any(index not in part.reduced for index, _ in self._own_stripes(part)):
+            self._say_held(one, part)
+        for _, reduced in sorted(part.reduced.items()):
+            self._say_merged(part, reduced)
+        if part.digest and self._is_stored(one, part):
+            self._outbox.send(part.leader, PayloadHeld(part.ballot, part.digest))
+
+    def _say_held(self, one: _Fragment, part: _Part) -> None:
+        whole = {name[0] for name, _ in one.arrived if self._holds_all(one, part, name)}
+        for learner in sorted(whole & set(part.opened.members)):
+            self._outbox.send(part.leader, StripeHeld(part.ballot, learner))
+
+    def _holds_all(self, one: _Fragment, part: _Part, name: _Name) -> bool:
+        """Whether everything of a contribution that is to be reduced here has arrived."""
+        own = [(stripe.block_start, stripe.block_stop) for _, stripe in self._own_stripes(part)]
+        return bool(own) and all((name, blocks) in one.arrived for blocks in own)
+
+    def _own_stripes(self, part: _Part) -> list[tuple[int, Stripe]]:
+        """What this region reduces, with the places in the ballot."""
+        return [(index, one) for index, one in enumerate(part.opened.stripes) if one.reducer == self._region]
+
+    def _say_merged(self, part: _Part, reduced: StripeReduced) -> None:
+        """Tell the leader, with the norms in the order in which it named the contributions."""
+        order = part.reducing[reduced.stripe]
+        norms = dict(zip(order, reduced.contribution_norms, strict=True))
+        self._outbox.send(
+            part.leader,
+            StripeMerged(
+                part.ballot,
+                reduced.stripe,
+                reduced.squared_norms,
+                tuple(norms[place] for place in range(len(order))),
+                reduced.digest,
+            ),
+        )
+
+    def _decline(self, part: _Part, reason: str) -> None:
+        part.declined = reason
+        self._outbox.send(part.leader, Declined(part.ballot, reason))
+
+    def _is_stored(self, one: _Fragment, part: _Part) -> bool:
+        return self._replica.has_stored(part.opened.fragment, one.version, part.digest)
+
+    def _keep_stripe(self, one: _Fragment, part: _Part, index: int, contribution: Contribution) -> bool:
+        """Remember a stripe that this region is to reduce; False if it is another region's."""
+        if not 0 <= index < len(part.opened.stripes) or part.opened.stripes[index].reducer != self._region:
+            return False
+        stripe = part.opened.stripes[index]
+        one.arrived[_name(contribution), (stripe.block_start, stripe.block_stop)] = contribution.base_version + 1
+        self._dirty.add(part.opened.fragment)
+        return True
+
+    def _keep_merged(self, part: _Part, event: MergedStripeArrived) -> None:
+        """The sender chose the number; the shell may not have known the ballot's stripes yet."""
+        if 0 <= event.stripe < len(part.opened.stripes):
+            part.merged[event.stripe] = event.digest
+
+    def _take_early(self, one: _Fragment, part: _Part) -> None:
+        """A new ballot: what came before its announcement, and what is held from the ballots before."""
+        for event in self._early.take(part.ballot, part.opened.fragment):
+            if isinstance(event, MergedStripeArrived):
+                self._keep_merged(part, event)
+            else:
+                self._keep_stripe(one, part, event.stripe, event.contribution)
+        self._say_held(one, part)
+
+    def _close(self, one: _Fragment, body: RoundBody) -> None:
+        part = one.part
+        one.residual = None
+        is_followed = part is not None and one.version == body.version
+        if is_followed and part is not None:
+            if part.ballot != body.ballot:
+                self._outbox.emit(CloseBallot(part.ballot, body.fragment, body.version, committed=False))
+            elif part.reduced:
+                stripes = part.opened.stripes
+                ranges = {index: (stripes[index].block_start, stripes[index].block_stop) for index in part.reduced}
+                one.residual = (body.version, body.ballot, ranges)
+        if is_followed or one.arrived or self._early.has_any:
+            self._outbox.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
+
+    def _free_late(self, ballot: Ballot, fragment: int, version: int) -> None:
+        """Bytes of a round that is over. Before it is applied here, it is still to be closed with all it has."""
+        residual = self._fragments[fragment].residual
+        is_kept = residual is not None and residual[1] == ballot
+        if version <= self._replica.applied[fragment] and not is_kept:
+            self._outbox.emit(CloseBallot(ballot, fragment, version, committed=False))

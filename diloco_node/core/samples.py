@@ -1,0 +1,148 @@
+"""Arithmetic of measurements: percentiles, jitter, and rates from arrivals. Integers of nanoseconds and bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+NS_PER_S: Final = 1_000_000_000
+JITTER_SHIFT: Final = 4
+"""RFC 3550 keeps its estimate times 16."""
+
+WINDOWS: Final = 20
+WINDOW_NS_MIN: Final = 50_000_000
+
+Mark = tuple[int, int]
+"""When (monotonic ns), and how many bytes had arrived on a connection by then."""
+
+
+def percentile(values: Sequence[int], per_cent: int) -> int:
+    """The nearest-rank percentile: the smallest value that at least `per_cent` of all do not exceed.
+
+    Args:
+        values: at least one, in any order. per_cent: 1 to 100; of an odd number of values 50 is the median.
+
+    Raises:
+        ValueError: there are no values, or the percentage is not from 1 to 100.
+    """
+    if not values or not 1 <= per_cent <= 100:
+        raise ValueError(f"percentile {per_cent} of {len(values)} values")
+    rank = -(-len(values) * per_cent // 100)
+    return sorted(values)[rank - 1]
+
+
+def jitter_ns(rtts_ns: Sequence[int]) -> int:
+    """Interarrival jitter after the last sample, as RFC 3550 (6.4.1 and A.8) and mtr smooth it.
+
+    The difference of two neighbouring round trips stands for the difference of transit times; it enters with a
+    sixteenth. 0 for fewer than two samples.
+
+    Args:
+        rtts_ns: in the order in which the probes were sent.
+    """
+    scaled = 0
+    for before, now in pairwise(rtts_ns):
+        scaled += abs(now - before) - ((scaled + (1 << JITTER_SHIFT - 1)) >> JITTER_SHIFT)
+    return scaled >> JITTER_SHIFT
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Round trips of probes, in nanoseconds.
+
+    Attributes:
+        answered, unanswered: probes. The rest is of those answered; jitter_ns: see the function.
+    """
+
+    answered: int
+    unanswered: int
+    min_ns: int
+    p50_ns: int
+    p99_ns: int
+    max_ns: int
+    jitter_ns: int
+
+
+def summarise_rtts(rtts_ns: Sequence[int], *, unanswered: int) -> Latency:
+    """What to tell about probes.
+
+    Args:
+        rtts_ns: of those answered, in the order they were sent; at least one.
+
+    Raises:
+        ValueError: none was answered.
+    """
+    if not rtts_ns:
+        raise ValueError(f"none of {unanswered} probes was answered")
+    return Latency(
+        answered=len(rtts_ns),
+        unanswered=unanswered,
+        min_ns=min(rtts_ns),
+        p50_ns=percentile(rtts_ns, 50),
+        p99_ns=percentile(rtts_ns, 99),
+        max_ns=max(rtts_ns),
+        jitter_ns=jitter_ns(rtts_ns),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Bytes per second over a stretch of time.
+
+    Attributes:
+        mean: all bytes through all time, as iperf3 prints it.
+        median, p10, p90: of the windows; equal to the mean where nothing varies.
+    """
+
+    mean: int
+    median: int
+    p10: int
+    p90: int
+
+
+def window_length_ns(span_ns: int) -> int:
+    """How long each window of a stretch is: a twentieth, and not under 50 ms unless the whole stretch is."""
+    return min(span_ns, max(WINDOW_NS_MIN, -(-span_ns // WINDOWS)))
+
+
+def goodput(connections: Sequence[Sequence[Mark]], *, start_ns: int, span_ns: int) -> Goodput:
+    """The rate of all connections together, from `start_ns` on for `span_ns`.
+
+    Bytes come in chunks, on a slow link with long pauses between them; those of a chunk are taken to have arrived
+    evenly since the mark before it. So neither windows nor edges see the grain of the chunks.
+
+    Args:
+        connections: marks of each, times not falling, bytes counted from the connection's start.
+        span_ns: positive.
+    """
+    window_ns = window_length_ns(span_ns)
+    edges = list(range(start_ns, start_ns + span_ns - window_ns + 1, window_ns))
+    rates = [
+        (_bytes_by(connections, at + window_ns) - _bytes_by(connections, at)) * NS_PER_S // window_ns for at in edges
+    ]
+    total = _bytes_by(connections, start_ns + span_ns) - _bytes_by(connections, start_ns)
+    return Goodput(total * NS_PER_S // span_ns, percentile(rates, 50), percentile(rates, 10), percentile(rates, 90))
+
+
+def _bytes_by(connections: Sequence[Sequence[Mark]], at_ns: int) -> int:
+    return sum(_arrived_by(marks, at_ns) for marks in connections)
+
+
+def _arrived_by(marks: Sequence[Mark], at_ns: int) -> int:
+    """Bytes that one connection had by a moment; none before its first mark, no more after its last."""
+    after = bisect_right(marks, at_ns, key=lambda mark: mark[0])
+    if after == 0:
+        return 0
+    from_ns, have = marks[after - 1]
+    if after == len(marks):
+        return have
+    to_ns, will_have = marks[after]
+    return have + (will_have - have) * (at_ns - from_ns) // (to_ns - from_ns)
+
+
+def seconds_per_gb(cpu_ns: int, span_ns: int, bytes_per_s: int) -> float:
+    """Processor seconds for each 10^9 bytes: the share of a processor used, over the rate; 0 where nothing moved."""
+    return cpu_ns / span_ns / bytes_per_s * 1e9 if span_ns and bytes_per_s else 0.0

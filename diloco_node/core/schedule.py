@@ -1,0 +1,145 @@
+"""When a fragment is due, which one goes first, and how fast rounds may follow each other.
+
+All integers: steps of a learner, and nanoseconds. The leader asks these questions; learners never wait for the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.types import FragmentPosition
+
+LEAD_STEPS: Final = 1
+"""The ballot opens this many steps before H, so that the snapshot at the next step boundary falls on H."""
+
+_AVERAGE_SHIFT: Final = 3
+"""A new sample weighs 1/8: about the last ten steps decide."""
+
+_OUTLIER_FACTOR: Final = 4
+"""A sample counts as at most this times the average: one stall (a checkpoint, a SIGSTOP) must not slow the pace for
+long, while a lasting slowdown is still followed within a few steps."""
+
+
+def due_step(
+    fragment: int, position: FragmentPosition, *, sync_every: int, fragments: int, lead: int = LEAD_STEPS
+) -> int | None:
+    """The learner's step from which on it is due for this fragment.
+
+    Before the first round, fragment p of P is due at `ceil((p + 1) * H / P)`, so that the cycle is staggered from the
+    start; later `H - lead` steps after its mark (at least one).
+
+    Args:
+        fragment: index, 0 to `fragments - 1`.
+        position: where the learner stands with it.
+        sync_every: H. fragments: P. lead: steps the ballot opens early.
+
+    Returns:
+        None while the learner has not applied genesis.
+    """
+    if position.base_version < 0:
+        return None
+    if position.base_version == 0 and position.mark_step == 0:
+        return -(-(fragment + 1) * sync_every // fragments)
+    return position.mark_step + max(1, sync_every - lead)
+
+
+def overdue_steps(
+    fragment: int, position: FragmentPosition, step: int, *, sync_every: int, fragments: int, lead: int = LEAD_STEPS
+) -> int:
+    """How many steps ago the learner became due; negative: it is due in that many steps.
+
+    -1 while the learner has not applied genesis.
+    """
+    due = due_step(fragment, position, sync_every=sync_every, fragments=fragments, lead=lead)
+    return -1 if due is None else step - due
+
+
+def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_every: int) -> int | None:
+    """The next step of a learner that changes what the leader may do.
+
+    That is where a fragment becomes due, or where there is something to contribute to it for the first time.
+
+    Args:
+        positions: where the learner stands, by fragment. step: the one that was told last. sync_every: H.
+
+    Returns:
+        A step after `step`; None while there is none, before genesis.
+    """
+    news = [position.included_step + 1 for position in positions]
+    for fragment, position in enumerate(positions):
+        due = due_step(fragment, position, sync_every=sync_every, fragments=len(positions))
+        if due is not None:
+            news.append(due)
+    return min((one for one in news if one > step), default=None)
+
+
+def choose_fragment(overdue: Iterable[tuple[int, int]]) -> int | None:
+    """The fragment whose round is opened first: the most overdue; ties go to the smaller index.
+
+    Args:
+        overdue: (fragment, overdue steps) of the candidates, any order; negative ones are not due and left out.
+
+    Returns:
+        None if none is due.
+    """
+    due = [(-steps, fragment) for fragment, steps in overdue if steps >= 0]
+    return min(due)[1] if due else None
+
+
+def earliest_open_ns(last_open_ns: int | None, *, sync_every: int, fragments: int, step_time_ns: int) -> int:
+    """The time before which no further round may be opened: at most one per `H * step_time / P`.
+
+    Counted from the last opening, not from a grid: what was missed in a stall is not made up in a burst.
+
+    Args:
+        last_open_ns: when the last round was opened (first ballot); None if there was none.
+        step_time_ns: `median_step_time_ns`; 0 (unknown) means no pacing.
+    """
+    if last_open_ns is None:
+        return 0
+    return last_open_ns + -(-sync_every * step_time_ns // fragments)
+
+
+def median_step_time_ns(averages_ns: Sequence[int]) -> int:
+    """Median of the live learners' averages; 0 if none is known.
+
+    Args:
+        averages_ns: any order; 0 means unknown and is left out. Of an even number the mean of the middle two, rounded
+            down.
+    """
+    known = sorted(average for average in averages_ns if average > 0)
+    if not known:
+        return 0
+    return (known[(len(known) - 1) // 2] + known[len(known) // 2]) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Moving average of the time of an inner step (or of any duration), in integers.
+
+    Attributes:
+        samples: how many were seen.
+        scaled_ns: the average times 8; the bits below a nanosecond keep the average from sticking.
+    """
+
+    samples: int = 0
+    scaled_ns: int = 0
+
+    @property
+    def average_ns(self) -> int:
+        """0 while nothing is known."""
+        return self.scaled_ns >> _AVERAGE_SHIFT
+
+    def after(self, sample_ns: int) -> StepTime:
+        """The average with one more sample.
+
+        The second sample replaces the first: a first step compiles, allocates and reads the disk.
+        """
+        if sample_ns < 0:
+            raise ValueError(f"a duration can't be negative: {sample_ns} ns")
+        if self.samples < 2 or self.scaled_ns == 0:
+            return StepTime(self.samples + 1, sample_ns << _AVERAGE_SHIFT)
+        counted_ns = min(sample_ns, _OUTLIER_FACTOR * max(1, self.average_ns))
+        return StepTime(self.samples + 1, self.scaled_ns + counted_ns - self.average_ns)

@@ -1,0 +1,215 @@
+"""Which region reduces which blocks of a fragment.
+
+A fragment's pieces are cut into blocks of 256 values that never cross the edge of a piece; a stripe is a range of whole
+blocks. Stripes follow the regions' names and cover all blocks. They are equal where nobody has a budget; else they make
+the largest of (egress / budget) and (ingress / budget) over all regions as small as whole blocks allow.
+
+What a region reduces of a large fragment is cut into several stripes: the first is on its way to the others, and to the
+disk, while the next is being summed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
+from diloco_node.core.fragments import Fragment
+from diloco_node.core.types import BLOCK_VALUES, Stripe
+
+NS_PER_S: Final = 1_000_000_000
+
+STRIPE_BYTES_MIN: Final = 8 * 2**20
+"""No stripe is cut into shorter ones: each costs messages, and on a busy machine threads that wait for their turn."""
+
+STRIPES_MAX: Final = 32
+"""Stripes of a fragment beside one for each region; longer ones make up for it."""
+
+
+def piece_blocks(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Blocks of each piece: `ceil(size / 256)`.
+
+    Args:
+        sizes: values in each piece, each at least 1.
+    """
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"a piece holds at least one value, got sizes {tuple(sizes)}")
+    return tuple(-(-size // BLOCK_VALUES) for size in sizes)
+
+
+def block_count(fragment: Fragment) -> int:
+    """Blocks of the whole fragment."""
+    return sum(piece_blocks(fragment.piece_sizes))
+
+
+def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe, ...]:
+    """Cut blocks [0, blocks) into one stripe per region with a share.
+
+    Args:
+        blocks: blocks of the fragment, at least 1.
+        shares: (region, share) in any order; the share is an integer in any unit, for instance the smaller of egress
+            and ingress rate in bytes per second. All equal gives equal stripes.
+
+    Returns:
+        Sorted by region, without gaps; each within one block of its exact proportion. A region with share 0, or too
+        small a share for a whole block, has no stripe.
+
+    Raises:
+        ValueError: no blocks, a negative share, a region twice, or nobody with a share. All are bugs of the caller.
+    """
+    names = [name for name, _ in shares]
+    if blocks < 1 or len(set(names)) != len(names) or any(share < 0 for _, share in shares):
+        raise ValueError(f"can't cut {blocks} blocks by shares {tuple(shares)}")
+    total = sum(share for _, share in shares)
+    if total == 0:
+        raise ValueError("nobody has a share: a round needs at least one reducer")
+    stripes = []
+    start = summed = 0
+    for name, share in sorted(shares):
+        summed += share
+        stop = blocks * summed // total  # the running sum, not the share, is rounded: the cover stays exact
+        if stop > start:
+            stripes.append(Stripe(name, start, stop))
+        start = stop
+    return tuple(stripes)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundLoad:
+    """What one round of a fragment moves.
+
+    Attributes:
+        blocks: of the fragment. up_bytes, down_bytes: a whole contribution, a whole merged fragment.
+        regions: that contribute and get the merged fragment, the reducers among them.
+    """
+
+    blocks: int
+    up_bytes: int
+    down_bytes: int
+    regions: int
+
+    def egress_bytes(self, reduced: int) -> int:
+        """What a region sends that reduces so many blocks, times `blocks`: its contribution to the other reducers, and
+        its merged blocks to all others."""
+        return self.up_bytes * (self.blocks - reduced) + (self.regions - 1) * self.down_bytes * reduced
+
+    def ingress_bytes(self, reduced: int) -> int:
+        """What it receives, times `blocks`: the others' contributions to its blocks, and all other merged blocks."""
+        return (self.regions - 1) * self.up_bytes * reduced + self.down_bytes * (self.blocks - reduced)
+
+    def span(self, limits: RateLimits, time_ns: int) -> tuple[int, int] | None:
+        """The fewest and the most blocks that a region can reduce in this time; None: none, not even no block."""
+        lowest, highest = 0, self.blocks
+        for rate, at_none, at_all in (
+            (limits.egress, self.egress_bytes(0), self.egress_bytes(self.blocks)),
+            (limits.ingress, self.ingress_bytes(0), self.ingress_bytes(self.blocks)),
+        ):
+            if rate is None:
+                continue
+            allowed = max(rate, 1) * self.blocks * time_ns // NS_PER_S
+            slope = (at_all - at_none) // self.blocks  # exact: the load is linear in whole blocks
+            if slope > 0:
+                highest = min(highest, (allowed - at_none) // slope)
+            elif slope < 0:
+                lowest = max(lowest, -((allowed - at_none) // -slope))
+            elif at_none > allowed:
+                return None
+        return (lowest, highest) if lowest <= highest else None
+
+
+def cut_by_budget(load: RoundLoad, reducers: Sequence[str], budgets: Mapping[str, RateLimits]) -> tuple[Stripe, ...]:
+    """Cut the blocks so that the slowest region, sending or receiving, is done as early as whole blocks allow.
+
+    Args:
+        load: of the round. reducers: at least one, each once.
+        budgets: ceilings by region, at least of all reducers. A region without a ceiling in one direction counts as
+            one with the largest of the others': what its line carries nobody knows. Without any the stripes are equal.
+
+    Returns:
+        As `cut_stripes`. A region whose own contribution takes it longest of all reduces nothing.
+    """
+    limits = _filled(reducers, budgets)
+    if all(one == NO_LIMITS for one in limits.values()):
+        return cut_stripes(load.blocks, [(name, 1) for name in reducers])
+
+    def spans(time_ns: int) -> dict[str, tuple[int, int]] | None:
+        found = {name: load.span(one, time_ns) for name, one in limits.items()}
+        known = {name: span for name, span in found.items() if span is not None}
+        sums = [sum(edges) for edges in zip(*known.values(), strict=True)]
+        return known if len(known) == len(limits) and sums[0] <= load.blocks <= sums[1] else None
+
+    # The whole load of everybody through the slowest ceiling is certainly enough.
+    slowest = min(max(rate, 1) for one in limits.values() for rate in (one.egress, one.ingress) if rate is not None)
+    enough_ns = load.regions * (load.up_bytes + load.down_bytes) * NS_PER_S // slowest + 1
+    least_ns, most_ns = 0, enough_ns
+    while least_ns < most_ns:  # more time is never less
+        middle_ns = (least_ns + most_ns) // 2
+        least_ns, most_ns = (least_ns, middle_ns) if spans(middle_ns) is not None else (middle_ns + 1, most_ns)
+    found = spans(least_ns)
+    assert found is not None, f"{load} does not pass {limits} in {least_ns} ns"
+    return _spread(load.blocks, found)
+
+
+CEILING_FACTOR_MAX: Final = 2
+"""No ceiling counts for more than so many times the (lower) median of those that were told."""
+
+
+def _filled(reducers: Sequence[str], budgets: Mapping[str, RateLimits]) -> dict[str, RateLimits]:
+    """The reducers' ceilings by name; one that is not set is the largest that is believed of any reducer."""
+    known = {name: budgets[name] for name in sorted(reducers)}
+    egress = _credible([one.egress for one in known.values()])
+    ingress = _credible([one.ingress for one in known.values()])
+    return {
+        name: RateLimits(
+            egress if egress is None or one.egress is None else min(one.egress, egress),
+            ingress if ingress is None or one.ingress is None else min(one.ingress, ingress),
+        )
+        for name, one in known.items()
+    }
+
+
+def _credible(told: Sequence[int | None]) -> int | None:
+    """The largest ceiling that is believed: nobody gets all the work by telling of a line that no other comes near."""
+    rates = sorted(rate for rate in told if rate is not None)
+    if not rates:
+        return None
+    return min(rates[-1], CEILING_FACTOR_MAX * max(1, rates[(len(rates) - 1) // 2]))
+
+
+def _spread(blocks: int, spans: Mapping[str, tuple[int, int]]) -> tuple[Stripe, ...]:
+    """Stripes within their spans: the fewest for each, the rest in proportion to what each could take more."""
+    rest = blocks - sum(lowest for lowest, _ in spans.values())
+    room = sum(highest - lowest for lowest, highest in spans.values())
+    stripes = []
+    start = fixed = summed = 0
+    for name, (lowest, highest) in sorted(spans.items()):
+        fixed += lowest
+        summed += highest - lowest
+        stop = fixed + (rest * summed // room if room else 0)  # the running sum is rounded: no span is exceeded
+        if stop > start:
+            stripes.append(Stripe(name, start, stop))
+        start = stop
+    return tuple(stripes)
+
+
+def cut_finer(stripes: Sequence[Stripe], *, encoded_bytes: int) -> tuple[Stripe, ...]:
+    """Cut stripes into nearly equal ones of the same reducer, so that its work and the transfers overlap.
+
+    Args:
+        stripes: as `cut_stripes` makes them.
+        encoded_bytes: of the whole merged fragment; no part is shorter than STRIPE_BYTES_MIN.
+
+    Returns:
+        In block order, over the same blocks; at most STRIPES_MAX more than there were.
+    """
+    blocks = sum(stripe.block_stop - stripe.block_start for stripe in stripes)
+    shortest = max(1, -(-STRIPE_BYTES_MIN * blocks // encoded_bytes), -(-blocks // STRIPES_MAX))
+    finer = []
+    for stripe in stripes:
+        length = stripe.block_stop - stripe.block_start
+        count = max(1, length // shortest)
+        edges = [stripe.block_start + length * place // count for place in range(count + 1)]
+        finer += [Stripe(stripe.reducer, *pair) for pair in itertools.pairwise(edges)]
+    return tuple(finer)

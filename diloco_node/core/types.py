@@ -1,0 +1,311 @@
+"""The words of the system as types: who, what, how much. No behaviour beyond validation and derived values.
+
+Units: steps are inner steps of one learner; positions `(step_from, step_to]` count from the start of that learner's
+incarnation; times end in `_ns` (monotonic integer nanoseconds); sizes are float32 values unless they end in `_bytes`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+BLOCK_VALUES: Final = 256
+"""Values that share one quantisation scale."""
+
+SMALL_TENSOR_VALUES: Final = 4096
+"""Pieces with fewer values travel in bf16 whatever the codec, for a scale per 256 of them would not pay."""
+
+
+class Codec(StrEnum):
+    """How the values of an outer gradient travel."""
+
+    INT4 = "int4"
+    INT8 = "int8"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+class MergeRule(StrEnum):
+    """How one tensor's outer gradients become one: radial-directional averaging, or the weighted mean."""
+
+    RDA = "rda"
+    AVG = "avg"
+
+
+class CarryMode(StrEnum):
+    """What a learner does with the steps it made since its snapshot when a new version arrives (design part 5)."""
+
+    CARRY = "carry"
+    OVERWRITE = "overwrite"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Ballot:
+    """One attempt at a round. Unique in a run: one leader per term, one number per attempt of that leader."""
+
+    term: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.term}.{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """The name of what a learner offers to a round. It does not change from one ballot of the round to the next.
+
+    Attributes:
+        learner: the region whose learner made it.
+        incarnation: which life of that learner; grows with every restart of the learner process.
+        fragment: index of the fragment.
+        base_version: the version the learner had last applied; the delta is against it.
+        snapshot: number of the snapshot, unique within the incarnation.
+        step_from, step_to: the inner steps (a, b] it covers; a is the step of the last included snapshot.
+        tokens: tokens trained in those steps.
+        squared_norms: per piece of the fragment, sum of squares of the *decoded* outer gradient (float64).
+    """
+
+    learner: str
+    incarnation: int
+    fragment: int
+    base_version: int
+    snapshot: int
+    step_from: int
+    step_to: int
+    tokens: int
+    squared_norms: tuple[float, ...]
+
+    @property
+    def steps(self) -> int:
+        """Inner steps covered."""
+        return self.step_to - self.step_from
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """The part of a fragment that one region reduces: blocks [block_start, block_stop)."""
+
+    reducer: str
+    block_start: int
+    block_stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentPosition:
+    """Where one learner stands with one fragment.
+
+    Attributes:
+        base_version: the version it last applied; -1 before genesis was applied.
+        mark_step: the step at which its cycle of this fragment began: the snapshot's step if the last applied
+            version included it, else the step of the apply. Due when `step - mark_step >= H`.
+        included_step, included_tokens: the learner's step and cumulative tokens at the last *included* snapshot
+            (0 and 0 if none, or what was discarded when the incarnation started).
+    """
+
+    base_version: int
+    mark_step: int
+    included_step: int
+    included_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerStatus:
+    """What a region tells the others about its learner, with every heartbeat.
+
+    Attributes:
+        incarnation: which life of the learner.
+        step, tokens: inner steps and tokens since the start of this incarnation.
+        step_time_ns: moving average of the time of one inner step; 0 when unknown.
+        positions: one per fragment, by fragment index.
+        finished: it has been told to stop and has stopped stepping.
+    """
+
+    incarnation: int
+    step: int
+    tokens: int
+    step_time_ns: int
+    positions: tuple[FragmentPosition, ...]
+    finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentDigest:
+    """The digest of one fragment's parameters and momentum at one version (first 16 bytes of SHA-256)."""
+
+    fragment: int
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One included learner of a committed round, with what the leader decided about it."""
+
+    contribution: Contribution
+    weight: float
+
+
+class EntryKind(StrEnum):
+    """What an entry of the ledger records. `LEADER` is the empty entry a new leader begins its term with."""
+
+    GENESIS = "genesis"
+    LEADER = "leader"
+    ROUND = "round"
+    DISCARDED = "discarded"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class GenesisBody:
+    """Entry 1. Digest of Theta_0 per fragment, and everything two regions must agree on."""
+
+    run_id: str
+    manifest_digest: str
+    settings_digest: str
+    regions: tuple[str, ...]
+    fragment_digests: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderBody:
+    """A new leader's first entry; committing it commits what older terms left."""
+
+    leader: str
+
+
+@dataclass(frozen=True, slots=True)
+class RoundBody:
+    """A committed round: everything a region needs, beside the payload, to take `fragment` to `version`.
+
+    Attributes:
+        factors: per piece of the fragment, float32 (sent as its exact value): `delta = factor * decode(payload)`;
+            share and the radial part of RDA are in it.
+        payload_digest: SHA-256 over the merged stripes' digests in block order.
+        stripes: how the payload was cut; stripe by stripe, in block order, it is the payload.
+        share: part of a full outer step; below 1 if members bring work of versions that left them out (`core.weights`).
+        is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.outer.outer_of`).
+    """
+
+    fragment: int
+    version: int
+    ballot: Ballot
+    members: tuple[Member, ...]
+    share: float
+    factors: tuple[float, ...]
+    stripes: tuple[Stripe, ...]
+    payload_digest: bytes
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DiscardedBody:
+    """Steps (step_from, step_to] of a dead incarnation that are in no merge, per fragment, and why."""
+
+    learner: str
+    incarnation: int
+    fragment: int
+    step_from: int
+    step_to: int
+    tokens: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedBody:
+    """The run is over: no round is opened after this entry. Versions of all fragments at this point are final."""
+
+    versions: tuple[int, ...]
+    reason: str
+
+
+EntryBody = GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of the ledger.
+
+    Attributes:
+        index: from 1, without gaps.
+        term: of the leader that appended it.
+        previous: hash of the entry before (32 zero bytes before entry 1).
+        hash: SHA-256 over (previous, canonical encoding of index, term and body); made by `core.entries.seal`.
+    """
+
+    index: int
+    term: int
+    previous: bytes
+    body: EntryBody
+    hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What all regions of a run agree on. The defaults are the design's; `config.py` makes it from run.toml.
+
+    Attributes:
+        fragments: P. sync_every: H, inner steps between two rounds of one fragment. overlap_steps: tau.
+        quorum_min: learners due before the grace window starts; 0 means a majority of the live ones.
+        grace_gamma: part of the slack that the grace window may use.
+        rounds_in_flight_max: rounds (on different fragments) open at once.
+        outer_lr, outer_momentum: outer SGD with Nesterov momentum, 0 is plain SGD (`core.outer.default_outer`).
+        merge: rule for tensors that are not embeddings or head (those are always averaged).
+        codec_up: of contributions. codec_down: of merged stripes.
+        carry, carry_steps_max: see CarryMode and `core.carry`; beyond carry_steps_max lambda discounts (0: 4 H).
+        weight_cap: a member that was away weighs at most this times the round's median weight.
+        error_feedback: reducers keep the quantisation residual of the merged stripe for the next round.
+        tokens_max, steps_max: end of the run by merged tokens of all regions, or by the steps of the fastest
+            learner; 0 means no end.
+        heartbeat_ns, election_timeout_ns: the ledger's clockwork; the election timeout is drawn from
+            [1, 2] x election_timeout_ns.
+        ballot_deadline_min_ns: no ballot is given less time than this.
+        payload_versions: payloads kept beyond the last checkpoint of their fragment.
+        checkpoint_versions: a region writes a fragment's state to disk every so many versions.
+    """
+
+    fragments: int = 24
+    sync_every: int = 24
+    overlap_steps: int = 2
+    quorum_min: int = 0
+    grace_gamma: float = 0.8
+    rounds_in_flight_max: int = 2
+    outer_lr: float = 0.5
+    outer_momentum: float = 0.6
+    merge: MergeRule = MergeRule.RDA
+    codec_up: Codec = Codec.INT4
+    codec_down: Codec = Codec.INT8
+    carry: CarryMode = CarryMode.CARRY
+    carry_steps_max: int = 0
+    weight_cap: float = 2.0
+    error_feedback: bool = False
+    tokens_max: int = 0
+    steps_max: int = 0
+    heartbeat_ns: int = 200_000_000
+    election_timeout_ns: int = 1_000_000_000
+    ballot_deadline_min_ns: int = 2_000_000_000
+    payload_versions: int = 8
+    checkpoint_versions: int = 8
+
+    @property
+    def carry_steps_limit(self) -> int:
+        """Steps up to which carry-over is exact."""
+        return self.carry_steps_max or 4 * self.sync_every
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a region's disk held at start.
+
+    Attributes:
+        term, voted_for: Raft's hard state; 0 and "" on an empty disk.
+        entries: the whole ledger, hash chain checked.
+        states: per fragment the newest version whose parameters and momentum are on disk (-1: none).
+        payloads: (fragment, version, digest) of complete payload files.
+    """
+
+    term: int
+    voted_for: str
+    entries: tuple[Entry, ...]
+    states: tuple[int, ...]
+    payloads: frozenset[tuple[int, int, bytes]]

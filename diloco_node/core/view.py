@@ -1,0 +1,151 @@
+"""What a region knows and waits for, as frozen values: what `status` and the dashboard show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco_node.core.liveness import Liveness
+from diloco_node.core.rounds.leader import RoundLeader
+from diloco_node.core.rounds.participant import RoundParticipant
+from diloco_node.core.types import Ballot, LearnerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class RoundView:
+    """An open round, as this region sees it.
+
+    Attributes:
+        members, reducers: of the current ballot; empty where only the leader knows.
+        opened_at_ns, deadline_ns: monotonic; 0 where only the leader knows.
+        waiting: what it waits for, in words.
+    """
+
+    fragment: int
+    version: int
+    ballot: Ballot
+    attempt: int
+    members: tuple[str, ...]
+    reducers: tuple[str, ...]
+    opened_at_ns: int
+    deadline_ns: int
+    waiting: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerView:
+    """Another region.
+
+    Attributes:
+        is_alive: its heartbeats arrive.
+        rtt_ns: round-trip time of the control lane; 0 if unknown.
+        hears: whom it says it hears.
+        learner: its learner's last report; None without a learner.
+        applied_index: the last ledger entry it says it has applied.
+    """
+
+    region: str
+    is_alive: bool
+    rtt_ns: int
+    hears: tuple[str, ...]
+    learner: LearnerStatus | None
+    applied_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParticipationView:
+    """How often a learner was in a merge.
+
+    Attributes:
+        included: committed rounds that include it, while it was seen to be live.
+        committed: rounds committed while it was live.
+    """
+
+    learner: str
+    included: int
+    committed: int
+
+    @property
+    def ratio(self) -> float:
+        """`included / committed`; 1 before the first."""
+        return self.included / self.committed if self.committed else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RegionView:
+    """Everything at one moment.
+
+    Attributes:
+        role, term, leader, ledger_reason: of the ledger; leader is empty if unknown.
+        last_index, commit_index, applied_index: entries in the log, committed, applied here.
+        committed_versions: per fragment, by the ledger. versions: per fragment, applied here; -1: none yet.
+        digests: per fragment (version, first bytes of the digest) of the last one computed here.
+        learner: this region's learner.
+        waiting: why no (further) round is open, or what this region waits for; in words.
+        fetching: (fragment, version, peer).
+        rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
+        digest_differences: alarms about unequal bytes at equal versions; must be 0.
+        is_ending: last rounds are being held. finished: the reason, once the run's end is committed, else empty.
+        is_final: every fragment is at its final version and written.
+    """
+
+    region: str
+    role: str
+    term: int
+    leader: str
+    ledger_reason: str
+    last_index: int
+    commit_index: int
+    applied_index: int
+    committed_versions: tuple[int, ...]
+    versions: tuple[int, ...]
+    digests: tuple[tuple[int, bytes], ...]
+    learner: LearnerStatus | None
+    rounds: tuple[RoundView, ...]
+    peers: tuple[PeerView, ...]
+    participation: tuple[ParticipationView, ...]
+    waiting: str
+    fetching: tuple[tuple[int, int, str], ...]
+    rounds_committed: int
+    tokens_merged: int
+    digest_differences: int
+    is_ending: bool
+    finished: str
+    is_final: bool
+
+
+def peer_views(liveness: Liveness, *, now_ns: int) -> tuple[PeerView, ...]:
+    """All other regions, by name."""
+    return tuple(
+        PeerView(
+            name,
+            liveness.is_alive(name, now_ns=now_ns),
+            liveness.rtt_ns(name),
+            liveness.hears_claimed(name),
+            liveness.learner(name),
+            liveness.applied_index(name),
+        )
+        for name in liveness.others
+    )
+
+
+def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[RoundView, ...]:
+    """Open rounds by fragment: as the leader knows them if it is here, else as this region was told."""
+    if not leader.is_acting:
+        return tuple(
+            RoundView(fragment, version, ballot, 0, (), (), 0, 0, reason)
+            for fragment, version, ballot, reason in participant.open_rounds()
+        )
+    return tuple(
+        RoundView(
+            one.fragment,
+            one.version,
+            one.ballot,
+            one.attempt,
+            one.members,
+            one.reducers,
+            one.opened_at_ns,
+            one.deadline_ns,
+            one.waiting(),
+        )
+        for _, one in sorted(leader.rounds.items())
+    )

@@ -1,0 +1,232 @@
+"""What each contribution counts in a merge, decided once by the leader and shipped as float32 bits.
+
+A round's result for one piece is `factor * sum_m c[m] * delta_m`, with every c known before the sum (from the norms in
+the contributions) and the factor after it (from the norm of the decoded sum). With weights w, W = sum w:
+
+- AVG: `c[m] = w[m] / W`, `factor = share`: the weighted mean.
+- RDA: `c[m] = w[m] / W * R / |delta_m|` with the radius `R = sum w |delta| / W`, so the sum is R times the mean
+  direction; `factor = share * R / |sum|` stretches it back to the radius.
+
+A learner that missed n versions brings its last cycle and what it carried of the n before: `cycles(n)` cycles' worth.
+It weighs so much more, and the share scales the round back to one cycle, as all learners make one cycle at a time.
+
+Source: Decoupled DiLoCo (arXiv 2604.21428), section 3.2 (weights) and appendix D.2 (RDA; its weighted form is printed
+with vectors in the radial part, norms are meant). Ours: share, the cap, and the bound on the stretch.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from math import isfinite, isnan, sqrt
+from typing import Final
+
+from diloco_node.core.carry import MISSED_KEEP
+from diloco_node.core.types import Contribution, MergeRule
+from diloco_node.errors import PayloadCorrupt
+
+FLOAT32_MAX: Final = 3.4028234663852886e38
+
+NORM_MIN: Final = 2.0**-100
+"""Shorter outer gradients count as zero: the encoder flushes blocks below this size."""
+
+DIRECTION_FLOOR: Final = 0.5
+"""RDA stretches the mean direction at most as if it were this part of what orthogonal contributions would give.
+
+Orthogonal directions of equal weight have a mean of norm 1/sqrt(M): that is plain noise, and RDA restores its length. A
+mean much shorter than that comes from contributions that oppose each other, and points nowhere: stretching it to full
+length would make a large step of a rounding error. Below the floor the result shrinks in proportion, to zero. So the
+stretch never exceeds `2 * W / sqrt(sum w^2)`, which is `2 * sqrt(M)` for equal weights.
+"""
+
+
+def to_float32(value: float) -> float:
+    """The nearest float32, as a float; beyond its range the largest finite one. NaN is refused with ValueError."""
+    if isnan(value):
+        raise ValueError("NaN can't be a weight, coefficient or factor")
+    clamped = min(max(value, -FLOAT32_MAX), FLOAT32_MAX)
+    (rounded,) = struct.unpack("<f", struct.pack("<f", clamped))
+    return float(rounded)
+
+
+def weight(tokens: int, steps: int) -> float:
+    """`tokens^2 / steps`: how much was learnt, times how much each step learnt. 0 for no steps or no tokens."""
+    return to_float32(tokens * tokens / steps) if steps > 0 and tokens > 0 else 0.0
+
+
+def cycles(versions_missed: int) -> float:
+    """How many cycles' worth of steps a contribution holds: the last one whole, each one before discounted once more.
+
+    `1 + keep + keep^2 + ...` with `core.carry.MISSED_KEEP`: 1 for a learner that was in the last round, at most 2.
+    """
+    return float((1.0 - MISSED_KEEP ** (versions_missed + 1)) / (1.0 - MISSED_KEEP))
+
+
+def weights(
+    contributions: Sequence[Contribution],
+    versions_missed: Sequence[int],
+    *,
+    weight_cap: float,
+    carry_steps_limit: int,
+) -> tuple[float, ...]:
+    """The weight of each contribution of a round, in their order.
+
+    The steps of a learner that missed versions count as far as it has carried them: `cycles(n) / (n + 1)`. A learner
+    that was away (more steps than `carry_steps_limit`) weighs at most `weight_cap` times the median of the members that
+    were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
+    over all. (Of an even number the mean of the middle two.)
+
+    Args:
+        versions_missed: per contribution, versions since its learner was last included, the new one not counted.
+
+    Returns:
+        float32-exact, at least 0. All equal to 1 if no contribution has any weight, so that a round never divides by 0.
+    """
+    raw = [
+        to_float32(weight(one.tokens, one.steps) * (cycles(missed) / (missed + 1)))
+        for one, missed in zip(contributions, versions_missed, strict=True)
+    ]
+    if not any(raw):
+        return (1.0,) * len(raw)
+    is_away = [one.steps > carry_steps_limit for one in contributions]
+    usual = [value for value, away in zip(raw, is_away, strict=True) if not away and value > 0.0]
+    cap = weight_cap * _median(usual or raw)
+    return tuple(to_float32(min(value, cap)) if away else value for value, away in zip(raw, is_away, strict=True))
+
+
+def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
+    """The part of a full outer step that this round takes, float32-exact: one over the mean of the members' `cycles`.
+
+    1 when everybody was in the last round. With half of the learners in each round, every contribution holds a cycle
+    and what was kept of another; taken whole, the model would move as if time ran faster than the learners train.
+
+    Args:
+        weights: one per contribution, from `weights`; not all 0.
+        versions_missed: as in `weights`.
+    """
+    held = sum(own * cycles(missed) for own, missed in zip(weights, versions_missed, strict=True))
+    if held <= 0.0:
+        raise ValueError(f"a round includes at least one learner that weighs something, got weights {tuple(weights)}")
+    return to_float32(sum(weights) / held)
+
+
+def refusal(contribution: Contribution, pieces: int) -> str:
+    """Why a contribution's numbers can't be used; empty if they can.
+
+    Args:
+        pieces: pieces of the fragment.
+    """
+    if len(contribution.squared_norms) != pieces:
+        return f"{len(contribution.squared_norms)} squared norms for {pieces} pieces"
+    if contribution.steps < 1:
+        return f"covers {contribution.steps} steps; at least 1 is needed"
+    if contribution.tokens < 0:
+        return f"counts {contribution.tokens} tokens"
+    for piece, norm in enumerate(contribution.squared_norms):
+        if not isfinite(norm) or norm < 0.0:
+            return f"squared norm of piece {piece} is {norm}"
+    return ""
+
+
+def coefficients(
+    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule]
+) -> tuple[tuple[float, ...], ...]:
+    """What each contribution's pieces are multiplied by before they are summed.
+
+    Args:
+        contributions: at least one, sorted by learner (the order of the sum).
+        weights: one per contribution, from `weights`.
+        rules: one per piece of the fragment.
+
+    Returns:
+        Per contribution, per piece; float32-exact, finite. 0 for a zero outer gradient under RDA.
+
+    Raises:
+        PayloadCorrupt: a contribution's numbers can't be used (`refusal`).
+    """
+    radii = _radii(contributions, weights, rules)
+    total = sum(weights)
+    rows = []
+    for one, own in zip(contributions, weights, strict=True):
+        row = []
+        for rule, radius, squared in zip(rules, radii, one.squared_norms, strict=True):
+            norm = _norm(squared)
+            if rule is MergeRule.AVG:
+                row.append(to_float32(own / total))
+            else:
+                row.append(to_float32(own / total * (radius / norm)) if norm > 0.0 else 0.0)
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def factors(
+    contributions: Sequence[Contribution],
+    weights: Sequence[float],
+    rules: Sequence[MergeRule],
+    merged_squared_norms: Sequence[float],
+    share: float,
+) -> tuple[float, ...]:
+    """What the decoded sum of each piece is multiplied by: `delta = factor * decode(payload)`.
+
+    Args:
+        contributions, weights, rules: the same as for `coefficients`.
+        merged_squared_norms: per piece, sum of squares of the decoded merged payload (float64).
+        share: from `share`.
+
+    Returns:
+        Per piece; float32-exact, finite, never negative.
+
+    Raises:
+        PayloadCorrupt: a norm is negative or not finite, or their number is wrong.
+    """
+    if len(merged_squared_norms) != len(rules) or not all(isfinite(n) and n >= 0.0 for n in merged_squared_norms):
+        raise PayloadCorrupt(f"squared norms of the merged payload are unusable: {tuple(merged_squared_norms)[:8]}")
+    radii = _radii(contributions, weights, rules)
+    result = []
+    for piece, (rule, radius) in enumerate(zip(rules, radii, strict=True)):
+        if rule is MergeRule.AVG:
+            result.append(to_float32(share))
+        elif radius == 0.0:
+            result.append(0.0)
+        else:
+            floor = DIRECTION_FLOOR * _orthogonal_norm(contributions, weights, piece)
+            mean_direction = max(sqrt(merged_squared_norms[piece]) / radius, floor)
+            result.append(to_float32(share / mean_direction))
+    return tuple(result)
+
+
+def _radii(
+    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule]
+) -> tuple[float, ...]:
+    """Weighted mean norm per piece."""
+    for one in contributions:
+        reason = refusal(one, len(rules))
+        if reason:
+            raise PayloadCorrupt(f"contribution of {one.learner} to fragment {one.fragment}: {reason}")
+    total = sum(weights)
+    return tuple(
+        sum(own / total * _norm(one.squared_norms[piece]) for one, own in zip(contributions, weights, strict=True))
+        for piece in range(len(rules))
+    )
+
+
+def _orthogonal_norm(contributions: Sequence[Contribution], weights: Sequence[float], piece: int) -> float:
+    """Norm of the mean direction if all non-zero contributions were orthogonal: `sqrt(sum w^2) / W`."""
+    total = sum(weights)
+    return sqrt(
+        sum(
+            (own / total) ** 2
+            for one, own in zip(contributions, weights, strict=True)
+            if _norm(one.squared_norms[piece]) > 0.0
+        )
+    )
+
+
+def _norm(squared: float) -> float:
+    norm = sqrt(squared)
+    return norm if norm >= NORM_MIN else 0.0
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

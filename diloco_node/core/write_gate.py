@@ -1,0 +1,66 @@
+"""What a voter wants to say and to write, and the rule that ties them: no term or vote is told before it is on disk."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diloco_node.core.events import Effect, Note, PersistLedger, Send
+from diloco_node.core.log import ReplicaLog
+from diloco_node.core.messages import Message
+
+HELD_MESSAGES_MAX: Final = 1024
+"""Messages that wait for a term or vote to be on disk; the oldest are dropped beyond it, as the network might."""
+
+
+class WriteGate:
+    """Collects messages and notes during one event; `flush` turns them into effects, with one write if one is due.
+
+    A message may tell of the newest term (each does) or vote, so all wait while a write of term or vote is under way.
+    """
+
+    def __init__(self) -> None:
+        self._token = 0
+        self._persisted_token = 0
+        self._hard_token = 0
+        self._is_hard_dirty = False
+        self._held: list[Send] = []
+        self._notes: list[Note] = []
+
+    @property
+    def is_hard_durable(self) -> bool:
+        """Term and vote are on disk as they are now."""
+        return not self._is_hard_dirty and self._hard_token <= self._persisted_token
+
+    def change_hard_state(self) -> None:
+        """Term or vote have changed."""
+        self._is_hard_dirty = True
+
+    def persisted(self, token: int) -> None:
+        """The write is done, and all before it."""
+        self._persisted_token = max(self._persisted_token, token)
+
+    def send(self, peer: str, message: Message) -> None:
+        """Say this, as soon as it may be said."""
+        self._held.append(Send(peer, message))
+
+    def note(self, text: str, *, is_alarm: bool = False) -> None:
+        """Tell the operator."""
+        self._notes.append(Note("ledger", text, is_alarm=is_alarm))
+
+    def flush(self, log: ReplicaLog, *, term: int, voted_for: str) -> list[Effect]:
+        """Notes, one write if something changed, and the messages that may leave."""
+        effects: list[Effect] = list(self._notes)
+        self._notes.clear()
+        if self._is_hard_dirty or log.is_dirty:
+            self._token += 1
+            change = log.take_change(self._token)
+            effects.append(PersistLedger(self._token, term, voted_for, change.truncate_from, change.entries))
+            if self._is_hard_dirty:
+                self._hard_token = self._token
+                self._is_hard_dirty = False
+        if self.is_hard_durable:
+            effects += self._held
+            self._held.clear()
+        else:
+            del self._held[:-HELD_MESSAGES_MAX]
+        return effects

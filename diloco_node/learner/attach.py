@@ -1,0 +1,494 @@
+"""`diloco_node.attach`: makes any PyTorch training loop the learner of a region.
+
+::
+
+    with diloco_node.attach(model, optimizer) as diloco:          # finds the daemon by DILOCO_SOCKET
+        for batch in loader(diloco.region_index, diloco.regions):
+            loss = train_step(batch)
+            diloco.step(tokens=batch.numel(), loss=loss)          # never waits for the network
+            if diloco.should_stop:
+                break
+
+Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it; rank 0 talks to the
+daemon and all ranks apply the same values at the same boundary. FSDP and tensor parallelism are refused for now.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from diloco_node.core.fragments import Manifest, build_manifest
+from diloco_node.core.types import MergeRule
+from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, Progress, Stateful, read_newest
+from diloco_node.learner.ranks import Ranks
+from diloco_node.learner.session import Session
+from diloco_node.learner.tensors import ModelTensors
+from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome, merge_rules
+
+log = logging.getLogger("diloco_node.learner")
+
+CHECKPOINT_EVERY_S: Final = 60.0
+REPORT_EVERY_NS: Final = 20_000_000
+"""Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
+the daemon a tenth of a millisecond."""
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    masters: Mapping[str, Tensor] | None = None,
+    merge: Mapping[str, MergeRule] | None = None,
+    stateful: Mapping[str, Stateful] | None = None,
+    checkpoint_every_s: float = CHECKPOINT_EVERY_S,
+) -> Diloco:
+    """Join the run of this region's daemon. Returns when the model holds the run's parameters, before the first step.
+
+    Args:
+        model: its trainable parameters are overwritten now, and changed in place at step boundaries later.
+            DistributedDataParallel and torch.compile wrappers are fine.
+        optimizer: its moments are kept in the learner's checkpoint and come back after a restart.
+        masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
+        merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
+        stateful: parts of the loop that a restart continues (data position, schedule): their state is JSON.
+        checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`; 0 for none.
+
+    Raises:
+        LearnerError: the model can't be merged, the run's model is another one, or the daemon refuses this learner.
+        ConfigError: the run's number of fragments does not fit this model.
+    """
+    return Diloco(
+        model,
+        optimizer,
+        tensors=ModelTensors(model, masters=masters, merge=merge),
+        stateful=stateful or {},
+        checkpoint_every_s=checkpoint_every_s,
+    )
+
+
+class Diloco:
+    """A training loop's place in the run; made by `attach`, used as a context manager.
+
+    Attributes:
+        region: name of this region, "" when alone. region_index: its place among `regions` regions.
+        region_names: all of them, sorted.
+        global_step: step on the schedule that the run shares; begins where the run is.
+        should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
+        stop_reason: why, in words.
+        steps, tokens: made by this process, over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        tensors: ModelTensors,
+        stateful: Mapping[str, Stateful],
+        checkpoint_every_s: float,
+    ) -> None:
+        self.region = ""
+        self.region_index = 0
+        self.region_names: tuple[str, ...] = ()
+        self.global_step = 0
+        self.should_stop = False
+        self.stop_reason = ""
+        self.steps = 0
+        self.tokens = 0
+        self._model = model
+        self._optimizer = optimizer
+        self._tensors = tensors
+        self._stateful = stateful
+        self._checkpoint_every_s = checkpoint_every_s
+        self._blocked_ns = 0
+        self._reported_ns = 0
+        self._loss = _LateLoss()
+        self._val_loss: float | None = None
+        self._val_loss_global: float | None = None
+        self._session: Session | None = None
+        self._writer: CheckpointWriter | None = None
+        self._is_closed = False
+        self._terminate = _TerminateFlag()
+        self._ranks = Ranks()
+        self._manifest: Manifest | None = None
+        self._saved_at_s = time.monotonic()
+        try:
+            self._join()
+        except BaseException as error:
+            self._close(Failed(_in_words(error)))
+            raise
+
+    @property
+    def regions(self) -> int:
+        """How many regions the run has; 1 when alone."""
+        return max(1, len(self.region_names))
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is a run; False without DILOCO_SOCKET."""
+        return self._manifest is not None
+
+    @property
+    def blocked_seconds(self) -> float:
+        """Time that the loop has spent in `step`, whatever it did there."""
+        return self._blocked_ns / 1e9
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The version last applied of each fragment, -1 for none; empty when alone, and on ranks other than 0."""
+        if self._session is None:
+            return ()
+        return tuple(position.base_version for position in self._session.island.positions)
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def step(self, *, tokens: int, loss: Tensor | float | None = None) -> None:
+        """One inner step (one `optimizer.step()`) was made: the step boundary. Never waits for the network.
+
+        With gradient accumulation call it once per optimizer step, with the tokens of all micro-batches.
+
+        Args:
+            tokens: trained in this step by this rank.
+            loss: of this step; a tensor is read later, without waiting for the device.
+
+        Raises:
+            LearnerError: parameters are not finite, the optimizer undid a version (see `masters`), or a newer learner
+                process has taken this one's place.
+        """
+        started_ns = time.perf_counter_ns()
+        self.steps += 1
+        self.global_step += 1
+        if self._manifest is not None:
+            self._attached_step(tokens, loss, started_ns)
+        else:
+            self.tokens += tokens
+            self._stop_if(self._terminate.is_set, "the process was asked to stop")
+        self._blocked_ns += time.perf_counter_ns() - started_ns
+
+    def _attached_step(self, tokens: int, loss: Tensor | float | None, started_ns: int) -> None:
+        assert self._manifest is not None
+        session = self._session
+        if session is None:
+            self._follow(tokens, len(self._manifest.fragments))
+            return
+        session.timer.stepped(started_ns)
+        self._loss.offer(loss)
+        applied = session.carry_out(lambda indices: self._lead(tokens, indices))
+        if self._ranks.size > 1:
+            for index in applied:
+                self._ranks.share_vector(session.island.vector(index))
+        if started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news:
+            self._reported_ns = started_ns
+            self._report(session)
+        self._save_if_due(session)
+
+    def _lead(self, tokens: int, applied: tuple[int, ...]) -> None:
+        """Rank 0, when it knows what it is going to apply, and before it does."""
+        session, manifest = self._session, self._manifest
+        assert session is not None
+        assert manifest is not None
+        is_stopping = self._terminate.is_set or session.stop_reason is not None
+        agreed = self._ranks.agree(tokens, is_stopping=is_stopping, applied=applied, fragments=len(manifest.fragments))
+        self.tokens += agreed.tokens
+        session.stepped(agreed.tokens)
+        self._stop_if(agreed.is_stopping, session.stop_reason or "the process was asked to stop")
+
+    def _follow(self, tokens: int, fragments: int) -> None:
+        """A rank other than 0."""
+        agreed = self._ranks.agree(tokens, is_stopping=self._terminate.is_set, applied=(), fragments=fragments)
+        self.tokens += agreed.tokens
+        for index in agreed.applied:
+            self._receive(index)
+        self._stop_if(agreed.is_stopping, "rank 0, or another, was asked to stop")
+
+    def _receive(self, index: int) -> None:
+        assert self._manifest is not None
+        fragment = self._manifest.fragments[index]
+        values = torch.empty(fragment.size)
+        self._ranks.share_vector(values)
+        self._tensors.write(fragment, values)
+
+    def _stop_if(self, is_wanted: bool, reason: str) -> None:
+        if is_wanted and not self.should_stop:
+            self.should_stop, self.stop_reason = True, reason
+            log.info("stopping: %s", reason)
+
+    def _report(self, session: Session) -> None:
+        session.report(
+            Report(
+                step=session.island.step,
+                tokens=session.island.tokens,
+                loss=self._loss.newest(),
+                step_time_ns=session.timer.average_ns,
+                blocked_ns=self._blocked_ns,
+                val_loss=self._val_loss,
+                val_loss_global=self._val_loss_global,
+                global_step=self.global_step,
+            )
+        )
+
+    # ---- what a loop may also want -----------------------------------------------------------------------------------
+
+    def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
+        """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
+        self._val_loss = _finite(val_loss)
+        self._val_loss_global = _finite(val_loss_global)
+        if self._session is not None and self.steps:
+            self._report(self._session)
+
+    def global_state_dict(self) -> dict[str, Tensor]:
+        """The model's `state_dict()` with the global parameters as last applied: for evaluation. Copies.
+
+        Names are those of the model below DistributedDataParallel and torch.compile; buffers are the own ones. When
+        alone, the model's own parameters. On rank 0 only: the others keep no copy of the global parameters.
+
+        Raises:
+            LearnerError: on another rank.
+        """
+        if self._manifest is None:
+            return {name: value.detach().clone() for name, value in self._tensors.model.state_dict().items()}
+        if self._session is None:
+            raise LearnerError("global_state_dict() is there on rank 0 only; broadcast it if other ranks need it")
+        return self._tensors.full_state(self._manifest.fragments, self._session.global_vectors())
+
+    def own_state_dict(self) -> dict[str, Tensor]:
+        """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
+
+        They are the model's parameters, and once the run's last merges have begun those from just before: what the
+        last rounds leave is the global parameters plus a few steps. Copies. On rank 0 only.
+
+        Raises:
+            LearnerError: on another rank.
+        """
+        if self._manifest is None:
+            return self.global_state_dict()
+        if self._session is None:
+            raise LearnerError("own_state_dict() is there on rank 0 only")
+        return self._tensors.full_state(self._manifest.fragments, self._session.island.own_vectors())
+
+    def settle(self, seconds: float) -> None:
+        """Go on applying versions for some time without stepping; after the loop, to end on the run's last versions.
+
+        One rank only.
+        """
+        deadline_s = time.monotonic() + seconds
+        session = self._session
+        while session is not None and self._ranks.size == 1 and time.monotonic() < deadline_s:
+            session.carry_out(lambda _indices: None)
+            session.wait(max(0.0, min(0.05, deadline_s - time.monotonic())))
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. Rank 0 only."""
+        if self._session is not None and self._writer is not None:
+            self._writer.wait()
+            self._save(self._session, self._writer)
+            self._writer.wait()
+
+    def __enter__(self) -> Diloco:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._close(Failed(_in_words(error)))
+            return
+        self.close()
+
+    def close(self) -> None:
+        """Say to the daemon that this learner has stopped, write a last checkpoint, let go of everything."""
+        last: Done | None = None
+        session = self._session
+        if session is not None and self._manifest is not None and not self._is_closed:
+            self.checkpoint()
+            island = session.island
+            # A process that was asked to stop has not stopped for good: the next one goes on.
+            is_interrupted = self._terminate.is_set and session.stop_reason is None
+            last = (
+                None
+                if is_interrupted
+                else Done(island.step, island.tokens, self._val_loss, self._val_loss_global, self._blocked_ns)
+            )
+        self._close(last)
+
+    def _close(self, last: Done | Failed | None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._terminate.restore()
+        if self._session is not None:
+            self._session.close(last)
+        if self._writer is not None:
+            self._writer.wait()
+        self._ranks.close()
+
+    # ---- joining -----------------------------------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
+        is_wanted = self._ranks.share_bytes(b"1" if socket else b"") == b"1"
+        if not is_wanted:
+            if self._ranks.is_first:
+                warnings.warn(
+                    "DILOCO_SOCKET is not set: training alone. Start this script with "
+                    "`diloco-node start --region NAME -- COMMAND` to join a run",
+                    stacklevel=4,
+                )
+            return
+        _die_with_supervisor()
+        self._terminate.install()
+        if self._ranks.is_first:
+            if not memory:
+                raise ConfigError("DILOCO_SOCKET is set, but DILOCO_SUPERVISOR is not: start through diloco-node start")
+            self._session = Session(Path(socket), Path(memory), self._tensors)
+        welcome = self._welcome()
+        if welcome is None:
+            self._stop_if(True, "asked to stop before the daemon answered")
+            return
+        self.region, self.region_index, self.region_names = welcome.region, welcome.region_index, welcome.regions
+        self.global_step = welcome.global_step
+        self._manifest = build_manifest(merge_rules(self._tensors.specs, welcome.merge), welcome.fragments)
+        self._resume(welcome)
+        self._place()
+
+    def _welcome(self) -> Welcome | None:
+        session = self._session
+        found = session.join(lambda: self._terminate.is_set) if session is not None else None
+        told = self._ranks.share_bytes(b"" if found is None else TO_LEARNER.encode(found))
+        if not told:
+            return None
+        message = TO_LEARNER.decode(told)
+        assert isinstance(message, Welcome)
+        return message
+
+    def _resume(self, welcome: Welcome) -> None:
+        """Optimizer, `stateful` and schedule from this region's last checkpoint; parameters come from the run."""
+        if self._checkpoint_every_s <= 0:
+            return
+        folder = Path(welcome.state_dir) / "learner" / "checkpoints"
+        found: Checkpoint | None = None
+        if self._ranks.is_first:
+            self._writer = CheckpointWriter(folder)
+            found = read_newest(folder, welcome.manifest_digest)
+        document = self._ranks.share_bytes(b"" if found is None else found.document().encode())
+        body = self._ranks.share_bytes(b"" if found is None else found.body())
+        if not document:
+            return
+        found = found or Checkpoint.from_parts(document.decode(), body)
+        found.restore(self._optimizer, self._stateful, rng=self._ranks.is_first)
+        # The run may be further than this region's learner was when it died.
+        self.global_step = max(self.global_step, found.progress.global_step)
+        log.info("optimizer and data position from the checkpoint at step %d", found.progress.global_step)
+
+    def _place(self) -> None:
+        """Every rank's parameters become the run's."""
+        session, manifest = self._session, self._manifest
+        assert manifest is not None
+        is_placed = session.place(lambda: self._terminate.is_set) if session is not None else True
+        is_placed = self._ranks.share_bytes(b"1" if is_placed else b"") == b"1"
+        self._stop_if(not is_placed, "asked to stop before the run began")
+        if is_placed and self._ranks.size > 1:
+            for fragment in manifest.fragments:
+                if session is not None:
+                    self._ranks.share_vector(session.island.vector(fragment.index))
+                else:
+                    self._receive(fragment.index)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_if_due(self, session: Session) -> None:
+        writer = self._writer
+        if writer is None or writer.is_busy or time.monotonic() - self._saved_at_s < self._checkpoint_every_s:
+            return
+        self._save(session, writer)
+
+    def _save(self, session: Session, writer: CheckpointWriter) -> None:
+        assert session.welcome is not None
+        self._saved_at_s = time.monotonic()
+        island = session.island
+        progress = Progress(
+            session.manifest.digest, session.welcome.incarnation, self.global_step, island.step, island.tokens
+        )
+        try:
+            writer.save(progress, self._optimizer, self._stateful)
+        except LearnerError as error:
+            log.warning("no checkpoints of this learner: %s", error)
+            self._writer = None
+
+
+class _LateLoss:
+    """The loss of a step not long ago, read without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._newest: float | None = None
+        self._host: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def offer(self, loss: Tensor | float | None) -> None:
+        if loss is None:
+            return
+        if not isinstance(loss, Tensor) or loss.device.type == "cpu":
+            self._newest = _finite(float(loss.detach() if isinstance(loss, Tensor) else loss))
+        elif loss.device.type == "cuda" and self._event is None:
+            self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._host.copy_(loss.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def newest(self) -> float | None:
+        if self._event is not None and self._host is not None and self._event.query():  # type: ignore[no-untyped-call]
+            self._newest = _finite(float(self._host))
+            self._event = None
+        return self._newest
+
+
+class _TerminateFlag:
+    """SIGTERM asks the loop to end at a boundary, where the script has not its own handler."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._before: Any = None
+
+    def install(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_set = True
+
+    def restore(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
+
+
+def _die_with_supervisor() -> None:
+    """A learner whose parent is the supervisor must not outlive it, even if its loop never looks at `should_stop`."""
+    if os.environ.get("DILOCO_SUPERVISOR_PID") == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]

@@ -1,0 +1,306 @@
+"""What a restarted learner can't get from the run: optimizer state, where it was in the data and on the schedule.
+
+Parameters are not in it: a new incarnation takes all of them from the global state. One safetensors file per
+checkpoint, with everything that is no tensor as JSON in its metadata, and a SHA-256 over both. Never pickle. The
+training thread copies the tensors; a background thread writes a temporary name, fsyncs, renames, fsyncs the folder. The
+last two are kept, and a damaged one falls back to the one before. A full disk is logged and never stops training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save, save_file
+from torch import Tensor
+
+from diloco_node.errors import LearnerError
+from diloco_node.memory import sync_folder
+
+FORMAT: Final = 1
+KEPT: Final = 2
+WRITER_STOP_S: Final = 60.0
+
+log = logging.getLogger("diloco_node.learner")
+
+Json = dict[str, Any]
+
+
+class Stateful(Protocol):
+    """Part of a training loop that a checkpoint keeps: a data loader's position, a schedule. Its state is JSON."""
+
+    def state_dict(self) -> Json:
+        """Numbers, strings, booleans, None, lists and dictionaries of them."""
+        ...
+
+    def load_state_dict(self, state: Json) -> Any:
+        """Take what `state_dict` gave, after a trip through JSON."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the learner was.
+
+    Attributes:
+        manifest_digest: of the fragments; another one is another model, and the checkpoint is not for it.
+        incarnation: that wrote it. global_step: on the schedule. step, tokens: of that incarnation.
+    """
+
+    manifest_digest: str
+    incarnation: int
+    global_step: int
+    step: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint in memory.
+
+    Attributes:
+        tensors: optimizer state and random generator state, CPU.
+        optimizer: what of the optimizer is no tensor. stateful: per name, JSON.
+    """
+
+    progress: Progress
+    tensors: dict[str, Tensor]
+    optimizer: Json
+    stateful: dict[str, Json]
+
+    def document(self) -> str:
+        """Everything that is no tensor, as JSON."""
+        parts = {
+            "format": FORMAT,
+            "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+            "optimizer": self.optimizer,
+            "stateful": self.stateful,
+        }
+        return json.dumps(parts, sort_keys=True, allow_nan=False)
+
+    def body(self) -> bytes:
+        """The tensors, as safetensors."""
+        data: bytes = save(self.tensors)
+        return data
+
+    @classmethod
+    def from_parts(cls, document: str, body: bytes | dict[str, Tensor]) -> Checkpoint:
+        """From `document` and `body`, or the tensors themselves.
+
+        Raises:
+            LearnerError: another format. KeyError, TypeError, ValueError, SafetensorError: not ours.
+        """
+        parts = json.loads(document)
+        if parts["format"] != FORMAT:
+            raise LearnerError(f"format {parts['format']}, expected {FORMAT}")
+        tensors = load(body) if isinstance(body, bytes) else body
+        return cls(Progress(**parts["progress"]), tensors, parts["optimizer"], parts["stateful"])
+
+    def restore(self, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful], *, rng: bool) -> None:
+        """Put it back.
+
+        Args:
+            rng: also torch's random generator on the CPU; not on ranks other than the one that saved.
+
+        Raises:
+            LearnerError: the optimizer, or one of the stateful parts, is not what was saved.
+        """
+        try:
+            if optimizer is not None and self.optimizer:
+                optimizer.load_state_dict(_unflatten(self.tensors, self.optimizer))
+            for name, part in stateful.items():
+                if name in self.stateful:
+                    part.load_state_dict(self.stateful[name])
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:
+            raise LearnerError(
+                f"the learner's checkpoint at step {self.progress.global_step} does not fit this training script "
+                f"({error}): remove the folder learner/checkpoints to begin with a fresh optimizer"
+            ) from error
+        if rng and "rng" in self.tensors:
+            torch.set_rng_state(self.tensors["rng"])
+
+
+class CheckpointWriter:
+    """Writes checkpoints into a folder, one at a time, in the background."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread: threading.Thread | None = None
+        self._copies: dict[str, Tensor] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the last one is still being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def save(
+        self, progress: Progress, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful]
+    ) -> None:
+        """Copy everything now, write it later. Not while `is_busy`: the copies are reused.
+
+        Raises:
+            LearnerError: a state is neither tensors nor JSON.
+        """
+        assert not self.is_busy
+        tensors, rest = ({}, {}) if optimizer is None else _flatten(optimizer.state_dict())
+        tensors["rng"] = torch.get_rng_state()
+        checkpoint = Checkpoint(
+            progress=progress,
+            tensors={name: self._copy(name, tensor) for name, tensor in tensors.items()},
+            optimizer=rest,
+            stateful={name: _as_json(f"stateful[{name!r}]", part.state_dict()) for name, part in stateful.items()},
+        )
+        self._copies = checkpoint.tensors
+        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="diloco-checkpoint", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until what was saved last is on disk."""
+        if self._thread is not None:
+            self._thread.join(WRITER_STOP_S)
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Into the memory of the last copy where it fits: fresh pages cost more than the copying."""
+        before = self._copies.get(name)
+        if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
+            before = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return before.copy_(tensor.detach())
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        try:
+            write_checkpoint(self._folder, checkpoint)
+        except (OSError, SafetensorError, LearnerError) as error:
+            log.warning("learner checkpoint not written, training goes on: %s", error)
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write one checkpoint durably, and remove all but the newest two.
+
+    Raises:
+        OSError, SafetensorError: the disk.
+        LearnerError: the optimizer state is not finite; a restart from it would only diverge again.
+    """
+    for name, tensor in checkpoint.tensors.items():
+        if tensor.is_floating_point() and not math.isfinite(float(tensor.float().sum())):
+            raise LearnerError(f"optimizer state {name} is not finite")
+    progress = checkpoint.progress
+    text = checkpoint.document()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"learner-{progress.incarnation:08d}-{progress.step:012d}.safetensors"
+    partial = path.with_suffix(".partial")
+    save_file(checkpoint.tensors, partial, {"diloco": text, "sha256": _digest(text, checkpoint.tensors)})
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(folder)
+    for old in _newest_first(folder)[KEPT:]:
+        old.unlink()
+    return path
+
+
+def read_newest(folder: Path, manifest_digest: str) -> Checkpoint | None:
+    """The newest whole checkpoint for this model, or None. Damaged ones are logged and passed over."""
+    for path in _newest_first(folder):
+        try:
+            checkpoint = read_checkpoint(path)
+        except (OSError, LearnerError) as error:
+            log.warning("passing over a damaged checkpoint: %s", error)
+            continue
+        if checkpoint.progress.manifest_digest == manifest_digest:
+            return checkpoint
+        log.warning("passing over %s: it is of another model", path)
+    return None
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify one file.
+
+    Raises:
+        LearnerError: it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        text = metadata["diloco"]
+        if _digest(text, tensors) != metadata["sha256"]:
+            raise LearnerError(f"{path}: the SHA-256 does not match")
+        return Checkpoint.from_parts(text, tensors)
+    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise LearnerError(f"{path}: {error}") from error
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    """By incarnation, then step, which only grow; clocks don't."""
+    with contextlib.suppress(OSError):
+        return sorted(folder.glob("learner-*.safetensors"), reverse=True)
+    return []
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# ---- optimizer state as tensors and JSON -----------------------------------------------------------------------------
+
+
+def _flatten(state: Json) -> tuple[dict[str, Tensor], Json]:
+    """An optimizer's `state_dict()` as tensors by name and the rest as JSON."""
+    tensors: dict[str, Tensor] = {}
+    rest: Json = {"state": {}, "param_groups": []}
+    for index, values in state["state"].items():
+        rest["state"][str(index)] = _split(f"state.{index}", values, tensors)
+    for index, group in enumerate(state["param_groups"]):
+        rest["param_groups"].append(_split(f"group.{index}", group, tensors))
+    return tensors, rest
+
+
+def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:
+    plain: Json = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            tensors[f"{prefix}.{key}"] = value
+        else:
+            plain[key] = _as_json(f"optimizer {prefix}.{key}", value)
+    return plain
+
+
+def _unflatten(tensors: Mapping[str, Tensor], rest: Json) -> Json:
+    state: dict[int, Json] = {int(index): dict(values) for index, values in rest["state"].items()}
+    groups = [dict(group) for group in rest["param_groups"]]
+    for name, tensor in tensors.items():
+        kind, _, tail = name.partition(".")
+        index, _, key = tail.partition(".")
+        if kind == "state":
+            state[int(index)][key] = tensor
+        elif kind == "group":
+            groups[int(index)][key] = tensor
+    return {"state": state, "param_groups": groups}
+
+
+def _as_json(what: str, value: Any) -> Any:
+    """The value as JSON gives it back.
+
+    Raises:
+        LearnerError: it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise LearnerError(f"{what} can't be kept in a checkpoint: {error}; only tensors and JSON can") from error

@@ -1,0 +1,267 @@
+"""The learner's end of the Unix socket: one thread that keeps a conversation with whichever daemon is alive.
+
+The training thread never waits for it. `send` puts a message into a bounded queue, newer reports replace older ones;
+`commands` yields what the daemon said. When the daemon dies the thread dials until there is another, and says where the
+learner stands with an `Attach` made under `lock`. What the old daemon had asked is void from then on: its offers point
+to places in the inbox that the new daemon may write again. That is why the training thread holds `lock` while it
+carries out a command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from diloco_node.errors import DilocoError, LearnerError, LinkLost, ProtocolViolation
+from diloco_node.wire.learner_link import (
+    LENGTH_BYTES,
+    TO_DAEMON,
+    TO_LEARNER,
+    Attach,
+    Refuse,
+    Report,
+    ToDaemon,
+    ToLearner,
+    Welcome,
+    frame,
+    frame_length,
+)
+
+QUEUE_MAX: Final = 8192
+"""Messages in either direction; two per fragment and round are normal. Beyond, the connection is made anew."""
+
+REDIAL_MIN_S: Final = 0.02
+REDIAL_MAX_S: Final = 0.5
+"""The daemon is on this machine and dialling is cheap: a new one should be found at once."""
+
+REFUSED_WAIT_S: Final = 1.0
+SEND_TIMEOUT_S: Final = 20.0
+_RECEIVE_BYTES: Final = 256 * 1024
+
+log = logging.getLogger("diloco_node.learner")
+
+
+class LearnerLink:
+    """See the module.
+
+    Args:
+        path: the daemon's socket (DILOCO_SOCKET).
+        make_attach: builds the Attach; called in the link's thread, with `lock` held.
+
+    Attributes:
+        lock: held by the link while it starts a conversation, by the training thread while it carries out a command.
+        is_up: a daemon has answered Welcome on the present connection.
+    """
+
+    def __init__(self, path: Path, make_attach: Callable[[], Attach]) -> None:
+        self.lock = threading.Lock()
+        self.is_up = False
+        self._path = path
+        self._make_attach = make_attach
+        self._commands: deque[ToLearner] = deque()
+        self._outgoing: deque[ToDaemon] = deque()
+        self._report: Report | None = None
+        self._write_lock = threading.Lock()
+        # The same connection for the training thread; another object, for one with a timeout waits before it sends.
+        self._direct: socket.socket | None = None
+        self._unsent = b""
+        self._failure: LearnerError | None = None
+        self._arrived = threading.Event()
+        self._is_closing = threading.Event()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="diloco-link", daemon=True)
+        self._thread.start()
+
+    def send(self, message: ToDaemon) -> None:
+        """Queue a message. Never blocks. Lost if the daemon dies: the next Attach says what matters."""
+        if isinstance(message, Report):
+            if self._send_now(frame(TO_DAEMON.encode(message))):
+                return
+            self._report = message
+        else:
+            self._outgoing.append(message)
+        self._wake()
+
+    def _send_now(self, data: bytes) -> bool:
+        """Write from the training thread if that takes no waiting.
+
+        Reports come with every step. Waking the link's thread for each would cost two thread switches and a fight for
+        the GIL, many times as much as the write.
+        """
+        if not self._write_lock.acquire(blocking=False):
+            return False
+        try:
+            if self._direct is None or self._has_outgoing():
+                return False
+            sent = self._direct.send(data)
+            self._unsent = data[sent:]
+            return not self._unsent or self._wake()
+        except OSError:
+            return False  # full, or lost: the link's thread finds out
+        finally:
+            self._write_lock.release()
+
+    def commands(self) -> Iterator[ToLearner]:
+        """What the daemon said since the last time, oldest first. Call with `lock` held.
+
+        Raises:
+            LearnerError: the daemon refused this process for good.
+        """
+        self._arrived.clear()
+        if self._failure is not None:
+            raise self._failure
+        # Only what is there now: what arrives meanwhile waits for the next boundary.
+        for _ in range(len(self._commands)):
+            yield self._commands.popleft()
+
+    def put_back(self, command: ToLearner) -> None:
+        """Keep a command for the next boundary. Call with `lock` held, within the boundary that yielded it."""
+        self._commands.append(command)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a command; for who has nothing else to do. True if there may be one."""
+        return self._arrived.wait(timeout_s)
+
+    def close(self, flush_s: float) -> None:
+        """Send what is queued, if a daemon is there, for at most `flush_s` seconds; then end the thread."""
+        deadline_s = time.monotonic() + flush_s
+        while self.is_up and self._has_outgoing() and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        self._is_closing.set()
+        self._wake()
+        self._thread.join(SEND_TIMEOUT_S + 1.0)
+        self._wake_read.close()
+        self._wake_write.close()
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _has_outgoing(self) -> bool:
+        return bool(self._outgoing) or self._report is not None or bool(self._unsent)
+
+    def _wake(self) -> bool:
+        # A full pipe means that the thread is awake already.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_write.send(b"\0")
+        return True
+
+    def _run(self) -> None:
+        wait_s = REDIAL_MIN_S
+        while not self._is_closing.is_set():
+            try:
+                with self._dial() as connection:
+                    self._converse(connection)
+            except (OSError, DilocoError) as error:
+                if self.is_up:
+                    log.warning("daemon lost (%s): training goes on, looking for the next one", error)
+                    wait_s = REDIAL_MIN_S
+            except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
+                self._failure = LearnerError(f"the link thread ended: {error!r}")
+            self._disconnect()
+            if self._failure is not None:
+                self._arrived.set()
+                return
+            self._is_closing.wait(wait_s)
+            wait_s = min(2 * wait_s, REDIAL_MAX_S)
+
+    def _disconnect(self) -> None:
+        self.is_up = False
+        with self._write_lock:
+            if self._direct is not None:
+                self._direct.close()
+                self._direct = None
+            self._unsent = b""
+
+    def _dial(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.settimeout(SEND_TIMEOUT_S)
+            connection.connect(os.fspath(self._path))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _converse(self, connection: socket.socket) -> None:
+        with self.lock:
+            self._commands.clear()
+            self._outgoing.clear()
+            attach = self._make_attach()
+        connection.sendall(frame(TO_DAEMON.encode(attach)))
+        received = bytearray()
+        while not self._is_closing.is_set():
+            readable, _, _ = select.select([connection, self._wake_read], [], [])
+            if connection in readable:
+                data = connection.recv(_RECEIVE_BYTES)
+                if not data:
+                    raise LinkLost("the daemon closed the connection")
+                received += data
+                self._receive(received)
+            if self._wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_read.recv(4096)
+            if self.is_up:
+                self._send_queued(connection)
+
+    def _receive(self, received: bytearray) -> None:
+        for body in _frames(received):
+            message = TO_LEARNER.decode(body)
+            if isinstance(message, Refuse):
+                self._refused(message)
+            if not self.is_up and not isinstance(message, Welcome):
+                raise ProtocolViolation(f"learner link: {type(message).__name__} before Welcome")
+            if len(self._commands) >= QUEUE_MAX:
+                raise LinkLost(f"{QUEUE_MAX} commands wait for a step boundary; attaching anew")
+            self.is_up = True
+            self._commands.append(message)
+            self._arrived.set()
+
+    def _refused(self, message: Refuse) -> None:
+        if message.is_final:
+            self._failure = LearnerError(f"the daemon refused this learner: {message.reason}")
+        else:
+            log.warning("the daemon refused this learner for now: %s", message.reason)
+            self._is_closing.wait(REFUSED_WAIT_S)
+        raise LinkLost(message.reason)
+
+    def _send_queued(self, connection: socket.socket) -> None:
+        if len(self._outgoing) > QUEUE_MAX:
+            raise LinkLost(f"the daemon has left {QUEUE_MAX} messages unread; attaching anew")
+        with self._write_lock:
+            self._write_queued(connection)
+            if self._direct is None:
+                self._direct = connection.dup()
+                self._direct.setblocking(False)
+
+    def _write_queued(self, connection: socket.socket) -> None:
+        bodies, self._unsent = [self._unsent], b""
+        while self._outgoing:
+            bodies.append(frame(TO_DAEMON.encode(self._outgoing.popleft())))
+        # The report last: a daemon that sees step n has heard of everything that was done at the boundaries before it.
+        report, self._report = self._report, None
+        if report is not None:
+            bodies.append(frame(TO_DAEMON.encode(report)))
+        data = b"".join(bodies)
+        if data:
+            connection.sendall(data)
+
+
+def _frames(received: bytearray) -> Iterator[bytes]:
+    """Take whole frames from the front."""
+    while len(received) >= LENGTH_BYTES:
+        end = LENGTH_BYTES + frame_length(bytes(received[:LENGTH_BYTES]))
+        if len(received) < end:
+            return
+        body = bytes(received[LENGTH_BYTES:end])
+        del received[:end]
+        yield body

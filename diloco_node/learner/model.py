@@ -1,0 +1,260 @@
+"""The built-in model: a small byte-level GPT in the shape and with the names of Hugging Face's `LlamaForCausalLM`.
+
+Llama rather than GPT-2, because its linear layers are plain (out, in) matrices: `final.safetensors` loads into
+transformers without any transposition, together with the `config.json` that `hf_config` describes. Tokens are bytes:
+token id = byte value, no tokenizer, no special tokens.
+
+The arithmetic is one function, `token_logits`, over a dictionary of parameters. Every parameter may have one leading
+dimension of *replicas*: then R models run as one set of batched matrix products. That is how `benchmarks/quality.py`
+trains many learners at the speed of one, with the very model that `python -m diloco_node.learner` trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from diloco_node.errors import ConfigError
+
+VOCABULARY: Final = 256
+"""Tokens are bytes."""
+
+NORM_EPSILON: Final = 1e-5
+ROTARY_BASE: Final = 10_000.0
+
+_LIMITS: Final = {"layers": (1, 128), "dim": (8, 16_384), "heads": (1, 256), "context": (2, 65_536)}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """The shape of the model. The default has 0.13 M parameters: it learns on one slow core.
+
+    Attributes:
+        layers: transformer blocks. dim: width of the residual stream. heads: attention heads; divides dim into
+            even parts (rotary embedding turns pairs). context: tokens that a prediction may look at.
+
+    Raises:
+        ConfigError: a value is out of range, or heads does not divide dim into even parts.
+    """
+
+    layers: int = 2
+    dim: int = 64
+    heads: int = 4
+    context: int = 64
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(f"model.{name} is {value!r}: use a whole number from {low} to {high}")
+        if self.dim % (2 * self.heads):
+            raise ConfigError(
+                f"model.heads is {self.heads} and model.dim is {self.dim}: dim must be a multiple of 2 x heads, "
+                f"for example {2 * self.heads * max(1, self.dim // (2 * self.heads))}"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """Width of the gated MLP: 8/3 of dim, rounded up to a multiple of 8."""
+        return -(-self.dim * 8 // 24) * 8
+
+
+def hf_config(settings: ModelSettings) -> dict[str, Any]:
+    """What `config.json` beside `final.safetensors` must hold for `AutoModelForCausalLM.from_pretrained`."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": settings.dim,
+        "intermediate_size": settings.hidden,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "head_dim": settings.dim // settings.heads,
+        "max_position_embeddings": settings.context,
+        "rms_norm_eps": NORM_EPSILON,
+        "rope_theta": ROTARY_BASE,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every parameter, in the order of the module."""
+    dim, hidden = settings.dim, settings.hidden
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, dim)}
+    for layer in range(settings.layers):
+        at = f"model.layers.{layer}."
+        for name in ("q", "k", "v", "o"):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (dim, dim)
+        shapes[f"{at}mlp.gate_proj.weight"] = (hidden, dim)
+        shapes[f"{at}mlp.up_proj.weight"] = (hidden, dim)
+        shapes[f"{at}mlp.down_proj.weight"] = (dim, hidden)
+        shapes[f"{at}input_layernorm.weight"] = (dim,)
+        shapes[f"{at}post_attention_layernorm.weight"] = (dim,)
+    shapes["model.norm.weight"] = (dim,)
+    shapes["lm_head.weight"] = (VOCABULARY, dim)
+    return shapes
+
+
+def initial_parameters(settings: ModelSettings, *, seed: int) -> dict[str, Tensor]:
+    """Fresh float32 parameters; equal seeds give equal bits on any machine with the same torch version.
+
+    Matrices are normal with variance 1 / fan-in, those that write into the residual stream scaled down by
+    sqrt(2 layers); embedding and head have standard deviation 0.02; norms are one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters: dict[str, Tensor] = {}
+    for name, shape in parameter_shapes(settings).items():
+        if len(shape) == 1:
+            parameters[name] = torch.ones(shape)
+            continue
+        deviation = 0.02 if name in ("model.embed_tokens.weight", "lm_head.weight") else shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            deviation /= (2 * settings.layers) ** 0.5
+        parameters[name] = torch.empty(shape).normal_(0.0, deviation, generator=generator)
+    return parameters
+
+
+def rotary_tables(settings: ModelSettings) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary embedding: each of shape (context, dim / heads), float32."""
+    half = settings.dim // settings.heads // 2
+    frequencies = ROTARY_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(settings.context, dtype=torch.float64)[:, None] * frequencies[None, :]
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().float(), angles.sin().float()
+
+
+def token_logits(
+    settings: ModelSettings,
+    parameters: Mapping[str, Tensor],
+    tokens: Tensor,
+    rotary: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The model's arithmetic, for one set of parameters or for R replicas at once.
+
+    Args:
+        settings: the shape.
+        parameters: as `parameter_shapes`, or each with a leading dimension R.
+        tokens: shape (B, T), or (R, B, T) with replicas; int64, 0..255; T at most `context`.
+        rotary: `rotary_tables(settings)`, on the device of the parameters.
+
+    Returns:
+        Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the byte at t + 1.
+    """
+    *lead, batch, length = tokens.shape
+    cosine, sine = rotary[0][:length], rotary[1][:length]
+    stream = _embed(parameters["model.embed_tokens.weight"], tokens)
+    for layer in range(settings.layers):
+        at = f"model.layers.{layer}."
+        normed = _rms_norm(stream, parameters[f"{at}input_layernorm.weight"])
+        projections = [parameters[f"{at}self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
+        qkv = _linear(normed, torch.cat(projections, dim=-2))
+        qkv = qkv.view(*lead, batch, length, 3, settings.heads, settings.dim // settings.heads)
+        turned, value = torch.split(qkv, [2, 1], dim=-3)
+        # Four dimensions, or torch's CPU kernel falls back to one that is three times slower.
+        query, key, value = (
+            part.reshape(-1, length, settings.heads, part.shape[-1]).transpose(1, 2)
+            for part in (*_rotate(turned, cosine, sine).unbind(-3), value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = mixed.transpose(-3, -2).reshape(*lead, batch * length, settings.dim)
+        stream = stream + _linear(mixed, parameters[f"{at}self_attn.o_proj.weight"])
+        normed = _rms_norm(stream, parameters[f"{at}post_attention_layernorm.weight"])
+        both = torch.cat((parameters[f"{at}mlp.gate_proj.weight"], parameters[f"{at}mlp.up_proj.weight"]), dim=-2)
+        gate, up = _linear(normed, both).chunk(2, dim=-1)
+        stream = stream + _linear(functional.silu(gate) * up, parameters[f"{at}mlp.down_proj.weight"])
+    logits = _linear(_rms_norm(stream, parameters["model.norm.weight"]), parameters["lm_head.weight"])
+    return logits.view(*lead, batch, length, VOCABULARY)
+
+
+def _embed(table: Tensor, tokens: Tensor) -> Tensor:
+    """Rows of the table, shape (..., B * T, dim). Replicas look into one tall table, each at its own offset."""
+    *lead, batch, length = tokens.shape
+    if lead:
+        offsets = torch.arange(lead[0], device=tokens.device) * VOCABULARY
+        tokens = tokens + offsets[:, None, None]
+    rows = functional.embedding(tokens, table.reshape(-1, table.shape[-1]))
+    return rows.view(*lead, batch * length, table.shape[-1])
+
+
+def _linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight^T` per replica: (..., N, in) and (..., out, in) to (..., N, out)."""
+    return torch.matmul(x, weight.transpose(-1, -2))
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x / rms(x) * weight over the last dimension; weight is (dim,) or (R, dim)."""
+    scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + NORM_EPSILON)
+    return scaled * weight.unsqueeze(-2)
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotary position embedding in Hugging Face's convention: the two halves of a head are the pairs.
+
+    Args:
+        x: shape (..., T, 2, heads, size): queries and keys.
+        cosine, sine: shape (T, size).
+    """
+    size = x.shape[-1]
+    # (first, second) -> (-second, first) as a product with a constant: slicing and joining 8 values at a time is slow.
+    swap = torch.eye(size, dtype=x.dtype, device=x.device).roll(size // 2, dims=1)
+    swap[size // 2 :] *= -1.0
+    return x * cosine[:, None, None, :] + (x @ swap) * sine[:, None, None, :]
+
+
+class ByteGPT(nn.Module):
+    """The model as a module; `state_dict()` has exactly the names and shapes of `LlamaForCausalLM`."""
+
+    def __init__(self, settings: ModelSettings, *, seed: int = 0) -> None:
+        super().__init__()
+        self.settings = settings
+        for name, value in initial_parameters(settings, seed=seed).items():
+            self._place(name, value)
+        cosine, sine = rotary_tables(settings)
+        self.register_buffer("rotary_cosine", cosine, persistent=False)
+        self.register_buffer("rotary_sine", sine, persistent=False)
+
+    def _place(self, name: str, value: Tensor) -> None:
+        """Register a parameter under its dotted name, making the modules on the way."""
+        *path, leaf = name.split(".")
+        owner: nn.Module = self
+        for part in path:
+            if part not in owner._modules:
+                owner.add_module(part, nn.Module())
+            owner = owner.get_submodule(part)
+        owner.register_parameter(leaf, nn.Parameter(value))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of shape (B, T, 256) for tokens of shape (B, T), int64."""
+        rotary = (self.get_buffer("rotary_cosine"), self.get_buffer("rotary_sine"))
+        return token_logits(self.settings, dict(self.named_parameters()), tokens, rotary)
+
+    def loss(self, windows: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte over windows of shape (B, T + 1), uint8 or int64; a scalar."""
+        tokens = windows.long()
+        logits = self(tokens[:, :-1])
+        return functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+def model_settings_from(values: Mapping[str, Any]) -> ModelSettings:
+    """Settings from a JSON object.
+
+    Raises:
+        ConfigError: an unknown key, or a value out of range.
+    """
+    known = asdict(ModelSettings())
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown model settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+    return ModelSettings(**{**known, **dict(values)})

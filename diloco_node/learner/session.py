@@ -1,0 +1,305 @@
+"""Rank 0's conversation with its daemon, seen from the training thread: join, and one call per step boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from torch import Tensor
+
+from diloco_node.core.fragments import Manifest, build_manifest
+from diloco_node.core.schedule import next_news_step
+from diloco_node.errors import LearnerError
+from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.link import LearnerLink
+from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.tensors import ModelTensors
+from diloco_node.memory import TrainedCounter, request_area
+from diloco_node.wire.learner_link import (
+    INBOX,
+    LINK_PROTOCOL,
+    NEW_PROCESS,
+    OUTBOX,
+    Attach,
+    Done,
+    Failed,
+    InitialState,
+    Report,
+    SnapshotDenied,
+    SnapshotWanted,
+    Stop,
+    ToLearner,
+    VersionOffered,
+    Welcome,
+    merge_rules,
+)
+
+log = logging.getLogger("diloco_node.learner")
+
+WAIT_SLICE_S: Final = 0.2
+NOTE_EVERY_S: Final = 10.0
+FLUSH_S: Final = 2.0
+STEP_TIME_DECAY: Final = 0.1
+
+
+class StepTimer:
+    """Moving average of the time of one inner step, in nanoseconds; 0 until two steps were made."""
+
+    def __init__(self) -> None:
+        self.average_ns = 0
+        self._last_ns: int | None = None
+
+    def stepped(self, now_ns: int) -> None:
+        """An inner step ended."""
+        if self._last_ns is not None:
+            took_ns = now_ns - self._last_ns
+            before_ns = self.average_ns or took_ns
+            self.average_ns = max(1, round(before_ns + STEP_TIME_DECAY * (took_ns - before_ns)))
+        self._last_ns = now_ns
+
+
+class Session:
+    """See the module.
+
+    Args:
+        socket: the daemon's (DILOCO_SOCKET). memory: the supervisor's (DILOCO_SUPERVISOR).
+        tensors: the model's parameters.
+
+    Attributes:
+        welcome: the daemon's answer; None before `join`.
+        stop_reason: why the daemon wants the learner to stop; None while it does not.
+        timer: of inner steps.
+    """
+
+    def __init__(self, socket: Path, memory: Path, tensors: ModelTensors) -> None:
+        self.welcome: Welcome | None = None
+        self.stop_reason: str | None = None
+        self.timer = StepTimer()
+        self._memory = memory
+        self._tensors = tensors
+        self._island: Island | None = None
+        self._counter: TrainedCounter | None = None
+        self._revert = RevertCheck(tensors)
+        self._denied: SnapshotDenied | None = None
+        self._news_step: int | None = None
+        self._link = LearnerLink(socket, self._make_attach)
+
+    @property
+    def island(self) -> Island:
+        """The fragments; only after `join`."""
+        assert self._island is not None
+        return self._island
+
+    @property
+    def manifest(self) -> Manifest:
+        """How the model is cut; only after `join`."""
+        return self.island.manifest
+
+    # ---- joining -----------------------------------------------------------------------------------------------------
+
+    def join(self, is_stopping: Callable[[], bool]) -> Welcome | None:
+        """Wait for the daemon's Welcome. None if `is_stopping` says so first.
+
+        Raises:
+            LearnerError: the daemon refuses this learner, or cuts the model in another way.
+        """
+        self._wait_until(lambda: self.welcome is not None, is_stopping, "the daemon")
+        return self.welcome
+
+    def place(self, is_stopping: Callable[[], bool]) -> bool:
+        """Wait until every fragment holds a version (genesis, or where the run is). False if stopped before."""
+        return self._wait_until(lambda: self.island.is_placed, is_stopping, "the first version of all fragments")
+
+    def _wait_until(self, is_there: Callable[[], bool], is_stopping: Callable[[], bool], what: str) -> bool:
+        noted_s = time.monotonic()
+        while True:
+            with self._link.lock:
+                for command in self._link.commands():
+                    self._carry_out(command)
+            if is_there():
+                return True
+            if is_stopping() or self.stop_reason is not None:
+                return False
+            self._link.wait(WAIT_SLICE_S)
+            if time.monotonic() - noted_s > NOTE_EVERY_S:
+                noted_s = time.monotonic()
+                log.info("waiting for %s", what)
+
+    def _make_attach(self) -> Attach:
+        """In the link's thread, with its lock held."""
+        island, welcome = self._island, self.welcome
+        if island is None or welcome is None:
+            return Attach(LINK_PROTOCOL, os.getpid(), self._tensors.specs, NEW_PROCESS, "", 0, 0, 0, (), ())
+        return Attach(
+            protocol=LINK_PROTOCOL,
+            pid=os.getpid(),
+            tensors=self._tensors.specs,
+            incarnation=welcome.incarnation,
+            run_id=welcome.run_id,
+            step=island.step,
+            tokens=island.tokens,
+            step_time_ns=self.timer.average_ns,
+            positions=tuple(island.positions),
+            snapshots=island.unresolved(),
+        )
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if self.welcome is None or self._island is None:
+            self._island = self._build(welcome)
+            self.welcome = welcome
+        elif _identity(welcome) != _identity(self.welcome):
+            raise LearnerError(
+                f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
+                "restart the learner"
+            )
+        if welcome.wants_initial_state and not self.island.is_placed:
+            self.island.write_initial_state()
+            self._link.send(InitialState())
+
+    def _build(self, welcome: Welcome) -> Island:
+        manifest = build_manifest(merge_rules(self._tensors.specs, welcome.merge), welcome.fragments)
+        if manifest.digest != welcome.manifest_digest:
+            raise LearnerError(
+                f"this model gives manifest {manifest.digest[:12]}, the run's is {welcome.manifest_digest[:12]}: "
+                "the training script builds another model than the run was started with"
+            )
+        inbox_bytes, outbox_bytes = area_sizes(manifest, welcome.codec_up)
+        counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation)
+        self._counter = counter
+
+        def make_durable() -> None:
+            # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
+            with contextlib.suppress(OSError):
+                counter.flush()
+
+        return Island(
+            self._tensors,
+            manifest,
+            IslandSettings(
+                region=welcome.region,
+                incarnation=welcome.incarnation,
+                codec_up=welcome.codec_up,
+                carry=welcome.carry,
+                carry_steps_limit=welcome.carry_steps_limit,
+            ),
+            inbox=np.frombuffer(request_area(self._memory, INBOX, inbox_bytes), np.float32),
+            outbox=np.frombuffer(request_area(self._memory, OUTBOX, outbox_bytes), np.uint8),
+            answer=self._answer,
+            before_ready=make_durable,
+        )
+
+    # ---- stepping ----------------------------------------------------------------------------------------------------
+
+    def stepped(self, tokens: int) -> None:
+        """An inner step was made, of `tokens` tokens over all ranks: count it, durably against a kill.
+
+        Called from within `carry_out`'s `announce`, so that the link does not describe half a boundary.
+        """
+        island, counter = self.island, self._counter
+        assert counter is not None
+        island.step += 1
+        island.tokens += tokens
+        counter.write(island.step, island.tokens)
+
+    def carry_out(self, announce: Callable[[tuple[int, ...]], None]) -> tuple[int, ...]:
+        """Take the snapshots and apply the versions that the daemon asked for.
+
+        Args:
+            announce: called with the fragments, ascending, that are about to be applied, before anything is carried
+                out, but after `stop_reason` is known.
+
+        Returns:
+            The fragments that were applied, ascending.
+
+        Raises:
+            LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
+        """
+        self._revert.verify()
+        with self._link.lock:
+            commands = list(self._link.commands())
+            # Decided once: a fragment that the encoder is busy with now may be free a moment later.
+            offered = sorted({command.fragment for command in commands if isinstance(command, VersionOffered)})
+            applied = tuple(index for index in offered if not self.island.is_busy(index))
+            self._heed_stop(commands)
+            announce(applied)
+            for command in commands:
+                if isinstance(command, VersionOffered) and command.fragment not in applied:
+                    self._link.put_back(command)
+                else:
+                    self._carry_out(command)
+        if self._denied is not None:
+            raise LearnerError(
+                f"fragment {self._denied.fragment}: {self._denied.reason}. The next start takes the global parameters"
+            )
+        return applied
+
+    def _carry_out(self, command: ToLearner) -> None:
+        match command:
+            case Welcome():
+                self._welcomed(command)
+            case SnapshotWanted():
+                answer = self.island.snapshot(command)
+                if answer is not None:
+                    self._link.send(answer)
+            case VersionOffered():
+                fragment = self.manifest.fragments[command.fragment]
+                self._revert.before(fragment)
+                self._link.send(self.island.apply(command))
+                self._revert.after(fragment)
+                self._note_news(self.island.step - 1)
+            case Stop():
+                self._heed_stop([command])
+
+    def _heed_stop(self, commands: list[ToLearner]) -> None:
+        for command in commands:
+            if isinstance(command, Stop):
+                self.stop_reason = command.reason
+
+    def _answer(self, answer: Answer) -> None:
+        """From the encoder's thread."""
+        if isinstance(answer, SnapshotDenied):
+            self._denied = answer
+        self._link.send(answer)
+
+    def report(self, report: Report) -> None:
+        """Tell the daemon how the step went."""
+        self._link.send(report)
+        self._note_news(report.step)
+
+    @property
+    def is_news(self) -> bool:
+        """Whether this step, or one that was not reported, is one that rounds may wait for."""
+        return self._news_step is not None and self.island.step >= self._news_step
+
+    def _note_news(self, told_step: int) -> None:
+        assert self.welcome is not None
+        sync_every = self.welcome.sync_every
+        self._news_step = next_news_step(self.island.positions, told_step, sync_every=sync_every)
+
+    def global_vectors(self) -> list[Tensor]:
+        """Per fragment the global parameters as last applied."""
+        return self.island.global_vectors()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a command from the daemon."""
+        self._link.wait(timeout_s)
+
+    def close(self, last: Done | Failed | None) -> None:
+        """Say the last word, and let go of everything."""
+        if last is not None:
+            self._link.send(last)
+        self._link.close(FLUSH_S)
+        if self._island is not None:
+            self._island.close()
+        if self._counter is not None:
+            self._counter.close()
+
+
+def _identity(welcome: Welcome) -> tuple[str, str, int, str]:
+    return welcome.run_id, welcome.region, welcome.incarnation, welcome.manifest_digest[:12]

@@ -1,0 +1,357 @@
+"""The built-in trainer: a byte-level GPT on text, AdamW, warm-up and cosine, held-out loss now and then.
+
+It uses `diloco_node.attach` as any training loop would; without a daemon (no `DILOCO_SOCKET`) it trains alone. Its
+settings are a JSON object in the file that `DILOCO_TRAINER` names, which the supervisor writes from run.toml:
+
+================ ========= ==========================================================================================
+key              default   what
+================ ========= ==========================================================================================
+model            {}        `layers`, `dim`, `heads`, `context`: see `model.ModelSettings`
+batch            8         sequences per inner step
+lr               0.006     peak learning rate of AdamW
+steps            1000      length of the cosine schedule; a learner alone stops there, an attached one when told to
+warmup           100       steps of linear warm-up
+lr_floor         0.1       the schedule ends at this part of the peak, and stays there; 0 if the run ends there too
+weight_decay     0.1       on matrices
+seed             0         of parameters and of data order; the same in all regions
+data             []        files and folders of text; empty: the standard library's sources
+eval_every       200       steps between held-out losses; 0: only at the end
+eval_windows     64        held-out windows of one evaluation (four times as many at the end)
+threads          1         of torch
+min_step_seconds 0         pacing for demos and tests: a step takes at least this long
+settle_seconds   1         how long an attached learner waits for the run's last versions before it measures them
+================ ========= ==========================================================================================
+
+Moments and data position are in the learner's checkpoint, which `attach` writes; parameters come from the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.utils import clip_grad_norm_
+
+from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner.checkpoint import Stateful
+from diloco_node.learner.data import Corpus, RegionSampler, load_corpus
+from diloco_node.learner.model import VOCABULARY, ByteGPT, ModelSettings, model_settings_from, token_logits
+
+SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
+CLIP_NORM: Final = 1.0
+BETAS: Final = (0.9, 0.99)
+"""Of AdamW. A learner sees a small batch, so its squared gradients are noisy and want to be averaged for longer than
+the usual 0.95 does (docs/results-quality.md)."""
+
+FINAL_EVALUATION_FACTOR: Final = 4
+
+
+class Island(Protocol):
+    """What the trainer uses of `diloco_node.attach`."""
+
+    @property
+    def should_stop(self) -> bool:
+        """The run is over."""
+        ...
+
+    @property
+    def region_index(self) -> int:
+        """This region's place among the regions."""
+        ...
+
+    @property
+    def regions(self) -> int:
+        """How many regions there are."""
+        ...
+
+    @property
+    def global_step(self) -> int:
+        """Where the learning-rate schedule stands."""
+        ...
+
+    @property
+    def is_attached(self) -> bool:
+        """There is a daemon."""
+        ...
+
+    def step(self, *, tokens: int, loss: Tensor | float | None = None) -> None:
+        """An inner step was made."""
+        ...
+
+    def global_state_dict(self) -> dict[str, Tensor]:
+        """The global parameters by name."""
+        ...
+
+    def own_state_dict(self) -> dict[str, Tensor]:
+        """What this region came to by itself, by name."""
+        ...
+
+    def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
+        """Held-out losses were measured."""
+        ...
+
+    def settle(self, seconds: float) -> None:
+        """Apply the versions that still come."""
+        ...
+
+
+class Attach(Protocol):
+    """`diloco_node.attach`."""
+
+    def __call__(
+        self, model: ByteGPT, optimizer: torch.optim.Optimizer, *, stateful: Mapping[str, Stateful]
+    ) -> AbstractContextManager[Island]:
+        """Join the run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """The settings of the table above, checked.
+
+    Raises:
+        ConfigError: a value is out of range or of a wrong type.
+    """
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    batch: int = 8
+    lr: float = 6e-3
+    steps: int = 1000
+    warmup: int = 100
+    lr_floor: float = 0.1
+    weight_decay: float = 0.1
+    seed: int = 0
+    data: tuple[str, ...] = ()
+    eval_every: int = 200
+    eval_windows: int = 64
+    threads: int = 1
+    min_step_seconds: float = 0.0
+    settle_seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("batch", 1), ("steps", 1), ("warmup", 0), ("seed", 0), ("eval_every", 0)):
+            self._check_whole(name, low)
+        self._check_whole("eval_windows", 1)
+        self._check_whole("threads", 1)
+        if isinstance(self.lr_floor, bool) or not isinstance(self.lr_floor, int | float) or not 0 <= self.lr_floor <= 1:
+            raise ConfigError(f"trainer.lr_floor is {self.lr_floor!r}: use a part of the peak, from 0 to 1")
+        for name in ("lr", "weight_decay", "min_step_seconds", "settle_seconds"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e3:
+                raise ConfigError(f"trainer.{name} is {value!r}: use a number from 0 to 1000")
+
+    def _check_whole(self, name: str, low: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"trainer.{name} is {value!r}: use a whole number, at least {low}")
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of inner step `step` of the run, counted from 1: warm-up, cosine, then the floor."""
+        warm = min(1.0, step / self.warmup) if self.warmup else 1.0
+        done = min(1.0, step / self.steps)
+        return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def settings_from(values: Mapping[str, Any]) -> TrainerSettings:
+    """Settings from a JSON object.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a value out of range.
+    """
+    unknown = sorted(set(values) - {one.name for one in fields(TrainerSettings)})
+    if unknown:
+        raise ConfigError(
+            f"unknown trainer settings {', '.join(unknown)}: see `python -m pydoc diloco_node.learner.trainer`"
+        )
+    given = dict(values)
+    model, data = given.pop("model", {}), given.pop("data", [])
+    if not isinstance(model, Mapping):
+        raise ConfigError(f"trainer.model is {model!r}: use an object such as {{'layers': 2, 'dim': 64}}")
+    if not isinstance(data, list | tuple) or not all(isinstance(path, str) for path in data):
+        raise ConfigError(f"trainer.data is {data!r}: use a list of paths")
+    return TrainerSettings(model=model_settings_from(model), data=tuple(data), **given)
+
+
+def settings_from_environment() -> TrainerSettings:
+    """The settings in the file that `DILOCO_TRAINER` names; the defaults without it.
+
+    Raises:
+        ConfigError: the file can't be read or is no JSON object, or a setting is wrong.
+    """
+    path = os.environ.get(SETTINGS_VARIABLE)
+    if not path:
+        return TrainerSettings()
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"{SETTINGS_VARIABLE}={path}: can't read trainer settings: {problem}") from problem
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{SETTINGS_VARIABLE}={path}: trainer settings must be a JSON object, found {type(values).__name__}"
+        )
+    return settings_from(values)
+
+
+def held_out_loss(model: ByteGPT, windows: NDArray[np.uint8], parameters: Mapping[str, Tensor] | None = None) -> float:
+    """Mean loss in nats per byte over windows of shape (n, context + 1).
+
+    Args:
+        model: its own parameters are used unless others are given.
+        parameters: by name, as `global_state_dict` returns them; any float dtype.
+    """
+    named: dict[str, Tensor] = dict(model.named_parameters())
+    if parameters is not None:
+        named = {name: parameters[name].to(own.device, torch.float32) for name, own in named.items()}
+    rotary = (model.get_buffer("rotary_cosine"), model.get_buffer("rotary_sine"))
+    tokens = torch.from_numpy(windows.astype(np.int64)).to(rotary[0].device)
+    total = 0.0
+    with torch.no_grad():
+        for part in torch.split(tokens, 64):
+            logits = token_logits(model.settings, named, part[:, :-1], rotary)
+            targets = part[:, 1:].reshape(-1)
+            total += functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets, reduction="sum").item()
+    return total / tokens[:, 1:].numel()
+
+
+def make_optimizer(model: ByteGPT, settings: TrainerSettings) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, fused=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended, in nats per byte where it is a loss; NaN if no step was made.
+
+    `val_loss_global` is None without a daemon.
+    """
+
+    steps: int
+    tokens: int
+    loss_first: float
+    loss_last: float
+    val_loss: float
+    val_loss_global: float | None
+
+
+class _DataPosition:
+    """The data position as a part of the learner's checkpoint."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.value}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.value = int(state["position"])
+
+
+class Trainer:
+    """One learner's run: `run` returns when the daemon says stop, or, alone, after `settings.steps` steps.
+
+    Args:
+        settings: see the module.
+        corpus: the text; read from `settings.data` if None.
+        say: gets one line per evaluation.
+    """
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        *,
+        corpus: Corpus | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        torch.set_num_threads(settings.threads)
+        self.settings = settings
+        self.corpus = corpus or load_corpus(settings.data)
+        self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = ByteGPT(settings.model, seed=settings.seed).to(device)
+        self.optimizer = make_optimizer(self.model, settings)
+        self._device = device
+
+    def run(self, attach: Attach) -> Outcome:
+        """Train.
+
+        Args:
+            attach: `diloco_node.attach` or a stand-in.
+
+        Raises:
+            LearnerError: the loss is not finite: the learning rate is too high, or the data are broken.
+        """
+        position = _DataPosition()
+        with attach(self.model, self.optimizer, stateful={"data": position}) as diloco:
+            sampler = RegionSampler(
+                self.corpus,
+                region=diloco.region_index,
+                regions=diloco.regions,
+                batch=self.settings.batch,
+                context=self.settings.model.context,
+                seed=self.settings.seed,
+            )
+            sampler.restore({"position": position.value})
+            return self._loop(diloco, sampler, position)
+
+    def _loop(self, diloco: Island, sampler: RegionSampler, position: _DataPosition) -> Outcome:
+        settings, steps, first, last = self.settings, 0, math.nan, math.nan
+        tokens_per_step = settings.batch * settings.model.context
+        while not diloco.should_stop and (diloco.is_attached or steps < settings.steps):
+            started = time.monotonic()
+            loss = self._inner_step(sampler.next_batch(), lr=settings.lr_at(diloco.global_step + 1))
+            steps += 1
+            self._pace(started)
+            position.value = sampler.position
+            last = float(loss)
+            first = last if steps == 1 else first
+            if not math.isfinite(last):
+                raise LearnerError(f"the loss is {last} at step {steps}: lower trainer.lr (now {settings.lr})")
+            diloco.step(tokens=tokens_per_step, loss=loss)
+            if settings.eval_every and steps % settings.eval_every == 0:
+                self._evaluate(diloco, steps, last, windows=settings.eval_windows)
+        if diloco.is_attached:
+            diloco.settle(settings.settle_seconds)
+        windows = settings.eval_windows * FINAL_EVALUATION_FACTOR
+        own, everybodys = self._evaluate(diloco, steps, last, windows=windows)
+        return Outcome(steps, steps * tokens_per_step, first, last, own, everybodys)
+
+    def _inner_step(self, windows: NDArray[np.uint8], *, lr: float) -> Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self.model.loss(torch.from_numpy(windows).to(self._device))
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _pace(self, started: float) -> None:
+        left = self.settings.min_step_seconds - (time.monotonic() - started)
+        if left > 0:
+            time.sleep(left)
+
+    def _evaluate(self, diloco: Island, steps: int, loss: float, *, windows: int) -> tuple[float, float | None]:
+        """Held-out loss of the own and of the global parameters; told to the daemon."""
+        held_out = self.corpus.held_out_windows(windows, self.settings.model.context)
+        own = held_out_loss(self.model, held_out, diloco.own_state_dict())
+        everybodys = held_out_loss(self.model, held_out, diloco.global_state_dict()) if diloco.is_attached else None
+        diloco.evaluated(val_loss=own, val_loss_global=everybodys)
+        shown = "" if everybodys is None else f" val_loss_global={everybodys:.4f}"
+        self.say(f"step={steps} loss={loss:.4f} val_loss={own:.4f}{shown}")
+        return own, everybodys

@@ -1,0 +1,1 @@
+"""The asyncio shell around the cores: the pump, the data plane, the daemon, the supervisor."""

@@ -1,0 +1,37 @@
+"""`python -m diloco_node.node SPEC.json`: the daemon process. `diloco-node start` writes the file and starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import structlog
+import uvloop
+
+from diloco_node.errors import DilocoError
+from diloco_node.node.allocator import keep_freed_memory
+from diloco_node.node.daemon import Daemon
+from diloco_node.node.logs import set_up_logs
+from diloco_node.node.spec import NodeSpec
+
+
+def main(arguments: list[str]) -> int:
+    """Run the daemon; the exit code."""
+    keep_freed_memory()
+    set_up_logs()
+    log = structlog.get_logger()
+    if len(arguments) != 1:
+        log.error("usage: python -m diloco_node.node SPEC.json (written by `diloco-node start`)")
+        return 2
+    try:
+        spec = NodeSpec.load(Path(arguments[0]))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(Daemon(spec).run())
+    except DilocoError as error:
+        log.error("stopped", reason=str(error), exit_code=error.exit_code)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

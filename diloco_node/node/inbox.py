@@ -1,0 +1,165 @@
+"""The inbox: who may touch which place, and the versions that are offered to the learner through it.
+
+A place holds one fragment. It is the learner's from VersionOffered to Applied, and all of them are its own while it
+writes Theta_0. Without an attached learner nobody can tell whether a process of before still reads: nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_node.core.events import OfferVersion
+from diloco_node.node.replica import Replica
+from diloco_node.wire.learner_link import NO_SNAPSHOT, ToLearner, VersionOffered
+
+F32 = npt.NDArray[np.float32]
+
+OFFERS_KEPT: Final = 64
+"""Offers whose time is remembered, for whoever measures rounds from outside."""
+
+
+class Inbox:
+    """See the module. All methods run on the event loop.
+
+    Args:
+        area: shape (all values,), float32, shared with the learner. offsets: where each fragment begins, and the end.
+        replica: where versions are copied from. send: to the learner; False if it is gone.
+        spawn: runs a task. now_ns: monotonic.
+
+    Attributes:
+        life: grows whenever a learner comes or goes; what was begun in an older one is void.
+        offered_at_ns: (fragment, version, monotonic ns) of the last versions that the learner could read.
+    """
+
+    def __init__(
+        self,
+        area: F32,
+        offsets: Sequence[int],
+        *,
+        replica: Replica,
+        send: Callable[[ToLearner], bool],
+        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+        now_ns: Callable[[], int],
+    ) -> None:
+        self.life = 0
+        self.offered_at_ns: deque[tuple[int, int, int]] = deque(maxlen=OFFERS_KEPT)
+        self._area = area
+        self._offsets = offsets
+        self._replica = replica
+        self._send = send
+        self._spawn = spawn
+        self._now_ns = now_ns
+        self._has_learner = False
+        self._is_lent = False
+        self._offered: dict[int, OfferVersion] = {}
+        self._waiting: dict[int, OfferVersion] = {}
+        self._written: dict[int, int] = {}
+
+    def place(self, fragment: int) -> F32:
+        """The fragment's place, shape (n,), float32, not a copy."""
+        return self._area[self._offsets[fragment] : self._offsets[fragment + 1]]
+
+    # ---- the learner -------------------------------------------------------------------------------------------------
+
+    def learner_came(self, *, writes_initial: bool) -> None:
+        """A learner is attached: what the one before was offered is void.
+
+        Args:
+            writes_initial: it is asked for Theta_0: every place is its own until `initial_taken`.
+        """
+        self._begin_life()
+        self._has_learner = True
+        self._is_lent = writes_initial
+
+    def learner_went(self) -> None:
+        """Its connection is gone. It may live and read on, until it attaches again or another one does."""
+        self._begin_life()
+
+    def applied(self, fragment: int, version: int) -> None:
+        """The learner has taken a version: the place is free, and the next one may be offered."""
+        offered = self._offered.get(fragment)
+        if offered is None or version < offered.version:
+            return
+        del self._offered[fragment]
+        waiting = self._waiting.get(fragment)
+        if waiting is not None and waiting.included_snapshot == offered.included_snapshot:
+            # Decided while the learner had not yet taken the one before, which has resolved that snapshot since.
+            self._waiting[fragment] = replace(waiting, included_snapshot=NO_SNAPSHOT)
+        self._offer_waiting(fragment)
+
+    def initial_taken(self) -> None:
+        """Theta_0 has been read out: the places are free again."""
+        self._take_back()
+        for fragment in sorted(self._waiting):
+            self._offer_waiting(fragment)
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    def free_place(self, fragment: int) -> F32 | None:
+        """The fragment's place if nobody may be reading or writing it; the caller writes the next version there."""
+        if not self._has_learner or self._is_lent or fragment in self._offered:
+            return None
+        self._written.pop(fragment, None)
+        return self.place(fragment)
+
+    def place_written(self, fragment: int, version: int) -> None:
+        """The free place now holds this version."""
+        self._written[fragment] = version
+
+    def offer(self, order: OfferVersion) -> None:
+        """Hand a version to the learner; while its place is taken, the newest one waits."""
+        fragment = order.fragment
+        if not self._has_learner:
+            return
+        if self._is_lent or fragment in self._offered:
+            self._waiting[fragment] = order
+            return
+        self._offered[fragment] = order
+        if self._written.get(fragment) == order.version:
+            self._tell(order)
+        else:
+            self._spawn(self._copy(order, self.life), f"offer {fragment}")
+
+    async def _copy(self, order: OfferVersion, life: int) -> None:
+        fragment = order.fragment
+        version = await self._replica.copy_theta(fragment, self.place(fragment))
+        self._written[fragment] = version
+        if life != self.life:
+            return  # the snapshot it names is another learner's
+        if version == order.version:
+            self._tell(order)
+            return
+        # The replica has moved on, and only the core knows whether that version includes a snapshot: its own offer of
+        # it follows, or has come meanwhile.
+        del self._offered[fragment]
+        self._offer_waiting(fragment)
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _tell(self, order: OfferVersion) -> None:
+        self._send(VersionOffered(order.fragment, order.version, order.included_snapshot, order.is_last))
+        self.offered_at_ns.append((order.fragment, order.version, self._now_ns()))
+
+    def _offer_waiting(self, fragment: int) -> None:
+        waiting = self._waiting.pop(fragment, None)
+        if waiting is not None:
+            self.offer(waiting)
+
+    def _begin_life(self) -> None:
+        self.life += 1
+        self._has_learner = False
+        self._take_back()
+        self._offered.clear()
+        self._waiting.clear()
+
+    def _take_back(self) -> None:
+        if self._is_lent:
+            # The learner may have written over what was there.
+            self._written.clear()
+        self._is_lent = False

@@ -1,0 +1,127 @@
+"""Theta_0: from the learner's own parameters, from a safetensors file, or fetched; and which one is on this disk."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from diloco_node.adapters.store import RegionStore
+from diloco_node.codec.digest import fragment_digest
+from diloco_node.core.fragments import Manifest
+from diloco_node.errors import ConfigError
+
+F32 = npt.NDArray[np.float32]
+
+HEADER_BYTES_MAX: Final = 8 * 2**20
+_LENGTH: Final = struct.Struct("<Q")
+
+
+class InitialStates:
+    """The states at version 0 on disk, one writer per fragment at a time.
+
+    The learner's own Theta_0 is never written over a fetched one: a region may have told the others already that it
+    holds what genesis names.
+    """
+
+    def __init__(self, fragments: int, store: RegionStore, pool: Executor) -> None:
+        self._store = store
+        self._pool = pool
+        self._locks = [asyncio.Lock() for _ in range(fragments)]
+        self._fetched: dict[int, bytes] = {}
+
+    async def store_own(self, fragment: int, theta: F32) -> bytes:
+        """Write this region's Theta_0 of a fragment, unless a fetched one is there.
+
+        Args:
+            theta: shape (n,), float32; not changed.
+
+        Returns:
+            The digest of what is on disk now.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        async with self._locks[fragment]:
+            if fragment in self._fetched:
+                return self._fetched[fragment]
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._write_own, fragment, theta)
+
+    async def store_fetched(self, fragment: int, theta: F32, momentum: F32, digest: bytes) -> None:
+        """Write the Theta_0 that genesis names over whatever is there. Raises StorageError."""
+        async with self._locks[fragment]:
+            await asyncio.get_running_loop().run_in_executor(
+                self._pool, self._store.store_state, fragment, 0, theta, momentum, digest
+            )
+            self._fetched[fragment] = digest
+
+    def _write_own(self, fragment: int, theta: F32) -> bytes:
+        momentum = np.zeros_like(theta)
+        digest = fragment_digest(theta, momentum)
+        self._store.store_state(fragment, 0, theta, momentum, digest)
+        return digest
+
+
+def read_initial(path: Path, manifest: Manifest) -> list[F32]:
+    """Theta_0 from a safetensors file: exactly the run's tensors, float32, finite.
+
+    Args:
+        path: the file, for example another run's final.safetensors.
+        manifest: names, shapes and layout.
+
+    Returns:
+        Per fragment, shape (n,), float32.
+
+    Raises:
+        ConfigError: the file is no such file, or holds another model; the message names the first difference.
+    """
+    _check_header(path)
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        raise ConfigError(f"run.init: {path} can't be read ({error}); give a safetensors file of float32") from error
+    expected = {spec.name: spec.shape for spec in manifest.tensors}
+    for name in sorted(expected.keys() | tensors.keys()):
+        if name not in tensors or name not in expected:
+            where = "the file" if name not in tensors else "the run's model"
+            raise ConfigError(f"run.init: {path}: tensor {name} is not in {where}")
+        found = tensors[name]
+        if found.shape != expected[name] or found.dtype != np.float32:
+            raise ConfigError(
+                f"run.init: {path}: tensor {name} is {found.dtype} {found.shape}, expected float32 {expected[name]}"
+            )
+        if not np.isfinite(np.dot(found.ravel(), found.ravel())):
+            raise ConfigError(f"run.init: {path}: tensor {name} holds NaN, infinite or huge values")
+    parts = [np.empty(fragment.size, np.float32) for fragment in manifest.fragments]
+    for fragment, part in zip(manifest.fragments, parts, strict=True):
+        for piece in fragment.pieces:
+            flat = tensors[piece.name].ravel()
+            part[piece.offset : piece.offset + piece.size] = flat[piece.value_start : piece.value_stop]
+    return parts
+
+
+def _check_header(path: Path) -> None:
+    """What safetensors itself lets pass: a name twice, a huge header."""
+    try:
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > HEADER_BYTES_MAX:
+                raise ConfigError(f"run.init: {path}: a header of {length} B, at most {HEADER_BYTES_MAX} B")
+            json.loads(file.read(length), object_pairs_hook=_unique)
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"run.init: {path} is no safetensors file ({error})") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError("a tensor is in it twice")
+    return dict(pairs)

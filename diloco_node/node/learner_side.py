@@ -1,0 +1,295 @@
+"""The daemon's end of its learner: who is attached, where it stands, its snapshots and the versions offered to it.
+
+Shared memory: `inbox` (the model, fragment after fragment, float32) is written here and read by the learner between
+VersionOffered and Applied; `outbox` (encoded contributions) is written by the learner, read here after SnapshotReady.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.core.events import (
+    Event,
+    LearnerAttached,
+    LearnerDetached,
+    LearnerReported,
+    SnapshotRefused,
+    SnapshotTaken,
+    TakeSnapshot,
+)
+from diloco_node.core.fragments import Manifest
+from diloco_node.core.schedule import overdue_steps
+from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.memory import request_area
+from diloco_node.node.inbox import Inbox
+from diloco_node.node.replica import Replica, fragment_offsets
+from diloco_node.wire.learner_link import (
+    INBOX,
+    OUTBOX,
+    Applied,
+    Attach,
+    Done,
+    Report,
+    SnapshotDenied,
+    SnapshotReady,
+    SnapshotWanted,
+    Stop,
+    ToLearner,
+)
+
+U8 = npt.NDArray[np.uint8]
+
+REPORT_EVERY_NS: Final = 20_000_000
+"""The core hears of steps that change nothing at most so often: each report costs it a fifth of a millisecond."""
+
+
+@dataclass(slots=True)
+class LearnerFacts:
+    """What status and report show of the learner; the core does not need it.
+
+    Attributes:
+        loss_first, loss_last: the first and the newest loss that was reported.
+        val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones.
+        blocked_ns: time the training loops of all learners so far spent inside `step()`.
+        first_report_ns, last_report_ns: monotonic, of the present learner, for tokens per second.
+        tokens_at_first_report: of its incarnation.
+        discounted_versions: applied with part of the own steps thrown away, since they were too many.
+    """
+
+    loss_first: float | None = None
+    loss_last: float | None = None
+    val_loss: float | None = None
+    val_loss_global: float | None = None
+    blocked_ns: int = 0
+    first_report_ns: int = 0
+    last_report_ns: int = 0
+    tokens_at_first_report: int = 0
+    discounted_versions: int = 0
+
+
+class LearnerSide:
+    """One region's learner as the daemon sees it. All methods run on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        manifest: Manifest,
+        settings: RunSettings,
+        replica: Replica,
+        memory_socket: Path,
+        send: Callable[[ToLearner], bool],
+        post: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+        now_ns: Callable[[], int],
+    ) -> None:
+        self.facts = LearnerFacts()
+        self.status: LearnerStatus | None = None
+        self.done: Done | None = None
+        self._last_status: LearnerStatus | None = None
+        self.steps_total = 0
+        self.tokens_total = 0
+        self._steps_before = 0
+        self._tokens_before = 0
+        self._blocked_before_ns = 0
+        self._incarnation = 0
+        self.blocks = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
+        self._send = send
+        self._post = post
+        self._now_ns = now_ns
+        self._outbox_offsets = [0]
+        for blocks in self.blocks:
+            self._outbox_offsets.append(self._outbox_offsets[-1] + blocks.encoded_bytes)
+        self._inbox_area: mmap.mmap = request_area(memory_socket, INBOX, 4 * manifest.size)
+        self._outbox_area: mmap.mmap = request_area(memory_socket, OUTBOX, self._outbox_offsets[-1])
+        self._outbox = np.frombuffer(self._outbox_area, np.uint8)
+        self.inbox = Inbox(
+            np.frombuffer(self._inbox_area, np.float32),
+            fragment_offsets(manifest),
+            replica=replica,
+            send=send,
+            spawn=spawn,
+            now_ns=now_ns,
+        )
+        self._snapshots_asked: dict[int, TakeSnapshot] = {}
+        self._sync_every = settings.sync_every
+        self._told_ns = -REPORT_EVERY_NS
+
+    @property
+    def shown_status(self) -> LearnerStatus | None:
+        """Where the learner stands, or stood when it was done: it may be gone before the last report is written."""
+        if self.status is None and self.done is not None:
+            return self._last_status
+        return self.status
+
+    # ---- from the learner --------------------------------------------------------------------------------------------
+
+    def attached(
+        self,
+        attach: Attach,
+        incarnation: int,
+        trained_before: tuple[tuple[int, int, int], ...],
+        *,
+        writes_initial: bool = False,
+    ) -> None:
+        """A learner was welcomed: nothing that was asked of the one before will be answered.
+
+        Args:
+            attach: what it said, with a position and a snapshot per fragment. incarnation: which life it is.
+            trained_before: (incarnation, steps, tokens) of the lives before.
+            writes_initial: it was asked to lay Theta_0 into the inbox.
+        """
+        self._lose_asked("the learner restarted")
+        self.inbox.learner_came(writes_initial=writes_initial)
+        self.done = None
+        if incarnation != self._incarnation:
+            # Its counters begin at zero; so does what is measured by them.
+            self._incarnation = incarnation
+            self._blocked_before_ns = self.facts.blocked_ns
+            self.facts.first_report_ns = 0
+        self.status = LearnerStatus(
+            incarnation=incarnation,
+            step=attach.step,
+            tokens=attach.tokens,
+            step_time_ns=attach.step_time_ns,
+            positions=attach.positions,
+        )
+        self._steps_before = sum(steps for _, steps, _ in trained_before)
+        self._tokens_before = sum(tokens for _, _, tokens in trained_before)
+        self._note_totals()
+        self._post(LearnerAttached(self.status, attach.snapshots, trained_before))
+
+    def detached(self) -> None:
+        """Its connection is gone."""
+        self._lose_asked("the learner is gone")
+        self.inbox.learner_went()
+        if self.done is not None:
+            self._last_status = self.status
+        self.status = None
+        self._post(LearnerDetached())
+
+    def reported(self, report: Report) -> None:
+        """One inner step."""
+        if self.status is None:
+            return
+        now_ns = self._now_ns()
+        facts = self.facts
+        if not facts.first_report_ns:
+            facts.first_report_ns, facts.tokens_at_first_report = now_ns, report.tokens
+        facts.last_report_ns = now_ns
+        facts.blocked_ns = self._blocked_before_ns + report.blocked_ns
+        if report.loss is not None:
+            facts.loss_last = report.loss
+            if facts.loss_first is None:
+                facts.loss_first = report.loss
+        if report.val_loss is not None:
+            facts.val_loss = report.val_loss
+        if report.val_loss_global is not None:
+            facts.val_loss_global = report.val_loss_global
+        before = self.status
+        self.status = replace(before, step=report.step, tokens=report.tokens, step_time_ns=report.step_time_ns)
+        self._note_totals()
+        if now_ns - self._told_ns >= REPORT_EVERY_NS or self._is_news(before.step, report.step):
+            self._told_ns = now_ns
+            self._post(LearnerReported(self.status))
+
+    def _is_news(self, before: int, step: int) -> bool:
+        """Whether a step changes what the core may do: a fragment becomes due, or there is something to contribute."""
+        assert self.status is not None
+        for fragment, position in enumerate(self.status.positions):
+            if before <= position.included_step < step:
+                return True
+            late = overdue_steps(fragment, position, step, sync_every=self._sync_every, fragments=len(self.blocks))
+            if 0 <= late < step - before:
+                return True
+        return False
+
+    def snapshot_ready(self, message: SnapshotReady) -> None:
+        """The answer to SnapshotWanted: its bytes lie in the outbox."""
+        contribution = message.contribution
+        asked = self._snapshots_asked.get(contribution.fragment)
+        if asked is not None and asked.base_version == contribution.base_version:
+            del self._snapshots_asked[contribution.fragment]
+            self._post(SnapshotTaken(contribution))
+
+    def snapshot_denied(self, message: SnapshotDenied) -> None:
+        """The answer to SnapshotWanted when it could not."""
+        asked = self._snapshots_asked.get(message.fragment)
+        if asked is not None and asked.version == message.version:
+            del self._snapshots_asked[message.fragment]
+            self._post(SnapshotRefused(message.fragment, message.version, message.reason))
+
+    def applied(self, message: Applied) -> None:
+        """It took a version: its place in the inbox is free."""
+        if self.status is None:
+            return
+        positions = list(self.status.positions)
+        positions[message.fragment] = message.position
+        self.status = replace(self.status, positions=tuple(positions))
+        if message.lam < 1.0:
+            self.facts.discounted_versions += 1
+        self._post(LearnerReported(self.status))
+        self.inbox.applied(message.fragment, message.version)
+
+    def finished(self, done: Done) -> None:
+        """It has stopped stepping."""
+        self.done = done
+        if done.val_loss is not None:
+            self.facts.val_loss = done.val_loss
+        if done.val_loss_global is not None:
+            self.facts.val_loss_global = done.val_loss_global
+        self.facts.blocked_ns = self._blocked_before_ns + done.blocked_ns
+        if self.status is not None:
+            self.status = replace(self.status, step=done.step, tokens=done.tokens, finished=True)
+            self._note_totals()
+            self._post(LearnerReported(self.status))
+
+    # ---- to the learner ----------------------------------------------------------------------------------------------
+
+    def take_snapshot(self, order: TakeSnapshot) -> None:
+        """Ask for a snapshot at the next step boundary."""
+        if self.status is None:
+            self._post(SnapshotRefused(order.fragment, order.version, "no learner is attached"))
+            return
+        self._snapshots_asked[order.fragment] = order
+        self._send(SnapshotWanted(order.fragment, order.version, order.base_version))
+
+    def stop(self, reason: str) -> None:
+        """The run is over."""
+        self._send(Stop(reason))
+
+    def has_restarted_since(self, incarnation: int) -> bool:
+        """Whether another life of the learner has begun, which may write over the outbox."""
+        return self._incarnation != incarnation
+
+    def contribution_bytes(self, fragment: int, block_start: int, block_stop: int) -> U8:
+        """The encoded blocks of the newest contribution of a fragment; a view into the outbox."""
+        blocks = self.blocks[fragment]
+        start = self._outbox_offsets[fragment] + blocks.span_bytes(0, block_start)
+        return self._outbox[start : start + blocks.span_bytes(block_start, block_stop)]
+
+    def close(self) -> None:
+        """Let go of the shared memory."""
+        del self.inbox, self._outbox
+        for area in (self._inbox_area, self._outbox_area):
+            # A transfer may still read a slice of it; then it goes with the process.
+            with contextlib.suppress(BufferError):
+                area.close()
+
+    def _note_totals(self) -> None:
+        if self.status is not None:
+            self.steps_total = self._steps_before + self.status.step
+            self.tokens_total = self._tokens_before + self.status.tokens
+
+    def _lose_asked(self, reason: str) -> None:
+        for fragment in sorted(self._snapshots_asked):
+            order = self._snapshots_asked.pop(fragment)
+            self._post(SnapshotRefused(fragment, order.version, reason))

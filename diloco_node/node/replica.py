@@ -1,0 +1,193 @@
+"""This region's full copy of parameters and momentum, fragment by fragment, and the outer steps on it.
+
+Everything elementwise here is the same bits on every region: factors and payloads come from the ledger, the kernels
+do no reordering. Work over a few milliseconds runs in the pool; one lock per fragment keeps readers and the step apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Final, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_node.adapters.store import RegionStore
+from diloco_node.codec import kernels
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.codec.digest import fragment_digest
+from diloco_node.core.fragments import Manifest
+from diloco_node.core.outer import outer_of
+from diloco_node.core.types import RoundBody, RunSettings, Stripe
+
+P = ParamSpec("P")
+T = TypeVar("T")
+F32 = npt.NDArray[np.float32]
+
+OUTER_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
+"""The rest of the cores is the learner's."""
+
+
+class Replica:
+    """Theta and momentum of all fragments.
+
+    Args:
+        pool: for what a round waits for. background: for what nobody waits for; the same by default.
+
+    Attributes:
+        versions: per fragment the version in memory; -1 before genesis.
+        blocks: per fragment the layout of merged payloads (codec_down).
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        settings: RunSettings,
+        store: RegionStore,
+        pool: Executor,
+        background: Executor | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.blocks = [
+            FragmentBlocks([piece.size for piece in fragment.pieces], settings.codec_down)
+            for fragment in manifest.fragments
+        ]
+        self.versions = [-1] * len(manifest.fragments)
+        self._settings = settings
+        self._store = store
+        self._pool = pool
+        self._background = background
+        self._theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
+        self._momentum: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
+        self._locks = [asyncio.Lock() for _ in manifest.fragments]
+
+    async def adopt(self, fragment: int, version: int) -> None:
+        """Take the state on disk as the state in memory.
+
+        Raises:
+            StorageError: there is no such state, or it is damaged.
+        """
+        async with self._locks[fragment]:
+            # The store's arrays are the caller's to keep: a copy of a fragment here would hold up the loop.
+            self._theta[fragment], self._momentum[fragment] = await self._run(self._store.read_state, fragment, version)
+            self.versions[fragment] = version
+
+    async def apply(
+        self, body: RoundBody, parts: Sequence[npt.NDArray[np.uint8]], inbox: F32 | None, *, is_checked: bool = False
+    ) -> None:
+        """The outer step of a committed round, stripe by stripe, in as many threads as there are cores to spare.
+
+        Args:
+            body: the ledger's entry; its version is one above the one in memory.
+            parts: per stripe of `body.stripes`, shape (encoded bytes,), uint8; checked when they arrived.
+            inbox: shape (n,), float32, the learner's place for this fragment if it is free: written in the same pass.
+            is_checked: the parts have been looked at block by block since they came.
+        """
+        fragment = body.fragment
+        factors = np.array(body.factors, np.float32)
+        async with self._locks[fragment]:
+            assert self.versions[fragment] == body.version - 1, (fragment, self.versions[fragment], body.version)
+            work = list(zip(body.stripes, parts, strict=True))
+
+            def step(share: int) -> None:
+                for stripe, part in work[share::OUTER_THREADS]:
+                    self._outer_step(body, stripe, part, factors, inbox, is_checked=is_checked)
+
+            await asyncio.gather(*(self._run(step, share) for share in range(min(OUTER_THREADS, len(work)))))
+            self.versions[fragment] = body.version
+
+    def _outer_step(
+        self,
+        body: RoundBody,
+        stripe: Stripe,
+        part: npt.NDArray[np.uint8],
+        factors: F32,
+        inbox: F32 | None,
+        *,
+        is_checked: bool,
+    ) -> None:
+        fragment = body.fragment
+        blocks = self.blocks[fragment]
+        span = blocks.value_slice(stripe.block_start, stripe.block_stop)
+        kernels.outer_step(
+            blocks,
+            part,
+            factors,
+            *outer_of(self._settings, body),
+            self._theta[fragment][span],
+            self._momentum[fragment][span],
+            None if inbox is None else inbox[span],
+            stripe.block_start,
+            stripe.block_stop,
+            is_checked=is_checked,
+        )
+
+    async def digest(self, fragment: int) -> tuple[int, bytes]:
+        """The version in memory and the digest of its parameters and momentum."""
+        async with self._locks[fragment]:
+            version = self.versions[fragment]
+            digest = await self._when_idle(fragment_digest, self._theta[fragment], self._momentum[fragment])
+        return version, digest
+
+    async def copy_theta(self, fragment: int, out: F32) -> int:
+        """Copy the parameters into `out` (shape (n,), float32); returns their version."""
+        async with self._locks[fragment]:
+            await self._run(np.copyto, out, self._theta[fragment])
+            return self.versions[fragment]
+
+    async def state_bytes(self, fragment: int) -> tuple[int, bytes, npt.NDArray[np.uint8]]:
+        """Version, digest, and a copy of parameters followed by momentum as bytes."""
+        async with self._locks[fragment]:
+            version = self.versions[fragment]
+            digest = await self._run(fragment_digest, self._theta[fragment], self._momentum[fragment])
+            both = await self._run(np.concatenate, (self._theta[fragment], self._momentum[fragment]))
+        return version, digest, both.view(np.uint8)
+
+    async def checkpoint(self, fragment: int) -> int:
+        """Write the fragment's state to disk (fsync) and prune what it replaces; returns the version written.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        async with self._locks[fragment]:
+            version = self.versions[fragment]
+            digest = await self._run(fragment_digest, self._theta[fragment], self._momentum[fragment])
+            await self._run(
+                self._store.store_state, fragment, version, self._theta[fragment], self._momentum[fragment], digest
+            )
+        keep_from = version - self._settings.payload_versions
+        await self._run(self._store.prune, fragment, keep_from)
+        return version
+
+    async def write_ahead(self, fragment: int) -> None:
+        """Prepare a file for the fragment's next payload. Raises StorageError."""
+        await self._when_idle(self._store.write_ahead, self.blocks[fragment].encoded_bytes)
+
+    def full_tensors(self) -> dict[str, F32]:
+        """The whole model by tensor name, float32, shaped; a copy. Call it when no round is open."""
+        tensors = [np.empty(int(np.prod(spec.shape)), np.float32) for spec in self.manifest.tensors]
+        for fragment in self.manifest.fragments:
+            for piece in fragment.pieces:
+                part = self._theta[fragment.index][piece.offset : piece.offset + piece.size]
+                tensors[piece.tensor][piece.value_start : piece.value_stop] = part
+        return {
+            spec.name: values.reshape(spec.shape) for spec, values in zip(self.manifest.tensors, tensors, strict=True)
+        }
+
+    async def _when_idle(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        pool = self._background or self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, lambda: call(*args, **kwargs))
+
+    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
+
+
+def fragment_offsets(manifest: Manifest) -> Sequence[int]:
+    """Where each fragment begins in the inbox, in values, and one past the last."""
+    offsets = [0]
+    for fragment in manifest.fragments:
+        offsets.append(offsets[-1] + fragment.size)
+    return offsets

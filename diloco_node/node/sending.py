@@ -1,0 +1,84 @@
+"""Stripes on their way to other regions, so that what nobody needs any more does not take the link from what they do.
+
+A peer that is slower than the rounds would otherwise make stripes pile up in memory, each with the one before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from diloco_node.core.messages import ContributionStripe, MergedStripe
+from diloco_node.core.types import Ballot
+from diloco_node.errors import LinkLost
+from diloco_node.ports import Transport
+
+U8 = npt.NDArray[np.uint8]
+Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+
+log = structlog.get_logger()
+
+
+class Sending:
+    """Starts transfers of stripes and gives up those that are void. All methods run on the event loop."""
+
+    def __init__(self, transport: Transport, spawn: Spawn) -> None:
+        self._transport = transport
+        self._spawn = spawn
+        self._tasks: dict[asyncio.Task[None], ContributionStripe | MergedStripe] = {}
+
+    def send(self, peer: str, header: ContributionStripe | MergedStripe, body: U8) -> None:
+        """Stream a stripe to a peer; lost with the link.
+
+        Args:
+            body: shape (bytes,), uint8; nobody may change it any more.
+        """
+        task = self._spawn(self._stream(peer, header, body), f"{type(header).__name__} to {peer}")
+        self._tasks[task] = header
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    @property
+    def count(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._tasks)
+
+    def contributed_again(self, fragment: int, ballot: Ballot) -> None:
+        """A later ballot asks for the contribution: what is left of it for ballots before comes too late."""
+        self._give_up(
+            lambda header: (
+                isinstance(header, ContributionStripe)
+                and header.contribution.fragment == fragment
+                and header.ballot < ballot
+            )
+        )
+
+    def ballot_failed(self, ballot: Ballot) -> None:
+        """Nobody applies what this ballot merged."""
+        self._give_up(lambda header: isinstance(header, MergedStripe) and header.ballot == ballot)
+
+    def committed(self, fragment: int, version: int) -> None:
+        """A round committed. Its own stripes go on, for slower regions wait for them; those of rounds before are void.
+
+        A region that still lacks those fetches the payload when it gets there, from whoever is best reached.
+        """
+        self._give_up(lambda header: _fragment(header) == fragment and header.version < version)
+
+    def _give_up(self, is_void: Callable[[ContributionStripe | MergedStripe], bool]) -> None:
+        for task, header in list(self._tasks.items()):
+            if is_void(header):
+                task.cancel()
+
+    async def _stream(self, peer: str, header: ContributionStripe | MergedStripe, body: U8) -> None:
+        try:
+            await self._transport.transfer(peer, header, body.data.cast("B"))
+        except LinkLost as error:
+            log.info("transfer lost", peer=peer, transfer=type(header).__name__, reason=str(error))
+
+
+def _fragment(header: ContributionStripe | MergedStripe) -> int:
+    return header.fragment if isinstance(header, MergedStripe) else header.contribution.fragment

@@ -1,0 +1,99 @@
+"""What one daemon process is told at start: resolved settings, as a JSON file that a restart reads again."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
+from diloco_node.errors import ConfigError
+
+NODE_FILE: Final = "node.json"
+"""Where `start` writes it, in the region's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """Everything a daemon needs to know.
+
+    Attributes:
+        region: this region; one of `regions`.
+        run_id: the run's name, in every certificate.
+        regions: all regions, sorted.
+        listen_host, listen_port: where the port between regions is bound.
+        peers: address "host:port" of each other region, None where it can't be dialled.
+        is_advertised: the others have an address of this region; if not, it dials at once instead of being dialled.
+        state_dir: ledger, payloads, states, logs, final.safetensors.
+        identity_dir: folder with ca.pem and this region's node.pem and node.key.
+        admin_port: on loopback; 0 picks a free one (written to state_dir/admin.port).
+        budget: bandwidth. config_file: run.toml, read again for the budget at SIGHUP; None: there is none.
+        admin_host: another address to bind for it; 127.0.0.1: none.
+        learner_socket: Unix socket that the learner dials.
+        supervisor_socket: Unix socket that hands out the memory areas.
+        settings: of the run.
+        settings_digest: hex; must be equal on all regions.
+        init: a safetensors file with Theta_0, or None: the first leader's learner decides.
+        seed: of everything random in the daemon (election timeouts, back-off).
+    """
+
+    region: str
+    run_id: str
+    regions: tuple[str, ...]
+    listen_host: str
+    listen_port: int
+    peers: dict[str, str | None]
+    is_advertised: bool
+    state_dir: Path
+    identity_dir: Path
+    admin_port: int
+    learner_socket: Path
+    supervisor_socket: Path
+    settings: RunSettings
+    settings_digest: str
+    init: Path | None = None
+    seed: int = 0
+    admin_host: str = "127.0.0.1"
+    budget: BudgetPlan = BudgetPlan()  # noqa: RUF009 - frozen
+    config_file: Path | None = None
+
+    def save(self, path: Path) -> None:
+        """Write as JSON; under its name only when whole."""
+        document = dataclasses.asdict(self)
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(json.dumps(document, indent=2, default=str) + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> NodeSpec:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: the file is missing or not ours.
+        """
+        try:
+            document: dict[str, Any] = json.loads(path.read_text())
+            settings = document["settings"]
+            settings |= {
+                "merge": MergeRule(settings["merge"]),
+                "codec_up": Codec(settings["codec_up"]),
+                "codec_down": Codec(settings["codec_down"]),
+                "carry": CarryMode(settings["carry"]),
+            }
+            paths = ("state_dir", "identity_dir", "learner_socket", "supervisor_socket")
+            document |= {name: Path(document[name]) for name in paths}
+            document |= {
+                "settings": RunSettings(**settings),
+                "regions": tuple(document["regions"]),
+                "init": None if document["init"] is None else Path(document["init"]),
+                "budget": BudgetPlan.from_plain(document["budget"]),
+                "config_file": None if document["config_file"] is None else Path(document["config_file"]),
+            }
+            return cls(**document)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} is not a node specification ({error!r}); `diloco-node start` writes it and starts the daemon"
+            ) from error

@@ -1,0 +1,331 @@
+"""The bytes of open rounds: contributions' stripes that came in, merged stripes, and the reduction between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco_node.codec import kernels
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.codec.digest import stripe_digest
+from diloco_node.core.events import ReduceStripe
+from diloco_node.core.messages import MergedStripe
+from diloco_node.core.types import Ballot, Contribution, Stripe
+from diloco_node.errors import PayloadCorrupt
+
+U8 = npt.NDArray[np.uint8]
+F32 = npt.NDArray[np.float32]
+
+ContributionKey = tuple[str, int, int, int, int, int]
+"""(learner, incarnation, fragment, snapshot, block_start, block_stop)"""
+
+
+def contribution_key(contribution: Contribution, block_start: int, block_stop: int) -> ContributionKey:
+    """What names a stripe of a contribution whatever the ballot."""
+    return (
+        contribution.learner,
+        contribution.incarnation,
+        contribution.fragment,
+        contribution.snapshot,
+        block_start,
+        block_stop,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MergedPart:
+    """A merged stripe in memory.
+
+    Attributes:
+        encoded: shape (bytes,), uint8; checked block by block.
+        digest: of `encoded`, computed here.
+        block_start, block_stop: where it lies in the fragment.
+        sender: the region it came from.
+    """
+
+    encoded: U8
+    digest: bytes
+    block_start: int
+    block_stop: int
+    sender: str
+
+
+@dataclass(slots=True)
+class OpenRoundBytes:
+    """What is in memory for one (fragment, version).
+
+    Attributes:
+        contributions: encoded stripes by their key; kept from ballot to ballot.
+        merged: merged stripes by (ballot, stripe index).
+        layouts: by ballot, how its stripes are cut and who reduces them, as far as that is known in the shell.
+        residuals: by ballot and stripe, what the encoding of a merged stripe reduced here lost.
+    """
+
+    contributions: dict[ContributionKey, U8] = field(default_factory=dict)
+    merged: dict[tuple[Ballot, int], MergedPart] = field(default_factory=dict)
+    layouts: dict[Ballot, tuple[Stripe, ...]] = field(default_factory=dict)
+    residuals: dict[tuple[Ballot, int], F32] = field(default_factory=dict)
+
+
+_NOTHING: Final = OpenRoundBytes()
+
+
+class StripeTable:
+    """All bytes of open rounds. Nothing here blocks; the reduction is a pure function over what the table hands out.
+
+    What one region may keep here for one round is bounded: beyond `kept_bytes_max` its oldest bytes go.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[tuple[int, int], OpenRoundBytes] = {}
+        self._residuals: dict[tuple[int, Ballot, int], F32] = {}
+
+    def buffered_bytes(self) -> int:
+        """Everything held, for the memory metric."""
+        return sum(
+            sum(part.nbytes for part in held.contributions.values())
+            + sum(part.encoded.nbytes for part in held.merged.values())
+            for held in self._rounds.values()
+        )
+
+    # ---- what comes in -----------------------------------------------------------------------------------------------
+
+    def ballot_known(self, ballot: Ballot, fragment: int, version: int, stripes: tuple[Stripe, ...]) -> None:
+        """How a ballot cuts the fragment: merged stripes that do not fit are refused from now on."""
+        self._open(fragment, version).layouts[ballot] = stripes
+
+    def fits(self, header: MergedStripe, sender: str) -> bool:
+        """Whether a merged stripe may be what its reducer made in its ballot, as far as the ballot is known."""
+        held = self._held(header.fragment, header.version)
+        if (header.ballot, header.stripe) in held.merged:
+            return False
+        stripes = held.layouts.get(header.ballot)
+        if stripes is None:
+            return True
+        expected = Stripe(sender, header.block_start, header.block_stop)
+        return 0 <= header.stripe < len(stripes) and stripes[header.stripe] == expected
+
+    def keep_contribution(
+        self,
+        version: int,
+        contribution: Contribution,
+        block_start: int,
+        block_stop: int,
+        encoded: U8,
+        *,
+        limit_bytes: int,
+    ) -> None:
+        """Keep a stripe of a contribution to a round.
+
+        Args:
+            version: what the round makes. limit_bytes: what this learner may have here for the round.
+        """
+        held = self._open(contribution.fragment, version).contributions
+        key = contribution_key(contribution, block_start, block_stop)
+        held.pop(key, None)
+        held[key] = encoded
+        own = [key for key in held if key[0] == contribution.learner]
+        total = sum(held[key].nbytes for key in own)
+        for key in own[:-1]:
+            if total <= limit_bytes:
+                break
+            total -= held.pop(key).nbytes
+
+    def keep_merged(
+        self, ballot: Ballot, stripe: int, fragment: int, version: int, part: MergedPart, *, limit_bytes: int
+    ) -> bool:
+        """Keep a merged stripe; False if there is one already: what was said of that one holds.
+
+        Args:
+            limit_bytes: what `part.sender` may have here for the round.
+        """
+        held = self._open(fragment, version).merged
+        if (ballot, stripe) in held:
+            return False
+        held[ballot, stripe] = part
+        own = [key for key, one in held.items() if one.sender == part.sender]
+        total = sum(held[key].encoded.nbytes for key in own)
+        for key in own[:-1]:
+            if total <= limit_bytes:
+                break
+            total -= held.pop(key).encoded.nbytes
+        return True
+
+    def keep_residual(self, ballot: Ballot, stripe: int, fragment: int, version: int, residual: F32) -> None:
+        """Keep what the encoding of a stripe reduced here lost, until the ballot is closed."""
+        self._open(fragment, version).residuals[ballot, stripe] = residual
+
+    # ---- what is there -----------------------------------------------------------------------------------------------
+
+    def contribution(self, version: int, contribution: Contribution, block_start: int, block_stop: int) -> U8 | None:
+        """A stripe of a contribution, whichever ballot brought it; None if it is not here."""
+        held = self._held(contribution.fragment, version)
+        return held.contributions.get(contribution_key(contribution, block_start, block_stop))
+
+    def merged(self, ballot: Ballot, stripe: int, fragment: int, version: int) -> MergedPart | None:
+        """One merged stripe."""
+        return self._held(fragment, version).merged.get((ballot, stripe))
+
+    def payload(self, ballot: Ballot, fragment: int, version: int) -> list[MergedPart]:
+        """The merged stripes of a ballot in block order (stripes are numbered in block order)."""
+        merged = self._held(fragment, version).merged
+        return [merged[key] for key in sorted(merged, key=lambda key: key[1]) if key[0] == ballot]
+
+    def residual(self, fragment: int, ballot: Ballot | None, stripe: int) -> F32 | None:
+        """The residual that a committed ballot left for a stripe, if it is to be added."""
+        return None if ballot is None else self._residuals.get((fragment, ballot, stripe))
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def close(self, ballot: Ballot, fragment: int, version: int, *, committed: bool) -> None:
+        """Forget a ballot. When it committed, the whole round goes and its residual stays for the next one."""
+        held = self._rounds.get((fragment, version))
+        if held is None:
+            return
+        residuals = {key: held.residuals.pop(key) for key in list(held.residuals) if key[0] == ballot}
+        held.layouts.pop(ballot, None)
+        for key in [key for key in held.merged if key[0] == ballot]:
+            del held.merged[key]
+        if committed:
+            for old in [key for key in self._residuals if key[0] == fragment]:
+                del self._residuals[old]
+            for (_, stripe), residual in residuals.items():
+                self._residuals[fragment, ballot, stripe] = residual
+            self.forget(fragment, version)
+
+    def forget(self, fragment: int, version: int) -> None:
+        """Drop everything of rounds up to `version`: they are over, and what comes of them is late."""
+        for key in [key for key in self._rounds if key[0] == fragment and key[1] <= version]:
+            del self._rounds[key]
+
+    def _open(self, fragment: int, version: int) -> OpenRoundBytes:
+        return self._rounds.setdefault((fragment, version), OpenRoundBytes())
+
+    def _held(self, fragment: int, version: int) -> OpenRoundBytes:
+        """Without making one: a question must leave nothing behind."""
+        return self._rounds.get((fragment, version), _NOTHING)
+
+
+def is_contiguous(parts: Sequence[MergedPart], block_count: int) -> bool:
+    """Whether these stripes, one after the other, are a whole fragment."""
+    edges = [0, *(part.block_stop for part in parts)]
+    return edges[-1] == block_count and all(part.block_start == edge for part, edge in zip(parts, edges, strict=False))
+
+
+@dataclass(frozen=True, slots=True)
+class ReducedStripe:
+    """The outcome of a reduction.
+
+    Attributes:
+        encoded: shape (bytes,), uint8.
+        squared_norms: per piece, of the decoded merged stripe.
+        contribution_norms: per contribution, per piece, the part in this stripe.
+        residual: shape (values,), float32, sum minus decoded sum; None unless asked for.
+    """
+
+    encoded: U8
+    squared_norms: tuple[float, ...]
+    contribution_norms: tuple[tuple[float, ...], ...]
+    digest: bytes
+    residual: F32 | None
+
+
+_free: Final[list[F32]] = []
+
+
+@contextlib.contextmanager
+def _zeros(size: int) -> Iterator[F32]:
+    """A vector of zeros, shape (size,), float32, whose memory is kept for the next reduction in any thread.
+
+    Fresh memory of this size would be returned to the kernel and cleared page by page for each round: a third of the
+    time of a reduction. There are never more than reductions at once.
+    """
+    try:
+        held = _free.pop()
+    except IndexError:
+        held = np.empty(size, np.float32)
+    if held.size < size:
+        held = np.empty(size, np.float32)
+    zeros = held[:size]
+    zeros.fill(0.0)
+    try:
+        yield zeros
+    finally:
+        _free.append(held)
+
+
+def reduce_stripe(
+    order: ReduceStripe,
+    parts: list[U8],
+    blocks_up: FragmentBlocks,
+    blocks_down: FragmentBlocks,
+    *,
+    residual_before: F32 | None,
+    keeps_residual: bool,
+) -> ReducedStripe:
+    """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
+
+    Args:
+        order: names, coefficients and the block range.
+        parts: the encoded stripes, in the order of `order.contributions`.
+        blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
+        residual_before: shape (values of the range,), float32, added before encoding.
+        keeps_residual: whether to work out what the encoding loses.
+
+    Raises:
+        PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
+    """
+    start, stop = order.block_start, order.block_stop
+    expected_bytes = blocks_up.span_bytes(start, stop)
+    with _zeros(blocks_up.span_values(start, stop)) as total:
+        norms: list[tuple[float, ...]] = []
+        for contribution, part, coefficients in zip(order.contributions, parts, order.coefficients, strict=True):
+            if part.nbytes != expected_bytes:
+                raise PayloadCorrupt(
+                    f"stripe {order.stripe} of {contribution.learner} for fragment {order.fragment} has "
+                    f"{part.nbytes} bytes, expected {expected_bytes}"
+                )
+            squares = kernels.accumulate(blocks_up, part, start, stop, np.array(coefficients, np.float32), total)
+            norms.append(tuple(float(value) for value in squares))
+        if residual_before is not None and residual_before.shape == total.shape:
+            np.add(total, residual_before, out=total)
+        encoded = np.empty(blocks_down.span_bytes(start, stop), np.uint8)
+        squares = kernels.encode(blocks_down, total, encoded, start, stop)
+        residual = None
+        if keeps_residual:
+            residual = total.copy()
+            minus_one = np.full(blocks_down.pieces, -1.0, np.float32)
+            kernels.accumulate(blocks_down, encoded, start, stop, minus_one, residual)
+        return ReducedStripe(
+            encoded=encoded,
+            squared_norms=tuple(float(value) for value in squares),
+            contribution_norms=tuple(norms),
+            digest=stripe_digest(encoded),
+            residual=residual,
+        )
+
+
+def checked_digest(blocks: FragmentBlocks, encoded: U8, block_start: int, block_stop: int) -> bytes:
+    """The digest of a merged stripe, after a look at every block: what an encoder can't have written is refused here.
+
+    Raises:
+        PayloadCorrupt: a scale or code is out of range. Committed, it would break the outer step on every region.
+    """
+    kernels.squared_norms(blocks, encoded, block_start, block_stop)
+    return stripe_digest(encoded)
+
+
+def cut_payload(body: U8, blocks: FragmentBlocks, stripes: tuple[Stripe, ...]) -> list[U8]:
+    """The payload's stripes, in block order, as slices."""
+    parts: list[U8] = []
+    start = 0
+    for stripe in stripes:
+        stop = start + blocks.span_bytes(stripe.block_start, stripe.block_stop)
+        parts.append(body[start:stop])
+        start = stop
+    return parts

@@ -1,0 +1,228 @@
+"""What goes wrong in phase one of a simulated run, and how it is healed for phase two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from diloco_node.sim import view
+from diloco_node.sim.host import Host
+from diloco_node.sim.world import MS, SECOND, Network, World
+
+SLOW_FACTOR = 60
+"""A slow disk takes this many times as long."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trouble:
+    """Links of one region that lose, double and delay."""
+
+    region: str
+    loss: float
+    duplicate: float
+    slower: int
+
+
+class Chaos:
+    """Injects faults at random; each ends by itself after some virtual time, or when `heal` is called.
+
+    The gaps between them are counted in events, so that a run with many regions sees as many faults as a small one.
+
+    Attributes:
+        injected: how many of each kind.
+        is_over: no further faults; set by `heal`.
+    """
+
+    def __init__(self, world: World, network: Network, hosts: Mapping[str, Host], *, mean_gap_events: int) -> None:
+        self.injected: Counter[str] = Counter()
+        self.is_over = False
+        self._world = world
+        self._network = network
+        self._hosts = hosts
+        self._mean_gap_events = mean_gap_events
+        self._next_at_event = 0
+        self._names = sorted(hosts)
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._usual = {pair: replace(link) for pair, link in network.links.items()}
+        self._troubles: list[_Trouble] = []
+        self._number = 0
+        self._kinds: tuple[tuple[str, int, Callable[[], Callable[[], None] | None]], ...] = (
+            ("daemon killed", 5, self._kill_daemon),
+            ("leader killed", 3, self._kill_leader),
+            ("clean stop", 2, self._stop_daemon),
+            ("learner killed", 3, self._kill_learner),
+            ("power cut", 3, self._cut_power),
+            ("partition", 4, self._partition),
+            ("one-way cut", 4, self._one_way),
+            ("flaky links", 3, self._flaky),
+            ("slow links", 2, self._slow_links),
+            ("slow disk", 2, self._slow_disk),
+        )
+        self._draw_next()
+
+    @property
+    def total(self) -> int:
+        """Faults injected so far."""
+        return sum(self.injected.values())
+
+    def heal(self) -> None:
+        """Undo everything and start what is down."""
+        self.is_over = True
+        for number in sorted(self._undo):
+            self._undo.pop(number)()
+        for name in self._names:
+            self._hosts[name].start_daemon()
+            self._hosts[name].start_learner()
+        for usual in self._usual.values():
+            usual.loss = 0.0
+        self._set_links()
+
+    def poll(self) -> None:
+        """Inject a fault if it is time for one."""
+        if not self.is_over and self._world.events >= self._next_at_event:
+            self._draw_next()
+            self._inject()
+
+    def _draw_next(self) -> None:
+        self._next_at_event = self._world.events + 1 + int(self._world.rng.expovariate(1.0) * self._mean_gap_events)
+
+    def _inject(self) -> None:
+        names = [kind[0] for kind in self._kinds]
+        weights = [kind[1] for kind in self._kinds]
+        picked = self._world.rng.choices(range(len(names)), weights)[0]
+        undo = self._kinds[picked][2]()
+        if undo is not None:
+            self.injected[names[picked]] += 1
+            self._world.note("world", f"fault: {names[picked]}", names[picked].encode())
+            self._number += 1
+            self._undo[self._number] = undo
+            lasts_ns = int(self._world.rng.expovariate(1.0) * 2 * SECOND) + 50 * MS
+            self._world.after(lasts_ns, None, self._end, self._number)
+
+    def _end(self, number: int) -> None:
+        undo = self._undo.pop(number, None)
+        if undo is not None:
+            self._world.note("world", "a fault ends", b"end")
+            undo()
+
+    # ---- kinds -------------------------------------------------------------------------------------------------------
+
+    def _pick(self) -> Host:
+        return self._hosts[self._world.rng.choice(self._names)]
+
+    def _kill_daemon(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.core is None:
+            return None
+        host.kill_daemon()
+        return host.start_daemon
+
+    def _stop_daemon(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.core is None:
+            return None
+        host.stop_daemon()
+
+        def start() -> None:
+            host.kill_daemon()
+            host.start_daemon()
+
+        return start
+
+    def _kill_leader(self) -> Callable[[], None] | None:
+        for name in self._names:
+            host = self._hosts[name]
+            if host.core is not None and view.is_leader(host.core):
+                host.kill_daemon()
+                return host.start_daemon
+        return None
+
+    def _kill_learner(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.learner is None:
+            return None
+        host.kill_learner()
+        return host.start_learner
+
+    def _cut_power(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.core is None:
+            return None
+        host.kill_daemon(is_power_cut=True)
+        host.kill_learner(is_power_cut=True)
+
+        def start() -> None:
+            host.start_daemon()
+            host.start_learner()
+
+        return start
+
+    def _partition(self) -> Callable[[], None] | None:
+        """Two groups that do not hear each other; each may be the larger one."""
+        shuffled = self._world.rng.sample(self._names, len(self._names))
+        split = self._world.rng.randint(1, len(shuffled) - 1) if len(shuffled) > 1 else 0
+        pairs = [(a, b) for a in shuffled[:split] for b in shuffled[split:]]
+        return self._cut([*pairs, *((b, a) for a, b in pairs)])
+
+    def _one_way(self) -> Callable[[], None] | None:
+        """One region is not heard by some others, but hears them; or the other way round."""
+        one = self._pick().name
+        others = [name for name in self._names if name != one]
+        if not others:
+            return None
+        heard = self._world.rng.sample(others, self._world.rng.randint(1, len(others)))
+        if self._world.rng.random() < 0.5:
+            return self._cut([(one, other) for other in heard])
+        return self._cut([(other, one) for other in heard])
+
+    def _cut(self, pairs: list[tuple[str, str]]) -> Callable[[], None] | None:
+        if not pairs:
+            return None
+        for source, target in pairs:
+            self._network.cut(source, target)
+
+        def mend() -> None:
+            for source, target in pairs:
+                self._network.mend(source, target)
+
+        return mend
+
+    def _flaky(self) -> Callable[[], None] | None:
+        return self._change_links(loss=0.25, duplicate=0.3, slower=1)
+
+    def _slow_links(self) -> Callable[[], None] | None:
+        return self._change_links(loss=0.0, duplicate=0.0, slower=8)
+
+    def _change_links(self, *, loss: float, duplicate: float, slower: int) -> Callable[[], None]:
+        """All links of one region lose, double and delay, until it ends; of two such faults the worst counts."""
+        trouble = _Trouble(self._pick().name, loss, duplicate, slower)
+        self._troubles.append(trouble)
+        self._set_links()
+
+        def restore() -> None:
+            self._troubles.remove(trouble)
+            self._set_links()
+
+        return restore
+
+    def _set_links(self) -> None:
+        for pair, link in self._network.links.items():
+            usual = self._usual[pair]
+            here = [one for one in self._troubles if one.region in pair]
+            slower = max((one.slower for one in here), default=1)
+            link.loss = max([usual.loss, *(one.loss for one in here)])
+            link.duplicate = max([usual.duplicate, *(one.duplicate for one in here)])
+            link.delay_ns = slower * usual.delay_ns
+            link.jitter_ns = slower * usual.jitter_ns + (50 * MS if here else 0)
+
+    def _slow_disk(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.disk_factor != 1:
+            return None
+        host.disk_factor = SLOW_FACTOR
+
+        def restore() -> None:
+            host.disk_factor = 1
+
+        return restore

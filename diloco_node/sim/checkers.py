@@ -1,0 +1,304 @@
+"""What must always hold, watched while a simulated run goes on.
+
+`Checkers` looks at the world from above: at every core's committed entries, at what each core sends, at the disks. It
+keeps one committed history for all regions and lets independent witnesses follow it: the token account (`sim/audit.py`)
+and an oracle that recomputes every merged payload and every version (`sim/oracle.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.core.entries import ZERO_HASH
+from diloco_node.core.types import Ballot, Entry, GenesisBody, RoundBody
+from diloco_node.sim import view
+from diloco_node.sim.audit import Audit
+from diloco_node.sim.disk import Disk
+from diloco_node.sim.host import Host
+from diloco_node.sim.learner import Snapshot
+from diloco_node.sim.oracle import Oracle
+from diloco_node.sim.setup import Setup
+from diloco_node.sim.tensors import state_digest
+from diloco_node.sim.world import SECOND, World
+
+VIOLATIONS_MAX = 20
+"""More than that of one run tell nothing new."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is remembered of one region.
+
+    Attributes:
+        commit_index: the highest that its current daemon has shown.
+        counted_index, led_term: what it had counted as committed when it was last seen to lead, and the term.
+        acknowledged: the last (index, hash) whose durability was verified on this disk.
+        versions: per fragment the version applied in this life.
+    """
+
+    commit_index: int = 0
+    counted_index: int = 0
+    led_term: int = 0
+    acknowledged: tuple[int, bytes] = (0, ZERO_HASH)
+    versions: dict[int, int] = field(default_factory=dict)
+
+
+class Checkers:
+    """All checks of one run.
+
+    Attributes:
+        violations: in order of discovery, at most VIOLATIONS_MAX.
+        history: the committed entries, as the first core to commit each one showed it.
+        commits: committed rounds.
+    """
+
+    def __init__(self, world: World, setup: Setup) -> None:
+        self.violations: list[str] = []
+        self.history: list[Entry] = []
+        self.commits = 0
+        self.hosts: dict[str, Host] = {}
+        self.audit = Audit(setup, self.violate)
+        self.oracle = Oracle(setup, self.violate)
+        self._world = world
+        self._setup = setup
+        self._watched = {name: Watched() for name in setup.regions}
+        self._votes: dict[tuple[str, int], str] = {}
+        self._leaders: dict[int, str] = {}
+        self._ballots: dict[Ballot, tuple[str, msg.BallotOpened]] = {}
+        self._decisions: dict[Ballot, msg.MergeDecided] = {}
+        self._sent: dict[type, Callable[[Host, str, Any], None]] = {
+            msg.AppendAsked: self._leads,
+            msg.AppendAnswered: self._acknowledges,
+            msg.VoteAnswered: self._votes_for,
+            msg.PayloadHeld: self._holds_payload,
+            msg.BallotOpened: self._opens,
+            msg.MergeDecided: self._decides,
+        }
+        self._seen: dict[type, Callable[[Host, Any], None]] = {
+            ev.Send: self._send,
+            ev.ApplyVersion: self._applies,
+            ev.OfferVersion: self._offers,
+            ev.ReduceStripe: lambda _, effect: self.oracle.reduce_asked(effect),
+        }
+
+    def violate(self, text: str) -> None:
+        """Note a violation."""
+        if len(self.violations) < VIOLATIONS_MAX:
+            self.violations.append(f"{self._world.now_ns / SECOND:.4f}s: {text}")
+            self._world.note("world", f"VIOLATION {text}", b"violation")
+
+    # ---- observer ----------------------------------------------------------------------------------------------------
+
+    def daemon_started(self, host: Host) -> None:
+        """A new life begins: its memory starts from the disk."""
+        self._watched[host.name] = Watched()
+
+    def event_given(self, host: Host, event: ev.Event) -> None:
+        """Versions grow, digests agree."""
+        if isinstance(event, ev.VersionApplied):
+            versions = self._watched[host.name].versions
+            if event.version <= versions.get(event.fragment, -1):
+                self.violate(f"versions: {host.name} went from {versions[event.fragment]} to {event}")
+            versions[event.fragment] = event.version
+        elif isinstance(event, ev.DigestComputed):
+            self._sync(host)
+            self.oracle.digest_seen(host.name, event)
+
+    def effect_seen(self, host: Host, effect: ev.Effect) -> None:
+        """Whether the core may want this."""
+        check = self._seen.get(type(effect))
+        if check is not None:
+            check(host, effect)
+
+    def settled(self, host: Host) -> None:
+        """Look for newly committed entries."""
+        self._sync(host)
+
+    def snapshot_seen(self, host: Host, snapshot: Snapshot) -> None:
+        """Remember the bytes of every contribution."""
+        self.oracle.contribution_made(snapshot.contribution, snapshot.encoded)
+
+    def complaint(self, region: str, text: str) -> None:
+        """A fake found a broken rule of the seam."""
+        self.violate(f"seam: {region}: {text}")
+
+    # ---- committed history -------------------------------------------------------------------------------------------
+
+    def _sync(self, host: Host) -> None:
+        if host.core is None:
+            return
+        commit_index = view.commit_index(host.core)
+        watched = self._watched[host.name]
+        if view.is_leader(host.core):
+            self._check_own_term(host, watched)
+        if commit_index == watched.commit_index:
+            return
+        if commit_index < watched.commit_index:
+            self.violate(f"commit: {host.name} went back from {watched.commit_index} to {commit_index}")
+        for index in range(watched.commit_index + 1, commit_index + 1):
+            entry = view.entry(host.core, index)
+            if index <= len(self.history):
+                self._check_same(host, entry)
+            else:
+                self._committed(host, entry)
+        watched.commit_index = commit_index
+
+    def _check_own_term(self, host: Host, watched: Watched) -> None:
+        """What a leader finds committed by counting disks must be of its own term."""
+        index, term = view.cluster_commit_index(host.core), view.term(host.core)
+        if index > watched.counted_index and watched.led_term == term:
+            entry = view.entry(host.core, index)
+            if entry.term != term:
+                self.violate(f"old term: {host.name} in term {term} commits entry {index} of term {entry.term}")
+        watched.counted_index, watched.led_term = index, term
+
+    def _check_same(self, host: Host, entry: Entry) -> None:
+        known = self.history[entry.index - 1]
+        if known.hash != entry.hash:
+            self.violate(f"one value: entry {entry.index} at {host.name} is {entry}, committed before: {known}")
+
+    def _committed(self, host: Host, entry: Entry) -> None:
+        """The first core shows this entry as committed."""
+        before = self.history[-1].hash if self.history else ZERO_HASH
+        if entry.previous != before:
+            self.violate(f"chain: entry {entry.index} at {host.name} does not follow the committed history")
+        self.history.append(entry)
+        holders = [name for name in sorted(self.hosts) if _holds(self.hosts[name].disk, entry)]
+        if 2 * len(holders) <= len(self._setup.regions):
+            self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
+        body = entry.body
+        if isinstance(body, GenesisBody):
+            self.oracle.genesis(body, [self.hosts[name].theta_0 for name in self._setup.regions])
+        if isinstance(body, RoundBody):
+            self.commits += 1
+            if body.ballot not in self._ballots and len(self._setup.regions) > 1:
+                self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
+            for name in holders:
+                self._check_producible(self.hosts[name], entry.index, "commit")
+            self.oracle.round_committed(body)
+        counters = {name: self.hosts[name].disk.counters for name in self.hosts}
+        self.audit.committed(body, counters)
+
+    # ---- what a core sends -------------------------------------------------------------------------------------------
+
+    def _send(self, host: Host, effect: ev.Send) -> None:
+        check = self._sent.get(type(effect.message))
+        if check is not None:
+            check(host, effect.peer, effect.message)
+
+    def _leads(self, host: Host, _: str, message: msg.AppendAsked) -> None:
+        leader = self._leaders.setdefault(message.term, host.name)
+        if leader != host.name:
+            self.violate(f"leaders: {leader} and {host.name} both lead term {message.term}")
+        disk = host.disk
+        if disk.votes.get(message.term) != host.name:
+            self.violate(f"vote: {host.name} leads term {message.term}, its disk has {disk.term} {disk.voted_for!r}")
+
+    def _acknowledges(self, host: Host, peer: str, message: msg.AppendAnswered) -> None:
+        if not message.accepted or not message.durable_index:
+            return
+        watched = self._watched[host.name]
+        if message.durable_index > view.last_index(host.core):
+            self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
+            return
+        entry = view.entry(host.core, message.durable_index)
+        if watched.acknowledged == (entry.index, entry.hash):
+            return
+        watched.acknowledged = (entry.index, entry.hash)
+        if not _holds(host.disk, entry):
+            self.violate(f"durable: {host.name} acknowledges entry {entry.index} to {peer}, its disk does not have it")
+            return
+        if host.disk.term < message.term:
+            self.violate(f"durable: {host.name} answers in term {message.term}, its disk has {host.disk.term}")
+        self._check_producible(host, entry.index, f"acknowledgement to {peer}")
+
+    def _votes_for(self, host: Host, peer: str, message: msg.VoteAnswered) -> None:
+        if message.pre_vote or not message.granted:
+            return
+        known = self._votes.setdefault((host.name, message.term), peer)
+        if known != peer:
+            self.violate(f"vote: {host.name} votes for {known} and {peer} in term {message.term}")
+        disk = host.disk
+        if disk.votes.get(message.term) != peer:
+            self.violate(
+                f"vote: {host.name} votes for {peer} in {message.term}, its disk has {disk.term} {disk.voted_for!r}"
+            )
+
+    def _holds_payload(self, host: Host, peer: str, message: msg.PayloadHeld) -> None:
+        opened = self._ballots.get(message.ballot)
+        if opened is None:
+            self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")
+            return
+        key = (opened[1].fragment, opened[1].version, message.digest)
+        if key not in host.disk.payloads:
+            self.violate(f"payload: {host.name} tells {peer} that it holds {key[:2]}, its disk does not have it")
+
+    def _opens(self, host: Host, _: str, message: msg.BallotOpened) -> None:
+        message = replace(message, held=())
+        owner, known = self._ballots.setdefault(message.ballot, (host.name, message))
+        if owner != host.name or known != message:
+            self.violate(f"ballot: {message.ballot} opened by {owner} as {known} and by {host.name} as {message}")
+
+    def _decides(self, host: Host, _: str, message: msg.MergeDecided) -> None:
+        known = self._decisions.setdefault(message.ballot, message)
+        if known != message:
+            self.violate(f"ballot: {message.ballot} decided as {known} and by {host.name} as {message}")
+
+    # ---- what a core orders ------------------------------------------------------------------------------------------
+
+    def _applies(self, host: Host, effect: ev.ApplyVersion) -> None:
+        self._sync(host)
+        body = effect.body
+        committed = self.oracle.committed.get((body.fragment, body.version))
+        if committed is None:
+            self.violate(f"apply: {host.name} applies {body.fragment}/{body.version}, which is not committed")
+        elif committed != body:
+            self.violate(f"apply: {host.name} applies another {body.fragment}/{body.version} than was committed")
+
+    def _offers(self, host: Host, effect: ev.OfferVersion) -> None:
+        if host.learner is not None:
+            base_version = host.learner.parts[effect.fragment].position.base_version
+            if effect.version < base_version:
+                self.violate(f"offer: {host.name} offers {effect} to a learner at {base_version}")
+
+    # ---- what a disk can do ------------------------------------------------------------------------------------------
+
+    def _check_producible(self, host: Host, index: int, why: str) -> None:
+        """From this disk alone: parameters and momentum at entry `index` (or later ones)."""
+        disk = host.disk
+        wanted: dict[int, dict[int, bytes]] = {}
+        for entry in disk.entries[:index]:
+            if isinstance(entry.body, RoundBody):
+                wanted.setdefault(entry.body.fragment, {})[entry.body.version] = entry.body.payload_digest
+            elif isinstance(entry.body, GenesisBody):
+                self._check_theta_0(host, entry.body, why)
+        for fragment in sorted(wanted):
+            held = disk.states[fragment].version if fragment in disk.states else 0
+            for version, digest in sorted(wanted[fragment].items()):
+                if version > held and (fragment, version, digest) not in disk.payloads:
+                    self.violate(
+                        f"durable: {why}: {host.name} can't produce {fragment}/{version} of entry {index} from its disk"
+                    )
+                    return
+
+    def _check_theta_0(self, host: Host, body: GenesisBody, why: str) -> None:
+        states = host.disk.states
+        missing = [
+            fragment
+            for fragment, digest in enumerate(body.fragment_digests)
+            if fragment not in states
+            or (
+                states[fragment].version == 0
+                and state_digest(states[fragment].theta, states[fragment].momentum) != digest
+            )
+        ]
+        if missing:
+            self.violate(f"durable: {why}: {host.name} has no Theta_0 of fragments {missing} on its disk")
+
+
+def _holds(disk: Disk, entry: Entry) -> bool:
+    return len(disk.entries) >= entry.index and disk.entries[entry.index - 1].hash == entry.hash

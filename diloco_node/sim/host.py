@@ -1,0 +1,543 @@
+"""One region of the fake world: a disk, a daemon that comes and goes, a learner that comes and goes.
+
+`Host` is to the simulator what `node/` is to the real daemon: it feeds facts to the region core, carries its effects
+out in virtual time, and answers each effect once unless the daemon dies first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.core.types import GenesisBody, Recovered
+from diloco_node.sim import tensors
+from diloco_node.sim.dataplane import DataPlane
+from diloco_node.sim.disk import Disk, LedgerWrite, StoredPayload, StoredState
+from diloco_node.sim.fetching import Fetches
+from diloco_node.sim.learner import FakeLearner, Offer, Pool, Snapshot
+from diloco_node.sim.setup import Setup
+from diloco_node.sim.tensors import F32
+from diloco_node.sim.world import MS, SECOND, Life, Network, World
+from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin, encode_control
+
+LOCAL_NS = 100_000
+"""Between daemon and learner over their Unix socket; first in, first out."""
+
+WAKES_MAX = 20
+"""A core that wants its timer more often than that at one and the same time spins."""
+
+
+class Core(Protocol):
+    """What a host drives: `RegionCore`, or a planted fault around it."""
+
+    @property
+    def wake_at_ns(self) -> int:
+        """When it wants TimerFired."""
+        ...
+
+    def handle(self, event: ev.Event, *, now_ns: int) -> list[ev.Effect]:
+        """Take a fact, return what to do."""
+        ...
+
+
+CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
+"""(region, setup, recovered, seed of this life, now_ns) -> Core."""
+
+
+class Observer(Protocol):
+    """Who watches a host; see `checkers`. Called synchronously, changes nothing."""
+
+    def daemon_started(self, host: Host) -> None:
+        """A new core recovered from the disk."""
+        ...
+
+    def event_given(self, host: Host, event: ev.Event) -> None:
+        """The core is about to get this fact."""
+        ...
+
+    def effect_seen(self, host: Host, effect: ev.Effect) -> None:
+        """The core wants this; nothing of it has happened yet."""
+        ...
+
+    def settled(self, host: Host) -> None:
+        """The effects of an event were started."""
+        ...
+
+    def snapshot_seen(self, host: Host, snapshot: Snapshot) -> None:
+        """The learner put a contribution into its outbox."""
+        ...
+
+    def complaint(self, region: str, text: str) -> None:
+        """A fake was asked for something that must not be asked."""
+        ...
+
+
+class Host:
+    """One region.
+
+    Attributes:
+        name, setup, world, network, disk.
+        core: of the daemon's current life, None while it is down.
+        plane: that daemon's data plane.
+        learner: the current incarnation, None while it is down.
+        theta_0: what this region's learner begins with if there is no run yet, per fragment.
+        disk_factor: how many times slower than usual the disk is.
+        fsync_is_late: plants a fault: writes are answered before they are durable.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        setup: Setup,
+        world: World,
+        network: Network,
+        observer: Observer,
+        make_core: CoreFactory,
+        pool: Pool,
+        theta: tuple[F32, ...],
+    ) -> None:
+        self.name = name
+        self.setup = setup
+        self.world = world
+        self.network = network
+        self.disk = Disk()
+        self.core: Any = None
+        self.plane = DataPlane(setup, self.disk, self.complain)
+        self.learner: FakeLearner | None = None
+        self.disk_factor = 1
+        self.fsync_is_late = False
+        self.is_residual_loose = False
+        self.is_order_loose = False
+        self.has_final = False
+        self._observer = observer
+        self._make_core = make_core
+        self._pool = pool
+        self.theta_0 = theta
+        self._life: Life | None = None
+        self._lives = 0
+        self._inbox: deque[ev.Event] = deque()
+        self._is_busy = False
+        self._armed_ns = -1
+        self._wakes = 0
+        self._woken_ns = -1
+        self._ledger_free_ns = 0
+        self._outbox: dict[int, Snapshot] = {}
+        self.fetches = Fetches(self)
+        self._perform: dict[type, Callable[[Any], None]] = {
+            ev.Send: self._send,
+            ev.PersistLedger: self._persist,
+            ev.TakeSnapshot: self._take_snapshot,
+            ev.SendContribution: self._send_contribution,
+            ev.ReduceStripe: self._reduce,
+            ev.SendMerged: self._send_merged,
+            ev.StorePayload: self._store_payload,
+            ev.ApplyVersion: self._apply,
+            ev.AdoptState: self._adopt,
+            ev.OfferVersion: self._offer,
+            ev.FetchPayload: self.fetches.ask,
+            ev.FetchState: self.fetches.ask,
+            ev.CloseBallot: self._close_ballot,
+            ev.StopLearner: self._stop_learner,
+            ev.WriteFinal: self._write_final,
+            ev.Note: self._note,
+        }
+
+    # ---- lives -------------------------------------------------------------------------------------------------------
+
+    @property
+    def daemon_life(self) -> Life | None:
+        """The current life of the daemon."""
+        return self._life
+
+    def start_daemon(self) -> None:
+        """Start a daemon from what the disk holds."""
+        if self._life is not None:
+            return
+        self._lives += 1
+        self._life = Life()
+        self.plane = DataPlane(self.setup, self.disk, self.complain)
+        self.plane.is_residual_loose = self.is_residual_loose
+        self.plane.is_order_loose = self.is_order_loose
+        self._inbox.clear()
+        self.fetches.forget()
+        self._armed_ns = -1
+        self._ledger_free_ns = self.world.now_ns
+        recovered = self.disk.recovered(len(self.setup.layouts))
+        seed = self.world.rng.getrandbits(63)
+        self.core = self._make_core(self.name, self.setup, recovered, seed, self.world.now_ns)
+        self.world.note(self.name, f"daemon {self._lives} started", b"start")
+        self._observer.daemon_started(self)
+        self.network.daemon_changed(self.name)
+        if not any(isinstance(entry.body, GenesisBody) for entry in recovered.entries):
+            self.after(LOCAL_NS, self._tell_initial)
+        self.post(ev.TimerFired())
+        self._attach_learner()
+
+    def kill_daemon(self, *, is_power_cut: bool = False) -> None:
+        """SIGKILL: memory is gone, what was not fsynced may be."""
+        if self._life is None:
+            return
+        self._life.is_over = True
+        self._life = None
+        self.core = None
+        self.disk.crash(self.world.rng, is_power_cut=is_power_cut)
+        self.world.note(self.name, "daemon died", b"kill")
+        self.network.daemon_changed(self.name)
+        if self.learner is not None:
+            self.learner.forget_daemon()
+
+    def stop_daemon(self) -> None:
+        """SIGTERM: offer leadership to another region, then die."""
+        if self._life is None:
+            return
+        self.world.note(self.name, "daemon is asked to stop", b"stop")
+        for effect in self.core.hand_over(now_ns=self.world.now_ns):
+            self._observer.effect_seen(self, effect)
+            self._perform[type(effect)](effect)
+        self._arm()
+        self.after(self.world.draw_ns(50 * MS, 600 * MS), self.kill_daemon)
+
+    def start_learner(self) -> None:
+        """Start a new incarnation of the learner."""
+        if self.learner is not None:
+            return
+        incarnation = max(self.disk.counters, default=0) + 1
+        self.disk.counters[incarnation] = (0, 0)
+        self.learner = FakeLearner(
+            self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool
+        )
+        self.world.note(self.name, f"learner {incarnation} started", b"learner")
+        if not self.disk.states:
+            self.world.after(self._fsync_ns(), self.learner.life, self._store_initial)
+        self._attach_learner()
+
+    def kill_learner(self, *, is_power_cut: bool = False) -> None:
+        """The learner process dies; its counters live in the supervisor's memory unless the power is cut."""
+        if self.learner is None:
+            return
+        learner, self.learner = self.learner, None
+        learner.life.is_over = True
+        if is_power_cut:
+            self._outbox.clear()
+        else:
+            self.disk.counters[learner.incarnation] = (learner.step, learner.tokens)
+        self.world.note(self.name, "learner died", b"learner-kill")
+        self.tell_daemon(ev.LearnerDetached())
+
+    def complain(self, text: str) -> None:
+        """A rule of the seam was broken."""
+        self._observer.complaint(self.name, text)
+
+    # ---- facts in ----------------------------------------------------------------------------------------------------
+
+    def post(self, event: ev.Event) -> None:
+        """Hand a fact to the core, now or right after the one it is busy with."""
+        if self._life is None:
+            return
+        self._inbox.append(event)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._inbox and self._life is not None:
+                self._give(self._inbox.popleft())
+        finally:
+            self._is_busy = False
+        self._arm()
+
+    def _give(self, event: ev.Event) -> None:
+        self.world.events += 1
+        self._observer.event_given(self, event)
+        for effect in self.core.handle(event, now_ns=self.world.now_ns):
+            self._observer.effect_seen(self, effect)
+            self._perform[type(effect)](effect)
+        self._observer.settled(self)
+
+    def frame_arrived(self, peer: str, frame: bytes) -> None:
+        """An encoded control message."""
+        message = decode_control(frame)
+        self.world.note(self.name, message, frame)
+        match message:
+            case msg.PayloadWanted() | msg.StateWanted():
+                self.fetches.serve(peer, message)
+            case msg.Refused():
+                self.fetches.refused(peer, message)
+            case _:
+                self.post(ev.MessageArrived(peer, message))
+
+    def transfer_arrived(self, peer: str, header: bytes, body: bytes) -> None:
+        """A whole bulk transfer."""
+        begin = decode_bulk(header)
+        assert isinstance(begin, TransferBegin)
+        self.world.note(self.name, begin.header, header)
+        match begin.header:
+            case msg.ContributionStripe() as stripe:
+                if self.plane.keep_contribution(stripe, body):
+                    self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution))
+            case msg.MergedStripe() as merged:
+                if self.plane.keep_merged(merged, body):
+                    self._post_merged(merged.ballot, merged.stripe, merged.fragment, merged.version, merged.digest)
+            case msg.Payload() | msg.State() as fetched:
+                self.fetches.arrived(peer, fetched, body)
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """The connection to a peer came up or went down."""
+        self.world.note(self.name, f"link to {peer} {'up' if is_up else 'down'}", b"link%d" % is_up)
+        if not is_up:
+            self.fetches.peer_lost(peer)
+        self.post(ev.LinkChanged(peer, is_up))
+
+    def _arm(self) -> None:
+        """Wake the core when it asked for it. An earlier wake-up that is still under way re-arms itself."""
+        if self._life is None:
+            return
+        wake_at_ns = max(self.core.wake_at_ns, self.world.now_ns)
+        if self._armed_ns >= 0 and self._armed_ns <= wake_at_ns:
+            return
+        self._armed_ns = wake_at_ns
+        self.after(wake_at_ns - self.world.now_ns, self._wake, wake_at_ns)
+
+    def _wake(self, armed_ns: int) -> None:
+        if armed_ns != self._armed_ns:
+            return
+        self._armed_ns = -1
+        if self.core.wake_at_ns > self.world.now_ns:
+            self._arm()
+            return
+        self.world.note(self.name, "timer", b"timer")
+        self._wakes = self._wakes + 1 if self.world.now_ns == self._woken_ns else 0
+        self._woken_ns = self.world.now_ns
+        if self._wakes > WAKES_MAX:
+            self.complain(f"the core asks for its timer again and again at {self.core.wake_at_ns} ns")
+        self.post(ev.TimerFired())
+
+    # ---- what a learner sees -----------------------------------------------------------------------------------------
+
+    def tell_daemon(self, event: ev.Event) -> None:
+        """A fact from the learner, over the Unix socket."""
+        if self._life is not None:
+            self.after(LOCAL_NS, self._told_by_learner, event)
+
+    def offer_outbox(self, snapshot: Snapshot) -> None:
+        """The learner's encoded contribution lies in shared memory."""
+        self._outbox[snapshot.contribution.fragment] = snapshot
+        self._observer.snapshot_seen(self, snapshot)
+
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
+        """Write the trained counters; they never go back."""
+
+        def write() -> None:
+            self.disk.counters[incarnation] = max(self.disk.counters.get(incarnation, (0, 0)), (steps, tokens))
+            if done is not None:
+                done()
+
+        self.world.after(self._fsync_ns(), self.learner.life if self.learner else None, write)
+
+    def _told_by_learner(self, event: ev.Event) -> None:
+        self.world.note(self.name, event, type(event).__name__.encode())
+        self.post(event)
+
+    def _attach_learner(self) -> None:
+        if self.learner is None or self._life is None:
+            return
+        current = self.learner.incarnation
+        before = tuple(
+            (number, *self.disk.counters[number]) for number in sorted(self.disk.counters) if number < current
+        )
+        self.tell_daemon(self.learner.attached(before))
+
+    def _store_initial(self) -> None:
+        """The learner's Theta_0 reaches the disk, unless there is something better."""
+        if self.disk.states:
+            return
+        for fragment, theta in enumerate(self.theta_0):
+            self.disk.states[fragment] = StoredState(0, theta, np.zeros_like(theta))
+        self._tell_initial()
+
+    def _tell_initial(self) -> None:
+        states = [self.disk.states.get(fragment) for fragment in range(len(self.setup.layouts))]
+        held = [state for state in states if state is not None and state.version == 0]
+        if len(held) == len(states):
+            digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in held)
+            self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
+
+    # ---- effects: messages and disk ----------------------------------------------------------------------------------
+
+    def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
+        """Call it in `delay_ns`, if this daemon still lives then."""
+        self.world.after(delay_ns, self._life, call, *args)
+
+    def _send(self, effect: ev.Send) -> None:
+        self.network.send(self.name, effect.peer, encode_control(effect.message))
+
+    def _fsync_ns(self) -> int:
+        return self.disk_factor * self.world.draw_ns(self.setup.fsync_ns_min, self.setup.fsync_ns_max)
+
+    def _persist(self, effect: ev.PersistLedger) -> None:
+        self.disk.ledger_queue.append(LedgerWrite(effect.term, effect.voted_for, effect.truncate_from, effect.entries))
+        self._ledger_free_ns = max(self._ledger_free_ns, self.world.now_ns) + self._fsync_ns()
+        delay_ns = self._ledger_free_ns - self.world.now_ns
+        answer = ev.LedgerPersisted(effect.token)
+        if self.fsync_is_late:
+            self.after(LOCAL_NS, self.post, answer)
+            self.after(delay_ns + SECOND // 2, self.disk.fsync_ledger)
+            return
+        self.after(delay_ns, self._persisted, answer)
+
+    def _persisted(self, answer: ev.LedgerPersisted) -> None:
+        self.disk.fsync_ledger()
+        self.post(answer)
+
+    def write_file(self, write: Callable[[], None], done: Callable[[], None]) -> None:
+        """A file that is there once it is fsynced and renamed; `done` comes then."""
+        self.disk.late_writes.append(write)
+
+        def fsynced() -> None:
+            self.disk.fsync_write(write)
+            if not self.fsync_is_late:
+                done()
+
+        self.after(self._fsync_ns() + (SECOND // 2 if self.fsync_is_late else 0), fsynced)
+        if self.fsync_is_late:
+            self.after(LOCAL_NS, done)
+
+    def _store_payload(self, effect: ev.StorePayload) -> None:
+        stored = self.plane.assemble(effect)
+        if stored is None:
+            self.post(ev.PayloadNotStored(effect.ballot, effect.fragment, effect.version))
+        else:
+            self.write_payload(effect.fragment, effect.version, effect.digest, stored)
+
+    def write_payload(self, fragment: int, version: int, digest: bytes, stored: StoredPayload) -> None:
+        """Write a payload and tell the core when it is durable."""
+        self.write_file(
+            lambda: self.disk.payloads.__setitem__((fragment, version, digest), stored),
+            lambda: self.post(ev.PayloadStored(fragment, version, digest)),
+        )
+
+    # ---- effects: stripes --------------------------------------------------------------------------------------------
+
+    def _take_snapshot(self, effect: ev.TakeSnapshot) -> None:
+        if self.learner is None:
+            self.after(
+                LOCAL_NS, self.post, ev.SnapshotRefused(effect.fragment, effect.version, "no learner is attached")
+            )
+            return
+        self.world.after(LOCAL_NS, self.learner.life, self.learner.ask_snapshot, effect)
+
+    def _send_contribution(self, effect: ev.SendContribution) -> None:
+        snapshot = self._outbox.get(effect.contribution.fragment)
+        if snapshot is None or snapshot.contribution != effect.contribution:
+            self.complain(f"asked to send a contribution that is not in the outbox: {effect.contribution}")
+            return
+        layout = self.setup.layouts[effect.contribution.fragment]
+        for index, stripe in enumerate(effect.stripes):
+            if index in effect.skip:
+                continue
+            low, high = layout.byte_range(stripe.block_start, stripe.block_stop, self.setup.settings.codec_up)
+            header = msg.ContributionStripe(
+                effect.ballot, index, effect.version, effect.contribution, stripe.block_start, stripe.block_stop
+            )
+            body = snapshot.encoded[low:high]
+            if stripe.reducer == self.name:
+                self.plane.keep_contribution(header, body)
+                self.post(ev.ContributionStripeArrived(effect.ballot, index, effect.contribution))
+            else:
+                self.transfer(stripe.reducer, header, body)
+
+    def transfer(self, peer: str, header: msg.BulkHeader, body: bytes) -> None:
+        """Stream bytes to a peer."""
+        self.network.transfer(self.name, peer, encode_begin(0, header, len(body)), body)
+
+    def _reduce(self, effect: ev.ReduceStripe) -> None:
+        self.after(self.world.draw_ns(MS // 2, 4 * MS), self._reduced, effect)
+
+    def _reduced(self, effect: ev.ReduceStripe) -> None:
+        answer = self.plane.reduce(effect)
+        if answer is None:
+            return
+        self.world.note(self.name, answer, answer.digest)
+        self.post(answer)
+        self._post_merged(effect.ballot, effect.stripe, effect.fragment, effect.version, answer.digest)
+
+    def _post_merged(self, ballot: Any, stripe: int, fragment: int, version: int, digest: bytes) -> None:
+        self.post(ev.MergedStripeArrived(ballot, stripe, fragment, version, digest))
+
+    def _send_merged(self, effect: ev.SendMerged) -> None:
+        part = self.plane.merged_part(effect.ballot, effect.stripe)
+        if part is None:
+            self.complain(f"asked to send a merged stripe that is not here: {effect}")
+            return
+        header = msg.MergedStripe(
+            effect.ballot,
+            effect.stripe,
+            effect.fragment,
+            effect.version,
+            effect.digest,
+            effect.block_start,
+            effect.block_stop,
+        )
+        for peer in effect.peers:
+            self.transfer(peer, header, part.encoded)
+
+    def _close_ballot(self, effect: ev.CloseBallot) -> None:
+        self.plane.close(effect)
+
+    # ---- effects: versions -------------------------------------------------------------------------------------------
+
+    def _apply(self, effect: ev.ApplyVersion) -> None:
+        self.after(self.world.draw_ns(MS // 2, 4 * MS), self._applied, effect)
+
+    def _applied(self, effect: ev.ApplyVersion) -> None:
+        body = effect.body
+        if self.plane.apply(body):
+            self._version_ready(body.fragment, body.version, is_on_disk=False)
+
+    def _adopt(self, effect: ev.AdoptState) -> None:
+        self.after(self.world.draw_ns(MS // 2, 4 * MS), self._adopted, effect)
+
+    def _adopted(self, effect: ev.AdoptState) -> None:
+        if self.plane.adopt(effect.fragment, effect.version):
+            self._version_ready(effect.fragment, effect.version, is_on_disk=True)
+
+    def _version_ready(self, fragment: int, version: int, *, is_on_disk: bool) -> None:
+        digest = self.plane.digest(fragment)
+        self.world.note(self.name, f"version {fragment}/{version}", digest)
+        self.post(ev.VersionApplied(fragment, version))
+        self.after(MS, self.post, ev.DigestComputed(fragment, version, digest))
+        if not is_on_disk and version % self.setup.settings.checkpoint_versions == 0:
+            state = self.plane.state(fragment)
+            self.write_file(lambda: self.keep_state(fragment, state), lambda: None)
+
+    def keep_state(self, fragment: int, state: StoredState) -> None:
+        """A state file is durable: it replaces an older one, and payloads behind it may go."""
+        held = self.disk.states.get(fragment)
+        if held is None or held.version <= state.version:
+            self.disk.states[fragment] = state
+            self.disk.prune(fragment, self.setup.settings.payload_versions)
+
+    def _offer(self, effect: ev.OfferVersion) -> None:
+        if self.plane.versions[effect.fragment] != effect.version:
+            at = self.plane.versions[effect.fragment]
+            self.complain(f"asked to offer {effect.fragment}/{effect.version} while Theta is at {at}")
+            return
+        if self.learner is None:
+            return
+        offer = Offer(effect.fragment, effect.version, effect.included_snapshot, self.plane.theta[effect.fragment])
+        self.world.after(LOCAL_NS, self.learner.life, self.learner.offer, offer)
+
+    def _stop_learner(self, effect: ev.StopLearner) -> None:
+        if self.learner is not None:
+            self.world.after(LOCAL_NS, self.learner.life, self.learner.stop, effect.reason)
+
+    def _write_final(self, _: ev.WriteFinal) -> None:
+        self.write_file(lambda: setattr(self, "has_final", True), lambda: self.post(ev.FinalWritten()))
+
+    def _note(self, effect: ev.Note) -> None:
+        self.world.note(self.name, effect, effect.kind.encode())

@@ -1,0 +1,302 @@
+"""One simulated run: N real region cores in the fake world, first under faults, then healed.
+
+Phase one checks safety while things go wrong. Phase two heals everything and demands progress: new rounds on every
+fragment, all regions at equal versions with equal bytes, and a complete token account, within a virtual deadline. Then
+the run is asked to end, and must: one last round per fragment, the final files, and an account that still adds up. A
+fifth of the seeds is asked to end while things still go wrong.
+The same seed gives the same trace, whatever PYTHONHASHSEED says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from diloco_node.core.events import FinishAsked
+from diloco_node.sim import faults
+from diloco_node.sim.chaos import Chaos
+from diloco_node.sim.checkers import Checkers
+from diloco_node.sim.faults import Fault
+from diloco_node.sim.host import CoreFactory, Host
+from diloco_node.sim.learner import update_pool
+from diloco_node.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
+from diloco_node.sim.tensors import F32
+from diloco_node.sim.world import SECOND, Network, World
+
+EVENTS = 3000
+"""Under faults, unless asked otherwise."""
+
+COMMITS_MIN = 20
+FAULTS_MIN = 5
+EVENTS_STRETCH = 4
+"""A run whose schedule makes too few commits or faults goes on, up to this many times its events."""
+
+ENDS_UNDER_FAULTS = 0.2
+"""Part of the seeds whose run ends while things go wrong."""
+
+COMMITS_AFTER_HEALING = 2
+"""New versions of every fragment that phase two waits for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    """What one seed did.
+
+    Attributes:
+        seed, regions, events_wanted, fault: what was run; `fault` is the planted one, or empty.
+        events: facts given to cores in both phases; events_under_faults: in phase one.
+        commits: committed rounds. faults: injected, by kind.
+        virtual_seconds: of both phases; heal_seconds: of phase two.
+        messages_dropped: frames and transfers that never arrived.
+        violations: what was found wrong; empty for a good run.
+        trace_digest: SHA-256 of the whole trace. trace_tail: its last lines.
+    """
+
+    seed: int
+    regions: int
+    events_wanted: int
+    fault: str
+    events: int
+    events_under_faults: int
+    commits: int
+    faults: dict[str, int]
+    virtual_seconds: float
+    heal_seconds: float
+    messages_dropped: int
+    violations: tuple[str, ...]
+    trace_digest: str
+    trace_tail: tuple[str, ...] = field(repr=False)
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing was found wrong."""
+        return not self.violations
+
+    @property
+    def command(self) -> str:
+        """How to run this again by hand."""
+        more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
+        more += f" --fault {self.fault}" if self.fault else ""
+        return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
+
+
+class Simulation:
+    """A world built from a seed; `simulate` drives it.
+
+    Attributes:
+        world, network, setup, hosts, checkers.
+    """
+
+    def __init__(self, seed: int, *, regions: int = 0, fault: Fault | None = None) -> None:
+        self.world = World(seed)
+        rng = self.world.rng
+        self.setup = draw_setup(rng, regions)
+        if fault is not None:
+            self.setup = fault.adapt(self.setup)
+        self.network = Network(self.world, draw_links(rng, self.setup))
+        self.checkers = Checkers(self.world, self.setup)
+        pool = update_pool(self.world, self.setup.layouts)
+        shared = _theta(rng, self.setup)
+        make_core: CoreFactory = fault.make_core if fault is not None else faults.make_core
+        self.hosts: dict[str, Host] = {}
+        for name in self.setup.regions:
+            theta = shared if self.setup.is_theta_shared else _theta(rng, self.setup)
+            host = Host(
+                name,
+                setup=self.setup,
+                world=self.world,
+                network=self.network,
+                observer=self.checkers,
+                make_core=make_core,
+                pool=pool,
+                theta=theta,
+            )
+            if fault is not None:
+                fault.plant(host)
+            self.hosts[name] = host
+            self.network.join(name, host)
+        self.checkers.hosts = self.hosts
+
+    def start(self) -> None:
+        """Start all regions within a second of each other."""
+        for name in self.setup.regions:
+            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
+            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Let things happen until `is_done`, or until a checker found something."""
+        while not is_done() and not self.checkers.violations and self.world.step():
+            pass
+
+    def has_caught_up(self, versions_min: tuple[int, ...]) -> bool:
+        """Every region and learner is at the same versions, at least `versions_min`, and nothing waits to be booked."""
+        versions = self.checkers.oracle.versions()
+        if any(version < wanted for version, wanted in zip(versions, versions_min, strict=True)):
+            return False
+        return all(_is_at(host, versions) for host in self.hosts.values()) and self._is_booked()
+
+    def has_ended(self) -> bool:
+        """Every region has its final file, every learner has stopped and holds those versions, and all is booked."""
+        versions = self.checkers.oracle.versions()
+        return (
+            all(host.has_final and _is_at(host, versions) for host in self.hosts.values())
+            and all(host.learner is not None and host.learner.finished for host in self.hosts.values())
+            and self._is_booked()
+        )
+
+    def _is_booked(self) -> bool:
+        return not self.checkers.audit.open_lines(self.hosts)
+
+    def check_equal(self) -> None:
+        """All regions hold the oracle's bytes."""
+        for name, host in sorted(self.hosts.items()):
+            for fragment, version in enumerate(host.plane.versions):
+                if host.plane.digest(fragment) != self.checkers.oracle.digest_of(fragment, version):
+                    self.checkers.violate(f"digest: {name} ends with other bytes at {fragment}/{version}")
+
+
+def simulate(
+    seed: int,
+    *,
+    regions: int = 0,
+    events: int = EVENTS,
+    fault: str | None = None,
+    commits_min: int = COMMITS_MIN,
+    faults_min: int = FAULTS_MIN,
+) -> SimReport:
+    """Run one seed.
+
+    Args:
+        seed: any integer.
+        regions: 1 to 7; 0 lets the seed choose 3 to 5.
+        events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
+            EVENTS_STRETCH times as many.
+        fault: the name of a fault to plant (`faults.FAULTS`), or None.
+        commits_min, faults_min: of phase one.
+
+    Raises:
+        ConfigError: there is no such fault.
+    """
+    planted = faults.find(fault) if fault else None
+    simulation = Simulation(seed, regions=regions, fault=planted)
+    world, checkers = simulation.world, simulation.checkers
+    simulation.start()
+    chaos = Chaos(world, simulation.network, simulation.hosts, mean_gap_events=world.rng.choice((150, 250, 400)))
+
+    def has_seen_enough() -> bool:
+        chaos.poll()
+        if world.events < events:
+            return False
+        return world.events >= EVENTS_STRETCH * events or (
+            checkers.commits >= commits_min and chaos.total >= faults_min
+        )
+
+    simulation.run_until(has_seen_enough)
+    ends_under_faults = world.rng.random() < ENDS_UNDER_FAULTS
+    if ends_under_faults:
+        _ask_for_end(simulation)
+        last_event = world.events + events // 5
+
+        def has_gone_on() -> bool:
+            chaos.poll()
+            return world.events >= last_event
+
+        simulation.run_until(has_gone_on)
+    events_under_faults, healed_ns = world.events, world.now_ns
+    chaos.heal()
+    if not ends_under_faults:
+        _demand_progress(simulation)
+    _demand_end(simulation)
+    return SimReport(
+        seed=seed,
+        regions=len(simulation.setup.regions),
+        events_wanted=events,
+        fault=fault or "",
+        events=world.events,
+        events_under_faults=events_under_faults,
+        commits=checkers.commits,
+        faults=dict(sorted(chaos.injected.items())),
+        virtual_seconds=world.now_ns / SECOND,
+        heal_seconds=(world.now_ns - healed_ns) / SECOND,
+        messages_dropped=simulation.network.dropped,
+        violations=tuple(checkers.violations),
+        trace_digest=world.trace_digest(),
+        trace_tail=tuple(world.trace_tail()),
+    )
+
+
+def _demand_progress(simulation: Simulation) -> None:
+    world, checkers = simulation.world, simulation.checkers
+    wanted = tuple(max(0, version) + COMMITS_AFTER_HEALING for version in checkers.oracle.versions())
+    deadline_ns = world.now_ns + HEAL_DEADLINE_NS
+    simulation.run_until(lambda: simulation.has_caught_up(wanted) or world.now_ns > deadline_ns)
+    if checkers.violations:
+        return
+    if world.now_ns > deadline_ns:
+        at = {name: host.plane.versions for name, host in sorted(simulation.hosts.items())}
+        checkers.violate(
+            f"progress: {HEAL_DEADLINE_NS // SECOND} s after healing versions are {checkers.oracle.versions()}, "
+            f"wanted {wanted}; regions at {at}; unbooked lines: {checkers.audit.open_lines(simulation.hosts)}"
+        )
+        return
+    simulation.check_equal()
+    checkers.audit.close(simulation.hosts)
+
+
+def _ask_for_end(simulation: Simulation) -> None:
+    """An operator asks every daemon that is up."""
+    for name in simulation.setup.regions:
+        simulation.hosts[name].post(FinishAsked("the simulation is over"))
+
+
+def _demand_end(simulation: Simulation) -> None:
+    world, checkers = simulation.world, simulation.checkers
+    if checkers.violations:
+        return
+    _ask_for_end(simulation)
+    deadline_ns = world.now_ns + HEAL_DEADLINE_NS
+    simulation.run_until(lambda: simulation.has_ended() or world.now_ns > deadline_ns)
+    if checkers.violations:
+        return
+    if world.now_ns > deadline_ns:
+        final = {name: host.has_final for name, host in sorted(simulation.hosts.items())}
+        checkers.violate(f"end: {HEAL_DEADLINE_NS // SECOND} s after it was asked for, final files are there: {final}")
+        return
+    simulation.check_equal()
+    checkers.audit.close(simulation.hosts)
+
+
+def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
+    """A few lines for people; with the end of the trace if something was found."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report.faults.items()) or "none"
+    lines = [
+        f"seed {report.seed}: {report.regions} regions, {report.events} events "
+        f"({report.events_under_faults} under faults), {report.commits} commits, "
+        f"{report.virtual_seconds:.1f} virtual seconds ({report.heal_seconds:.1f} after healing)",
+        f"faults: {kinds}; {report.messages_dropped} messages lost",
+        f"trace {report.trace_digest}",
+    ]
+    if report.is_good:
+        lines.append("every check held")
+        return "\n".join(lines)
+    lines.extend(f"VIOLATION {violation}" for violation in report.violations)
+    lines.extend(report.trace_tail[-tail_lines:])
+    lines.append(f"run it again: {report.command}")
+    return "\n".join(lines)
+
+
+def _is_at(host: Host, versions: tuple[int, ...]) -> bool:
+    """The region and its learner hold these versions."""
+    return (
+        tuple(host.plane.versions) == versions
+        and host.learner is not None
+        and tuple(part.position.base_version for part in host.learner.parts) == versions
+    )
+
+
+def _theta(rng: random.Random, setup: Setup) -> tuple[F32, ...]:
+    generator = np.random.default_rng(rng.getrandbits(32))
+    return tuple(generator.standard_normal(layout.values).astype(np.float32) for layout in setup.layouts)

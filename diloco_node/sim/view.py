@@ -1,0 +1,59 @@
+"""Where the parts of a region core are that checkers ask and planted faults replace."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from diloco_node.core.ledger import LedgerCore
+    from diloco_node.core.rounds.leader import RoundLeader
+    from diloco_node.core.rounds.participant import RoundParticipant
+    from diloco_node.core.types import Entry
+
+
+def ledger(core: Any) -> LedgerCore:
+    """The ledger inside a region core."""
+    found: LedgerCore = core.ledger
+    return found
+
+
+def commit_index(core: Any) -> int:
+    """The last entry that the region takes as committed and has on its disk."""
+    return ledger(core).commit_index
+
+
+def cluster_commit_index(core: Any) -> int:
+    """The last entry that it takes as committed, on its own disk or not."""
+    return ledger(core).cluster_commit_index
+
+
+def last_index(core: Any) -> int:
+    """The last entry of its log."""
+    return ledger(core).last_index
+
+
+def entry(core: Any, index: int) -> Entry:
+    """An entry of its log, from 1."""
+    return ledger(core).entries[index - 1]
+
+
+def is_leader(core: Any) -> bool:
+    """Whether it leads."""
+    return ledger(core).is_leader
+
+
+def term(core: Any) -> int:
+    """Its term."""
+    return ledger(core).term
+
+
+def rounds(core: Any) -> RoundLeader:
+    """What it decides about rounds while it leads."""
+    found: RoundLeader = core.leader
+    return found
+
+
+def participant(core: Any) -> RoundParticipant:
+    """Its part in rounds that others lead."""
+    found: RoundParticipant = core.participant
+    return found

@@ -1,0 +1,242 @@
+"""Virtual time and a network that does what it likes: the ground the simulator stands on.
+
+Nothing here knows the protocol. `World` is a clock, an event heap ordered by (time, sequence), one seeded source of
+randomness and a trace; `Network` carries encoded control frames and bulk transfers between named places with delay,
+jitter (so frames overtake each other), loss, duplication, cuts in one direction and limited rates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+MS: int = 1_000_000
+"""One millisecond in nanoseconds."""
+
+SECOND: int = 1_000_000_000
+"""One second in nanoseconds."""
+
+TRACE_TAIL = 200
+"""Lines of the trace that are kept for a report."""
+
+
+class Life:
+    """One life of a process: what was scheduled for it does not happen once it is over."""
+
+    __slots__ = ("is_over",)
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+
+class World:
+    """The virtual clock.
+
+    Attributes:
+        now_ns: virtual time; only `step` moves it.
+        rng: the only source of chance; what it decides depends on nothing but the seed.
+        events: facts handed to cores so far (counted by the hosts).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.now_ns = 0
+        self.rng = random.Random(seed)
+        self.events = 0
+        self._heap: list[tuple[int, int, Life | None, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+        self._digest = hashlib.sha256()
+        self._tail: deque[tuple[int, str, object]] = deque(maxlen=TRACE_TAIL)
+
+    def after(self, delay_ns: int, life: Life | None, call: Callable[..., None], *args: Any) -> None:
+        """Call `call(*args)` in `delay_ns`, unless `life` is over by then."""
+        self._sequence += 1
+        heapq.heappush(self._heap, (self.now_ns + max(0, delay_ns), self._sequence, life, call, args))
+
+    def step(self) -> bool:
+        """Let the next thing happen. Returns False when nothing is left to happen."""
+        while self._heap:
+            at_ns, _, life, call, args = heapq.heappop(self._heap)
+            if life is not None and life.is_over:
+                continue
+            self.now_ns = at_ns
+            call(*args)
+            return True
+        return False
+
+    def note(self, place: str, what: object, fingerprint: bytes) -> None:
+        """Add a line to the trace.
+
+        Args:
+            place: the region it happened in, or "world".
+            what: shown in the tail of a report; formatted only then.
+            fingerprint: what of it goes into the digest of the trace; must not depend on hash order.
+        """
+        self._digest.update(b"%d %s " % (self.now_ns, place.encode()))
+        self._digest.update(fingerprint)
+        self._tail.append((self.now_ns, place, what))
+
+    def trace_digest(self) -> str:
+        """SHA-256 over everything that was noted; equal runs have equal digests."""
+        return self._digest.hexdigest()
+
+    def trace_tail(self, lines: int = TRACE_TAIL) -> list[str]:
+        """The last lines of the trace, oldest first."""
+        tail = list(self._tail)[-lines:]
+        return [f"{at_ns / SECOND:10.4f}s {place:8} {_shorten(what)}" for at_ns, place, what in tail]
+
+    def draw_ns(self, low_ns: int, high_ns: int) -> int:
+        """A time drawn evenly from [low_ns, high_ns]."""
+        return self.rng.randint(low_ns, high_ns)
+
+
+def _shorten(what: object, limit: int = 240) -> str:
+    text = what if isinstance(what, str) else repr(what)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@dataclass(slots=True)
+class Link:
+    """One direction between two places.
+
+    Attributes:
+        delay_ns, jitter_ns: a frame takes delay + [0, jitter].
+        loss, duplicate: chance of each for a control frame; a transfer is lost with chance `loss`.
+        rate_bytes_per_s: of bulk transfers, which follow each other.
+        cuts: how many faults cut this direction right now; 0 means open.
+        free_at_ns: when the last transfer has left.
+    """
+
+    delay_ns: int
+    jitter_ns: int
+    loss: float
+    duplicate: float
+    rate_bytes_per_s: int
+    cuts: int = 0
+    free_at_ns: int = 0
+
+
+class Place(Protocol):
+    """What the network delivers to."""
+
+    @property
+    def daemon_life(self) -> Life | None:
+        """The life of the daemon that listens here, None while none does."""
+        ...
+
+    def frame_arrived(self, peer: str, frame: bytes) -> None:
+        """An encoded control message from a peer."""
+        ...
+
+    def transfer_arrived(self, peer: str, header: bytes, body: bytes) -> None:
+        """A whole bulk transfer from a peer, its header encoded."""
+        ...
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """The connection to the peer came up or went down."""
+        ...
+
+
+class Network:
+    """Links between all pairs of places.
+
+    A connection between two places counts as up when both daemons live and neither direction is cut; a change is
+    told to both after a detection delay, if it has not been undone by then.
+
+    Attributes:
+        links: by (from, to).
+        places: by name, set by `join`.
+    """
+
+    def __init__(self, world: World, links: dict[tuple[str, str], Link]) -> None:
+        self.world = world
+        self.links = links
+        self.places: dict[str, Place] = {}
+        self.dropped = 0
+        self._told: dict[tuple[str, str], bool] = {}
+
+    def join(self, name: str, place: Place) -> None:
+        """Add a place."""
+        self.places[name] = place
+
+    def send(self, source: str, target: str, frame: bytes) -> None:
+        """Carry a control frame, perhaps twice, perhaps not at all."""
+        link = self.links[source, target]
+        rng = self.world.rng
+        if link.cuts or rng.random() < link.loss:
+            self.dropped += 1
+            return
+        copies = 2 if rng.random() < link.duplicate else 1
+        life = self.places[target].daemon_life
+        if life is None:
+            return
+        for _ in range(copies):
+            delay_ns = link.delay_ns + rng.randint(0, link.jitter_ns)
+            self.world.after(delay_ns, life, self._arrive, source, target, frame)
+
+    def transfer(self, source: str, target: str, header: bytes, body: bytes) -> None:
+        """Carry a bulk transfer; it is lost if the direction is cut when it arrives, or with the link's chance."""
+        link = self.links[source, target]
+        life = self.places[target].daemon_life
+        if life is None or link.cuts or self.world.rng.random() < link.loss:
+            self.dropped += 1
+            return
+        takes_ns = len(body) * SECOND // link.rate_bytes_per_s
+        link.free_at_ns = max(link.free_at_ns, self.world.now_ns) + takes_ns
+        delay_ns = link.free_at_ns - self.world.now_ns + link.delay_ns + self.world.rng.randint(0, link.jitter_ns)
+        self.world.after(delay_ns, life, self._arrive_bulk, source, target, header, body)
+
+    def cut(self, source: str, target: str) -> None:
+        """Cut one direction; cuts add up."""
+        self.links[source, target].cuts += 1
+        self._detect(source, target)
+
+    def mend(self, source: str, target: str) -> None:
+        """Undo one cut."""
+        link = self.links[source, target]
+        assert link.cuts > 0, (source, target)
+        link.cuts -= 1
+        self._detect(source, target)
+
+    def daemon_changed(self, name: str) -> None:
+        """The daemon at this place started or died: the others notice."""
+        for peer in sorted(self.places):
+            if peer != name:
+                self._told.pop((name, peer), None)
+                self._detect(name, peer)
+
+    def is_up(self, first: str, second: str) -> bool:
+        """Whether a connection between the two could stand right now."""
+        return (
+            self.places[first].daemon_life is not None
+            and self.places[second].daemon_life is not None
+            and not self.links[first, second].cuts
+            and not self.links[second, first].cuts
+        )
+
+    def _arrive(self, source: str, target: str, frame: bytes) -> None:
+        self.places[target].frame_arrived(source, frame)
+
+    def _arrive_bulk(self, source: str, target: str, header: bytes, body: bytes) -> None:
+        if self.links[source, target].cuts:
+            self.dropped += 1
+            return
+        self.places[target].transfer_arrived(source, header, body)
+
+    def _detect(self, first: str, second: str) -> None:
+        is_up = self.is_up(first, second)
+        low_ns, high_ns = (20 * MS, 300 * MS) if is_up else (5 * MS, 2 * SECOND)
+        for place, peer in ((first, second), (second, first)):
+            self.world.after(self.world.draw_ns(low_ns, high_ns), None, self._tell, place, peer, is_up)
+
+    def _tell(self, place: str, peer: str, is_up: bool) -> None:
+        if self.is_up(place, peer) != is_up or self._told.get((place, peer), False) == is_up:
+            return
+        if self.places[place].daemon_life is None:
+            return
+        self._told[place, peer] = is_up
+        self.places[place].link_changed(peer, is_up=is_up)

@@ -1,0 +1,316 @@
+"""Frames on the two streams between regions.
+
+Every frame is one HTTP/2 (gRPC) message: one byte of kind, a fixed little-endian head, a body.
+
+| kind | lane | after the kind |
+|---|---|---|
+| HELLO | both, first frame in each direction | msgpack `Hello` |
+| CONTROL | control | msgpack message (`tables.CONTROL`) |
+| PING | control | nothing, or the sender's clock i64 and it wants an echo; says that the sender lives |
+| ECHO | control | the clock of the ping i64, the receiver's clock when it came i64 |
+| BEGIN | bulk | transfer id u64, raw bytes u64, msgpack header (`tables.HEADERS`) |
+| CHUNK | bulk | transfer id u64, offset u64, raw length u32, is_compressed u8, data |
+| END | bulk | transfer id u64 |
+| ABORT | bulk | transfer id u64, reason in UTF-8 |
+
+Pure: bytes in, frozen dataclasses out. The order of frames (a chunk only after its begin, offsets without gaps) is the
+business of `adapters/inbound.py`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from diloco_node.core.messages import BulkHeader, Message
+from diloco_node.errors import PeerIncompatible, ProtocolViolation
+from diloco_node.wire.schema import Limits, Schema
+from diloco_node.wire.tables import CONTROL, HEADERS, PROTOCOL_VERSION
+
+CHUNK_BYTES_MAX: Final = 2**20
+"""Raw bytes of one chunk. Compressed it may be a little more where compression does not pay, hence the slack below."""
+
+CHUNK_SLACK_BYTES: Final = 4096
+
+TRANSFER_BYTES_MAX: Final = 64 * 2**30
+"""No transfer is larger: a fragment's state of 8 Gi parameters."""
+
+REASON_BYTES_MAX: Final = 1024
+
+KIND_HELLO: Final = 1
+KIND_CONTROL: Final = 2
+KIND_PING: Final = 3
+KIND_ECHO: Final = 4
+KIND_BEGIN: Final = 16
+KIND_CHUNK: Final = 17
+KIND_END: Final = 18
+KIND_ABORT: Final = 19
+
+_BEGIN: Final = struct.Struct("<BQQ")
+_CHUNK: Final = struct.Struct("<BQQIB")
+_END: Final = struct.Struct("<BQ")
+
+_PING: Final = struct.Struct("<Bq")
+_ECHO: Final = struct.Struct("<Bqq")
+
+FRAME_BYTES_MAX: Final = 4 * 2**20 + 64 * 2**10
+"""No frame of either lane is larger; the transport's limit for one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """The sender lives. `sent_ns`: its monotonic clock, for the echo; None: it wants none."""
+
+    sent_ns: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """The answer to a ping: its `sent_ns`, and the answering side's monotonic clock when it came."""
+
+    sent_ns: int
+    arrived_ns: int
+
+
+class Lane(StrEnum):
+    """The two connections of a pair of regions."""
+
+    CONTROL = "control"
+    BULK = "bulk"
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first frame in each direction on each stream.
+
+    Attributes:
+        protocol_version: of the sender.
+        run_id, epoch, settings_digest, manifest_digest: must be equal on both sides.
+        region: must be the name in the sender's certificate.
+        instance_id: 16 random bytes per daemon process, to tell a restart from a second stream.
+        lane: which of the two streams this is.
+        dial: the dialer's count of attempts in this process; both streams of one pair carry the dialer's number.
+    """
+
+    protocol_version: int
+    run_id: str
+    epoch: int
+    region: str
+    settings_digest: str
+    manifest_digest: str
+    instance_id: bytes
+    lane: Lane
+    dial: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferBegin:
+    """A transfer of `raw_bytes` (before zstd) follows."""
+
+    transfer: int
+    raw_bytes: int
+    header: BulkHeader
+
+
+@dataclass(frozen=True, slots=True)
+class TransferChunk:
+    """Raw bytes [offset, offset + raw_bytes) of a transfer.
+
+    Attributes:
+        data: the bytes themselves, or one zstd frame of them. A view into the frame.
+
+    There is no checksum here: TLS authenticates every record, which is more than a CRC does, and a CRC of both sides
+    took a third of a transfer's CPU time.
+    """
+
+    transfer: int
+    offset: int
+    raw_bytes: int
+    is_compressed: bool
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class TransferEnd:
+    """All chunks were sent."""
+
+    transfer: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferAbort:
+    """The sender gave up; what came so far is worth nothing."""
+
+    transfer: int
+    reason: str
+
+
+BulkFrame = TransferBegin | TransferChunk | TransferEnd | TransferAbort
+
+_HELLO: Final[Schema[Hello]] = Schema({1: Hello}, limits=Limits(message_bytes_max=4096, str_bytes_max=256))
+
+
+def encode_hello(hello: Hello) -> bytes:
+    """A HELLO frame. Raises ValueError when a field is over its limit."""
+    return bytes([KIND_HELLO]) + _HELLO.encode(hello)
+
+
+def decode_hello(frame: bytes) -> Hello:
+    """What a first frame says.
+
+    Raises:
+        PeerIncompatible: another protocol version, also when its other fields can't be read.
+        ProtocolViolation: not a hello.
+    """
+    if not frame or frame[0] != KIND_HELLO:
+        raise ProtocolViolation("the first frame on a stream must be a hello")
+    try:
+        return _HELLO.decode(memoryview(frame)[1:])
+    except ProtocolViolation as error:
+        theirs = _hello_version(frame)
+        if theirs is not None and theirs != PROTOCOL_VERSION:
+            raise PeerIncompatible(f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}") from None
+        raise ProtocolViolation(f"hello: {error}") from None
+
+
+def _hello_version(frame: bytes) -> int | None:
+    """The protocol version in a hello of unknown shape: it is the first field in every version, a small integer.
+
+    An array16 or fixarray head, the tag 1, then the version as a positive fixint.
+    """
+    head = 3 if frame[1:2] == b"\xdc" else 1
+    tag, version = frame[1 + head : 2 + head], frame[2 + head : 3 + head]
+    if tag == b"\x01" and version and version[0] < 0x80:
+        return version[0]
+    return None
+
+
+def check_hello(ours: Hello, theirs: Hello, *, certificate_region: str) -> None:
+    """Whether the two sides belong together.
+
+    Args:
+        ours: what we sent, or would send, on this stream.
+        theirs: what came.
+        certificate_region: the peer's name as its certificate has it.
+
+    Raises:
+        ProtocolViolation: the message names another region than the certificate.
+        PeerIncompatible: names every field that differs, with both values.
+    """
+    if theirs.region != certificate_region:
+        raise ProtocolViolation(
+            f"identity_mismatch: the certificate is {certificate_region}'s, the hello says {theirs.region}"
+        )
+    fields = ("protocol_version", "run_id", "epoch", "settings_digest", "manifest_digest")
+    different = [
+        f"{name}: ours {_plain(getattr(ours, name))}, theirs {_plain(getattr(theirs, name))}"
+        for name in fields
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    if different:
+        raise PeerIncompatible("; ".join(different))
+    if theirs.lane is not ours.lane:
+        raise ProtocolViolation(f"a hello for the {theirs.lane} lane on the {ours.lane} stream")
+
+
+def encode_control(message: Message) -> bytes:
+    """A CONTROL frame. Raises TypeError or ValueError for a message outside of the schema."""
+    return b"\x02" + CONTROL.encode(message)
+
+
+def encode_ping(ping: Ping) -> bytes:
+    """A PING frame."""
+    return bytes([KIND_PING]) if ping.sent_ns is None else _PING.pack(KIND_PING, ping.sent_ns)
+
+
+def encode_echo(echo: Echo) -> bytes:
+    """An ECHO frame."""
+    return _ECHO.pack(KIND_ECHO, echo.sent_ns, echo.arrived_ns)
+
+
+def decode_control(frame: bytes) -> Message:
+    """The message of a CONTROL frame. Raises ProtocolViolation."""
+    if not frame or frame[0] != KIND_CONTROL:
+        raise ProtocolViolation(f"frame kind {frame[0] if frame else 'none'} on the control lane")
+    return CONTROL.decode(memoryview(frame)[1:])
+
+
+def decode_control_lane(frame: bytes) -> Message | Ping | Echo:
+    """What any frame of the control lane after the hello says. Raises ProtocolViolation."""
+    kind = frame[0] if frame else 0
+    if kind == KIND_PING and len(frame) in (1, _PING.size):
+        return Ping(_PING.unpack(frame)[1] if len(frame) > 1 else None)
+    if kind == KIND_ECHO and len(frame) == _ECHO.size:
+        return Echo(*_ECHO.unpack(frame)[1:])
+    return decode_control(frame)
+
+
+def encode_begin(transfer: int, header: BulkHeader, raw_bytes: int) -> bytes:
+    """A BEGIN frame; `transfer` counts up on each stream, `raw_bytes` is the size before zstd."""
+    return _BEGIN.pack(KIND_BEGIN, transfer, raw_bytes) + HEADERS.encode(header)
+
+
+def encode_chunk(transfer: int, offset: int, raw_bytes: int, data: bytes | memoryview, *, is_compressed: bool) -> bytes:
+    """A CHUNK frame. Copies `data` once, into the frame."""
+    return b"".join((_CHUNK.pack(KIND_CHUNK, transfer, offset, raw_bytes, is_compressed), data))
+
+
+def encode_end(transfer: int) -> bytes:
+    """An END frame."""
+    return _END.pack(KIND_END, transfer)
+
+
+def encode_abort(transfer: int, reason: str) -> bytes:
+    """An ABORT frame; a long reason is cut."""
+    return _END.pack(KIND_ABORT, transfer) + reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
+
+
+def decode_bulk(frame: bytes) -> BulkFrame:
+    """A frame of the bulk lane. Raises ProtocolViolation."""
+    kind = frame[0] if frame else 0
+    if kind == KIND_CHUNK:
+        return _decode_chunk(frame)
+    if kind == KIND_BEGIN:
+        return _decode_begin(frame)
+    if kind == KIND_END:
+        if len(frame) != _END.size:
+            raise ProtocolViolation(f"an end frame of {len(frame)} bytes; expected {_END.size}")
+        return TransferEnd(_END.unpack(frame)[1])
+    if kind == KIND_ABORT:
+        if not _END.size <= len(frame) <= _END.size + REASON_BYTES_MAX:
+            raise ProtocolViolation(f"an abort frame of {len(frame)} bytes")
+        reason = frame[_END.size :].decode("utf-8", "replace")
+        return TransferAbort(_END.unpack_from(frame)[1], reason)
+    raise ProtocolViolation(f"frame kind {kind if frame else 'none'} on the bulk lane")
+
+
+def _decode_begin(frame: bytes) -> TransferBegin:
+    if len(frame) < _BEGIN.size:
+        raise ProtocolViolation(f"a begin frame of {len(frame)} bytes")
+    _, transfer, raw_bytes = _BEGIN.unpack_from(frame)
+    if raw_bytes > TRANSFER_BYTES_MAX:
+        raise ProtocolViolation(f"a transfer of {raw_bytes} bytes; the limit is {TRANSFER_BYTES_MAX}")
+    return TransferBegin(transfer, raw_bytes, HEADERS.decode(memoryview(frame)[_BEGIN.size :]))
+
+
+def _decode_chunk(frame: bytes) -> TransferChunk:
+    if len(frame) < _CHUNK.size:
+        raise ProtocolViolation(f"a chunk frame of {len(frame)} bytes")
+    _, transfer, offset, raw_bytes, flags = _CHUNK.unpack_from(frame)
+    data = memoryview(frame)[_CHUNK.size :]
+    if not 1 <= raw_bytes <= CHUNK_BYTES_MAX:
+        raise ProtocolViolation(f"a chunk of {raw_bytes} raw bytes; 1 to {CHUNK_BYTES_MAX} are allowed")
+    if len(data) > raw_bytes + CHUNK_SLACK_BYTES:
+        raise ProtocolViolation(f"a chunk of {raw_bytes} raw bytes in {len(data)} bytes")
+    if flags > 1:
+        raise ProtocolViolation(f"a chunk with unknown flags {flags:#x}")
+    if not flags and len(data) != raw_bytes:
+        raise ProtocolViolation(f"an uncompressed chunk of {len(data)} bytes says that it has {raw_bytes}")
+    return TransferChunk(transfer, offset, raw_bytes, bool(flags), data)
+
+
+def _plain(value: object) -> str:
+    """A value of a hello in an error message; escaped, for one of them comes from outside."""
+    return ascii(value) if isinstance(value, str) else str(value)

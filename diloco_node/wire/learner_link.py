@@ -1,0 +1,303 @@
+"""What learner and daemon of one region say to each other on the Unix socket.
+
+Each message is a frame: length as little-endian u32, then strict msgpack (`wire.schema`). The conversation:
+
+1. The learner connects and sends `Attach`. The daemon answers `Welcome` or `Refuse`.
+2. `Welcome.wants_initial_state`: the learner writes its parameters into the inbox and says `InitialState`.
+3. `VersionOffered` for each fragment (genesis, or where the run is) is answered by `Applied`. The first step is made
+   when every fragment has a version.
+4. Every inner step: `Report`. At any time: `SnapshotWanted` (answered by `SnapshotReady` or `SnapshotDenied`) and
+   `VersionOffered` (answered by `Applied`), both at the next step boundary.
+5. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
+
+When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
+What the old daemon asked or offered is void: a place in the inbox may be written again as soon as an `Attach` has
+arrived.
+
+Memory (areas `INBOX` and `OUTBOX` of the supervisor): places follow each other in the order of the fragments, without
+gaps.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from typing import Final
+
+from diloco_node.core.fragments import TensorSpec
+from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
+from diloco_node.errors import ProtocolViolation
+from diloco_node.wire.schema import Limits, Schema
+
+LINK_PROTOCOL: Final = 2
+
+INBOX: Final = "inbox"
+"""Area of 4 bytes per value: the model, fragment after fragment, float32."""
+
+OUTBOX: Final = "outbox"
+"""Area of the encoded contributions, one place of `FragmentBlocks.encoded_bytes` per fragment."""
+
+NEW_PROCESS: Final = 0
+"""`Attach.incarnation` of a learner process that has not been welcomed yet."""
+
+NO_SNAPSHOT: Final = -1
+
+UNATTACHED: Final = FragmentPosition(base_version=-1, mark_step=0, included_step=0, included_tokens=0)
+"""Where a new process stands with every fragment."""
+
+FRAME_BYTES_MAX: Final = 16 * 2**20
+"""An `Attach` that lists 65,536 tensors fits."""
+
+
+# ---- learner to daemon -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """First frame of every connection.
+
+    Attributes:
+        protocol: LINK_PROTOCOL.
+        pid: of the learner process (rank 0), for messages.
+        tensors: trainable tensors. `RDA` stands for "not an embedding or head": the run's own merge rule applies.
+        incarnation: NEW_PROCESS, or what an earlier daemon allotted to this process.
+        run_id: "" for a new process, else the run that the earlier daemon named.
+        step, tokens: since the start of this incarnation.
+        step_time_ns: moving average of the time of one inner step, 0 when unknown.
+        positions: one per fragment; empty for a new process, which does not know how many there are.
+        snapshots: per fragment the number of its unresolved snapshot or NO_SNAPSHOT; empty for a new process.
+    """
+
+    protocol: int
+    pid: int
+    tensors: tuple[TensorSpec, ...]
+    incarnation: int
+    run_id: str
+    step: int
+    tokens: int
+    step_time_ns: int
+    positions: tuple[FragmentPosition, ...]
+    snapshots: tuple[int, ...]
+
+    def in_fragments(self, count: int) -> Attach:
+        """The same with a position and a snapshot for each of `count` fragments.
+
+        Raises:
+            ProtocolViolation: it names positions or snapshots for another number of fragments.
+        """
+        if self.incarnation == NEW_PROCESS and not self.positions and not self.snapshots:
+            return replace(self, positions=(UNATTACHED,) * count, snapshots=(NO_SNAPSHOT,) * count)
+        if len(self.positions) != count or len(self.snapshots) != count:
+            raise ProtocolViolation(
+                f"learner pid={self.pid} attaches with {len(self.positions)} positions and {len(self.snapshots)} "
+                f"snapshots, expected {count}: was rounds.fragments changed during the run?"
+            )
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """After an inner step; several may be folded into the newest.
+
+    Attributes:
+        step, tokens: since the start of this incarnation.
+        loss: of a step not long ago (read without waiting for the device); None when unknown or not finite.
+        step_time_ns: moving average. blocked_ns: time that the loop has spent in `step()`, altogether.
+        val_loss, val_loss_global: newest held-out loss of the own and of the global parameters.
+        global_step: step on the schedule that all learners share.
+    """
+
+    step: int
+    tokens: int
+    loss: float | None
+    step_time_ns: int
+    blocked_ns: int
+    val_loss: float | None
+    val_loss_global: float | None
+    global_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReady:
+    """Encoded in the outbox, where it stays until another snapshot of the fragment is wanted."""
+
+    contribution: Contribution
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotDenied:
+    """No snapshot of the fragment for this version, and why."""
+
+    fragment: int
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A version was applied: its place in the inbox is free.
+
+    Attributes:
+        lam: how much of the own steps was kept: 1 for an exact carry-over.
+        carried_steps: own steps that are in no version up to this one, and were kept (times lam).
+    """
+
+    fragment: int
+    version: int
+    position: FragmentPosition
+    lam: float
+    carried_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """The learner's own parameters lie in the inbox, all fragments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The learner has stopped stepping for good. Losses are None when they were not measured."""
+
+    step: int
+    tokens: int
+    val_loss: float | None
+    val_loss_global: float | None
+    blocked_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The learner broke and is about to exit."""
+
+    reason: str
+
+
+ToDaemon = Attach | Report | SnapshotReady | SnapshotDenied | Applied | InitialState | Done | Failed
+
+# ---- daemon to learner -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to Attach.
+
+    Attributes:
+        region: this region's name. region_index: its place in `regions`, which are sorted.
+        incarnation: which life of the learner this is; the one in Attach unless that was NEW_PROCESS.
+        run_id: the run's name.
+        fragments: P. sync_every: H. merge: rule for tensors that are not embeddings or head.
+        codec_up: of contributions. carry: mode. carry_steps_limit: steps up to which carry-over is exact.
+        global_step: where the run is on the schedule of inner steps; 0 at its start.
+        manifest_digest: of the fragments; the learner refuses to go on if its own differs.
+        wants_initial_state: write your parameters into the inbox and say InitialState.
+        state_dir: the region's folder, absolute.
+    """
+
+    region: str
+    region_index: int
+    regions: tuple[str, ...]
+    incarnation: int
+    run_id: str
+    fragments: int
+    sync_every: int
+    merge: MergeRule
+    codec_up: Codec
+    carry: CarryMode
+    carry_steps_limit: int
+    global_step: int
+    manifest_digest: str
+    wants_initial_state: bool
+    state_dir: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """No. `is_final`: another try of this process will be refused too, it should exit."""
+
+    reason: str
+    is_final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotWanted:
+    """Take a snapshot of the fragment at the next step boundary, for the round that makes `version`.
+
+    Asked again for the same version and base, the learner answers with the same snapshot.
+    """
+
+    fragment: int
+    version: int
+    base_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionOffered:
+    """The fragment's place in the inbox holds `version`.
+
+    Attributes:
+        included_snapshot: number of the newest snapshot of this incarnation that the versions since the learner's base
+            include, or NO_SNAPSHOT.
+        is_last: the version is that of the run's last round of the fragment: after it, all own parameters are the
+            merged ones plus a few steps.
+    """
+
+    fragment: int
+    version: int
+    included_snapshot: int
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop at the next step boundary: the run is finished, or the region is drained."""
+
+    reason: str
+
+
+ToLearner = Welcome | Refuse | SnapshotWanted | VersionOffered | Stop
+
+_LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX, str_bytes_max=4096)
+
+TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
+    {
+        1: Attach,
+        2: Report,
+        3: SnapshotReady,
+        4: SnapshotDenied,
+        5: Applied,
+        6: InitialState,
+        7: Done,
+        8: Failed,
+    },
+    limits=_LIMITS,
+)
+TO_LEARNER: Final[Schema[ToLearner]] = Schema(
+    {1: Welcome, 2: Refuse, 3: SnapshotWanted, 4: VersionOffered, 5: Stop}, limits=_LIMITS
+)
+
+# ---- frames ----------------------------------------------------------------------------------------------------------
+
+_LENGTH: Final = struct.Struct("<I")
+LENGTH_BYTES: Final = _LENGTH.size
+
+
+def frame(body: bytes) -> bytes:
+    """An encoded message with its length before it."""
+    return _LENGTH.pack(len(body)) + body
+
+
+def frame_length(head: bytes | memoryview) -> int:
+    """Bytes that follow a head of LENGTH_BYTES.
+
+    Raises:
+        ProtocolViolation: more than FRAME_BYTES_MAX, or nothing.
+    """
+    (length,) = _LENGTH.unpack(head)
+    if not 0 < length <= FRAME_BYTES_MAX:
+        raise ProtocolViolation(f"learner link: a frame of {length} B, expected 1..{FRAME_BYTES_MAX} B")
+    return int(length)
+
+
+def merge_rules(tensors: tuple[TensorSpec, ...], merge: MergeRule) -> tuple[TensorSpec, ...]:
+    """The tensors as the run merges them: `RDA` becomes the run's rule; embeddings and head stay averaged."""
+    return tuple(spec if spec.merge is MergeRule.AVG else replace(spec, merge=merge) for spec in tensors)

@@ -1,0 +1,252 @@
+"""The admin port: health, status, metrics, and who may change what."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from diloco_node.adapters import admin
+from diloco_node.adapters.admin import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
+from diloco_node.errors import BindError, ConfigError, PeersUnreachable
+from diloco_node.memory import socket_path
+
+
+class Region:
+    def __init__(self) -> None:
+        self.reason = "waits for genesis"
+        self.finished: list[str] = []
+        self.budgets: list[dict] = []
+        self.asked: list[dict] = []
+        self.measured = asyncio.Event()
+        self.gave_up = asyncio.Event()
+
+    def set_budget(self, document: dict) -> dict:
+        if "egress" not in document:
+            raise ConfigError("nothing to set")
+        self.budgets.append(document)
+        return {"egress": 5}
+
+    def pardon(self, peer: str) -> bool:
+        if peer not in ("b", "c"):
+            raise ConfigError(f"{peer!r} is none of this region's peers")
+        return peer == "b"
+
+    async def measure(self, document: dict, say) -> dict:
+        """What a daemon does with a measurement: say what goes on, wait for `measured`, tell."""
+        say(f"round trips to {document.get('peer')}")
+        self.asked.append(document)
+        try:
+            await self.measured.wait()
+        except asyncio.CancelledError:
+            self.gave_up.set()
+            raise
+        if "peer" not in document:
+            raise PeersUnreachable("a has no link to b")
+        return {"rows": []}
+
+    def handlers(self) -> AdminHandlers:
+        return AdminHandlers(
+            status=lambda: {"region": "us-east", "step": 3},
+            not_ready_reason=lambda: self.reason,
+            finish=self.finished.append,
+            set_budget=self.set_budget,
+            measure=self.measure,
+            pardon=self.pardon,
+        )
+
+
+@pytest.fixture
+async def served(tmp_path: Path):
+    region = Region()
+    registry = CollectorRegistry()
+    Counter("diloco_rounds", "rounds", registry=registry).inc(7)
+    server = AdminServer(region.handlers(), registry, port=0, state_dir=tmp_path)
+    await server.start()
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{server.port}") as session:
+        yield region, server, session
+    await server.stop()
+
+
+async def test_health_tells_apart_alive_and_ready(served) -> None:
+    region, _, session = served
+    assert (await session.get("/livez")).status == 200
+    answer = await session.get("/readyz")
+    assert answer.status == 503
+    assert "waits for genesis" in await answer.text()
+    region.reason = ""
+    assert (await session.get("/readyz")).status == 200
+
+
+async def test_status_and_metrics_are_read_only_documents(served) -> None:
+    region, _, session = served
+    assert (await (await session.get("/api/v1/status")).json()) == {"region": "us-east", "step": 3}
+    assert "diloco_rounds_total 7.0" in await (await session.get("/metrics")).text()
+    assert (await session.get("/api/v1/finish")).status == 405
+    assert region.finished == []
+
+
+async def test_a_command_needs_the_token_from_the_state_folder(served, tmp_path: Path) -> None:
+    region, _, session = served
+    assert (await session.post("/api/v1/finish")).status == 401
+    assert (await session.post("/api/v1/finish", headers={"Authorization": "Bearer wrong"})).status == 401
+    assert region.finished == []
+    token = (tmp_path / TOKEN_FILE).read_text()
+    assert (tmp_path / TOKEN_FILE).stat().st_mode & 0o077 == 0
+    assert (await session.post("/api/v1/finish", headers={"Authorization": f"Bearer {token}"})).status == 202
+    assert region.finished == ["asked by the operator"]
+
+
+async def test_a_budget_is_set_with_the_token_and_refused_with_a_reason(served, tmp_path: Path) -> None:
+    region, _, session = served
+    assert (await session.post("/api/v1/budget", json={"egress": "1Gbit/s"})).status == 401
+    headers = {"Authorization": f"Bearer {(tmp_path / TOKEN_FILE).read_text()}"}
+    answer = await session.post("/api/v1/budget", json={"egress": "1Gbit/s"}, headers=headers)
+    assert (answer.status, await answer.json()) == (200, {"budget": {"egress": 5}})
+    for body, reason in (({"peer": "b"}, "nothing to set"), ([1], "JSON object")):
+        answer = await session.post("/api/v1/budget", json=body, headers=headers)
+        assert answer.status == 400
+        assert reason in (await answer.json())["error"]
+    answer = await session.post("/api/v1/budget", data=b"{", headers=headers)
+    assert answer.status == 400
+    assert (await session.get("/api/v1/budget")).status == 405
+    assert region.budgets == [{"egress": "1Gbit/s"}]
+
+
+async def test_a_foreign_host_header_is_refused(served) -> None:
+    _, _, session = served
+    assert (await session.get("/api/v1/status", headers={"Host": "evil.example"})).status == 403
+    assert (await session.get("/api/v1/status", headers={"Host": "localhost:1"})).status == 200
+
+
+async def test_the_same_is_served_on_a_socket_in_the_state_folder(served, tmp_path: Path) -> None:
+    region, _, _ = served
+    path = tmp_path / SOCKET_FILE
+    assert path.stat().st_mode & 0o077 == 0
+    async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(path))) as session:
+        assert (await (await session.get("/api/v1/status")).json())["region"] == "us-east"
+        assert (await session.post("/api/v1/finish")).status == 401
+        assert (await session.get("/livez", headers={"Host": "evil.example"})).status == 403
+    assert region.finished == []
+
+
+async def test_a_dead_daemon_s_socket_is_replaced(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stale:
+        stale.bind(str(tmp_path / SOCKET_FILE))
+    server = AdminServer(Region().handlers(), CollectorRegistry(), port=0, state_dir=tmp_path)
+    await server.start()
+    await server.stop()
+
+
+async def test_a_long_state_folder_has_its_socket_elsewhere(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    server = AdminServer(Region().handlers(), CollectorRegistry(), port=0, state_dir=folder)
+    await server.start()
+    path = socket_path(folder, SOCKET_FILE)
+    assert path.parent != folder
+    async with aiohttp.ClientSession("http://localhost", connector=aiohttp.UnixConnector(str(path))) as session:
+        assert (await session.get("/livez")).status == 200
+    await server.stop()
+
+
+async def test_a_taken_port_is_one_clear_error(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        server = AdminServer(Region().handlers(), CollectorRegistry(), port=taken.getsockname()[1], state_dir=tmp_path)
+        with pytest.raises(BindError, match="admin_port"):
+            await server.start()
+
+
+async def test_another_address_is_bound_beside_loopback_and_keeps_the_rules(tmp_path: Path) -> None:
+    region = Region()
+    server = AdminServer(region.handlers(), CollectorRegistry(), port=0, state_dir=tmp_path, host="127.0.0.2")
+    await server.start()
+    try:
+        for host in ("127.0.0.1", "127.0.0.2"):
+            async with aiohttp.ClientSession(f"http://{host}:{server.port}") as session:
+                # A published port is asked for by a loopback name; the address itself is refused, as any other name.
+                named = await session.get("/livez", headers={"Host": "localhost:7401"})
+                assert named.status == 200
+                assert (await session.get("/livez", headers={"Host": "127.0.0.2"})).status == 403
+                assert (await session.post("/api/v1/finish", headers={"Host": "localhost"})).status == 401
+        assert region.finished == []
+    finally:
+        await server.stop()
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.2", server.port))
+
+
+async def test_an_address_that_is_not_this_machine_s_is_one_clear_error(tmp_path: Path) -> None:
+    server = AdminServer(Region().handlers(), CollectorRegistry(), port=0, state_dir=tmp_path, host="192.0.2.1")
+    with pytest.raises(BindError, match="admin_host"):
+        await server.start()
+
+
+def token(folder: Path) -> dict[str, str]:
+    return {"Authorization": f"Bearer {(folder / TOKEN_FILE).read_text()}"}
+
+
+async def test_a_measurement_tells_what_goes_on_and_then_its_document(served, tmp_path: Path, monkeypatch) -> None:
+    region, _, session = served
+    monkeypatch.setattr(admin, "PROGRESS_S", 0.01)
+    async with session.post("/api/v1/measure", json={"peer": "b"}, headers=token(tmp_path)) as answer:
+        assert answer.status == 200
+        first = json.loads(await answer.content.readline())
+        assert first == {"now": "round trips to b"}
+        region.measured.set()
+        lines = [json.loads(line) async for line in answer.content]
+    assert lines[-1] == {"document": {"rows": []}}
+    assert all(line == first for line in lines[:-1])
+    assert region.asked == [{"peer": "b"}]
+
+
+async def test_a_measurement_that_fails_says_why_and_its_exit_code(served, tmp_path: Path) -> None:
+    region, _, session = served
+    region.measured.set()
+    async with session.post("/api/v1/measure", json={}, headers=token(tmp_path)) as answer:
+        lines = [json.loads(line) async for line in answer.content]
+    assert lines == [{"error": "a has no link to b", "exit_code": 5}]
+
+
+async def test_a_measurement_needs_the_token_and_an_object(served, tmp_path: Path) -> None:
+    region, _, session = served
+    assert (await session.post("/api/v1/measure", json={})).status == 401
+    assert (await session.get("/api/v1/measure", headers=token(tmp_path))).status == 405
+    for body in (b"{", b"[1]", b""):
+        answer = await session.post("/api/v1/measure", data=body, headers=token(tmp_path))
+        assert answer.status == 400
+        assert "JSON object" in (await answer.json())["error"]
+    answer = await session.post("/api/v1/measure", json={}, headers={**token(tmp_path), "Host": "evil.example"})
+    assert answer.status == 403
+    assert region.asked == []
+
+
+async def test_who_goes_away_ends_its_measurement(served, tmp_path: Path, monkeypatch) -> None:
+    region, _, session = served
+    monkeypatch.setattr(admin, "PROGRESS_S", 0.01)
+    answer = await session.post("/api/v1/measure", json={"peer": "b"}, headers=token(tmp_path))
+    await answer.content.readline()
+    answer.close()
+    await asyncio.wait_for(region.gave_up.wait(), 30)
+
+
+async def test_a_pardon_needs_the_token_and_a_peer_that_there_is(served, tmp_path: Path) -> None:
+    _, _, session = served
+    assert (await session.post("/api/v1/pardon", json={"peer": "b"})).status == 401
+    assert (await session.get("/api/v1/pardon", headers=token(tmp_path))).status == 405
+    for peer, was in (("b", True), ("c", False)):
+        answer = await session.post("/api/v1/pardon", json={"peer": peer}, headers=token(tmp_path))
+        assert (answer.status, await answer.json()) == (200, {"pardoned": was})
+    for body, text in (
+        ({"peer": "z"}, "none of this region's peers"),
+        ({}, "name a peer"),
+        ({"peer": 3}, "name a peer"),
+    ):
+        answer = await session.post("/api/v1/pardon", json=body, headers=token(tmp_path))
+        assert answer.status == 400
+        assert text in (await answer.json())["error"]

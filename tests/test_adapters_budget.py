@@ -1,0 +1,577 @@
+"""The bandwidth budget through real transports: on loopback what must not depend on speed, and on links of their own
+what the kernel's interface counters say.
+
+The windows here are two seconds, in one run ten; `test_core_budget.py` has the property over every window.
+What a busy machine leaves unused is measured again before it counts as wrong; a ceiling holds at the first attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.adapters.certs import init_run, load_identity
+from diloco_node.adapters.pacing import PACE_PPM, PING_BUSY_S, Pacer
+from diloco_node.adapters.sockets import LinkCounters, WireMeter
+from diloco_node.adapters.streams import dial
+from diloco_node.adapters.transport import GrpcTransport
+from diloco_node.core.budget import BudgetLane
+from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, WANTS_MOST
+from diloco_node.core.measuring import Probe
+from diloco_node.core.messages import BulkHeader, IngressGranted, IngressWanted, MergedStripe, Message, Payload, State
+from diloco_node.core.types import Ballot
+from diloco_node.errors import LinkLost
+from diloco_node.wire import envelope as e
+from diloco_node.wire.tables import PROTOCOL_VERSION
+
+RUN = "run1"
+DEADLINE_S = 30.0
+MB = 10**6
+ROUNDS, RECOVERY = BudgetLane.ROUNDS, BudgetLane.RECOVERY
+
+
+# ---- the pacer by itself ---------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time for the decisions; the timers of the loop are real, so what waits is released by hand."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**9
+        self.minute = 0
+
+
+class QueueMeter(WireMeter):
+    """A link of 40 ms without sockets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rtt_ns, self.sent_bytes = 40 * 10**6, 0
+        self.paced: int | None = None
+
+    def link(self, peer: str) -> LinkCounters | None:
+        return LinkCounters(self.sent_bytes, 0, 0, self.sent_bytes, self.rtt_ns, 40 * 10**6)
+
+    def pace(self, peer: str, rate_bytes_per_s: int | None) -> None:
+        self.paced = rate_bytes_per_s
+
+
+@pytest.fixture
+async def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def sent() -> list[tuple[str, Message]]:
+    return []
+
+
+@pytest.fixture
+async def pacer(clock: Clock, sent: list[tuple[str, Message]]) -> AsyncIterator[Pacer]:
+    made = Pacer(
+        ["b", "c"],
+        meter=WireMeter(),
+        send=lambda peer, message: sent.append((peer, message)),
+        now_ns=lambda: clock.now_ns,
+        minute_of_day=lambda: clock.minute,
+    )
+    yield made
+    made.close()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_without_a_limit_nothing_waits(pacer: Pacer) -> None:
+    for _ in range(100):
+        await asyncio.wait_for(pacer.turn("b", ROUNDS, 2**20, ()), DEADLINE_S)
+    assert pacer.status()["peers"]["b"]["lanes"]["rounds"]["used_bytes"] > 100 * 2**20
+    assert pacer.status()["share_used"] is None
+
+
+async def test_a_piece_waits_for_its_turn_and_goes_when_the_limit_is_lifted(pacer: Pacer) -> None:
+    pacer.set_plan(BudgetPlan(RateLimits(egress=12_500)))
+    waiting = asyncio.create_task(pacer.turn("b", ROUNDS, 10_000_000, ()))
+    await settle()
+    assert not waiting.done()
+    pacer.set_plan(BudgetPlan())
+    await asyncio.wait_for(waiting, DEADLINE_S)
+
+
+async def test_a_cancelled_piece_leaves_its_place_to_the_next(pacer: Pacer, clock: Clock) -> None:
+    pacer.set_plan(BudgetPlan(RateLimits(egress=12_500)))
+    first = asyncio.create_task(pacer.turn("b", ROUNDS, 1000, ()))
+    await settle()
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    clock.now_ns += 10**9
+    await asyncio.wait_for(pacer.turn("b", ROUNDS, 1000, ()), DEADLINE_S)
+
+
+async def test_a_grant_is_obeyed_and_what_waits_is_told(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
+    pacer.begin("b", ROUNDS, 100)
+    assert sent == [], "a peer that shares nothing out is told nothing"
+    assert pacer.heard("b", IngressGranted(20_000))
+    assert sent == [("b", IngressWanted(WANTS_MOST))]
+    assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 20_000
+    assert pacer.status()["peers"]["b"]["limited_by"] == "grant"
+    assert pacer.heard("b", IngressGranted(0))
+    assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] is None
+    assert not pacer.heard("b", Message.__args__[0](1, True, 1, 1))  # type: ignore[attr-defined]
+    pacer.end("b")
+
+
+async def test_what_could_be_sent_is_bounded_by_our_own_limits(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
+    pacer.set_plan(BudgetPlan(RateLimits(egress=50_000), (("b", RateLimits(egress=30_000)),)))
+    pacer.heard("b", IngressGranted(20_000))
+    pacer.heard("c", IngressGranted(20_000))
+    pacer.begin("b", ROUNDS, 1)
+    pacer.begin("c", ROUNDS, 1)
+    assert sent == [("b", IngressWanted(30_000)), ("c", IngressWanted(50_000))]
+
+
+async def test_a_lost_link_forgets_its_grant(pacer: Pacer) -> None:
+    pacer.heard("b", IngressGranted(1))
+    waiting = asyncio.create_task(pacer.turn("b", RECOVERY, 10**6, ()))
+    await settle()
+    assert not waiting.done()
+    pacer.lost("b")
+    await asyncio.wait_for(waiting, DEADLINE_S)
+
+
+async def test_pings_come_often_while_something_is_on_its_way_and_else_now_and_then(pacer: Pacer) -> None:
+    idle = asyncio.create_task(pacer.until_ping("b", 3600))
+    await asyncio.sleep(2 * PING_BUSY_S)
+    assert not idle.done()
+    pacer.begin("b", ROUNDS, 1)
+    await asyncio.wait_for(idle, DEADLINE_S)
+    await asyncio.wait_for(pacer.until_ping("b", 3600), DEADLINE_S)
+    pacer.end("b")
+
+
+async def test_our_own_queue_is_cut_and_the_way_back_is_not(clock: Clock) -> None:
+    """Through the pacer: echoes and the kernel's round trips together, then the kernel holds the socket to it."""
+    for own_ms, other_ms, is_cut in ((60, 0, True), (0, 60, False)):
+        meter = QueueMeter()
+        made = Pacer(["b"], meter=meter, send=lambda *_: True, now_ns=lambda: clock.now_ns)
+        for tick in range(60):
+            if tick == 20:
+                made.begin("b", ROUNDS, 1)
+                meter.rtt_ns += (own_ms + other_ms) * 10**6
+            way_ns = 20 * 10**6 + (own_ms * 10**6 if tick >= 20 else 0)
+            made.echoed("b", clock.now_ns - way_ns, clock.now_ns + 77 * 10**9)
+            clock.now_ns += 50 * 10**6
+            meter.sent_bytes += 100_000
+            made._sampled()
+        assert (made.status()["peers"]["b"]["delay_cuts"] > 0) is is_cut
+        limited = made.status()["peers"]["b"]["egress_bytes_per_s"]
+        if is_cut:
+            assert meter.paced == limited * PACE_PPM // 10**6
+        made.close()
+
+
+async def test_kernel_does_not_hold_a_socket_back_before_any_rate_was_too_much(clock: Clock) -> None:
+    meter = QueueMeter()
+    made = Pacer(["b"], meter=meter, send=lambda *_: True, now_ns=lambda: clock.now_ns)
+    made.begin("b", ROUNDS, 1)
+    for _ in range(3):
+        clock.now_ns += 50 * 10**6
+        meter.sent_bytes += 1000
+        made._sampled()
+        assert made.status()["peers"]["b"]["limited_by"] == "delay", "work on a far link begins slowly"
+        assert meter.paced is None
+    made.close()
+
+
+async def test_links_are_granted_shares_as_they_come_up(
+    pacer: Pacer, sent: list[tuple[str, Message]], clock: Clock
+) -> None:
+    pacer.connected("b")
+    assert sent == [], "no ceiling, no grant"
+    pacer.set_plan(BudgetPlan(RateLimits(ingress=1_000_000)))
+    assert sent == [("b", IngressGranted(1_000_000))]
+    pacer.connected("c")
+    assert sent[1] == ("b", IngressGranted(500_000))
+    clock.now_ns += 10**9
+    pacer.heard("c", IngressWanted(WANTS_MOST))
+    assert ("c", IngressGranted(500_000)) in sent or sent[-1] == ("b", IngressGranted(20_000))
+
+
+async def test_the_schedule_is_followed_by_the_wall_clock(pacer: Pacer, clock: Clock) -> None:
+    plan = BudgetPlan.from_plain(
+        {
+            "limits": {"egress": 100_000, "ingress": None},
+            "peers": [],
+            "schedule": [{"start_minute": 60, "end_minute": 120, "limits": {"egress": 900_000, "ingress": None}}],
+        }
+    )
+    pacer.set_plan(plan)
+    assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 100_000
+    clock.minute = 60
+    pacer._sampled()
+    assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 900_000
+    clock.minute = 120
+    pacer._sampled()
+    assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 100_000
+
+
+async def test_a_peer_beyond_its_share_is_not_read_for_a_while(pacer: Pacer, clock: Clock) -> None:
+    pacer.set_plan(BudgetPlan(RateLimits(ingress=1_000_000)))
+    pacer.connected("b")
+    await asyncio.wait_for(pacer.until_readable("b"), DEADLINE_S)
+    pacer.was_read("b", 1_000_000)
+    reading = asyncio.create_task(pacer.until_readable("b"))
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    clock.now_ns += 10 * 10**9
+    await asyncio.wait_for(reading, DEADLINE_S)
+
+
+async def test_the_share_used_counts_only_time_with_work(pacer: Pacer, clock: Clock) -> None:
+    pacer.set_plan(BudgetPlan(RateLimits(egress=1_000_000)))
+    clock.now_ns += 3600 * 10**9
+    pacer.begin("b", ROUNDS, 10_000)
+    await asyncio.wait_for(pacer.turn("b", ROUNDS, 10_000, ()), DEADLINE_S)
+    clock.now_ns += 15_600_000  # 10,600 are earned again, 5,000 more are lost
+    pacer.end("b")
+    clock.now_ns += 3600 * 10**9
+    status = pacer.status()
+    assert status["used_bytes"] == 10_600
+    assert status["allowed_bytes"] == 15_600
+    assert status["share_used"] == 10_600 / 15_600
+    assert status["peers"]["b"]["lanes"]["rounds"] == {"wanted_bytes": 10_600, "used_bytes": 10_600}
+
+
+# ---- through transports on loopback ----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Keeps what arrives."""
+
+    def __init__(self) -> None:
+        self.up = asyncio.Event()
+        self.closed: list[tuple[BulkHeader, bool]] = []
+        self.changed = asyncio.Event()
+        self.messages: list[Message] = []
+        self.wants_bodies = True
+
+    def control_arrived(self, peer: str, message: Message) -> None:
+        self.messages.append(message)
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        (self.up.set if is_up else self.up.clear)()
+
+    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+        self.changed.set()
+        return memoryview(bytearray(raw_bytes)) if self.wants_bodies else None
+
+    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+        self.closed.append((header, is_whole))
+        self.changed.set()
+
+    async def until_closed(self, count: int) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.closed) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+class Pair:
+    """Transports a and b of one run; a dials."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._executor = ThreadPoolExecutor(2)
+        self.made: list[GrpcTransport] = []
+        init_run(folder, RUN, ["a", "b"])
+
+    async def start(self, region: str, peer: str, address: str | None, plan: BudgetPlan) -> tuple[Any, Recorder]:
+        handler = Recorder()
+        transport = GrpcTransport(
+            region=region,
+            run_id=RUN,
+            epoch=0,
+            settings_digest="",
+            manifest_digest="",
+            identity=load_identity(self._folder / region),
+            listen=("127.0.0.1", 0),
+            peers={peer: address},
+            handler=handler,
+            executor=self._executor,
+            budget=plan,
+        )
+        await transport.start()
+        self.made.append(transport)
+        return transport, handler
+
+    async def both(self, at_a: BudgetPlan, at_b: BudgetPlan) -> tuple[GrpcTransport, Recorder, GrpcTransport, Recorder]:
+        b, b_handler = await self.start("b", "a", None, at_b)
+        a, a_handler = await self.start("a", "b", f"127.0.0.1:{b.port}", at_a)
+        await asyncio.wait_for(asyncio.gather(a_handler.up.wait(), b_handler.up.wait()), DEADLINE_S)
+        return a, a_handler, b, b_handler
+
+    async def stop(self) -> None:
+        for transport in self.made:
+            await transport.stop()
+        self._executor.shutdown()
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    await made.stop()
+
+
+@pytest.mark.parametrize("side", ["egress", "ingress", "peer"])
+async def test_a_transfer_takes_as_long_as_the_budget_says(pair: Pair, side: str) -> None:
+    rate = 1 * MB
+    limits = {"egress": RateLimits(egress=rate), "ingress": RateLimits(), "peer": RateLimits()}[side]
+    peers = (("b", RateLimits(egress=rate)),) if side == "peer" else ()
+    at_b = BudgetPlan(RateLimits(ingress=rate)) if side == "ingress" else BudgetPlan()
+    a, _, _, b_handler = await pair.both(BudgetPlan(limits, peers), at_b)
+    if side == "ingress":
+        async with asyncio.timeout(DEADLINE_S):
+            while a.budget_status()["peers"]["b"]["limited_by"] != "grant":  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+    body = os.urandom(MB // 2)
+    started_s = time.monotonic()
+    await asyncio.wait_for(a.transfer("b", Payload(0, 0, b""), memoryview(body)), DEADLINE_S)
+    await b_handler.until_closed(1)
+    assert time.monotonic() - started_s > 0.4
+    assert b_handler.closed == [(Payload(0, 0, b""), True)]
+    assert a.budget_status()["peers"]["b"]["lanes"]["recovery"]["used_bytes"] > MB // 2
+    assert b_handler.messages == [], "grants are the transports' own business"
+
+
+async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(pair: Pair) -> None:
+    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=12_500)), BudgetPlan())
+    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(os.urandom(4 * MB))))
+    await asyncio.sleep(0.05)
+    assert not moving.done()
+    a.set_budget(BudgetPlan())
+    assert a.budget == BudgetPlan()
+    await asyncio.wait_for(moving, DEADLINE_S)
+    await b_handler.until_closed(1)
+
+
+async def test_a_round_overtakes_a_recovery_that_is_on_its_way(pair: Pair) -> None:
+    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=2 * MB)), BudgetPlan())
+    state = State(0, 0, b"")
+    stripe = MergedStripe(Ballot(1, 1), 0, 0, 1, b"", 0, 1)
+    slow = asyncio.create_task(a.transfer("b", state, memoryview(os.urandom(2 * MB))))
+    await asyncio.wait_for(b_handler.changed.wait(), DEADLINE_S)
+    await asyncio.wait_for(a.transfer("b", stripe, memoryview(os.urandom(100_000))), DEADLINE_S)
+    assert not slow.done()
+    await asyncio.wait_for(slow, DEADLINE_S)
+    await b_handler.until_closed(2)
+    assert b_handler.closed == [(stripe, True), (state, True)]
+
+
+async def test_rounds_go_by_their_ballot(pair: Pair) -> None:
+    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=2 * MB)), BudgetPlan())
+    stripes = [MergedStripe(Ballot(1, number), 0, 0, 1, b"", 0, 1) for number in (5, 9, 8, 7)]
+    body = memoryview(os.urandom(100_000))
+    await asyncio.wait_for(asyncio.gather(*(a.transfer("b", stripe, body) for stripe in stripes)), DEADLINE_S)
+    await b_handler.until_closed(4)
+    numbers = [header.ballot.number for header, _ in b_handler.closed]  # type: ignore[union-attr]
+    assert numbers == [5, 7, 8, 9]
+
+
+async def test_a_measurement_waits_its_turn(pair: Pair) -> None:
+    a, _, _, _ = await pair.both(BudgetPlan(RateLimits(egress=1 * MB)), BudgetPlan())
+    started_s = time.monotonic()
+    for _ in range(20):
+        await asyncio.wait_for(a.transfer("b", Probe(1, False), memoryview(os.urandom(20_000))), DEADLINE_S)
+    assert time.monotonic() - started_s > 0.3
+    assert a.budget_status()["peers"]["b"]["lanes"]["measurement"]["used_bytes"] > 400_000
+
+
+async def test_a_peer_that_ignores_its_share_is_read_at_that_share(pair: Pair, tmp_path: Path) -> None:
+    rate = 2 * MB
+    b, at_b = await pair.start("b", "a", None, BudgetPlan(RateLimits(ingress=rate)))
+    at_b.wants_bodies = False
+    identity = load_identity(tmp_path / "a")
+    streams = {}
+    for lane in e.Lane:
+        streams[lane] = await dial(identity, "b", f"127.0.0.1:{b.port}", lane, timeout_s=5)
+        hello = e.Hello(PROTOCOL_VERSION, RUN, 0, "a", "", "", b"i" * 16, lane, 1)
+        await streams[lane].write(e.encode_hello(hello))
+        e.decode_hello(await streams[lane].read())
+    bulk = streams[e.Lane.BULK]
+    piece = os.urandom(64 * 1024)
+    accepted, started_s = 0, time.monotonic()
+
+    async def flood() -> None:
+        nonlocal accepted
+        await bulk.write(e.encode_begin(0, Payload(0, 0, b""), 2**34))
+        while True:
+            await bulk.write(e.encode_chunk(0, accepted, len(piece), piece, is_compressed=False))
+            accepted += len(piece)
+
+    flooding = asyncio.create_task(flood())
+    await asyncio.sleep(1.0)
+    at_one, after_one_s = accepted, time.monotonic() - started_s
+    await asyncio.sleep(1.0)
+    flooding.cancel()
+    with contextlib.suppress(asyncio.CancelledError, LinkLost):
+        await flooding
+    lasted_s = time.monotonic() - started_s
+    # Beyond the share: what it may be ahead, and what gRPC and the kernel hold for a reader that does not read.
+    buffers = 12 * 2**20
+    print(f"{at_one} bytes in {after_one_s:.2f} s, {accepted} in {lasted_s:.2f} s")
+    assert accepted <= rate * lasted_s + ALLOWANCE_BYTES + rate * ALLOWANCE_NS / 1e9 + buffers
+    assert accepted - at_one <= rate * (lasted_s - after_one_s) * 1.2 + 2**20, "once the buffers are full"
+    for stream in streams.values():
+        await stream.aclose()
+
+
+# ---- what an interface counts ----------------------------------------------------------------------------------------
+
+RATE = 12_500_000
+WINDOW_S = 2.0
+SETTLE_S = 1.0
+ATTEMPTS = 3
+
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None,
+    reason="needs root and unshare: the budget is NOT checked against an interface's counters on this machine",
+)
+
+
+def measure(options: dict[str, Any], place: list[str]) -> dict[str, Any]:
+    """Run `budget_link.py` in a namespace; ahead of what else runs here, for it is about time."""
+    command = [*place, "nice", "-n", "-15", sys.executable, "-m", "tests.budget_link", json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "Operation not permitted" in done.stderr and not done.stdout:
+        pytest.skip("this machine lets nobody make a network namespace")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def most_per_window(samples: list[list[float]], column: int, window_s: float) -> float:
+    """The most bytes between two samples so far apart, as a rate."""
+    most, end = 0.0, 0
+    for start, first in enumerate(samples):
+        end = max(end, start)
+        while end < len(samples) and samples[end][0] - first[0] < window_s:
+            end += 1
+        if end == len(samples):
+            break
+        most = max(most, (samples[end][column] - first[column]) / (samples[end][0] - first[0]))
+    return most
+
+
+def mean_after_start(samples: list[list[float]], column: int) -> float:
+    late = [sample for sample in samples if sample[0] >= SETTLE_S]
+    return (late[-1][column] - late[0][column]) / (late[-1][0] - late[0][0])
+
+
+def is_starved(samples: list[list[float]]) -> bool:
+    """Whether the loop that should read every 50 ms often came much later: then nobody here could send in time.
+
+    Or everybody waits for a core: the router of an emulated link does so too, and its delay is then the machine's.
+    """
+    if os.getloadavg()[0] > 4 * (os.cpu_count() or 1):
+        return True
+    gaps = [later[0] - sooner[0] for sooner, later in itertools.pairwise(samples)]
+    return sum(gap > 0.150 for gap in gaps) > len(gaps) / 50
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("window_s", "seconds"), [(WINDOW_S, 4.0), pytest.param(10.0, 12.0, marks=pytest.mark.wan, id="ten-seconds")]
+)
+def test_the_interface_counts_no_more_than_the_budget_and_nearly_all_of_it(window_s: float, seconds: float) -> None:
+    """100 Mbit/s out by our own bucket and in by grants, without segmentation offload, from the first byte on."""
+    means: list[tuple[float, float, bool]] = []
+    for _ in range(ATTEMPTS):
+        found = measure(
+            {"egress_a": RATE, "ingress_a": RATE, "settle_s": SETTLE_S, "seconds": seconds}, ["unshare", "-n"]
+        )
+        samples = found["samples"]
+        mean_in, mean_out = mean_after_start(samples, 1) / RATE, mean_after_start(samples, 2) / RATE
+        most = [most_per_window(samples, column, window_s) / RATE for column in (1, 2)]
+        means.append((mean_in, mean_out, is_starved(samples)))
+        print(f"in {mean_in:.3f}, out {mean_out:.3f} of the budget; the most in {window_s} s {most}; {means[-1][2]}")
+        # 2 % over ten seconds; a burst of up to 150 ms weighs five times as much in two.
+        assert max(most) <= (1.02 if window_s == 10.0 else 1.02 + 0.150 / window_s)
+        if min(mean_in, mean_out) >= 0.95:
+            return
+    if all(starved for *_, starved in means):
+        pytest.skip(f"this machine is too busy: how much of the budget is used was NOT checked: {means}")
+    raise AssertionError(f"used (in, out, starved), the best of {ATTEMPTS} attempts must be 0.95: {means}")
+
+
+WAN = """
+[wan]
+queue = "200ms"
+[regions.a]
+egress = "10Mbit/s"
+[regions.b]
+egress = "10Mbit/s"
+[[links]]
+between = ["a", "b"]
+rtt = "40ms"
+"""
+
+
+@pytest.fixture
+def wan(tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """The namespaces of a link of 10 Mbit/s and 40 ms."""
+    from diloco_node.wan import emulation
+
+    choice = emulation.choose_backend()
+    if choice.backend == "none":
+        pytest.skip(f"heartbeats on a slow link are NOT checked on this machine: {choice.why}")
+    (tmp_path / "slow.toml").write_text(WAN)
+    run = f"bud{os.getpid()}"
+    state = emulation.up(tmp_path / "slow.toml", run=run, choice=choice, owner_pid=os.getpid())
+    a, b = state.places()
+    yield a.namespace, b.namespace
+    emulation.down(run)
+
+
+@pytest.mark.wan
+@needs_root
+@pytest.mark.parametrize(
+    ("budget", "used_min"),
+    [
+        pytest.param(9 * MB // 8, 0.75, id="hardly-faster-than-the-budget"),
+        pytest.param(0, 0.85, id="without-a-budget"),
+    ],
+)
+def test_control_is_on_time_on_a_slow_link(wan: tuple[str, str], budget: int, used_min: float) -> None:
+    """10 Mbit/s, both directions loaded: round trips of the control lane under twice the link's, p99."""
+    rate = budget or 10 * MB // 8
+    options = {"egress_a": budget, "egress_b": budget, "seconds": 8, "settle_s": SETTLE_S, "namespace_b": wan[1]}
+    p99s: list[tuple[float, float, bool]] = []
+    for _ in range(ATTEMPTS):
+        found = measure(options, ["ip", "netns", "exec", wan[0]])
+        rtts = sorted(rtt for at_s, rtt in found["rtts_s"] if at_s > found["rtts_s"][0][0] + SETTLE_S)
+        p99_s, used = rtts[int(len(rtts) * 0.99)], mean_after_start(found["samples"], 2) / rate
+        p99s.append((p99_s, used, is_starved(found["samples"])))
+        print(f"p50 {rtts[len(rtts) // 2]:.3f} s, p99 {p99_s:.3f} s, {used:.2f} used, {p99s[-1][2]}")
+        if p99_s < 0.080 and used > used_min:
+            return
+    if all(starved for *_, starved in p99s):
+        pytest.skip(f"this machine is too busy: heartbeats on a slow link were NOT checked: {p99s}")
+    raise AssertionError(f"(p99 of a round trip of 40 ms, share used, starved): {p99s}")

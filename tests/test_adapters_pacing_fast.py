@@ -1,0 +1,145 @@
+"""Links by their round trip: near ones on which nothing is compressed, far ones that are paced after a cut."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from diloco_node.adapters import outbound as outbound_module
+from diloco_node.adapters.outbound import BulkOutbound
+from diloco_node.adapters.pacing import FAST_RTT_NS, Pacer
+from diloco_node.adapters.sockets import LinkCounters, WireMeter
+from diloco_node.core.budget import BudgetLane
+from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.delay import IN_VAIN_CUTS
+from diloco_node.core.messages import Payload
+from diloco_node.errors import PeerError
+from diloco_node.wire.envelope import TransferChunk, decode_bulk
+
+
+class FakeMeter(WireMeter):
+    def __init__(self, rtt_min_ns: int) -> None:
+        super().__init__()
+        self.rtt_min_ns = rtt_min_ns
+
+    def sample(self) -> None:
+        """Nothing to read."""
+
+    def link(self, peer: str) -> LinkCounters | None:
+        return LinkCounters(0, 0, 0, 0, 2 * self.rtt_min_ns, self.rtt_min_ns)
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    async def read(self) -> bytes:
+        raise AssertionError("nobody reads")
+
+    async def write(self, frame: bytes) -> None:
+        self.frames.append(frame)
+
+    def close(self, error: PeerError | None = None) -> None:
+        """Nothing to close."""
+
+
+def pacer_with(rtt_min_ns: int, *, is_sampled: bool = True, plan: BudgetPlan | None = None) -> Pacer:
+    pacer = Pacer(["b"], meter=FakeMeter(rtt_min_ns), send=lambda _peer, _message: None)
+    if plan is not None:
+        pacer.set_plan(plan)
+    if is_sampled:
+        pacer._sampled()
+    return pacer
+
+
+async def test_a_link_is_fast_when_it_is_known_to_be_near_and_nothing_limits_it() -> None:
+    assert pacer_with(FAST_RTT_NS - 1).is_fast("b")
+    assert not pacer_with(FAST_RTT_NS).is_fast("b")
+    assert not pacer_with(0).is_fast("b"), "not known"
+    assert not pacer_with(FAST_RTT_NS - 1, is_sampled=False).is_fast("b")
+    limited = BudgetPlan(RateLimits(egress=10**9))
+    assert not pacer_with(FAST_RTT_NS - 1, plan=limited).is_fast("b")
+    pacer = pacer_with(FAST_RTT_NS - 1)
+    pacer.lost("b")
+    assert not pacer.is_fast("b"), "the next link may be another one"
+    pacer.close()
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+async def test_chunks_are_compressed_only_where_the_link_is_not_fast(is_near: bool) -> None:
+    stream = FakeStream()
+    pacer = pacer_with(FAST_RTT_NS - 1 if is_near else FAST_RTT_NS)
+    bulk = BulkOutbound("b", stream, _NoThreads(), pacer)
+    running = asyncio.create_task(bulk.run())
+    await bulk.transfer(Payload(0, 1, bytes(32)), memoryview(bytes(outbound_module.INLINE_BYTES_MAX)))
+    running.cancel()
+    chunks = [frame for frame in map(decode_bulk, stream.frames) if isinstance(frame, TransferChunk)]
+    assert chunks
+    assert all(chunk.is_compressed is not is_near for chunk in chunks)
+    pacer.close()
+
+
+MS = 1_000_000
+FAR_NS = 40 * MS
+
+
+class FarLink(FakeMeter):
+    """A link to b on a clock of its own: it carries what is sent, and a queue stands in our direction."""
+
+    def __init__(self) -> None:
+        super().__init__(FAR_NS)
+        self.now_ns = self.sent = self.queue_ns = 0
+        self.paces: list[int | None] = []
+        self.pacer = Pacer(["b"], meter=self, send=lambda _peer, _message: None, now_ns=lambda: self.now_ns)
+
+    def link(self, peer: str) -> LinkCounters | None:
+        return LinkCounters(self.sent, 0, 0, self.sent, FAR_NS + self.queue_ns, FAR_NS)
+
+    def pace(self, peer: str, rate_bytes_per_s: int | None) -> None:
+        self.paces.append(rate_bytes_per_s)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds * 10)):
+            self.now_ns += 100 * MS
+            self.sent += (self.pacer._peers["b"].delay.rate_bytes_per_s or 10**7) // 10
+            for _ in range(4):
+                self.pacer.echoed("b", sent_ns=self.now_ns, arrived_ns=self.now_ns + self.queue_ns)
+            self.pacer._sampled()
+
+    def work(self) -> None:
+        self.pacer._sampled()
+        self.pacer.begin("b", BudgetLane.ROUNDS, 10**9)
+
+
+async def test_the_kernel_paces_after_a_cut_and_a_new_connection_not_before_one() -> None:
+    link = FarLink()
+    link.work()
+    link.run(1)
+    assert link.paces == [], "no rate is known to be too much"
+    link.queue_ns = 50 * MS
+    link.run(1)
+    assert link.paces[-1] is not None
+    link.pacer.end("b")
+    link.pacer.lost("b")
+    link.paces.clear()
+    link.queue_ns = 0
+    link.work()
+    link.run(0.5)
+    assert link.paces == []
+    link.pacer.close()
+
+
+async def test_a_way_that_has_become_longer_is_measured_anew_after_a_few_cuts() -> None:
+    link = FarLink()
+    link.work()
+    link.run(3)
+    link.queue_ns = 50 * MS
+    link.run(30)
+    assert 1 <= link.pacer._peers["b"].delay.cuts <= IN_VAIN_CUTS + 2
+    link.pacer.close()
+
+
+class _NoThreads:
+    def submit(self, *_: object) -> None:
+        raise AssertionError("small chunks need no thread")

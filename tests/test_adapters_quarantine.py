@@ -1,0 +1,152 @@
+"""A peer that breaks the protocol three times is shut out, the others are not; an operator lets it in again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.adapters.certs import init_run, load_identity
+from diloco_node.adapters.session import LinkTimes
+from diloco_node.adapters.streams import Twin
+from diloco_node.adapters.transport import GrpcTransport
+from diloco_node.core.messages import BulkHeader, Message, Payload, VoteAnswered
+from diloco_node.errors import LinkLost, PayloadCorrupt, PeerIncompatible, ProtocolViolation
+
+DEADLINE_S = 60.0
+RUN = "run1"
+TIMES = LinkTimes(fallback_s=0.2, backoff_min_s=0.02, backoff_max_s=0.1, violation_backoff_s=0.05)
+
+
+class Process:
+    """One daemon's links; it takes no bulk from peers in `strict_with`."""
+
+    def __init__(self) -> None:
+        self.pool = ThreadPoolExecutor(1)
+        self.up: set[str] = set()
+        self.strict_with: set[str] = set()
+        self.messages: list[str] = []
+        self.changed = asyncio.Event()
+        self.transport: GrpcTransport
+
+    async def start(self, folder: Path, region: str, peers: dict[str, str | None]) -> None:
+        self.transport = GrpcTransport(
+            region=region,
+            run_id=RUN,
+            epoch=0,
+            settings_digest="",
+            manifest_digest="",
+            identity=load_identity(folder / region),
+            listen=("127.0.0.1", 0),
+            peers=peers,
+            handler=self,
+            executor=self.pool,
+            times=TIMES,
+        )
+        await self.transport.start()
+
+    def control_arrived(self, peer: str, message: Message) -> None:
+        self.messages.append(peer)
+        self.changed.set()
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        (self.up.add if is_up else self.up.discard)(peer)
+        self.changed.set()
+
+    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+        if peer in self.strict_with:
+            raise ProtocolViolation("a transfer that nobody agreed to")
+        return None
+
+    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None: ...
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[list[Process]]:
+    """a, b and c, all linked; c dials a and b, b dials a."""
+    init_run(tmp_path, RUN, ["a", "b", "c"])
+    a, b, c = Process(), Process(), Process()
+    await a.start(tmp_path, "a", {"b": None, "c": None})
+    at_a = f"127.0.0.1:{a.transport.port}"
+    await b.start(tmp_path, "b", {"a": at_a, "c": None})
+    await c.start(tmp_path, "c", {"a": at_a, "b": f"127.0.0.1:{b.transport.port}"})
+    for process in (a, b, c):
+        await process.until(lambda process=process: len(process.up) == 2)
+    yield [a, b, c]
+    for process in (a, b, c):
+        await process.transport.stop()
+        process.pool.shutdown()
+
+
+async def refused_with(process: Process, peer: str, text: str) -> str:
+    """The error of a link, once it has a text in it: nothing tells when a dial was refused."""
+    async with asyncio.timeout(DEADLINE_S):
+        while text not in (error := process.transport.peer_status()[peer].error):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return error
+
+
+async def break_protocol(hostile: Process, victim: Process, name: str, peer: str) -> None:
+    """Send what the victim does not take, until that is found once more."""
+    count = victim.transport.rejections[name, "protocol"]
+    async with asyncio.timeout(DEADLINE_S):
+        while victim.transport.rejections[name, "protocol"] == count:
+            with contextlib.suppress(LinkLost):
+                await hostile.transport.transfer(peer, Payload(0, 0, b""), memoryview(bytes(10_000)))
+            await asyncio.sleep(0.01)  # the link is down, or has not been dropped yet
+
+
+async def test_three_violations_shut_a_peer_out_and_nobody_else(run: list[Process]) -> None:
+    a, b, c = run
+    a.strict_with = {"c"}
+    for number in range(3):
+        assert a.transport.quarantined("c") == "", number
+        await break_protocol(c, a, "c", "a")
+    assert "for 10 min more, after 3 strikes; a transfer that nobody agreed to" in a.transport.quarantined("c")
+    await c.until(lambda: "a" not in c.up)
+    error = await refused_with(c, "a", "in quarantine")
+    assert "c is in quarantine for" in error
+    assert "by a; its operator can pardon it" in error
+    assert "c" not in a.up
+    assert {a.transport.quarantined("b"), b.transport.quarantined("c"), b.transport.quarantined("a")} == {""}
+    assert a.transport.send("b", VoteAnswered(1, False, True))
+    await b.until(lambda: "a" in b.messages)
+    assert c.up == {"b"}
+
+    a.strict_with = set()
+    assert a.transport.pardon("c")
+    assert not a.transport.pardon("c")
+    await a.until(lambda: "c" in a.up)
+    assert a.transport.quarantined("c") == ""
+
+
+async def test_a_peer_that_is_shut_out_is_not_dialed_either(run: list[Process]) -> None:
+    _, b, c = run
+    for _ in range(3):
+        c.transport.reject("b", PayloadCorrupt("checksum"))
+    await c.until(lambda: "b" not in c.up)
+    await b.until(lambda: "c" not in b.up)
+    await refused_with(c, "b", "b is in quarantine")
+    assert "c" not in b.up
+    assert c.transport.pardon("b")
+    await c.until(lambda: "b" in c.up)
+
+
+@pytest.mark.parametrize("error", [PeerIncompatible("run_id"), Twin("superseded"), LinkLost("silent")])
+async def test_a_mistake_of_people_or_a_bad_line_is_no_strike(run: list[Process], error: Exception) -> None:
+    a, *_ = run
+    for _ in range(10):
+        a.transport.reject("b", error)  # type: ignore[arg-type]
+    assert a.transport.quarantined("b") == ""
+    assert "b" in a.up

@@ -1,0 +1,36 @@
+"""Why a session ended, when gRPC itself gives no reason."""
+
+import asyncio
+
+from diloco_node.adapters.session import Session
+from diloco_node.errors import LinkLost, ProtocolViolation
+
+
+async def ended(*outcomes: BaseException | None) -> list[asyncio.Task[None]]:
+    """Tasks that have ended with these outcomes; asyncio.CancelledError stands for one that was cancelled."""
+
+    async def end(outcome: BaseException | None) -> None:
+        if outcome is not None:
+            raise outcome
+
+    tasks = [asyncio.create_task(end(outcome)) for outcome in outcomes]
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return tasks
+
+
+def session() -> Session:
+    one = Session.__new__(Session)
+    one._peer = "us-west"
+    one._dropped = asyncio.get_running_loop().create_future()
+    return one
+
+
+async def test_a_task_that_was_cancelled_under_us_is_a_lost_link_and_not_a_fault_of_ours() -> None:
+    why = session()._why(await ended(asyncio.CancelledError()))
+    assert isinstance(why, LinkLost)
+    assert "us-west" in str(why)
+
+
+async def test_a_violation_says_more_than_the_lost_stream_that_follows_it() -> None:
+    violation = ProtocolViolation("us-west: field 3")
+    assert session()._why(await ended(LinkLost("gone"), violation, None)) is violation

@@ -1,0 +1,332 @@
+"""adapters/sockets.py: the kernel's counters of our own sockets, against what the interface counted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco_node.adapters import sockets
+from diloco_node.adapters.sockets import SocketCounters, WireMeter, arrived_bytes, plain_ip, read_sockets
+from diloco_node.ports import PeerTraffic
+
+REMOTE = ("10.0.0.2", 7400)
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        near = socket.create_connection(listening.getsockname())
+        far, _ = listening.accept()
+    yield near, far
+    near.close()
+    far.close()
+
+
+def counters_of(near: socket.socket) -> SocketCounters:
+    return next(found for found in read_sockets() if found.local == near.getsockname())
+
+
+def send(near: socket.socket, far: socket.socket, data: bytes) -> None:
+    thread = threading.Thread(target=near.sendall, args=(data,))
+    thread.start()
+    left = len(data)
+    while left:
+        left -= len(far.recv(min(left, 2**16)))
+    thread.join()
+
+
+def test_payload_bytes_are_exact_and_both_ends_agree(connection: tuple[socket.socket, socket.socket]) -> None:
+    near, far = connection
+    send(near, far, b"x" * 1_000_001)
+    out, into = counters_of(near), counters_of(far)
+    assert out.remote == far.getsockname()
+    assert out.bytes_sent - out.bytes_retransmitted == into.bytes_received == 1_000_001
+    assert out.segments_sent > 0
+    assert out.wire_bytes_out == out.bytes_sent + 52 * out.segments_sent
+    assert into.wire_bytes_in == 1_000_001 + 52 * into.segments_received
+    assert 0 < out.rtt_us < 1_000_000
+
+
+def test_reading_closes_and_changes_nothing(connection: tuple[socket.socket, socket.socket]) -> None:
+    near, far = connection
+    before = sorted(Path("/proc/self/fd").iterdir())
+    for _ in range(20):
+        read_sockets()
+    assert sorted(Path("/proc/self/fd").iterdir()) == before
+    send(near, far, b"still works")
+
+
+def test_other_descriptors_are_passed_over() -> None:
+    left, right = socket.socketpair()
+    with left, right, socket.create_server(("127.0.0.1", 0)) as listening, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        udp.bind(("127.0.0.1", 0))
+        assert listening.getsockname() not in [found.local for found in read_sockets()]
+
+
+def test_a_dual_stack_socket_shows_its_ipv4_address() -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 in this kernel")
+    with (
+        socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listening,
+        socket.create_connection(("127.0.0.1", listening.getsockname()[1])) as near,
+    ):
+        far, _ = listening.accept()
+        with far:
+            assert [found.remote for found in read_sockets() if found.local[1] == listening.getsockname()[1]] == [
+                near.getsockname()
+            ]
+
+
+def test_plain_ip() -> None:
+    assert plain_ip("::ffff:10.0.0.1") == "10.0.0.1"
+    assert plain_ip("10.0.0.1") == "10.0.0.1"
+    assert plain_ip("fe80::1") == "fe80::1"
+
+
+def counters(cookie: int, *, sent: int, received: int, remote: tuple[str, int] = REMOTE) -> SocketCounters:
+    return SocketCounters(cookie, -1, ("10.0.0.1", 1), remote, sent, 0, received, 2, 3, 100)
+
+
+class FakeKernel:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now: list[SocketCounters] = []
+        monkeypatch.setattr(sockets, "read_sockets", lambda: self.now)
+
+
+def test_a_peer_is_the_sum_of_its_sockets_living_and_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel(monkeypatch)
+    meter = WireMeter()
+    meter.assign("b", REMOTE)
+    meter.assign("c", ("10.0.0.3", 7400))
+    kernel.now = [counters(1, sent=1000, received=10), counters(2, sent=1, received=1, remote=("10.0.0.3", 7400))]
+    meter.sample()
+    assert meter.traffic("b") == PeerTraffic(1000 + 2 * 52, 10 + 3 * 52, is_measured=True)
+    kernel.now = [counters(3, sent=500, received=20), counters(4, sent=7, received=7)]  # 1 and 2 are gone
+    meter.sample()
+    assert meter.traffic("b") == PeerTraffic(1507 + 6 * 52, 37 + 9 * 52, is_measured=True)
+    assert meter.traffic("c") == PeerTraffic(1 + 2 * 52, 1 + 3 * 52, is_measured=True)
+    kernel.now = []
+    meter.sample()
+    meter.sample()
+    assert meter.traffic("b") == PeerTraffic(1507 + 6 * 52, 37 + 9 * 52, is_measured=True)
+
+
+def test_addresses_of_incoming_calls_are_forgotten_when_their_sockets_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel(monkeypatch)
+    meter = WireMeter()
+    meter.assign("b", REMOTE, is_lasting=False)
+    for _ in range(2):  # accepted, and not in the list yet
+        meter.sample()
+    for sent in (100, 200, 300, 400, 1000):
+        kernel.now = [counters(1, sent=sent, received=0)]
+        meter.sample()
+    kernel.now = []
+    for _ in range(3):
+        meter.sample()
+    kernel.now = [counters(2, sent=5, received=0)]  # the same port, another peer's now
+    meter.sample()
+    assert meter.traffic("b").bytes_out == 1000 + 2 * 52
+
+
+def test_sockets_of_nobody_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel(monkeypatch)
+    meter = WireMeter()
+    meter.assign("b", ("10.0.0.2", 7401))
+    kernel.now = [counters(1, sent=1000, received=10)]
+    meter.sample()
+    assert meter.traffic("b").bytes_out == 0
+
+
+def test_ipv6_has_longer_headers() -> None:
+    assert counters(1, sent=100, received=0, remote=("fe80::2", 1)).wire_bytes_out == 100 + 2 * 72
+
+
+def test_without_the_kernel_an_estimate_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeKernel(monkeypatch)
+    meter = WireMeter()
+    meter.count("b", bytes_out=1000, bytes_in=200)
+    meter.count("b", bytes_out=1000)
+    meter.sample()
+    assert meter.traffic("b") == PeerTraffic(2120, 212, is_measured=False)
+    assert meter.traffic("c") == PeerTraffic(0, 0, is_measured=False)
+
+
+IN_A_NAMESPACE = """
+import asyncio, os, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+subprocess.run(["ip", "link", "set", "lo", "up", "mtu", "1500"], check=True)
+sys.path.insert(0, sys.argv[1])
+from diloco_node.adapters.certs import init_run, load_identity
+from diloco_node.adapters.transport import GrpcTransport
+from diloco_node.core.messages import Payload
+
+def interface():
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if "lo:" in line)
+    fields = line.split(":")[1].split()
+    return int(fields[8]), int(fields[9])
+
+class Handler:
+    def __init__(self): self.up, self.done = asyncio.Event(), asyncio.Event()
+    def control_arrived(self, peer, message): pass
+    def link_changed(self, peer, *, is_up): self.up.set()
+    def transfer_opened(self, peer, header, raw_bytes): return memoryview(bytearray(raw_bytes))
+    def transfer_closed(self, peer, header, buffer, *, is_whole): self.done.set()
+
+async def main():
+    folder = Path(sys.argv[2])
+    init_run(folder, "run1", ["a", "b"])
+    made, handlers, address = {}, {}, None
+    for region, peer in (("b", "a"), ("a", "b")):
+        handlers[region] = Handler()
+        made[region] = GrpcTransport(
+            region=region, run_id="run1", epoch=0, settings_digest="", manifest_digest="",
+            identity=load_identity(folder / region), listen=("127.0.0.1", 0), peers={peer: address},
+            handler=handlers[region], executor=ThreadPoolExecutor(1),
+        )
+        await made[region].start()
+        address = f"127.0.0.1:{made[region].port}"
+    await handlers["a"].up.wait()
+    for _ in range(3):
+        handlers["b"].done.clear()
+        await made["a"].transfer("b", Payload(0, 0, b""), memoryview(os.urandom(8 * 2**20)))
+        await handlers["b"].done.wait()
+    await made["b"].transfer("a", Payload(0, 0, b""), memoryview(os.urandom(4 * 2**20)))
+    await handlers["a"].done.wait()
+    await made["a"].stop()
+    await made["b"].stop()
+    ours = sum(made[r].traffic()[p].bytes_out for r, p in (("a", "b"), ("b", "a")))
+    back = sum(made[r].traffic()[p].bytes_in for r, p in (("a", "b"), ("b", "a")))
+    print(ours, back, *interface(), made["a"].traffic()["b"].is_measured)
+
+asyncio.run(main())
+"""
+
+
+def test_wire_bytes_agree_with_the_interface_within_a_tenth(tmp_path: object) -> None:
+    """Everything on `lo` of a fresh network namespace is our own links: TLS, HTTP/2 and TCP headers included."""
+    unshare = shutil.which("unshare")
+    if unshare is None or os.geteuid() != 0:
+        pytest.skip("needs root and unshare to make a network namespace")
+    done = subprocess.run(
+        [unshare, "-n", sys.executable, "-c", IN_A_NAMESPACE, str(Path.cwd()), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if "Operation not permitted" in done.stderr and not done.stdout:
+        pytest.skip("this machine lets nobody make a network namespace")
+    assert done.returncode == 0, done.stderr
+    ours, back, interface, packets, is_measured = done.stdout.splitlines()[-1].split()
+    print(f"counted {ours} out, {back} in; the interface {interface} in {packets} packets")
+    assert is_measured == "True"
+    without_link_layer = int(interface) - 14 * int(packets)
+    assert abs(int(ours) - without_link_layer) < 0.1 * without_link_layer
+    assert abs(int(back) - without_link_layer) < 0.1 * without_link_layer
+
+
+def test_the_busiest_socket_of_a_peer_is_paced_and_the_others_are_not(
+    connection: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = connection
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as idle:
+        meter = WireMeter()
+        meter.assign("b", far.getsockname())
+        meter.assign("b", idle.getpeername())
+        meter.pace("b", 1_000_000)  # before the first sample nothing is known
+        send(near, far, b"x" * 100_000)
+        meter.sample()
+        unlimited = near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8)
+        meter.pace("b", 1_000_000)
+        assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == sockets._PACE.pack(1_000_000)
+        assert idle.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == unlimited
+        with listening.accept()[0] as other_end:
+            send(idle, other_end, b"x" * 200_000)
+        meter.sample()
+        meter.pace("b", 2_000_000)
+        assert idle.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == sockets._PACE.pack(2_000_000)
+        assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == unlimited, "now it is the idle one"
+        meter.pace("b", None)
+        assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == unlimited
+
+
+def test_a_socket_that_has_been_replaced_is_not_paced(connection: tuple[socket.socket, socket.socket]) -> None:
+    near, _ = connection
+    found = counters_of(near)
+    assert not sockets._pace_socket(found.fd, found.cookie + 1, 1)
+    assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) != sockets._PACE.pack(1)
+    assert sockets._pace_socket(found.fd, found.cookie, 1_000_000)
+
+
+def test_what_is_carried_is_all_but_retransmissions_and_what_is_on_its_way() -> None:
+    some = SocketCounters(1, -1, ("10.0.0.1", 1), REMOTE, 10_000, 1_000, 0, 7, 3, 100, 5, 0, 8_000)
+    assert some.carried_bytes_out == 8_000 + 7 * 66
+    assert some.first_bytes_out == 9_000 + 5 * 66
+
+
+@pytest.mark.parametrize(
+    ("behind_gaps", "sent", "again", "expected"),
+    [(0, 9000, 0, 5000), (2, 9000, 1000, 7896), (3, 9000, 1000, 8000), (3, 4000, 0, 5000)],
+)
+def test_what_arrived_behind_a_lost_segment_counts_as_carried(
+    behind_gaps: int, sent: int, again: int, expected: int
+) -> None:
+    info = bytearray(216)
+    struct.pack_into("=I", info, 16, 1448)
+    struct.pack_into("=I", info, 28, behind_gaps)
+    struct.pack_into("=Q", info, 120, 5000)
+    struct.pack_into("=QQ", info, 200, sent, again)
+    assert arrived_bytes(bytes(info)) == expected
+
+
+def congestion_control(sock: socket.socket) -> bytes:
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+
+def test_socket_of_a_far_peer_goes_by_bbr_once_and_a_near_one_stays(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = connection
+    for sock in connection:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    send(near, far, b"x" * 1000)
+    own, other = counters_of(near), counters_of(far)
+    wanted = b"bbr"
+    try:
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted)
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    except OSError:
+        wanted = b"cubic"  # any that this kernel allows
+        monkeypatch.setattr(sockets, "FAR_CONGESTION_CONTROL", wanted)
+    meter, kernel = WireMeter(), FakeKernel(monkeypatch)
+    meter.assign("b", own.remote)
+    meter.assign("c", other.remote)
+    kernel.now = [replace(own, rtt_min_us=5_000), replace(other, rtt_min_us=4_999)]
+    meter.sample()
+    assert congestion_control(near) == wanted
+    assert congestion_control(far) == b"reno"
+    near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    meter.sample()
+    assert congestion_control(near) == b"reno", "the operator's later choice stays"
+    kernel.now = [replace(own, rtt_min_us=5_000, cookie=own.cookie + 10**6)]
+    meter.sample()
+    assert congestion_control(near) == b"reno", "another socket has this descriptor now"
+
+
+def test_a_descriptor_that_was_closed_under_us_is_no_error() -> None:
+    gone = socket.socket()
+    fd = gone.fileno()
+    gone.close()
+    assert sockets._read_socket(fd) is None
+    assert not sockets._pace_socket(fd, 1, 1_000_000)

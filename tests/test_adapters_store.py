@@ -1,0 +1,693 @@
+"""The state folder: what was answered survives, what was not is cut off, what is damaged is found."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco_node.adapters import durable, ledger_files
+from diloco_node.adapters.durable import replace_file
+from diloco_node.adapters.ledger_files import LEDGER_NAME, VOTE_NAME
+from diloco_node.adapters.store import RegionStore
+from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.core.entries import ZERO_HASH, seal
+from diloco_node.core.types import Entry, LeaderBody, Recovered
+from diloco_node.errors import StorageError
+
+FRAGMENTS = 2
+DIGEST = bytes(range(32))
+
+
+def digest_of(*parts) -> bytes:
+    return payload_digest([stripe_digest(bytes(part)) for part in parts if len(part)])
+
+
+def chain(count: int, *, term: int = 1, after: tuple[Entry, ...] = (), name: str = "a") -> tuple[Entry, ...]:
+    """`after`, and `count` entries more."""
+    entries = list(after)
+    for _ in range(count):
+        previous = entries[-1].hash if entries else ZERO_HASH
+        entries.append(seal(len(entries) + 1, term, previous, LeaderBody(f"{name}-{len(entries)}")))
+    return tuple(entries)
+
+
+def load(folder: Path) -> Recovered:
+    store = RegionStore(folder)
+    try:
+        return store.load(FRAGMENTS)
+    finally:
+        store.close()
+
+
+@pytest.fixture(autouse=True)
+def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of files are opened here: with the calls to fsync counted where it matters, not waited for."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "region"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[RegionStore]:
+    opened = RegionStore(folder)
+    opened.load(FRAGMENTS)
+    yield opened
+    opened.close()
+
+
+# ---- term, vote and log ----------------------------------------------------------------------------------------------
+
+
+def test_an_empty_folder_is_a_new_region(folder: Path) -> None:
+    expected = Recovered(0, "", (), (-1, -1), frozenset())
+    assert load(folder) == expected
+    assert load(folder) == expected
+
+
+def test_what_was_persisted_is_loaded(folder: Path, store: RegionStore) -> None:
+    entries = chain(5)
+    store.persist(1, "a", 0, entries[:2])
+    store.persist(1, "a", 0, entries[2:])
+    store.persist(3, "", 0, ())
+    store.close()
+    recovered = load(folder)
+    assert (recovered.term, recovered.voted_for, recovered.entries) == (3, "", entries)
+
+
+def test_truncation_replaces_the_end_of_the_log(folder: Path, store: RegionStore) -> None:
+    entries = chain(5)
+    other = chain(2, term=2, after=entries[:3], name="b")
+    store.persist(1, "a", 0, entries)
+    store.persist(2, "", 4, other[3:])
+    store.persist(2, "", 0, chain(1, term=2, after=other)[-1:])
+    store.persist(2, "", 6, ())
+    store.close()
+    assert load(folder).entries == other
+
+
+def test_the_log_goes_on_after_a_restart(folder: Path, store: RegionStore) -> None:
+    entries = chain(6)
+    store.persist(1, "", 0, entries[:3])
+    store.close()
+    again = RegionStore(folder)
+    again.load(FRAGMENTS)
+    again.persist(1, "", 0, entries[3:])
+    again.close()
+    assert load(folder).entries == entries
+
+
+def test_one_small_entry_is_one_write_and_one_fdatasync(store: RegionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = chain(2)
+    store.persist(1, "a", 0, entries[:1])
+    calls: list[str] = []
+    for name in ("pwrite", "writev", "write", "fsync", "fdatasync", "ftruncate", "open", "rename"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1])
+    store.persist(1, "a", 0, entries[1:])
+    assert calls == ["pwrite", "fdatasync"]
+
+
+def test_a_gap_in_the_entries_is_a_bug_of_the_caller(store: RegionStore) -> None:
+    entries = chain(3)
+    with pytest.raises(AssertionError):
+        store.persist(1, "", 0, entries[1:])
+
+
+# ---- what a crash may leave ------------------------------------------------------------------------------------------
+
+
+def grown(folder: Path) -> tuple[bytes, bytes, tuple[Entry, ...]]:
+    """ledger.log before and after one write of two entries, and all entries."""
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    entries = chain(4)
+    store.persist(1, "a", 0, entries[:2])
+    before = (folder / LEDGER_NAME).read_bytes()
+    store.persist(1, "a", 0, entries[2:])
+    after = (folder / LEDGER_NAME).read_bytes()
+    store.close()
+    return before, after, entries
+
+
+def test_a_torn_last_write_is_cut_off_wherever_it_ends(folder: Path) -> None:
+    before, after, entries = grown(folder)
+    for length in range(len(before), len(after)):
+        (folder / LEDGER_NAME).write_bytes(after[:length])
+        assert load(folder).entries == entries[:2], length
+        assert (folder / LEDGER_NAME).read_bytes() == before, length
+
+
+def test_a_last_write_whose_sectors_never_arrived_is_cut_off(folder: Path) -> None:
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    entries = chain(20)
+    store.persist(1, "a", 0, entries[:2])
+    before = (folder / LEDGER_NAME).stat().st_size
+    store.persist(1, "a", 0, entries[2:])
+    store.close()
+    whole = (folder / LEDGER_NAME).read_bytes()
+    sectors = range(before - before % 512, len(whole), 512)
+    assert len(sectors) >= 3
+    for sector in sectors:
+        first = max(before, sector)
+        last = min(sector + 512, len(whole))
+        torn = whole[:first] + bytes(last - first) + whole[last:]
+        (folder / LEDGER_NAME).write_bytes(torn)
+        assert load(folder).entries == entries[:2], sector
+    (folder / LEDGER_NAME).write_bytes(whole[:before] + bytes(len(whole) - before))
+    assert load(folder).entries == entries[:2]
+
+
+def test_after_a_cut_the_log_goes_on(folder: Path) -> None:
+    _, after, entries = grown(folder)
+    (folder / LEDGER_NAME).write_bytes(after[:-1])
+    store = RegionStore(folder)
+    assert store.load(FRAGMENTS).entries == entries[:2]
+    assert store.cut_bytes > 0
+    store.persist(1, "a", 0, entries[2:])
+    store.close()
+    assert load(folder).entries == entries
+
+
+def test_the_first_start_may_be_interrupted_anywhere(folder: Path) -> None:
+    load(folder)
+    header = (folder / LEDGER_NAME).read_bytes()
+    for content in [*(header[:length] for length in range(len(header))), bytes(len(header)), bytes(3)]:
+        (folder / LEDGER_NAME).write_bytes(content)
+        assert load(folder).entries == ()
+        assert (folder / LEDGER_NAME).read_bytes() == header
+    (folder / LEDGER_NAME).unlink()
+    assert load(folder).entries == ()
+    (folder / LEDGER_NAME).unlink()
+    (folder / VOTE_NAME).unlink()
+    assert load(folder).term == 0
+
+
+def crash_points(monkeypatch: pytest.MonkeyPatch, fail_at: int) -> None:
+    """From now on the `fail_at`-th call that changes the disk, and all after it, raise as if the process were dead."""
+    calls = [0]
+
+    def dying(real: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            calls[0] += 1
+            if calls[0] > fail_at:
+                raise KeyboardInterrupt
+            return real(*args, **kwargs)
+
+        return call
+
+    for name in ("pwrite", "writev", "fsync", "fdatasync", "ftruncate"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    monkeypatch.setattr(Path, "rename", dying(Path.rename))
+    monkeypatch.setattr(Path, "unlink", dying(Path.unlink))
+
+
+@pytest.mark.parametrize("fail_at", range(8))
+def test_a_crash_between_any_two_steps_leaves_a_state_any_voter_may_be_in(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    entries = chain(3)
+    other = chain(2, term=2, after=entries[:2], name="b")
+    store.persist(1, "a", 0, entries)
+    with monkeypatch.context() as patch:
+        crash_points(patch, fail_at)
+        try:
+            store.persist(2, "b", 3, other[2:])
+            is_done = True
+        except KeyboardInterrupt:
+            is_done = False
+    store.close()
+    recovered = load(folder)
+    found = (recovered.term, recovered.voted_for, recovered.entries)
+    old, voted, new = (1, "a", entries), (2, "b", entries), (2, "b", other)
+    assert found in ([new] if is_done else [old, voted, new])
+    # vote: write, fsync, rename, fsync of the folder; log: write, fdatasync
+    assert is_done == (fail_at >= 6)
+
+
+@pytest.mark.parametrize("fail_at", range(5))
+def test_a_crash_while_a_payload_or_state_is_written_leaves_no_half_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    values = np.arange(1000, dtype=np.float32)
+    store.store_state(0, 1, values, values, b"d" * 16)
+    done = 0
+    for write in (
+        lambda: store.store_payload(0, 2, digest_of(b"x" * 5000), [b"x" * 5000]),
+        lambda: store.store_state(0, 2, values + 1, values, b"e" * 16),
+    ):
+        with monkeypatch.context() as patch:
+            crash_points(patch, fail_at)
+            try:
+                write()
+                done += 1
+            except KeyboardInterrupt:
+                pass
+    store.close()
+    assert done == (2 if fail_at == 4 else 0)
+    again = RegionStore(folder)
+    recovered = again.load(FRAGMENTS)
+    assert recovered.states[0] in ((2,) if done else (1, 2))
+    digest = digest_of(b"x" * 5000)
+    if (0, 2, digest) in recovered.payloads:
+        assert bytes(again.read_payload(0, 2, digest)) == b"x" * 5000
+    else:
+        assert not done
+    assert np.array_equal(again.read_state(0, recovered.states[0])[0], values + (recovered.states[0] - 1))
+    assert not list(folder.rglob("*.tmp"))
+    assert again.set_aside == []
+    again.close()
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, bit: int) -> None:
+    """Flip one bit in place (writing the whole file anew makes some file systems wait for the disk)."""
+    with path.open("r+b") as file:
+        file.seek(bit // 8)
+        byte = file.read(1)[0]
+        file.seek(bit // 8)
+        file.write(bytes([byte ^ 1 << bit % 8]))
+
+
+@pytest.mark.parametrize("name", [LEDGER_NAME, VOTE_NAME])
+def test_a_flipped_bit_anywhere_in_ledger_and_vote_is_refused(folder: Path, name: str) -> None:
+    grown(folder)
+    # In each byte another bit: 7 has no factor in common with 8.
+    for bit in range(0, 8 * (folder / name).stat().st_size, 7):
+        flip(folder / name, bit)
+        with pytest.raises(StorageError, match=r"is damaged.*Move the folder away"):
+            load(folder)
+        flip(folder / name, bit)
+    assert len(load(folder).entries) == 4
+
+
+def test_a_frame_that_is_missing_doubled_or_swapped_is_refused(folder: Path) -> None:
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    ends = [(folder / LEDGER_NAME).stat().st_size]
+    for entry in chain(3):
+        store.persist(1, "", 0, (entry,))
+        ends.append((folder / LEDGER_NAME).stat().st_size)
+    store.close()
+    data = (folder / LEDGER_NAME).read_bytes()
+    head, one, two, three = data[: ends[0]], *(data[a:b] for a, b in pairwise(ends))
+    for wrong in (head + two + three, head + one + three, head + one + one + two, head + two + one, one + two):
+        (folder / LEDGER_NAME).write_bytes(wrong)
+        with pytest.raises(StorageError, match="is damaged at byte"):
+            load(folder)
+
+
+def test_zeros_in_the_middle_are_damage_and_not_a_torn_write(folder: Path) -> None:
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    entries = chain(42)
+    store.persist(1, "", 0, entries[:40])
+    store.persist(1, "", 0, entries[40:])
+    store.close()
+    data = (folder / LEDGER_NAME).read_bytes()
+    (folder / LEDGER_NAME).write_bytes(data[:1024] + bytes(512) + data[1536:])
+    with pytest.raises(StorageError, match="does not match its checksum"):
+        load(folder)
+
+
+def test_a_missing_vote_or_ledger_is_refused(folder: Path) -> None:
+    grown(folder)
+    for name in (VOTE_NAME, LEDGER_NAME):
+        data = (folder / name).read_bytes()
+        (folder / name).unlink()
+        with pytest.raises(StorageError, match="is missing"):
+            load(folder)
+        assert not (folder / name).exists()
+        (folder / name).write_bytes(b"")
+        with pytest.raises(StorageError, match="is damaged"):
+            load(folder)
+        (folder / name).write_bytes(data)
+    assert len(load(folder).entries) == 4
+
+
+def test_an_older_copy_of_the_vote_is_refused(folder: Path, store: RegionStore) -> None:
+    old = (folder / VOTE_NAME).read_bytes()
+    store.persist(1, "a", 0, chain(1))
+    store.close()
+    (folder / VOTE_NAME).write_bytes(old)
+    with pytest.raises(StorageError, match="older copy"):
+        load(folder)
+
+
+def test_entries_that_do_not_follow_each_other_are_refused(folder: Path, store: RegionStore) -> None:
+    other = chain(2, name="b")
+    store.persist(1, "", 0, chain(1))
+    store.persist(1, "", 0, other[1:])
+    store.close()
+    with pytest.raises(StorageError, match="entry 2 of the ledger does not follow entry 1"):
+        load(folder)
+
+
+def test_every_flipped_bit_in_a_payload_is_found_and_the_file_set_aside(folder: Path, store: RegionStore) -> None:
+    content = np.random.default_rng(7).bytes(300)
+    digest = digest_of(content[:100], content[100:])
+    store.store_payload(1, 3, digest, [content[:100], content[100:]])
+    path = folder / "payloads" / f"f001-v00000003-{digest[:8].hex()}.bin"
+    bits = 8 * path.stat().st_size
+    for bit in range(bits):
+        flip(path, bit)
+        with pytest.raises(StorageError, match="fetch it from a peer"):
+            store.read_payload(1, 3, digest)
+        path.with_name(path.name + ".damaged").rename(path)
+        flip(path, bit)
+    assert len(store.set_aside) == bits
+    assert bytes(store.read_payload(1, 3, digest)) == content
+
+
+def test_a_flipped_bit_anywhere_in_a_state_is_found_and_the_one_before_is_taken(
+    folder: Path, store: RegionStore
+) -> None:
+    theta = np.arange(20, dtype=np.float32)
+    store.store_state(0, 8, theta, theta, b"d" * 16)
+    store.store_state(0, 16, theta + 1, theta + 2, b"e" * 16)
+    store.close()
+    path = folder / "state" / "f000-v00000016.bin"
+    for bit in range(0, 8 * path.stat().st_size, 31):
+        flip(path, bit)
+        assert load(folder).states == (8, -1), bit
+        path.with_name(path.name + ".damaged").rename(path)
+        flip(path, bit)
+    assert load(folder).states == (16, -1)
+
+
+def test_damaged_payloads_after_the_state_do_not_count_as_there(folder: Path, store: RegionStore) -> None:
+    theta = np.arange(20, dtype=np.float32)
+    store.store_state(0, 8, theta, theta, b"d" * 16)
+    for version in (8, 9, 10):
+        store.store_payload(0, version, digest_of(b"x" * 100), [b"x" * 100])
+    store.close()
+    path = folder / "payloads" / f"f000-v00000009-{digest_of(b'x' * 100)[:8].hex()}.bin"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert load(folder).payloads == {(0, 8, digest_of(b"x" * 100)), (0, 10, digest_of(b"x" * 100))}
+    assert (folder / "payloads" / (path.name + ".damaged")).exists()
+
+
+@pytest.mark.parametrize("length", [0, 1, 511, 512, 600])
+def test_a_file_that_is_too_short_or_too_long_is_found(folder: Path, store: RegionStore, length: int) -> None:
+    digest = digest_of(b"x" * 100)
+    store.store_payload(0, 1, digest, [b"x" * 100])
+    path = folder / "payloads" / f"f000-v00000001-{digest[:8].hex()}.bin"
+    data = path.read_bytes()
+    path.write_bytes(data[:length])
+    with pytest.raises(StorageError, match="is damaged"):
+        store.read_payload(0, 1, digest)
+    path.write_bytes(data + b"y")
+    with pytest.raises(StorageError, match="is damaged"):
+        store.read_payload(0, 1, digest)
+
+
+def test_a_file_under_another_name_is_found(folder: Path, store: RegionStore) -> None:
+    digest = digest_of(b"x" * 100)
+    store.store_payload(0, 1, digest, [b"x" * 100])
+    old = folder / "payloads" / f"f000-v00000001-{digest[:8].hex()}.bin"
+    shutil.copy(old, folder / "payloads" / f"f000-v00000002-{digest[:8].hex()}.bin")
+    with pytest.raises(StorageError, match="holds another thing"):
+        store.read_payload(0, 2, digest)
+    # Two digests that begin alike share a name; the header tells them apart.
+    with pytest.raises(StorageError, match=f"not {digest[:8].hex()}ff"):
+        store.read_payload(0, 1, digest[:8] + b"\xff" * 24)
+
+
+# ---- payloads and states ---------------------------------------------------------------------------------------------
+
+
+def test_payloads_come_back_as_they_were_whatever_the_chunks(store: RegionStore) -> None:
+    content = np.random.default_rng(3).integers(0, 256, 70_001, dtype=np.uint8)
+    parts: list[bytes | memoryview | np.ndarray[tuple[int], np.dtype[np.uint8]]] = [
+        content[:1],
+        memoryview(content[1:60_000]),
+        content[60_000:60_000],
+        content[60_000:].tobytes(),
+    ]
+    digest = digest_of(*parts)
+    store.store_payload(0, 1, digest, parts)
+    store.store_payload(0, 1, digest, parts)
+    read = store.read_payload(0, 1, digest)
+    assert read.dtype == np.uint8
+    assert np.array_equal(read, content)
+    many = [content[at : at + 1100] for at in range(0, len(content), 1100)]
+    assert len(many) == 64
+    store.store_payload(0, 2, digest_of(*many), many)
+    assert np.array_equal(store.read_payload(0, 2, digest_of(*many)), content)
+    with pytest.raises(ValueError, match="at most 64"):
+        store.store_payload(0, 3, DIGEST, [content[:1]] * 65)
+
+
+def test_a_file_of_more_parts_than_the_kernel_takes_at_once_is_whole(folder: Path) -> None:
+    content = np.random.default_rng(3).bytes(70_001)
+    folder.mkdir(exist_ok=True)
+    replace_file(folder / "many", [content[at : at + 7] for at in range(0, len(content), 7)])
+    assert (folder / "many").read_bytes() == content
+
+
+def test_a_partial_write_of_the_kernel_is_continued(store: RegionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = np.random.default_rng(4).integers(0, 256, 5000, dtype=np.uint8)
+    real_writev, real_pwrite = os.writev, os.pwrite
+    monkeypatch.setattr(os, "writev", lambda fd, views: real_writev(fd, [bytes(views[0][:499])]))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real_pwrite(fd, bytes(data[:17]), at))
+    digest = digest_of(content[:100], content[100:])
+    store.store_payload(0, 1, digest, [content[:100], content[100:]])
+    entries = chain(3)
+    store.persist(1, "a", 0, entries)
+    monkeypatch.undo()
+    assert np.array_equal(store.read_payload(0, 1, digest), content)
+    store.close()
+    assert load(store._folder).entries == entries
+
+
+def test_states_come_back_as_they_were(store: RegionStore) -> None:
+    theta = np.array([0.0, -0.0, 1e-45, 3.5, -7.25], np.float32)
+    momentum = np.arange(5, dtype=np.float32)
+    store.store_state(1, 0, theta, momentum, b"d" * 16)
+    read_theta, read_momentum = store.read_state(1, 0)
+    assert read_theta.tobytes() == theta.tobytes()
+    assert read_momentum.tobytes() == momentum.tobytes()
+    read_theta += 1  # the caller owns it
+    assert store.state_digest(1, 0) == b"d" * 16
+    assert store.state_versions(1) == (0,)
+    with pytest.raises(ValueError, match="float32"):
+        store.store_state(1, 1, theta.astype(np.float64), momentum, b"")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="momentum"):
+        store.store_state(1, 1, theta, momentum[:3], b"")
+
+
+def test_what_is_not_there_says_so(store: RegionStore) -> None:
+    with pytest.raises(StorageError, match="does not exist: fetch it"):
+        store.read_payload(0, 1, DIGEST)
+    with pytest.raises(StorageError, match="does not exist"):
+        store.read_state(0, 1)
+
+
+def test_recovered_names_the_newest_state_and_all_payloads(folder: Path, store: RegionStore) -> None:
+    theta = np.zeros(3, np.float32)
+    for version in (2, 10, 9):
+        store.store_state(1, version, theta, theta, b"d" * 16)
+        store.store_payload(0, version, digest_of(b"x"), [b"x"])
+    store.close()
+    recovered = load(folder)
+    assert recovered.states == (-1, 10)
+    assert recovered.payloads == {(0, version, digest_of(b"x")) for version in (2, 9, 10)}
+
+
+def test_prune_keeps_what_recovery_may_need(folder: Path, store: RegionStore) -> None:
+    theta = np.zeros(3, np.float32)
+    for version in (0, 8, 16):
+        store.store_state(0, version, theta, theta, b"d" * 16)
+        store.store_state(1, version, theta, theta, b"d" * 16)
+    for version in range(1, 21):
+        store.store_payload(0, version, digest_of(b"x"), [b"x"])
+        store.store_payload(1, version, digest_of(b"x"), [b"x"])
+    store.prune(0, 0)
+    assert store.state_versions(0) == (0, 8, 16)
+    store.prune(0, 5)
+    assert store.state_versions(0) == (8, 16)
+    assert payload_versions(store, 0) == list(range(5, 21))
+    store.prune(0, 1000)
+    # Theta at 16 may turn out to be damaged: then 8 and everything after it is needed.
+    assert store.state_versions(0) == (8, 16)
+    assert payload_versions(store, 0) == list(range(9, 21))
+    assert store.state_versions(1) == (0, 8, 16)
+    assert payload_versions(store, 1) == list(range(1, 21))
+
+
+def payload_versions(store: RegionStore, fragment: int) -> list[int]:
+    return [version for version, _ in store._files(store._payloads, fragment)]
+
+
+def test_versions_are_ordered_by_number_and_not_by_name(store: RegionStore) -> None:
+    theta = np.zeros(3, np.float32)
+    for version in (100_000_000, 99_999_999):
+        store.store_state(0, version, theta, theta, b"d" * 16)
+    assert store.state_versions(0) == (99_999_999, 100_000_000)
+
+
+def test_prune_without_a_state_removes_nothing(store: RegionStore) -> None:
+    for version in range(1, 4):
+        store.store_payload(0, version, digest_of(b"x"), [b"x"])
+    store.prune(0, 100)
+    assert payload_versions(store, 0) == [1, 2, 3]
+
+
+def test_files_may_be_written_from_several_threads(store: RegionStore) -> None:
+    content = np.random.default_rng(5).integers(0, 256, 200_000, dtype=np.uint8)
+
+    def write(version: int) -> None:
+        store.store_payload(0, version, digest_of(content), [content])
+        store.store_payload(0, 99, digest_of(content), [content])
+
+    threads = [threading.Thread(target=write, args=(version,)) for version in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert payload_versions(store, 0) == [*range(8), 99]
+    assert np.array_equal(store.read_payload(0, 99, digest_of(content)), content)
+
+
+# ---- the disk refuses ------------------------------------------------------------------------------------------------
+
+
+def refusing(code: int) -> Callable[..., int]:
+    def call(*_args: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "read-only"), (errno.EIO, "replace the disk")]
+)
+def test_a_refused_write_says_what_to_do_and_loses_nothing(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
+) -> None:
+    entries = chain(3)
+    store.persist(1, "a", 0, entries[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", refusing(code))
+        patch.setattr(os, "writev", refusing(code))
+        with pytest.raises(StorageError, match=rf"ledger.log.*{advice}"):
+            store.persist(1, "a", 0, entries[1:])
+        with pytest.raises(StorageError, match=rf"vote.bin.*{advice}"):
+            store.persist(2, "b", 0, ())
+        with pytest.raises(StorageError, match=rf"payloads.*{advice}"):
+            store.store_payload(0, 1, digest_of(b"x"), [b"x"])
+    assert not list(folder.rglob("*.tmp"))
+    store.persist(1, "a", 0, entries[1:])
+    store.close()
+    recovered = load(folder)
+    assert (recovered.term, recovered.voted_for, recovered.entries) == (1, "a", entries)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_write_leaves_the_log_whole(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = chain(3)
+    store.persist(1, "a", 0, entries[:1])
+    real, calls = os.pwrite, [0]
+
+    def filling(descriptor: int, data: bytes, at: int) -> int:
+        calls[0] += 1
+        if calls[0] > 1:
+            raise OSError(errno.ENOSPC, "full")
+        return real(descriptor, data[:40], at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", filling)
+        with pytest.raises(StorageError, match="free some space"):
+            store.persist(1, "a", 0, entries[1:])
+    store.persist(1, "a", 0, entries[1:2])
+    store.close()
+    assert load(folder).entries == entries[:2]
+
+
+def test_a_really_full_device_gives_the_same_error(folder: Path) -> None:
+    # /dev/full answers every write with ENOSPC.
+    ledger = ledger_files.LedgerFile(folder)
+    ledger._descriptor = os.open("/dev/full", os.O_RDWR)
+    with pytest.raises(StorageError, match="free some space"):
+        ledger.append(0, chain(1))
+    ledger.close()
+
+
+def test_after_a_failed_fdatasync_nothing_more_is_promised(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = chain(3)
+    store.persist(1, "a", 0, entries[:1])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", refusing(errno.EIO))
+        with pytest.raises(StorageError, match="replace the disk"):
+            store.persist(1, "a", 0, entries[1:])
+    with pytest.raises(StorageError, match="restart the daemon"):
+        store.persist(1, "a", 0, entries[1:])
+    store.close()
+    assert load(folder).entries == entries[:1]
+
+
+def test_a_folder_that_can_not_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="can't use"):
+        RegionStore(tmp_path / "file" / "region")
+
+
+def test_replacing_a_file_keeps_the_old_one_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x"
+    durable.replace_file(path, [b"old"])
+    monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
+    with pytest.raises(StorageError):
+        durable.replace_file(path, [b"new"])
+    assert path.read_bytes() == b"old"
+
+
+# ---- two daemons on one folder ---------------------------------------------------------------------------------------
+
+
+def test_a_second_daemon_in_this_process_is_refused(folder: Path, store: RegionStore) -> None:
+    with pytest.raises(StorageError, match=rf"in use by another daemon \(process {os.getpid()}\)"):
+        RegionStore(folder)
+    store.close()
+    RegionStore(folder).close()
+
+
+def test_the_lock_goes_with_the_process_however_it_ends(folder: Path) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from diloco_node.adapters.store import RegionStore;"
+        "RegionStore(Path(sys.argv[1])).load(1); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(StorageError, match=f"process {other.pid}"):
+            RegionStore(folder)
+        other.kill()
+        other.wait()
+    RegionStore(folder).close()

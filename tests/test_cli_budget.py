@@ -1,0 +1,105 @@
+"""`diloco-node budget set` against a real admin port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from diloco_node.adapters.admin import AdminHandlers, AdminServer
+from diloco_node.cli.main import main
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.node.budget import changed_plan
+
+RUN_TOML = """
+[run]
+id = "try"
+[regions.eu]
+address = "10.0.0.1:7400"
+[regions.us]
+address = "10.0.0.2:7400"
+"""
+
+
+class Region:
+    """An admin port in a thread of its own, as a daemon would have."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plan = BudgetPlan()
+        self._folder = folder
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        handlers = AdminHandlers(dict, str, lambda _: None, self._set, measure=None, pardon=None)
+        self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
+
+    def _set(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.plan = changed_plan(self.plan, document, ("us",))
+        return self.plan.to_plain()
+
+    def start(self) -> None:
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(10)
+        (self._folder / "admin.port").write_text(f"{self._server.port}\n")
+
+    def stop(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture
+def region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Region]:
+    (tmp_path / "run.toml").write_text(RUN_TOML)
+    (tmp_path / "state" / "eu").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    made = Region(tmp_path / "state" / "eu")
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_the_only_region_of_run_toml_here_is_meant(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["budget", "set", "--egress", "2Gbit/s"]) == 0
+    assert capsys.readouterr().out == "eu: egress 2,000,000,000 bit/s\n"
+    assert region.plan.limits.egress == 250_000_000
+
+
+def test_by_name_by_folder_for_one_peer_and_as_json(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["budget", "set", "eu", "--ingress", "8Mbit/s", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["limits"] == {"egress": None, "ingress": 10**6}
+    assert main(["budget", "set", "state/eu", "--egress", "8Mbit/s", "--peer", "us"]) == 0
+    assert region.plan.peer_limits("us").egress == 10**6
+    assert main(["budget", "set", "eu", "--ingress", "none"]) == 0
+    assert region.plan.limits.ingress is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        ([], 2, "nothing to set"),
+        (["--egress", "25"], 2, "--egress is '25': it has no unit"),
+        (["eu", "--egress", "1Gbit/s", "--peer", "mars"], 2, "eu refuses: peer 'mars'"),
+        (["mars", "--egress", "1Gbit/s"], 2, "mars"),
+        (["us", "--egress", "1Gbit/s"], 5, "holds no admin.port"),
+    ],
+)
+def test_refusals(
+    region: Region, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, reason: str
+) -> None:
+    assert main(["budget", "set", *arguments]) == code
+    assert reason in capsys.readouterr().err
+    assert region.plan == BudgetPlan()
+
+
+def test_a_daemon_that_is_gone(region: Region, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in Path(tmp_path / "state" / "eu").glob("admin.token"):
+        path.unlink()
+    assert main(["budget", "set", "eu", "--egress", "1Gbit/s"]) == 5
+    assert "does not answer" in capsys.readouterr().err

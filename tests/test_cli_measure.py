@@ -1,0 +1,258 @@
+"""`diloco-node measure` as a user meets it: real ends on loopback, tests of a fifth of a second."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.adapters import probe_server
+from diloco_node.adapters.certs import init_run, load_identity
+from diloco_node.adapters.probe_server import ProbeServer
+from diloco_node.cli.main import main
+from diloco_node.cli.measure_run import own_folder
+from diloco_node.cli.plan_inputs import read_mesh
+
+COLUMNS = 100
+QUICK = ("--seconds", "0.2", "--warm-up", "0.1")
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Ends:
+    """Measuring ends of regions eu and us, in a thread with a loop of their own. `asia` is us, without an address."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ports = {"eu": free_port(), "us": free_port()}
+        regions = "".join(f'[regions.{name}]\naddress = "127.0.0.1:{port}"\n' for name, port in self.ports.items())
+        (folder / "run.toml").write_text(f'[run]\nid = "try"\n[regions.asia]\n{regions}')
+        init_run(folder / "certs", "try", ["asia", "eu", "us"])
+        self._folder = folder
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    async def _serve(self) -> None:
+        servers = [
+            ProbeServer(load_identity(self._folder / "certs" / name), ("127.0.0.1", port))
+            for name, port in self.ports.items()
+        ]
+        for server in servers:
+            await server.start()
+        self._ready.set()
+        await self._stop.wait()
+        for server in servers:
+            await server.stop()
+
+    def start(self) -> None:
+        self._thread.start()
+        assert self._ready.wait(10)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Quiet:
+    """The ends are in this process, and what they log is not what the command prints."""
+
+    def info(self, *_: object, **__: object) -> None: ...
+
+    warning = info
+
+
+@pytest.fixture
+def ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
+    monkeypatch.setattr(probe_server, "_log", Quiet())
+    made = Ends(folder)
+    made.start()
+    yield made
+    made.stop()
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["measure", *arguments, "--json"]) == 0
+    document: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return document
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> str:
+    assert main(["measure", *arguments]) == code
+    return capsys.readouterr().err
+
+
+# ---- what it says ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("ends")
+def test_latency_of_a_region_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, "latency", "eu", "--region", "asia", "--load", *QUICK)
+    assert (document["from"], document["to"]) == ("asia", "eu")
+    assert [row["load"] for row in document["rows"]] == ["none", "out", "in"]
+    for row in document["rows"]:
+        assert row["answered"] + row["unanswered"] == 20
+        assert 0 < row["min_seconds"] <= row["p50_seconds"] <= row["p99_seconds"] <= row["max_seconds"]
+        assert row["jitter_seconds"] >= 0
+        assert 0 <= row["retransmitted_share"] < 1
+
+
+def test_latency_of_an_address_in_a_table(ends: Ends, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "latency", f"127.0.0.1:{ends.ports['us']}", "-r", "eu", "--seconds", "0.2"]) == 0
+    text = capsys.readouterr().out
+    assert max(len(line) for line in text.splitlines()) <= COLUMNS
+    assert "TCP, which hides loss" in text
+    assert "p99" in text
+    assert "…" not in text
+
+
+@pytest.mark.usefixtures("ends")
+def test_bandwidth_of_all_paths(capsys: pytest.CaptureFixture[str]) -> None:
+    document = told(capsys, "bandwidth", "us", "-r", "asia", "--connections", "2,1", *QUICK)
+    assert (document["from"], document["to"]) == ("asia", "us")
+    assert (document["seconds"], document["warm_up_seconds"]) == (0.2, 0.1)
+    tests = document["tests"]
+    assert [(one["path"], one["body"], one["connections"]) for one in tests] == [
+        (*kind, count)
+        for count in (1, 2)
+        for kind in (("transport", "random"), ("transport", "int4"), ("plain", "random"))
+    ]
+    for one in tests:
+        assert (one["from"], one["to"]) == ("asia", "us")
+        assert one["bytes_per_second"] > 0
+        assert one["bytes_per_second_p10"] <= one["bytes_per_second_median"] <= one["bytes_per_second_p90"]
+        assert set(one["cpu_seconds_per_gb"]) == {"sender", "receiver"}
+        assert 0 <= one["retransmitted_bytes"] <= one["sent_bytes"]
+
+
+@pytest.mark.usefixtures("ends")
+def test_bandwidth_the_other_way_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "bandwidth", "us", "-r", "asia", "--reverse", "--connections", "1", *QUICK]) == 0
+    text = capsys.readouterr().out
+    assert "us -> asia, round trip" in text
+    assert "plain TCP" in text
+    assert "…" not in text
+    assert main(["measure", "bandwidth", "us", "-r", "asia", "--connections", "1", "--no-plain", *QUICK]) == 0
+    assert "plain TCP" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("ends")
+def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "mesh", "-r", "asia", "--plain", "--out", "mesh.json", *QUICK]) == 0
+    table = capsys.readouterr().out
+    assert "…" not in table
+    found = read_mesh(folder / "mesh.json")
+    assert found.regions == ("asia", "eu", "us")
+    assert len(found.goodput) == 6
+    assert all(rate > 0 for rate in found.goodput.values())
+    assert all(rtt > 0 for rtt in found.rtt_ns.values())
+    document = json.loads((folder / "mesh.json").read_text())
+    assert document["failures"] == []
+    assert all(pair["plain_bytes_per_second"] > 0 for pair in document["pairs"])
+    assert main(["plan", "--parameters", "1e6", "--mesh", "mesh.json"]) == 0
+
+
+def test_a_mesh_with_a_region_missing_says_which(ends: Ends, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (folder / "run.toml").read_text()
+    (folder / "run.toml").write_text(text.replace(str(ends.ports["eu"]), str(free_port())))
+    assert main(["measure", "mesh", "-r", "asia", "--json", *QUICK]) == 5
+    told = capsys.readouterr()
+    document = json.loads(told.out)
+    assert {(pair["from"], pair["to"]) for pair in document["pairs"]} == {("asia", "us"), ("us", "asia")}
+    assert len(document["failures"]) == 4
+    assert "4 of 6 pairs could not be measured, the first from asia to eu" in told.err
+    assert "connection refused" in told.err
+
+
+# ---- who we are, and who is there ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (("latency", "eu"), 2, "certs has the keys of asia, eu, us: say who we are with --region NAME"),
+        (("latency", "eu", "-r", "mars"), 2, "'mars' is not in [regions]"),
+        (("latency", "eu", "-r", "eu"), 2, "eu is this region"),
+        (("latency", "asia", "-r", "eu"), 2, "asia has no address in run.toml"),
+        (("latency", "venus", "-r", "eu"), 2, "PEER is 'venus': write a region of run.toml (asia, eu, us)"),
+        (("latency", "venus:", "-r", "eu"), 2, "PEER is 'venus:': write HOST:PORT"),
+        (("latency", "eu", "-r", "us", "--certs", "none"), 4, "none/us/ca.pem is missing"),
+        (("bandwidth", "eu", "-r", "us", "--connections", "1,0"), 2, "--connections is '1,0'"),
+        (("bandwidth", "eu", "-r", "us", "--connections", "17"), 2, "numbers from 1 to 16"),
+        (("serve", "-r", "us", "--listen", "7400"), 2, "--listen is '7400': write HOST:PORT"),
+        (("mesh", "-r", "us", "--out", "no/where.json"), 2, "--out no/where.json can't be written"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], code: int, text: str
+) -> None:
+    ports = [free_port(), free_port()]
+    (folder / "run.toml").write_text(
+        f'[run]\nid = "try"\n[regions.asia]\n[regions.eu]\naddress = "127.0.0.1:{ports[0]}"\n'
+        f'[regions.us]\naddress = "127.0.0.1:{ports[1]}"\n'
+    )
+    init_run(folder / "certs", "try", ["asia", "eu", "us"])
+    assert text in refused(capsys, code, *arguments)
+
+
+def test_nobody_there_ends_with_5(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init_run(folder / "certs", "try", ["eu"])
+    port = free_port()
+    assert "nobody speaks TLS" in refused(capsys, 5, "latency", f"127.0.0.1:{port}")
+
+
+def test_a_certificate_of_another_run_ends_with_4(ends: Ends, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init_run(folder / "other", "try", ["us"])
+    assert "another run's authority" in refused(capsys, 4, "latency", "eu", "-r", "us", "--certs", "other")
+    address = f"127.0.0.1:{ends.ports['eu']}"
+    assert "not of this run" in refused(capsys, 4, "latency", address, "-r", "us", "--certs", "other")
+
+
+def test_without_run_toml_serve_needs_an_address(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    init_run(folder / "certs", "try", ["eu"])
+    assert "--listen HOST:PORT" in refused(capsys, 2, "serve")
+
+
+def test_our_key_is_found_where_it_lies(folder: Path) -> None:
+    init_run(folder / "certs", "try", ["eu"])
+    own = folder / "certs" / "eu"
+    assert own_folder(folder / "certs", None) == own
+    assert own_folder(own, None) == own
+    assert own_folder(folder / "certs", "us") == folder / "certs" / "us"
+
+
+def test_serve_says_where_and_ends_at_sigterm(folder: Path) -> None:
+    init_run(folder / "certs", "try", ["eu"])
+    command = [sys.executable, "-m", "diloco_node.cli.main", "measure", "serve", "--listen", "127.0.0.1:0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        where = json.loads(process.stdout.readline())
+        assert where["region"] == "eu"
+        assert main(["measure", "latency", f"127.0.0.1:{where['port']}", "--seconds", "0.2", "--json"]) == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0

@@ -1,0 +1,251 @@
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_node.adapters.certs import init_run
+from diloco_node.cli import start_cmd
+from diloco_node.cli.main import main
+from diloco_node.config import Flag, NodeConfig, load_config
+from diloco_node.errors import BindError
+from diloco_node.node.spec import NodeSpec
+from diloco_node.node.supervisor import SupervisorSpec
+
+RUN_TOML = """
+[run]
+id = "try"
+seed = 7
+[model]
+batch = 4
+context = 32
+step_time_min = "50ms"
+[data]
+paths = ["text.txt"]
+[regions.eu]
+address = "127.0.0.1:{eu}"
+[regions.us-east]
+address = "10.0.0.2:7400"
+admin_port = 7500
+[regions.us-west]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RUN_TOML.replace("{eu}", str(free_port())))
+    (tmp_path / "text.txt").write_text("text\n" * 100)
+    init_run(tmp_path / "certs", "try", ["eu", "us-east", "us-west"])
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def resolve(*flags: Flag) -> NodeConfig:
+    return load_config(Path("run.toml"), flags)
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
+    """What start would supervise; the supervisor itself has its own tests."""
+    seen: list[SupervisorSpec] = []
+
+    def fake(spec: SupervisorSpec) -> int:
+        seen.append(spec)
+        return 6
+
+    monkeypatch.setattr("diloco_node.node.supervisor.run_supervisor", fake)
+    return seen
+
+
+def test_start_writes_what_daemon_and_trainer_read(
+    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["start", "--region", "eu", "--set", "rounds.sync_every=8"]) == 6  # the supervisor's
+    (spec,) = supervised
+    folder = tmp_path / "state" / "eu"
+    assert (spec.region, spec.state_dir) == ("eu", folder)
+    assert spec.daemon_command == [sys.executable, "-m", "diloco_node.node", str(folder / "node.json")]
+    assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
+    assert spec.env == {"DILOCO_TRAINER": str(folder / "trainer.json")}
+    config = resolve(Flag("rounds.sync_every", 8, "--set"))
+    node = NodeSpec.load(folder / "node.json")
+    assert node.settings == config.run_settings()
+    assert node.settings.sync_every == 8
+    assert node.settings_digest == config.settings_digest()
+    assert node.regions == ("eu", "us-east", "us-west")
+    assert node.peers == {"us-east": "10.0.0.2:7400", "us-west": None}
+    assert (node.listen_host, node.listen_port) == config.listen("eu")
+    assert node.identity_dir == tmp_path / "certs" / "eu"
+    assert node.run_id == "try"
+    trainer = json.loads((folder / "trainer.json").read_text())
+    assert trainer["data"] == [str(tmp_path / "text.txt")]
+    assert (trainer["batch"], trainer["seed"], trainer["min_step_seconds"]) == (4, 7, 0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from diloco_node.learner.trainer import SETTINGS_VARIABLE, settings_from_environment
+
+    start_cmd.prepare(resolve(), "eu", [])
+    assert SETTINGS_VARIABLE == start_cmd.TRAINER_VARIABLE
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "state/eu/trainer.json"))
+    settings = settings_from_environment()
+    assert (settings.model.context, settings.batch, settings.steps) == (32, 4, 1000)
+
+
+def test_a_command_of_the_users_takes_the_trainers_place(supervised: list[SupervisorSpec], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").unlink()  # the built-in trainer's data does not matter then
+    assert main(["start", "--region", "eu", "--", sys.executable, "train.py", "--config", "x", "--debug"]) == 6
+    assert supervised[0].learner_command == [sys.executable, "train.py", "--config", "x", "--debug"]
+
+
+def test_flags_of_start_become_settings_of_its_region(supervised: list[SupervisorSpec], tmp_path: Path) -> None:
+    port, admin = free_port(), free_port()
+    init_run(tmp_path / "c2", "try", ["us-west"])
+    arguments = ["--state-dir", "s2", "--certs", "c2", "--admin-port", str(admin), "--listen", f"127.0.0.1:{port}"]
+    assert main(["start", "--region", "us-west", *arguments, "--data", "run.toml", "--data", "text.txt"]) == 6
+    node = NodeSpec.load(tmp_path / "s2" / "us-west" / "node.json")
+    assert (node.listen_port, node.admin_port) == (port, admin)
+    assert node.identity_dir == tmp_path / "c2" / "us-west"
+    trainer = json.loads((tmp_path / "s2" / "us-west" / "trainer.json").read_text())
+    assert trainer["data"] == [str(tmp_path / "run.toml"), str(tmp_path / "text.txt")]
+
+
+def test_two_regions_are_warned(
+    supervised: list[SupervisorSpec], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'run.id = "try"\n[regions.eu]\naddress = "127.0.0.1:{free_port()}"\n[regions.us-east]\naddress = "b:1"\n'
+    )
+    assert main(["start", "--region", "eu"]) == 6
+    assert "merging stops when either is gone" in capsys.readouterr().err
+
+
+def test_regions_draw_different_seeds_from_one(tmp_path: Path) -> None:
+    config = resolve()
+    seeds = [start_cmd.node_spec(config, name, tmp_path).seed for name in config.regions]
+    assert len(set(seeds)) == 3
+    assert start_cmd.node_spec(config, "eu", tmp_path).seed == seeds[0]
+
+
+def test_the_schedule_is_as_long_as_the_run() -> None:
+    # 4 sequences x 32 tokens x 3 regions = 384 tokens a step
+    assert start_cmd.schedule_steps(resolve()) == start_cmd.SCHEDULE_STEPS_UNKNOWN
+    assert start_cmd.schedule_steps(resolve(Flag("run.steps", 70, "-"))) == 70
+    assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3841, "-"))) == 11
+    assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3840, "-"), Flag("run.steps", 7, "-"))) == 7
+    assert start_cmd.schedule_steps(resolve(Flag("run.steps", 7, "-"), Flag("model.schedule_steps", 99, "-"))) == 99
+
+
+def test_learning_rate_ends_at_zero_only_where_the_run_ends() -> None:
+    steps = Flag("run.steps", 70, "-")
+    assert start_cmd.lr_floor(resolve(steps)) == 0.0
+    assert start_cmd.trainer_settings(resolve(steps))["lr_floor"] == 0.0
+    assert start_cmd.lr_floor(resolve(steps, Flag("run.tokens", 10**9, "-"))) == 0.0
+    for may_go_on in ((), (Flag("run.tokens", 3841, "-"),), (steps, Flag("model.schedule_steps", 60, "-"))):
+        assert start_cmd.lr_floor(resolve(*may_go_on)) == 0.1
+    assert start_cmd.lr_floor(resolve(steps, Flag("model.lr_floor", 0.25, "-"))) == 0.25
+
+
+# ---- what is refused, and with which exit code -----------------------------------------------------------------------
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    code = main(["start", *arguments])
+    return code, capsys.readouterr().err
+
+
+def test_an_unknown_region(capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = refused(capsys, "--region", "us-eats")
+    assert (code, "did you mean us-east?" in message) == (2, True)
+    code, message = refused(capsys, "--region", "a.b")
+    assert (code, "'a.b' is not in [regions]" in message) == (2, True)
+    code, message = refused(capsys, "--region", "us-eats", "--admin-port", "7")
+    assert (code, "us-eats" in message) == (2, True)
+
+
+def test_a_missing_data_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").unlink()
+    code, message = refused(capsys, "--region", "eu")
+    assert code == 2
+    assert "text.txt (run.toml:10) does not exist; give files or folders" in message
+    code, message = refused(capsys, "--region", "eu", "--data", "nope")
+    assert (code, "data.paths: nope (--data) does not exist" in message) == (2, True)
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_missing_command_or_first_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = refused(capsys, "--region", "eu", "--", "no-such-torchrun")
+    assert (code, "'no-such-torchrun' is not found" in message) == (2, True)
+    code, message = refused(capsys, "--region", "eu", "--init", "no.safetensors")
+    assert (code, "run.init: no.safetensors (--init) does not exist" in message) == (2, True)
+
+
+def test_a_wrong_or_missing_certificate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = refused(capsys, "--region", "eu", "--certs", "elsewhere")
+    assert code == 4
+    assert "certs init" in message
+    (tmp_path / "certs/eu").rename(tmp_path / "certs/old")
+    (tmp_path / "certs/us-east").rename(tmp_path / "certs/eu")
+    code, message = refused(capsys, "--region", "eu")
+    assert (code, "us-east" in message) == (4, True)
+
+
+def test_a_taken_port(capsys: pytest.CaptureFixture[str], supervised: list[SupervisorSpec]) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        port = sock.getsockname()[1]
+        code, message = refused(capsys, "--region", "eu", "--listen", f"127.0.0.1:{port}")
+        assert code == 3
+        assert f"127.0.0.1:{port} can't be bound (Address already in use)" in message
+        assert "regions.eu.listen or --listen" in message
+        code, message = refused(capsys, "--region", "eu", "--admin-port", str(port))
+        assert (code, "--admin-port" in message) == (3, True)
+    assert supervised == []
+
+
+def test_a_port_that_another_process_would_share_is_taken() -> None:
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        with pytest.raises(BindError):
+            start_cmd.check_port("127.0.0.1", sock.getsockname()[1], "x")
+    start_cmd.check_port("127.0.0.1", 0, "x")
+
+
+def test_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    code, message = refused(capsys, "--region", "eu", "--listen", "192.0.2.1:7400")
+    assert (code, "192.0.2.1:7400 can't be bound" in message) == (3, True)
+
+
+def test_a_state_folder_that_can_not_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "state").write_text("a file")
+    code, message = refused(capsys, "--region", "eu")
+    assert (code, "set --state-dir" in message) == (6, True)
+
+
+def test_start_in_a_process_of_its_own_ends_with_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco_node.cli.main", "start", "--region", "eu", "--certs", "elsewhere"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 4
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("diloco-node: ")

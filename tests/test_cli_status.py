@@ -1,0 +1,208 @@
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.cli import status_cmd
+from diloco_node.cli.main import main
+from diloco_node.cli.status_cmd import Target, ask, detail_lines, find_targets, render
+from diloco_node.errors import ConfigError
+
+DOCUMENT: dict[str, Any] = {
+    "region": "eu",
+    "run_id": "try",
+    "state": "running",
+    "role": "leader",
+    "reason": "all 3 due",
+    "learner": {"step": 123, "tokens": 4567, "loss": 2.5, "tokens_per_second": 999.0},
+    "versions": [4, 5],
+    "rounds_committed": 9,
+    "wire_bytes_out": 1_500_000,
+    "wire_bytes_in": 12,
+    "rounds": [{"fragment": 1, "version": 6, "ballot": "2.7", "reason": "grace: 120 ms left for us-east"}],
+}
+
+
+class Admin(BaseHTTPRequestHandler):
+    """Just enough of the admin port; the real one is tested with its own client."""
+
+    body: bytes = json.dumps(DOCUMENT).encode()
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/api/v1/status" else 404)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture
+def admin() -> Iterator[int]:
+    Admin.body = json.dumps(DOCUMENT).encode()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Admin)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+
+def closed_port() -> int:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Admin)
+    server.server_close()
+    return int(server.server_port)
+
+
+def test_status_of_a_port_shows_why_a_round_waits(admin: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(admin)]) == 0
+    shown = capsys.readouterr().out
+    for part in ("eu", "leader", "123", "2.500", "4-5", "1.5 MB", "all 3 due"):
+        assert part in shown
+    assert "eu: fragment 1 to version 6 (ballot 2.7): grace: 120 ms left for us-east" in shown
+
+
+def test_status_as_json_is_the_document(admin: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(admin), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"regions": [DOCUMENT]}
+
+
+def test_status_ignores_proxies(admin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
+    assert ask(Target("x", admin)) == DOCUMENT
+
+
+def test_a_folder_of_regions_shows_all_and_marks_the_dead(
+    admin: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, port in (("b-dead", closed_port()), ("a-live", admin)):
+        (tmp_path / "demo" / name).mkdir(parents=True)
+        (tmp_path / "demo" / name / "admin.port").write_text(f"{port}\n")
+    assert [target.name for target in find_targets("demo")] == ["a-live", "b-dead"]
+    assert find_targets("demo/a-live") == [Target("a-live", admin)]
+    assert main(["status", "demo"]) == 0  # one answers
+    shown = capsys.readouterr().out
+    assert "down" in shown
+    assert "Connection refused" in shown
+    assert main(["status", "demo", "--json"]) == 0
+    regions = json.loads(capsys.readouterr().out)["regions"]
+    assert [region["region"] for region in regions] == ["eu", "b-dead"]
+    assert "no status from 127.0.0.1:" in regions[1]["error"]
+
+
+def test_nobody_answers_is_exit_code_5(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(closed_port())]) == 5
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "none of 1 regions answers" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_status_of_run_toml_asks_the_regions_that_run_here(
+    admin: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'run.id = "try"\n[regions.eu]\naddress = "a:1"\nadmin_port = {admin}\n[regions.us]\naddress = "b:1"\n'
+    )
+    assert main(["status", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["regions"]) == 1
+    (tmp_path / "run.toml").write_text('run.id = "try"\n[regions.eu]\naddress = "a:1"\n')
+    assert main(["status"]) == 5
+    assert "no region of run try has run here" in capsys.readouterr().err
+    (tmp_path / "state/eu").mkdir(parents=True)
+    (tmp_path / "state/eu/admin.port").write_text(str(admin))
+    assert main(["status", "--json"]) == 0
+
+
+@pytest.mark.parametrize("place", ["0", "70000", "nowhere", "."])
+def test_a_place_that_is_no_region_is_refused(place: str) -> None:
+    with pytest.raises(ConfigError, match="neither a port nor a folder"):
+        find_targets(place)
+
+
+def test_a_damaged_port_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "admin.port").write_text("7x")
+    with pytest.raises(ConfigError, match="holds '7x', not a port"):
+        find_targets(str(tmp_path))
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"3"])
+def test_an_answer_that_is_no_document_is_an_error_of_that_region(admin: int, body: bytes) -> None:
+    Admin.body = body
+    assert "no status from" in ask(Target("x", admin))["error"]
+
+
+def test_watch_asks_again_until_ctrl_c(
+    admin: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    naps = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status_cmd.time, "sleep", nap)
+    assert main(["status", str(admin), "--watch", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in lines] == [{"regions": [DOCUMENT]}] * 3
+    naps.clear()
+    assert main(["status", str(admin), "--watch"]) == 0
+    assert "leader" in capsys.readouterr().out
+
+
+def test_a_starting_region_and_markup_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    Console().print(render([{"region": "eu", "run_id": "try", "state": "starting", "reason": "[red]x[/red]"}]))
+    shown = capsys.readouterr().out
+    assert "starting" in shown
+    assert "[red]x[/red]" in shown
+
+
+def test_details_name_links_that_are_down_and_the_last_alarm() -> None:
+    document = {
+        "region": "eu",
+        "peers": [
+            {"name": "us", "link": "up", "address": "a:1", "error": ""},
+            {"name": "ap", "link": "dialling", "address": "b:2", "error": "Connection refused"},
+            {"name": "sa", "link": "waiting", "address": None, "error": ""},
+        ],
+        "alarms": 7,
+        "notes": [
+            {"text": "first", "is_alarm": True},
+            {"text": "digest differs", "is_alarm": True},
+            {"text": "fine", "is_alarm": False},
+        ],
+    }
+    assert detail_lines(document) == [
+        "eu: link to ap (b:2) is dialling: Connection refused",
+        "eu: link to sa (no address) is waiting",
+        "eu: 7 alarms, the last: digest differs",
+    ]
+
+
+def test_details_read_only_what_is_there() -> None:
+    assert detail_lines({"region": "eu"}) == []
+    assert detail_lines({"region": "eu", "budget_warning": "too small"}) == ["eu: too small"]
+    assert detail_lines({"region": "eu", "rounds": [{"fragment": 0, "version": 1}, "junk"], "peers": None}) == [
+        "eu: fragment 0 to version 1: open"
+    ]

@@ -1,0 +1,454 @@
+"""core/budget.py, budget_plan.py: no window over the ceiling, nearly all of it used under load, lanes in order."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_node.core.budget import (
+    CONTROL_FRAME_BYTES,
+    NS_PER_S,
+    PIECE_BYTES_MAX,
+    STARVING_NS,
+    BudgetLane,
+    EgressBudget,
+    LimitSource,
+    Overhead,
+    TokenBucket,
+    burst_bytes,
+    piece_bytes,
+)
+from diloco_node.core.budget_plan import BudgetPlan, Direction, RateLimits, TimeWindow
+
+MS = 1_000_000
+RATES = st.sampled_from([12_503, 62_497, 124_999, 1_125_001, 12_500_003, 249_999_991, 625_000_019])
+ROUNDS, RECOVERY, MEASUREMENT = BudgetLane.ROUNDS, BudgetLane.RECOVERY, BudgetLane.MEASUREMENT
+
+
+def most_in_any_window(sent: list[tuple[int, int]], window_ns: int) -> int:
+    """The most bytes in any closed window, by two pointers; `sent` is (time, bytes) in order."""
+    most = total = start = 0
+    for at_ns, size in sent:
+        total += size
+        while sent[start][0] < at_ns - window_ns:
+            total -= sent[start][1]
+            start += 1
+        most = max(most, total)
+    return most
+
+
+def drain(bucket: TokenBucket, sizes: list[int], waits_ns: list[int], lateness_ns: list[int]) -> list[tuple[int, int]]:
+    """Send all as soon as the bucket lets it, with pauses before each piece and late timers."""
+    now_ns, sent = 0, []
+    for size, wait_ns, late_ns in zip(sizes, waits_ns, lateness_ns, strict=True):
+        now_ns += wait_ns
+        ready_ns = bucket.ready_at_ns(size, now_ns=now_ns)
+        if ready_ns > now_ns:
+            now_ns = ready_ns + late_ns
+        bucket.spend(size, now_ns=now_ns)
+        sent.append((now_ns, size))
+    return sent
+
+
+# ---- the bucket ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rate=RATES,
+    window_ns=st.sampled_from([1, 7 * MS, 333 * MS, 10 * NS_PER_S]),
+    data=st.data(),
+)
+def test_no_window_holds_more_than_the_rate_and_one_burst(rate: int, window_ns: int, data: st.DataObject) -> None:
+    largest = piece_bytes(rate)
+    count = data.draw(st.integers(1, 60))
+    sizes = data.draw(st.lists(st.integers(1, largest), min_size=count, max_size=count))
+    pauses = st.sampled_from([0, 0, 0, 1, 13 * MS, 999 * MS, 60 * NS_PER_S])
+    waits = data.draw(st.lists(pauses, min_size=count, max_size=count))
+    late = data.draw(st.lists(st.sampled_from([0, 0, 1, 3 * MS, 97 * MS]), min_size=count, max_size=count))
+    sent = drain(TokenBucket(rate, now_ns=0), sizes, waits, late)
+    allowed = rate * window_ns // NS_PER_S + 1 + max(burst_bytes(rate), largest)
+    assert most_in_any_window(sent, window_ns) <= allowed
+
+
+@pytest.mark.parametrize("rate", [99_991, 1_125_001, 12_500_003, 249_999_991])
+def test_ten_seconds_right_after_idle_hold_at_most_102_percent_and_under_load_at_least_95(rate: int) -> None:
+    bucket = TokenBucket(rate, now_ns=0)
+    size = piece_bytes(rate)
+    now_ns, sent = 3600 * NS_PER_S, []
+    for index in range(12 * NS_PER_S // (size * NS_PER_S // rate)):
+        ready_ns = bucket.ready_at_ns(size, now_ns=now_ns)
+        if ready_ns > now_ns:  # timers that are 0 to 19 ms late, as those of a busy loop
+            now_ns = ready_ns + index % 20 * MS
+        bucket.spend(size, now_ns=now_ns)
+        sent.append((now_ns, size))
+    ten = most_in_any_window(sent, 10 * NS_PER_S)
+    assert ten <= rate * 10 * 102 // 100
+    load = sum(size for _, size in sent[1:]) * NS_PER_S // (sent[-1][0] - sent[0][0])
+    assert load >= rate * 95 // 100
+
+
+@settings(max_examples=150, deadline=None)
+@given(rate=RATES, other=RATES, at_ns=st.integers(0, 12 * NS_PER_S), window_ns=st.integers(1, 10 * NS_PER_S))
+def test_a_change_of_rate_never_allows_more_than_the_larger_of_both(
+    rate: int, other: int, at_ns: int, window_ns: int
+) -> None:
+    bucket, now_ns, sent = TokenBucket(rate, now_ns=0), 0, []
+    for _ in range(300):
+        size = piece_bytes(bucket.rate_bytes_per_s)
+        ready_ns = bucket.ready_at_ns(size, now_ns=now_ns)
+        if now_ns <= at_ns < ready_ns:
+            now_ns = at_ns
+            bucket.set_rate(other, now_ns=now_ns)
+            ready_ns = bucket.ready_at_ns(size, now_ns=now_ns)
+        now_ns = max(now_ns, ready_ns)
+        bucket.spend(size, now_ns=now_ns)
+        sent.append((now_ns, size))
+    larger = max(rate, other)
+    allowed = larger * window_ns // NS_PER_S + 1 + max(burst_bytes(larger), piece_bytes(larger))
+    assert most_in_any_window(sent, window_ns) <= allowed
+
+
+def test_waiting_exactly_as_told_is_enough_and_a_nanosecond_less_is_not() -> None:
+    for rate in (499, 1, 124_999, 625_000_019):
+        bucket = TokenBucket(rate, now_ns=17)
+        size = max(1, burst_bytes(rate) // 3)
+        at_ns = bucket.ready_at_ns(size, now_ns=17)
+        assert bucket.ready_at_ns(size, now_ns=at_ns) == at_ns
+        assert bucket.ready_at_ns(size, now_ns=at_ns - 1) == at_ns
+        with pytest.raises(AssertionError, match="not allowed yet"):
+            bucket.spend(size, now_ns=at_ns - 1)
+
+
+def test_a_charge_goes_into_debt_and_is_paid_back_at_the_rate() -> None:
+    bucket = TokenBucket(1000, now_ns=0)
+    bucket.charge(2500, now_ns=0)
+    assert bucket.debt_bytes(now_ns=0) == 2500
+    assert bucket.debt_bytes(now_ns=NS_PER_S) == 1500
+    assert bucket.ready_at_ns(10, now_ns=0) == 2510 * MS
+
+
+@pytest.mark.parametrize("rate", [12_500, 125_003, 1_125_001, 12_500_003, 249_999_991])
+def test_timers_that_are_very_late_cost_nothing_and_the_ceiling_holds(rate: int) -> None:
+    bucket = TokenBucket(rate, now_ns=0)
+    bucket.set_lateness(120 * MS, now_ns=0)
+    size, now_ns, sent = piece_bytes(rate), 3600 * NS_PER_S, []
+    while now_ns < 3612 * NS_PER_S:
+        ready_ns = bucket.ready_at_ns(size, now_ns=now_ns)
+        if ready_ns > now_ns:
+            now_ns = ready_ns + 39 * MS
+        bucket.spend(size, now_ns=now_ns)
+        sent.append((now_ns, size))
+    assert most_in_any_window(sent, 10 * NS_PER_S) <= rate * 10 * 102 // 100
+    assert sum(size for _, size in sent[1:]) * NS_PER_S // (sent[-1][0] - sent[0][0]) >= rate * 95 // 100
+    assert burst_bytes(rate, 10**12) <= rate * 150 // 1000
+    bucket.set_lateness(0, now_ns=now_ns)
+    assert bucket.ready_at_ns(burst_bytes(rate), now_ns=now_ns + NS_PER_S) == now_ns + NS_PER_S
+
+
+def test_debts_stay_when_the_rate_changes_and_savings_shrink() -> None:
+    bucket = TokenBucket(100_000, now_ns=0)
+    bucket.charge(50_000, now_ns=0)
+    bucket.set_rate(10_000, now_ns=NS_PER_S // 4)
+    assert bucket.debt_bytes(now_ns=NS_PER_S // 4) == 25_000
+    rich = TokenBucket(100_000, now_ns=0)
+    rich.set_rate(10_000, now_ns=NS_PER_S)
+    rich.spend(burst_bytes(10_000), now_ns=NS_PER_S)  # of the new rate, not of the old
+    assert rich.ready_at_ns(1, now_ns=NS_PER_S) > NS_PER_S
+
+
+def test_what_a_full_bucket_does_not_take_is_lost() -> None:
+    bucket = TokenBucket(10**6, now_ns=0)
+    assert bucket.lost_bytes(now_ns=NS_PER_S) == 10**6 - burst_bytes(10**6)
+    bucket.spend(20_000, now_ns=NS_PER_S)
+    assert bucket.lost_bytes(now_ns=NS_PER_S + 20 * MS) == 10**6 - burst_bytes(10**6)
+    assert bucket.lost_bytes(now_ns=NS_PER_S + 21 * MS) == 10**6 - burst_bytes(10**6) + 1000
+    assert TokenBucket(None, now_ns=0).lost_bytes(now_ns=NS_PER_S) == 0
+
+
+def test_no_limit_is_always_ready_and_owes_nothing_later() -> None:
+    bucket = TokenBucket(None, now_ns=0)
+    bucket.spend(10**12, now_ns=0)
+    assert bucket.ready_at_ns(10**12, now_ns=0) == 0
+    bucket.set_rate(1000, now_ns=5)
+    assert bucket.debt_bytes(now_ns=5) == 0
+    with pytest.raises(ValueError, match="at least 1"):
+        bucket.set_rate(0, now_ns=5)
+
+
+def test_time_that_goes_back_earns_nothing_twice() -> None:
+    bucket = TokenBucket(1_000_000, now_ns=0)
+    bucket.charge(1_000_000, now_ns=NS_PER_S)
+    before = bucket.debt_bytes(now_ns=NS_PER_S)
+    bucket.charge(0, now_ns=0)
+    assert bucket.debt_bytes(now_ns=NS_PER_S) == before
+
+
+def test_pieces_are_ten_milliseconds_within_bounds() -> None:
+    assert piece_bytes(None) == PIECE_BYTES_MAX == piece_bytes(625_000_000)
+    assert piece_bytes(12_500_000) == 125_000
+    assert piece_bytes(1_125_000) == 16_384
+    assert piece_bytes(100_000) == 10_000  # 100 ms
+    assert piece_bytes(1) == 1024
+
+
+# ---- the overhead ----------------------------------------------------------------------------------------------------
+
+
+def test_the_overhead_begins_with_six_percent_and_follows_what_the_kernel_counts() -> None:
+    overhead = Overhead()
+    assert overhead.wire_bytes(1_000_000) == 1_060_000
+    for _ in range(200):
+        overhead.learn(10**6, 1_047_000)
+    assert abs(overhead.ppm - 1_047_000) < 500
+    for _ in range(400):
+        overhead.learn(10**6, 1_003_000)
+    assert abs(overhead.ppm - 1_003_000) < 2000
+    for _ in range(400):
+        overhead.learn(10**6, 5_000_000)
+    assert overhead.ppm == 1_250_000
+
+
+def test_what_the_overhead_did_not_foresee_is_charged() -> None:
+    budget = EgressBudget(["b"], now_ns=0)
+    budget.set_region_rate(10**6, now_ns=0)
+    budget.spend("b", ROUNDS, 10_000, now_ns=NS_PER_S)
+    budget.measured("b", data_bytes=10_600, other_bytes=0, now_ns=NS_PER_S)
+    assert budget.use("b").correction_bytes == 0
+    budget.measured("b", data_bytes=12_600, other_bytes=500, now_ns=NS_PER_S)
+    assert budget.use("b").correction_bytes == 2500
+    budget.measured("b", data_bytes=12_600, other_bytes=500, now_ns=NS_PER_S)
+    assert budget.use("b").correction_bytes == 2500, "the same counters again cost nothing"
+    left = 16_384 + 20_000 - 10_600 - 2_500
+    assert budget.ready_at_ns("b", left * 100 // 106 - 1, now_ns=NS_PER_S) == NS_PER_S
+    assert budget.ready_at_ns("b", left * 100 // 106 + 2, now_ns=NS_PER_S) > NS_PER_S
+
+
+def test_a_sender_on_a_path_with_large_headers_stays_below_the_ceiling_by_the_kernels_count() -> None:
+    rate, budget, now_ns = 1_250_003, EgressBudget(["b"], now_ns=0), 0
+    budget.set_region_rate(rate, now_ns=0)
+    sent, data, other, sampled_ns = [], 0, 0, 0
+    while now_ns < 40 * NS_PER_S:
+        size = budget.piece_bytes("b")
+        now_ns = max(now_ns, budget.ready_at_ns("b", size, now_ns=now_ns))
+        budget.spend("b", RECOVERY, size, now_ns=now_ns)
+        data += size * 115 // 100
+        other += size * 3 // 100
+        sent.append((now_ns, size * 118 // 100))
+        if now_ns - sampled_ns >= 100 * MS:
+            sampled_ns = now_ns
+            budget.measured("b", data_bytes=data, other_bytes=other, now_ns=now_ns)
+    assert most_in_any_window(sent, 10 * NS_PER_S) <= rate * 10 * 102 // 100
+    assert sum(size for _, size in sent) >= rate * 40 * 95 // 100
+    assert 1_140_000 < budget.use("b").overhead_ppm < 1_160_000
+
+
+# ---- region, peer, lane ----------------------------------------------------------------------------------------------
+
+
+def run(budget: EgressBudget, wants: dict[str, BudgetLane], until_ns: int, size: int = 20_000) -> dict[str, int]:
+    """Every peer always has a piece in its lane; bytes handed over per peer."""
+    handed = dict.fromkeys(wants, 0)
+    now_ns = 0
+    for peer, lane in wants.items():
+        budget.ask(peer, lane, size, (), now_ns=now_ns)
+    while now_ns < until_ns:
+        for peer, lane in budget.release(now_ns=now_ns):
+            handed[peer] += size
+            budget.ask(peer, lane, size, (), now_ns=now_ns)
+        wake_ns = budget.wake_at_ns(now_ns=now_ns)
+        assert wake_ns is not None
+        assert wake_ns > now_ns, "a timer that fires at once, again and again"
+        now_ns = wake_ns
+    return handed
+
+
+def test_peers_of_one_lane_share_the_region_equally() -> None:
+    budget = EgressBudget("bcd", now_ns=0)
+    budget.set_region_rate(3_000_000, now_ns=0)
+    handed = run(budget, {"b": ROUNDS, "c": ROUNDS, "d": ROUNDS}, 10 * NS_PER_S)
+    assert max(handed.values()) - min(handed.values()) <= 20_000
+    assert 0.97 * 30_000_000 < sum(handed.values()) * 1.06 <= 30_000_000 + burst_bytes(3_000_000)
+
+
+def test_what_a_limited_peer_leaves_goes_to_the_others() -> None:
+    budget = EgressBudget("bcd", now_ns=0)
+    budget.set_region_rate(3_000_000, now_ns=0)
+    budget.set_limit("b", LimitSource.GRANT, 300_001, now_ns=0)
+    budget.set_limit("b", LimitSource.PEER, 700_000, now_ns=0)
+    handed = run(budget, {"b": ROUNDS, "c": ROUNDS, "d": ROUNDS}, 10 * NS_PER_S)
+    assert 0.95 * 3_000_010 < handed["b"] * 1.06 <= 3_000_010 + 20_000 * 1.06
+    assert sum(handed.values()) * 1.06 > 0.97 * 30_000_000
+    assert budget.use("b").limited_by == "grant"
+    assert budget.use("c").limited_by == ""
+    budget.set_limit("b", LimitSource.GRANT, None, now_ns=10 * NS_PER_S)
+    assert budget.rate_bytes_per_s("b") == 700_000
+
+
+def test_rounds_go_before_recovery_and_measurement_but_nobody_starves() -> None:
+    budget = EgressBudget("bcd", now_ns=0)
+    budget.set_region_rate(2_000_000, now_ns=0)
+    handed = run(budget, {"b": MEASUREMENT, "c": RECOVERY, "d": ROUNDS}, 10 * NS_PER_S)
+    assert handed["d"] > 0.9 * sum(handed.values())
+    for peer in "bc":
+        pieces = handed[peer] // 20_000
+        assert 3 <= pieces <= 10 * NS_PER_S // STARVING_NS, "one for each time that it had waited long"
+
+
+def test_in_a_lane_the_most_urgent_goes_first_and_equals_take_turns() -> None:
+    budget = EgressBudget("bcd", now_ns=0)
+    budget.set_region_rate(10**6, now_ns=0)
+    for peer, ballot in (("b", (2, 9)), ("c", (2, 8)), ("d", (1, 99))):
+        budget.ask(peer, ROUNDS, 29_000, ballot, now_ns=0)
+    order, now_ns = [], 0
+    while (wake_ns := budget.wake_at_ns(now_ns=now_ns)) is not None:
+        now_ns = wake_ns
+        order += [peer for peer, _ in budget.release(now_ns=now_ns)]
+    assert order == ["d", "c", "b"]
+
+
+def test_a_small_piece_does_not_slip_past_a_large_one_that_waits_for_the_region() -> None:
+    budget = EgressBudget("bc", now_ns=0)
+    budget.set_region_rate(10**6, now_ns=0)
+    budget.ask("b", ROUNDS, 25_000, (), now_ns=0)
+    budget.ask("c", RECOVERY, 10, (), now_ns=0)
+    assert budget.release(now_ns=10 * MS) == []
+    assert budget.release(now_ns=27 * MS) == [("b", ROUNDS), ("c", RECOVERY)]
+
+
+def test_a_piece_that_is_withdrawn_leaves_its_place() -> None:
+    budget = EgressBudget("b", now_ns=0)
+    budget.set_region_rate(1000, now_ns=0)
+    budget.ask("b", ROUNDS, 500, (), now_ns=0)
+    with pytest.raises(AssertionError, match="waits in lane ROUNDS already"):
+        budget.ask("b", ROUNDS, 500, (), now_ns=0)
+    budget.withdraw("b", ROUNDS)
+    budget.withdraw("b", ROUNDS)
+    assert budget.wake_at_ns(now_ns=0) is None
+    budget.ask("b", ROUNDS, 500, (), now_ns=0)
+
+
+def test_control_never_waits_and_bulk_waits_for_it() -> None:
+    budget = EgressBudget("b", now_ns=0)
+    budget.set_region_rate(100_000, now_ns=0)
+    free_ns = budget.ready_at_ns("b", 1000, now_ns=NS_PER_S)
+    assert free_ns == NS_PER_S
+    for _ in range(100):
+        budget.charge_control("b", 880, now_ns=NS_PER_S)
+    assert budget.use("b").lanes[BudgetLane.CONTROL].used_bytes == 100 * (880 + CONTROL_FRAME_BYTES)
+    # A piece of 10,000 and 2,000 more were saved, 100,000 spent.
+    assert budget.ready_at_ns("b", 1000, now_ns=NS_PER_S) == NS_PER_S + (88_000 + 1060) * 10_000
+
+
+def test_without_a_limit_everything_goes_at_once_and_is_counted() -> None:
+    budget = EgressBudget("bc", now_ns=0)
+    assert not budget.is_limited("b")
+    assert budget.piece_bytes("b") == PIECE_BYTES_MAX
+    budget.want("b", ROUNDS, 10**9)
+    budget.spend("b", ROUNDS, 10**9, now_ns=0)
+    assert budget.use("b").lanes[ROUNDS].used_bytes == budget.use("b").lanes[ROUNDS].wanted_bytes == 1_060_000_000
+    budget.set_limit("c", LimitSource.DELAY, 5, now_ns=0)
+    assert budget.is_limited("c")
+    assert not budget.is_limited("b")
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_whatever_is_asked_the_region_and_every_peer_keep_their_ceilings(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = {"b": 700_001, "c": 300_007, "d": None}
+    region = rng.choice([499_999, 1_000_003, 5_000_011])
+    budget = EgressBudget(peers, now_ns=0)
+    budget.set_region_rate(region, now_ns=0)
+    for peer, rate in peers.items():
+        budget.set_limit(peer, LimitSource.PEER, rate, now_ns=0)
+    now_ns, sizes = 0, {}
+    sent: list[tuple[int, str, int]] = []
+    for _ in range(400):
+        peer, lane = rng.choice("bcd"), rng.choice([ROUNDS, RECOVERY, MEASUREMENT])
+        if (peer, lane) not in sizes:
+            sizes[peer, lane] = rng.randint(1, 16_384)
+            budget.ask(peer, lane, sizes[peer, lane], (rng.randint(0, 3),), now_ns=now_ns)
+        if rng.random() < 0.1:
+            budget.charge_control(peer, 200, now_ns=now_ns)
+            sent.append((now_ns, peer, 200 + CONTROL_FRAME_BYTES))
+        wake_ns = budget.wake_at_ns(now_ns=now_ns)
+        if wake_ns is not None and rng.random() < 0.7:
+            now_ns = max(now_ns, wake_ns + rng.choice([0, 0, 5 * MS]))
+        for key in budget.release(now_ns=now_ns):
+            sent.append((now_ns, key[0], -(-sizes.pop(key) * 106 // 100)))
+    for window_ns in (100 * MS, NS_PER_S, 10 * NS_PER_S):
+        for scope, rate in [("bcd", region), *((peer, rate) for peer, rate in peers.items() if rate)]:
+            some = [(at_ns, size) for at_ns, peer, size in sent if peer in scope]
+            control = 320 * 5  # it does not wait, so a few frames may come on top of a window
+            allowed = rate * window_ns // NS_PER_S + max(burst_bytes(rate), 17_400) + control + 1
+            assert most_in_any_window(some, window_ns) <= allowed
+
+
+def test_the_burst_is_a_small_part_of_ten_seconds() -> None:
+    for rate in (12_500, 125_000, 1_250_000, 12_500_000, 250_000_000, 1_250_000_000):
+        assert burst_bytes(rate) * 1000 <= 10 * rate * 12
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+NIGHT = TimeWindow(22 * 60, 6 * 60, RateLimits(egress=500))
+NOON = TimeWindow(12 * 60, 13 * 60, RateLimits(ingress=7))
+PLAN = BudgetPlan(RateLimits(100, 200), (("c", RateLimits(None, 5)),), (NIGHT, NOON))
+
+
+@pytest.mark.parametrize(
+    ("minute", "limits"),
+    [
+        (0, RateLimits(500, 200)),
+        (6 * 60 - 1, RateLimits(500, 200)),
+        (6 * 60, RateLimits(100, 200)),
+        (12 * 60 - 1, RateLimits(100, 200)),
+        (12 * 60, RateLimits(100, 7)),
+        (13 * 60, RateLimits(100, 200)),
+        (22 * 60 - 1, RateLimits(100, 200)),
+        (22 * 60, RateLimits(500, 200)),
+    ],
+)
+def test_the_schedule_decides_by_minute_also_through_midnight(minute: int, limits: RateLimits) -> None:
+    assert PLAN.limits_at(minute) == limits
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 9) | st.none(),
+    st.lists(st.tuples(st.integers(0, 1439), st.integers(0, 1439), st.integers(1, 9) | st.none()), max_size=4),
+)
+def test_the_least_ceiling_is_the_least_of_every_minute(
+    egress: int | None, windows: list[tuple[int, int, int | None]]
+) -> None:
+    schedule = tuple(TimeWindow(start, end, RateLimits(rate)) for start, end, rate in windows if start != end)
+    plan = BudgetPlan(RateLimits(egress, 5), (), schedule)
+    rates = [plan.limits_at(minute).egress for minute in range(1440)]
+    assert plan.least() == RateLimits(min((rate for rate in rates if rate is not None), default=None), 5)
+
+
+def test_a_rate_that_an_operator_sets_holds_at_any_time() -> None:
+    changed = PLAN.with_rate(Direction.EGRESS, 42)
+    assert {changed.limits_at(minute).egress for minute in range(0, 1440, 30)} == {42}
+    assert changed.limits_at(12 * 60).ingress == 7
+    assert PLAN.with_rate(Direction.EGRESS, None).limits_at(0).egress is None
+    of_peer = PLAN.with_rate(Direction.EGRESS, 9, peer="c").with_rate(Direction.INGRESS, 8, peer="b")
+    assert of_peer.peers == (("b", RateLimits(None, 8)), ("c", RateLimits(9, 5)))
+    assert of_peer.peer_limits("z") == RateLimits()
+
+
+def test_a_plan_survives_json() -> None:
+    assert BudgetPlan.from_plain(json.loads(json.dumps(PLAN.to_plain()))) == PLAN
+    assert BudgetPlan.from_plain(BudgetPlan().to_plain()) == BudgetPlan()
+
+
+def test_a_window_must_make_sense() -> None:
+    with pytest.raises(ValueError, match="minute 1440"):
+        TimeWindow(0, 1440, RateLimits())
+    with pytest.raises(ValueError, match="empty"):
+        TimeWindow(5, 5, RateLimits())

@@ -1,0 +1,283 @@
+"""core/delay.py: against links with a queue, simulated in steps of a tenth of a second."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_node.core.budget import NS_PER_S
+from diloco_node.core.delay import QUEUE_NS, RATE_BYTES_PER_S_MIN, START_BYTES, DelayCut, rtt_limit_ns
+
+MS = 1_000_000
+TICK_NS = 100 * MS
+
+
+class Link:
+    """A bottleneck with a queue; the sender sends as much as its limit allows, or `greedy` bytes/s without one.
+
+    `knows_direction`: our own direction's queue is measured, too. `other_ns`: the other direction's queue.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        rtt_ns: int,
+        *,
+        greedy: int = 10**9,
+        queue_ns_max: int = 400 * MS,
+        knows_direction: bool = True,
+    ) -> None:
+        self.capacity, self.rtt_ns, self.greedy, self.queue_ns_max = capacity, rtt_ns, greedy, queue_ns_max
+        self.knows_direction = knows_direction
+        self.other_ns = 0
+        self.queue = self.now_ns = 0
+        self.cut = DelayCut()
+        self.rtts_ns: list[int] = []
+        self.queues_ns: list[int] = []
+        self.carried: list[int] = []
+
+    @property
+    def rtt_now_ns(self) -> int:
+        return self.rtt_ns + self.other_ns + self.queue_ns
+
+    @property
+    def queue_ns(self) -> int:
+        return self.queue * NS_PER_S // self.capacity
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds * 10)):
+            limit = self.cut.rate_bytes_per_s
+            rate = self.greedy if limit is None else min(self.greedy, limit)
+            offered = rate // 10
+            passes = min(self.queue + offered, self.capacity // 10)
+            self.queue = min(self.queue + offered - passes, self.capacity * self.queue_ns_max // NS_PER_S)
+            self.now_ns += TICK_NS
+            self.cut.measured(
+                rtt_ns=self.rtt_now_ns,
+                rtt_min_ns=self.rtt_ns,
+                queue_ns=self.queue_ns if self.knows_direction else None,
+                sent_bytes_per_s=min(rate, passes * 10),
+                carried_bytes_per_s=passes * 10,
+                now_ns=self.now_ns,
+            )
+            self.queues_ns.append(self.queue_ns)
+            self.rtts_ns.append(self.rtt_now_ns)
+            self.carried.append(passes * 10)
+
+
+LINKS = [(1_250_000, 40), (12_500_003, 20), (1_250_000, 1), (250_000_007, 100)]
+
+
+@pytest.mark.parametrize(("capacity", "rtt_ms"), LINKS)
+def test_the_own_queue_stays_short_and_the_link_is_used(capacity: int, rtt_ms: int) -> None:
+    link = Link(capacity, rtt_ms * MS)
+    link.run(5)
+    link.queues_ns.clear()
+    link.carried.clear()
+    link.run(120)
+    late = [queue for queue in link.queues_ns if queue > QUEUE_NS + 13 * MS]
+    assert len(late) <= len(link.queues_ns) // 50
+    assert sum(link.carried) >= len(link.carried) * capacity * 95 // 100
+
+
+@pytest.mark.parametrize(("capacity", "rtt_ms"), LINKS)
+def test_round_trips_alone_do_where_the_direction_is_not_known(capacity: int, rtt_ms: int) -> None:
+    link = Link(capacity, rtt_ms * MS, knows_direction=False)
+    link.run(5)
+    link.rtts_ns.clear()
+    link.carried.clear()
+    link.run(120)
+    late = [rtt for rtt in link.rtts_ns if rtt > rtt_limit_ns(link.rtt_ns) + 20 * MS]
+    assert len(late) <= len(link.rtts_ns) // 50
+    assert sum(link.carried) >= len(link.carried) * capacity * 85 // 100
+
+
+def test_the_queue_of_the_other_direction_is_not_ours_to_cut() -> None:
+    link = Link(12_500_000, 40 * MS)
+    link.run(20)
+    cuts = link.cut.cuts
+    link.other_ns, link.greedy = 80 * MS, 11_000_000
+    link.carried.clear()
+    link.run(30)
+    assert link.cut.cuts == cuts
+    assert sum(link.carried[20:]) >= len(link.carried[20:]) * 10_900_000
+
+
+def test_what_only_our_clocks_call_a_queue_is_none() -> None:
+    """A loop that stands still, or clocks that drift: the kernel's round trips know nothing of it."""
+    cut = DelayCut()
+    for tick in range(1, 100):
+        cut.measured(
+            rtt_ns=45 * MS,
+            rtt_min_ns=40 * MS,
+            queue_ns=300 * MS,
+            sent_bytes_per_s=10**6,
+            carried_bytes_per_s=10**6,
+            now_ns=tick * TICK_NS,
+        )
+    assert cut.cuts == 0
+    assert cut.rate_bytes_per_s is None
+
+
+def test_a_link_that_never_queues_is_never_limited() -> None:
+    link = Link(10**9, MS, greedy=10**8)
+    link.cut.begin(rtt_min_ns=MS, now_ns=link.now_ns)
+    link.run(60)
+    assert link.cut.cuts == 0
+    assert link.cut.rate_bytes_per_s is None
+
+
+def test_work_on_a_long_link_begins_with_little_and_doubles() -> None:
+    link = Link(250_000_000, 50 * MS, greedy=249_000_000)
+    link.cut.begin(rtt_min_ns=50 * MS, now_ns=link.now_ns)
+    assert link.cut.rate_bytes_per_s == START_BYTES * 20
+    link.run(1.2)
+    assert link.carried[-1] > 200_000_000
+    assert link.cut.cuts == 0
+
+
+def test_work_begins_again_at_what_the_link_was_seen_to_carry() -> None:
+    link = Link(10_000_000, 50 * MS)
+    link.cut.begin(rtt_min_ns=50 * MS, now_ns=link.now_ns)
+    link.run(20)
+    link.greedy = 100_000
+    link.run(4)
+    assert link.cut.rate_bytes_per_s is None, "a limit that limits nothing is taken away"
+    link.greedy = 10**9
+    link.cut.begin(rtt_min_ns=50 * MS, now_ns=link.now_ns)
+    rate = link.cut.rate_bytes_per_s
+    assert rate is not None
+    assert 4_000_000 < rate < 10_000_000
+    link.rtts_ns.clear()
+    link.run(10)
+    assert max(link.rtts_ns) < 120 * MS
+
+
+def test_a_known_limit_is_not_changed_by_beginning() -> None:
+    link = Link(1_250_000, 40 * MS)
+    link.run(3)
+    before = link.cut.rate_bytes_per_s
+    assert before is not None
+    link.cut.begin(rtt_min_ns=40 * MS, now_ns=link.now_ns)
+    assert link.cut.rate_bytes_per_s == before
+
+
+def test_the_limit_follows_a_link_that_gets_faster_and_slower() -> None:
+    link = Link(1_250_000, 40 * MS)
+    link.run(20)
+    link.capacity = 12_500_000
+    link.run(15)
+    assert sum(link.carried[-20:]) / 20 > 9_000_000
+    link.capacity = 1_250_000
+    link.queue = 0
+    link.run(60)
+    assert sum(link.rtts_ns[-100:]) / 100 < 80 * MS
+
+
+def test_no_cut_for_a_round_trip_alone_goes_below_half_of_what_was_carried_of_late() -> None:
+    cut = DelayCut()
+    for tick in range(10):
+        cut.measured(
+            rtt_ns=90 * MS,
+            rtt_min_ns=40 * MS,
+            queue_ns=None,
+            sent_bytes_per_s=10**6,
+            carried_bytes_per_s=10**6,
+            now_ns=tick * TICK_NS,
+        )
+    assert cut.rate_bytes_per_s is not None
+    assert cut.rate_bytes_per_s >= 450_000
+
+
+def test_one_cut_for_a_round_trip_must_show_before_the_next() -> None:
+    cut = DelayCut()
+
+    def queue_at(now_ns: int, sent: int) -> int | None:
+        cut.measured(
+            rtt_ns=150 * MS,
+            rtt_min_ns=40 * MS,
+            queue_ns=None,
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=10**6,
+            now_ns=now_ns,
+        )
+        return cut.rate_bytes_per_s
+
+    assert queue_at(NS_PER_S - 1, 10**6) is None, "once alone may be a machine that stood still"
+    first = queue_at(NS_PER_S, 10**6)
+    assert first is not None
+    assert 799_000 < first <= 800_000
+    assert queue_at(NS_PER_S + 299 * MS, 800_000) == first, "two round trips have not passed"
+    assert queue_at(NS_PER_S + 301 * MS, 10**6) == first, "what the socket held still goes out"
+    assert 0 < (queue_at(NS_PER_S + 302 * MS, 800_000) or 0) < first
+    assert cut.cuts == 2
+
+
+def test_a_cut_for_the_own_queue_goes_on_at_95_percent_when_it_is_drained() -> None:
+    cut = DelayCut()
+
+    def queue_at(now_ns: int, queue_ns: int) -> int | None:
+        cut.measured(
+            rtt_ns=40 * MS + queue_ns,
+            rtt_min_ns=40 * MS,
+            queue_ns=queue_ns,
+            sent_bytes_per_s=1_100_000,
+            carried_bytes_per_s=10**6,
+            now_ns=now_ns,
+        )
+        return cut.rate_bytes_per_s
+
+    assert queue_at(NS_PER_S, 40 * MS) == 850_000, "0.95 of what was carried, less 40 ms of it in 400 ms"
+    assert queue_at(NS_PER_S + 300 * MS, 40 * MS) == 850_000, "the cut can't be seen yet"
+    assert queue_at(NS_PER_S + 200 * MS, 0) == 850_000, "nor that it was enough"
+    assert queue_at(NS_PER_S + 530 * MS, 7 * MS) == 850_000, "not calm yet"
+    assert queue_at(NS_PER_S + 600 * MS, 0) == 950_000
+    assert cut.cuts == 1
+    assert queue_at(2 * NS_PER_S, 400 * MS) == 475_000, "but never below half of it"
+    assert cut.cuts == 2
+
+
+def test_a_limit_is_never_too_small_to_recover_from_and_a_new_link_has_none() -> None:
+    cut = DelayCut()
+    for now_ns in (NS_PER_S, 2 * NS_PER_S):
+        cut.measured(
+            rtt_ns=90 * MS,
+            rtt_min_ns=40 * MS,
+            queue_ns=None,
+            sent_bytes_per_s=0,
+            carried_bytes_per_s=0,
+            now_ns=now_ns,
+        )
+    assert cut.rate_bytes_per_s == RATE_BYTES_PER_S_MIN
+    cut.reset()
+    assert cut.rate_bytes_per_s is None
+
+
+def test_what_counts_as_a_queue() -> None:
+    assert rtt_limit_ns(40 * MS) == 60 * MS
+    assert rtt_limit_ns(100 * MS) == 150 * MS
+    assert rtt_limit_ns(MS) == 21 * MS
+
+
+def test_a_way_that_has_become_longer_is_no_queue_that_cuts_can_shorten() -> None:
+    cut, now_ns, longer_ns = DelayCut(), 0, 0
+    rates = []
+    for tick in range(1200):
+        longer_ns = 30 * MS if 300 <= tick < 320 or (tick >= 320 and not rates[-1][1]) else longer_ns
+        limit = cut.rate_bytes_per_s
+        sent = 60_000_000 if limit is None else min(limit, 60_000_000)
+        now_ns += TICK_NS
+        cut.measured(
+            rtt_ns=40 * MS + longer_ns,
+            rtt_min_ns=40 * MS,
+            queue_ns=longer_ns,
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=sent,
+            now_ns=now_ns,
+        )
+        if cut.is_in_vain:
+            cut.begin_again()
+            longer_ns = 0  # what the caller measures from is new
+        rates.append((cut.rate_bytes_per_s, longer_ns == 0))
+    least = min(rate for rate, _ in rates if rate is not None)
+    assert least > 60_000_000 // 4, "a few cuts, and it is known"
+    assert rates[-1][0] is None or rates[-1][0] > 50_000_000, "and it grows back"

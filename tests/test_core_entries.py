@@ -1,0 +1,296 @@
+"""The canonical encoding of entries and the hash chain: every change is found, every other spelling is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_node.core.entries import (
+    ENTRY_BYTES_MAX,
+    ZERO_HASH,
+    decode_entry,
+    encode_entry,
+    kind_of,
+    seal,
+    verify_chain,
+)
+from diloco_node.core.types import (
+    Ballot,
+    Contribution,
+    DiscardedBody,
+    Entry,
+    EntryBody,
+    EntryKind,
+    FinishedBody,
+    GenesisBody,
+    LeaderBody,
+    Member,
+    RoundBody,
+    Stripe,
+)
+from diloco_node.errors import ProtocolViolation
+
+CONTRIBUTION = Contribution("us-east", 3, 7, 11, 42, 100, 124, 24 * 499, (0.5, 1.25e-7))
+BODIES: list[EntryBody] = [
+    GenesisBody("run-1", "ab" * 32, "cd" * 32, ("eu", "us-east"), (b"\x01" * 16, b"\x02" * 16)),
+    LeaderBody("eu"),
+    RoundBody(
+        7, 12, Ballot(3, 9), (Member(CONTRIBUTION, 0.1),), 0.75, (0.5, -0.25), (Stripe("eu", 0, 9),), b"\x07" * 32
+    ),
+    DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
+    FinishedBody((12, 13), "tokens"),
+]
+
+GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
+GOLDEN_CHAIN = "9c06e565d7caca04ee494f4064ca21d379b31ca555df03f6cca7cf47ade93bd4"
+
+ints = st.integers(-(2**63), 2**63 - 1)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+names = st.text(max_size=20)
+contributions = st.builds(
+    Contribution, names, ints, ints, ints, ints, ints, ints, ints, st.lists(floats, max_size=5).map(tuple)
+)
+members = st.builds(Member, contributions, floats)
+stripes = st.builds(Stripe, names, ints, ints)
+bodies: st.SearchStrategy[EntryBody] = st.one_of(
+    st.builds(LeaderBody, names),
+    st.builds(FinishedBody, st.lists(ints, max_size=5).map(tuple), names),
+    st.builds(DiscardedBody, names, ints, ints, ints, ints, ints, names),
+    st.builds(
+        GenesisBody, names, names, names, st.lists(names, max_size=4).map(tuple), st.lists(st.binary()).map(tuple)
+    ),
+    st.builds(
+        RoundBody,
+        ints,
+        ints,
+        st.builds(Ballot, ints, ints),
+        st.lists(members, max_size=4).map(tuple),
+        floats,
+        st.lists(floats, max_size=5).map(tuple),
+        st.lists(stripes, max_size=4).map(tuple),
+        st.binary(max_size=40),
+    ),
+)
+
+
+def chain(*of: EntryBody) -> list[Entry]:
+    entries: list[Entry] = []
+    for body in of:
+        entries.append(seal(len(entries) + 1, 1, entries[-1].hash if entries else ZERO_HASH, body))
+    return entries
+
+
+@given(body=bodies, index=st.integers(1, 2**40), term=st.integers(1, 2**40))
+@settings(deadline=None)
+def test_what_is_decoded_is_what_was_encoded(body: EntryBody, index: int, term: int) -> None:
+    entry = seal(index, term, b"\x05" * 32, body)
+    decoded = decode_entry(encode_entry(entry))
+    assert decoded == entry
+    assert encode_entry(decoded) == encode_entry(entry)
+
+
+def test_kinds_name_the_bodies() -> None:
+    assert [kind_of(body) for body in BODIES] == list(EntryKind)
+
+
+def test_golden_hash_of_an_entry() -> None:
+    # Changes only with the format of the ledger: old ledgers could not be read any more.
+    assert seal(1, 1, ZERO_HASH, LeaderBody("eu")).hash.hex() == GOLDEN_LEADER
+    assert chain(*BODIES)[-1].hash.hex() == GOLDEN_CHAIN
+
+
+def test_hashes_do_not_depend_on_the_process() -> None:
+    program = (
+        "from diloco_node.core.entries import seal; from diloco_node.core.types import FinishedBody;"
+        "print(seal(1, 1, bytes(32), FinishedBody((1, 2), 'x')).hash.hex())"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert found == {seal(1, 1, bytes(32), FinishedBody((1, 2), "x")).hash.hex() + "\n"}
+
+
+def test_equal_bodies_have_equal_hashes_whatever_number_type_they_use() -> None:
+    body = BODIES[2]
+    assert isinstance(body, RoundBody)
+    assert replace(body, share=1) == replace(body, share=1.0)
+    assert seal(1, 1, ZERO_HASH, replace(body, share=1)) == seal(1, 1, ZERO_HASH, replace(body, share=1.0))
+
+
+def test_every_field_is_in_the_hash() -> None:
+    seen = {seal(1, 1, ZERO_HASH, body).hash for body in BODIES}
+    seen |= {seal(2, 1, ZERO_HASH, BODIES[0]).hash, seal(1, 2, ZERO_HASH, BODIES[0]).hash}
+    seen.add(seal(1, 1, b"\1" * 32, BODIES[0]).hash)
+    body = BODIES[2]
+    assert isinstance(body, RoundBody)
+    member = body.members[0]
+    changes: list[dict[str, Any]] = [
+        {"fragment": 8},
+        {"version": 13},
+        {"ballot": Ballot(3, 10)},
+        {"ballot": Ballot(4, 9)},
+        {"members": ()},
+        {"members": (replace(member, weight=0.2),)},
+        {"share": 0.5},
+        {"factors": (0.5, 0.25)},
+        {"stripes": (Stripe("eu", 0, 8),)},
+        {"payload_digest": b"\x08" * 32},
+    ]
+    numbers: list[dict[str, Any]] = [
+        {"incarnation": 4},
+        {"base_version": 10},
+        {"snapshot": 43},
+        {"step_from": 99},
+        {"step_to": 125},
+        {"tokens": 1},
+        {"squared_norms": (0.5, 1.26e-7)},
+        {"learner": "us-west"},
+    ]
+    changes += [{"members": (replace(member, contribution=replace(CONTRIBUTION, **change)),)} for change in numbers]
+    seen |= {seal(1, 1, ZERO_HASH, replace(body, **change)).hash for change in changes}
+    assert len(seen) == len(BODIES) + 3 + len(changes)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        DiscardedBody("a", 1, 0, 0, 2**63, 7, "x"),
+        DiscardedBody("a", True, 0, 0, 1, 7, "x"),
+        DiscardedBody("a", 1.0, 0, 0, 1, 7, "x"),  # type: ignore[arg-type]
+        DiscardedBody(b"a", 1, 0, 0, 1, 7, "x"),  # type: ignore[arg-type]
+        DiscardedBody("a" * 5000, 1, 0, 0, 1, 7, "x"),
+        replace(BODIES[2], share=float("nan")),  # type: ignore[type-var]
+        replace(BODIES[2], factors=(float("inf"),)),  # type: ignore[type-var]
+        replace(BODIES[2], ballot=(1, 2)),  # type: ignore[type-var]
+        GenesisBody("r", "", "", (), (b"x" * ENTRY_BYTES_MAX,)),
+        "no body",
+    ],
+)
+def test_what_is_no_entry_is_not_sealed(body: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        seal(1, 1, ZERO_HASH, body)
+
+
+# ---- the chain -------------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_is_accepted_whole_and_in_parts() -> None:
+    entries = chain(*BODIES)
+    verify_chain(entries)
+    verify_chain([])
+    for first in range(1, len(entries)):
+        verify_chain(entries[first:], previous_index=first, previous_hash=entries[first - 1].hash)
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_every_change_to_a_chain_is_found_and_its_index_named(at: int) -> None:
+    entries = chain(*BODIES)
+    changes = [
+        replace(entries[at], term=2),
+        replace(entries[at], index=at + 2),
+        replace(entries[at], body=LeaderBody("mallory")),
+        replace(entries[at], previous=b"\1" * 32),
+        replace(entries[at], hash=b"\1" * 32),
+        seal(at + 1, 1, entries[at].previous, LeaderBody("mallory")),
+    ]
+    for number, change in enumerate(changes):
+        is_last_resealed = number == 5 and at == len(entries) - 1
+        if is_last_resealed:
+            continue  # a chain by itself can't know that its last entry is another one
+        with pytest.raises(ProtocolViolation, match=f"entry ({at + 1}|{at + 2}) "):
+            verify_chain([*entries[:at], change, *entries[at + 1 :]])
+
+
+def test_a_missing_entry_is_found() -> None:
+    entries = chain(*BODIES)
+    for at in range(len(entries) - 1):
+        with pytest.raises(ProtocolViolation, match=f"entry {at + 1} "):
+            verify_chain([*entries[:at], *entries[at + 1 :]])
+    with pytest.raises(ProtocolViolation, match="entry 2 "):
+        verify_chain(entries, previous_index=1, previous_hash=ZERO_HASH)
+
+
+def test_terms_never_fall_and_begin_at_one() -> None:
+    first = seal(1, 2, ZERO_HASH, LeaderBody("a"))
+    with pytest.raises(ProtocolViolation, match=r"entry 2 .* term 1"):
+        verify_chain([first, seal(2, 1, first.hash, LeaderBody("b"))])
+    with pytest.raises(ProtocolViolation, match="term 0"):
+        verify_chain([seal(1, 0, ZERO_HASH, LeaderBody("a"))])
+
+
+# ---- strict decoding -------------------------------------------------------------------------------------------------
+
+
+def test_every_bit_flip_is_refused_or_breaks_the_hash() -> None:
+    for entry in chain(*BODIES):
+        data = encode_entry(entry)
+        for bit in range(8 * len(data)):
+            flipped = bytearray(data)
+            flipped[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(ProtocolViolation):
+                verify_chain(
+                    [decode_entry(bytes(flipped))], previous_index=entry.index - 1, previous_hash=entry.previous
+                )
+
+
+def test_every_prefix_and_every_longer_text_is_refused() -> None:
+    data = encode_entry(chain(*BODIES)[2])
+    for length in range(len(data)):
+        with pytest.raises(ProtocolViolation):
+            decode_entry(data[:length])
+    with pytest.raises(ProtocolViolation):
+        decode_entry(data + b"\0")
+
+
+def spelled(**changes: Any) -> bytes:
+    plain = {"index": 1, "term": 1, "previous": ZERO_HASH, "kind": "leader", "body": ["a"], "hash": bytes(32)}
+    packed: bytes = msgpack.packb(list((plain | changes).values()))
+    return packed
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        spelled(kind="unknown"),
+        spelled(kind=["leader"]),
+        spelled(body=["a", "b"]),
+        spelled(body=[]),
+        spelled(body=[b"a"]),
+        spelled(body={"leader": "a"}),
+        spelled(body="a"),
+        spelled(index=1.0),
+        spelled(index=True),
+        spelled(term=2**64 - 1),
+        spelled(previous=b""),
+        spelled(hash=bytes(31)),
+        spelled(kind="finished", body=[[1.0], "x"]),
+        spelled(kind="finished", body=[[[]], "x"]),
+        spelled(kind="discarded", body=["a", 1, 0, 0, 1, 7, "x" * 5000]),
+        spelled().replace(b"\x01\x01", b"\xcc\x01\x01", 1),  # the same integer, longer
+        spelled().replace(b"\xa1a", b"\xd9\x01a", 1),  # the same string, longer
+        msgpack.packb({"index": 1}),
+        msgpack.packb([1, 2, 3]),
+        msgpack.packb(msgpack.ExtType(5, b"x")),
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+        bytes(ENTRY_BYTES_MAX + 1),
+    ],
+)
+def test_other_spellings_and_bombs_are_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        decode_entry(data)
+
+
+def test_the_plain_spelling_is_accepted() -> None:
+    assert decode_entry(spelled()).body == LeaderBody("a")

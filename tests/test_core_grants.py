@@ -1,0 +1,217 @@
+"""core/grants.py: shares are max-min fair, add up to the ceiling at most, and who does not obey is not read."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diloco_node.core.budget import NS_PER_S
+from diloco_node.core.grants import (
+    ALLOWANCE_BYTES,
+    ALLOWANCE_NS,
+    SETTLE_NS,
+    UNLIMITED,
+    WANTS_MOST,
+    IngressGrants,
+    max_min,
+)
+
+MS = 1_000_000
+RATE = 999_900
+
+
+def connected(peers: str, rate: int | None = RATE, *, now_ns: int = 0) -> IngressGrants:
+    """All peers are there and have been told, and have settled by one second later."""
+    grants = IngressGrants(peers, now_ns=now_ns)
+    grants.set_rate(rate, now_ns=now_ns)
+    for peer in peers:
+        grants.connected(peer)
+    grants.due(now_ns=now_ns)
+    grants.due(now_ns=now_ns + NS_PER_S // 2)
+    return grants
+
+
+# ---- shares ----------------------------------------------------------------------------------------------------------
+
+
+@given(total=st.integers(0, 10**9), caps=st.dictionaries(st.sampled_from("abcdefg"), st.integers(0, 10**9), min_size=1))
+def test_max_min_shares_are_fair(total: int, caps: dict[str, int]) -> None:
+    shares = max_min(total, caps)
+    assert shares.keys() == caps.keys()
+    assert all(0 <= shares[peer] <= caps[peer] for peer in caps)
+    assert sum(shares.values()) <= total
+    for peer, cap in caps.items():
+        if shares[peer] < cap:
+            # It wants more: then nobody has more than it (but for a remainder), and nothing is left over.
+            assert all(other <= shares[peer] + len(caps) for other in shares.values())
+            assert total - sum(shares.values()) <= len(caps)
+
+
+def test_shares_that_a_person_can_check() -> None:
+    assert max_min(100, {"a": 10, "b": 60, "c": WANTS_MOST}) == {"a": 10, "b": 45, "c": 45}
+    assert max_min(90, {"a": 200, "b": 200, "c": 200}) == {"a": 30, "b": 30, "c": 30}
+    assert max_min(1000, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
+    assert max_min(0, {}) == {}
+
+
+def test_idle_peers_have_equal_shares_so_that_the_first_need_not_ask() -> None:
+    grants = connected("abc")
+    assert grants.targets(now_ns=NS_PER_S) == dict.fromkeys("abc", RATE // 3)
+    assert [grants.granted(peer) for peer in "abc"] == [RATE // 3] * 3
+
+
+def test_who_wants_something_gets_what_the_idle_ones_leave() -> None:
+    grants = connected("abc")
+    grants.wanted("b", WANTS_MOST)
+    shares = grants.targets(now_ns=NS_PER_S)
+    assert shares["a"] == shares["c"] == RATE // 50 // 2
+    assert shares["b"] == RATE - 2 * (RATE // 50 // 2)
+    grants.wanted("a", 100_000)
+    shares = grants.targets(now_ns=NS_PER_S)
+    assert shares["a"] == 100_000
+    assert shares["b"] == RATE - RATE // 50 - 100_000
+
+
+def test_a_peer_of_its_own_limit_gets_no_more() -> None:
+    grants = connected("ab")
+    grants.set_peer_rate("a", 50_000, now_ns=0)
+    grants.wanted("a", WANTS_MOST)
+    grants.wanted("b", WANTS_MOST)
+    assert grants.targets(now_ns=NS_PER_S) == {"a": 50_000, "b": RATE - 50_000}
+    alone = connected("a", None)
+    alone.set_peer_rate("a", 7, now_ns=0)
+    assert alone.due(now_ns=0) == [("a", 7)]
+
+
+def test_a_share_grows_only_after_the_others_had_time_to_shrink() -> None:
+    grants = connected("ab")
+    now_ns = NS_PER_S
+    grants.wanted("a", WANTS_MOST)
+    assert grants.due(now_ns=now_ns) == [("b", RATE // 50)]
+    assert grants.wake_at_ns(now_ns=now_ns) == now_ns + SETTLE_NS
+    assert grants.due(now_ns=now_ns + SETTLE_NS - 1) == []
+    assert grants.due(now_ns=now_ns + SETTLE_NS) == [("a", RATE - RATE // 50)]
+    assert grants.wake_at_ns(now_ns=now_ns + SETTLE_NS) is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) -> None:
+    rng = random.Random(seed)
+    grants = IngressGrants("abcd", now_ns=0)
+    grants.set_rate(RATE, now_ns=0)
+    told: dict[str, list[tuple[int, int]]] = {peer: [] for peer in "abcd"}
+    is_up = dict.fromkeys("abcd", False)
+    now_ns = 0
+    for _ in range(120):
+        now_ns += rng.choice([0, 1, 20 * MS, SETTLE_NS, NS_PER_S])
+        peer = rng.choice("abcd")
+        if not is_up[peer]:
+            grants.connected(peer)
+            is_up[peer] = True
+        elif rng.random() < 0.1:
+            grants.lost(peer, now_ns=now_ns)
+            is_up[peer] = False
+            told[peer].append((now_ns, 0))
+        else:
+            grants.wanted(peer, rng.choice([0, 1, 333_333, WANTS_MOST]))
+        for name, share in grants.due(now_ns=now_ns):
+            assert is_up[name]
+            told[name].append((now_ns, share))
+        # A sender may still use what it was told up to SETTLE_NS ago.
+        in_use = 0
+        for history in told.values():
+            recent = [share for at_ns, share in history if at_ns > now_ns - SETTLE_NS]
+            before = [share for at_ns, share in history if at_ns <= now_ns - SETTLE_NS]
+            in_use += max([*recent, *before[-1:]], default=0) if history else 0
+        assert in_use <= RATE + 4, "one byte each is always granted"
+
+
+def test_only_real_changes_are_told() -> None:
+    grants = connected("ab")
+    grants.wanted("a", RATE // 2 * 101 // 100)
+    grants.wanted("b", WANTS_MOST)
+    assert grants.due(now_ns=NS_PER_S) == []
+    assert grants.wake_at_ns(now_ns=NS_PER_S) is None
+
+
+def test_a_peer_that_comes_back_is_told_again_and_one_that_is_gone_keeps_nothing() -> None:
+    grants = connected("ab")
+    grants.lost("a", now_ns=NS_PER_S)
+    assert grants.due(now_ns=NS_PER_S + SETTLE_NS) == [("b", RATE)]
+    grants.connected("a")
+    now_ns = 2 * NS_PER_S
+    assert grants.due(now_ns=now_ns)[0] == ("b", RATE // 2)
+    assert ("a", RATE // 2) in grants.due(now_ns=now_ns + SETTLE_NS)
+
+
+def test_without_a_ceiling_nobody_is_told_anything() -> None:
+    grants = IngressGrants("ab", now_ns=0)
+    grants.connected("a")
+    assert grants.due(now_ns=0) == []
+    grants.wanted("a", WANTS_MOST)
+    assert grants.due(now_ns=NS_PER_S) == []
+    assert grants.read_at_ns("a", now_ns=0) == 0
+
+
+def test_a_ceiling_that_is_taken_away_is_told() -> None:
+    grants = connected("ab")
+    grants.set_rate(None, now_ns=NS_PER_S)
+    assert grants.due(now_ns=NS_PER_S) == [("a", UNLIMITED), ("b", UNLIMITED)]
+    grants.arrived("a", 10**9, now_ns=NS_PER_S)
+    assert grants.read_at_ns("a", now_ns=NS_PER_S) == NS_PER_S
+
+
+# ---- what arrives ----------------------------------------------------------------------------------------------------
+
+
+def test_what_came_beyond_the_ceiling_is_taken_from_the_shares() -> None:
+    grants = connected("a")
+    grants.wanted("a", WANTS_MOST)
+    now_ns = 5 * NS_PER_S
+    grants.measured("a", RATE // 10, now_ns=now_ns)
+    assert grants.targets(now_ns=now_ns)["a"] == RATE, "no more than one reading of the counters brings"
+    grants.measured("a", RATE // 10 + RATE // 2, now_ns=now_ns)
+    assert RATE * 55 // 100 < grants.targets(now_ns=now_ns)["a"] < RATE * 65 // 100
+    grants.measured("a", 10 * RATE, now_ns=now_ns)
+    assert grants.targets(now_ns=now_ns)["a"] == RATE - RATE // 2
+
+
+def test_a_peer_that_keeps_to_its_share_is_always_read() -> None:
+    grants = connected("a")
+    now_ns = NS_PER_S
+    for _ in range(500):
+        assert grants.read_at_ns("a", now_ns=now_ns) == now_ns
+        grants.arrived("a", 10_000, now_ns=now_ns)
+        now_ns += 10_600 * NS_PER_S // RATE
+
+
+@pytest.mark.parametrize("factor", [2, 10])
+def test_a_peer_that_sends_more_is_read_at_its_share(factor: int) -> None:
+    grants = connected("a")
+    now_ns, read = NS_PER_S, 0
+    while now_ns < 11 * NS_PER_S:
+        now_ns = max(now_ns, grants.read_at_ns("a", now_ns=now_ns)) + 16_384 * NS_PER_S // (factor * RATE)
+        grants.arrived("a", 16_384, now_ns=now_ns)
+        read += 16_384 * 106 // 100
+    assert read >= 10 * RATE
+    assert read <= 10 * RATE + ALLOWANCE_BYTES + RATE * ALLOWANCE_NS // NS_PER_S + 4 * 16_384
+
+
+def test_the_overhead_of_what_is_read_is_learnt() -> None:
+    grants = connected("a")
+    wire = Fraction(0)
+    now_ns = NS_PER_S
+    for _ in range(300):
+        now_ns += 100 * MS
+        grants.arrived("a", 500_000, now_ns=now_ns)
+        wire += Fraction(500_000 * 112, 100)
+        grants.measured("a", int(wire), now_ns=now_ns)
+    before_ns = grants.read_at_ns("a", now_ns=now_ns)
+    grants.arrived("a", 1_000_000, now_ns=now_ns)
+    cost = (grants.read_at_ns("a", now_ns=now_ns) - before_ns) * RATE // NS_PER_S
+    assert 1_100_000 < cost < 1_130_000

@@ -1,0 +1,137 @@
+"""With whom a round is held: reach, stalled learners, reports older than the last commit."""
+
+from __future__ import annotations
+
+from diloco_node.core.rounds.membership import BEHIND_NS, STALLED_NS_MIN, Electorate, look_around, member_fault
+from tests.rounds_kit import (
+    GENESIS,
+    MS,
+    SECOND,
+    Neighbourhood,
+    committed_round,
+    contribution,
+    history_of,
+    position,
+    status,
+)
+
+NAMES = ("c", "a", "d", "b")
+
+
+def test_everybody_who_reaches_everybody_is_reducer_and_learner() -> None:
+    world = Neighbourhood(regions=("a", "b", "c"))
+    world.all_hear(status(), now_ns=1)
+    found = look_around("a", ("c", "b", "a"), world.liveness, now_ns=1)
+    assert found.reachable == found.reducers == found.learners == ("a", "b", "c")
+    assert found.away == ()
+
+
+def test_two_that_do_not_reach_each_other_stay_members_but_reduce_nothing() -> None:
+    world = Neighbourhood(regions=("a", "b", "c", "d"))
+    world.liveness.own_learner(status(), now_ns=1)
+    world.hear("b", status(), now_ns=1, hears=("a", "d"))
+    world.hear("c", status(), now_ns=1, hears=("a", "b", "d"))
+    world.hear("d", status(), now_ns=1, hears=("a", "b", "c"))
+    found = look_around("a", NAMES, world.liveness, now_ns=1)
+    assert found.reducers == ("a", "d")
+    assert found.learners == ("a", "b", "c", "d")
+
+
+def test_region_that_does_not_hear_the_leader_is_away() -> None:
+    world = Neighbourhood()
+    world.liveness.own_learner(status(), now_ns=1)
+    world.hear("b", status(), now_ns=1, hears=("c",))
+    world.hear("c", None, now_ns=1)
+    found = look_around("a", ("a", "b", "c"), world.liveness, now_ns=1)
+    assert found.reachable == ("a", "c")
+    assert found.learners == ("a",)
+    assert found.away == (("b", "not reachable"), ("c", "no learner"))
+
+
+def test_shunned_reducers_are_left_out_unless_nobody_else_is_there() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=1)
+    assert look_around("a", (*NAMES[:2], "b"), world.liveness, now_ns=1, shunned={"b"}).reducers == ("a", "c")
+    assert look_around("a", ("a", "b"), world.liveness, now_ns=1, shunned={"a", "b"}).reducers == ("a", "b")
+
+
+def test_learner_that_makes_no_steps_is_not_waited_for() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(step=10), now_ns=1)
+    now_ns = 1 + STALLED_NS_MIN
+    world.liveness.own_learner(status(step=11), now_ns=now_ns)
+    world.hear("b", status(step=10), now_ns=now_ns)
+    assert look_around("a", ("a", "b"), world.liveness, now_ns=now_ns).learners == ("a", "b")
+    world.hear("b", status(step=10), now_ns=now_ns + 1)
+    found = look_around("a", ("a", "b"), world.liveness, now_ns=now_ns + 1)
+    assert found.away == (("b", "its learner makes no steps"),)
+
+
+def test_stopped_learner_is_away() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(finished=True), now_ns=1)
+    assert look_around("a", ("a",), world.liveness, now_ns=1).away == (("a", "its learner has stopped"),)
+
+
+HISTORY = history_of(GENESIS, committed_round(0, 1, [contribution("b", steps=(0, 10))]))
+
+
+def fault(**changed: object) -> str:
+    arguments = {"incarnation_min": 1, "is_recent": False} | {
+        key: value for key, value in changed.items() if key in ("incarnation_min", "is_recent")
+    }
+    report = status(int(str(changed.get("step", 11))), f0=position(base=int(str(changed.get("base", 1))), step=10))
+    return member_fault("b", report, 0, HISTORY, **arguments)  # type: ignore[arg-type]
+
+
+def test_member_needs_a_base_that_is_not_older_than_its_last_inclusion() -> None:
+    assert fault() == ""
+    assert "has not applied version 1" in fault(base=0)
+    assert fault(base=-1) == "has no version yet"
+    assert fault(base=0, is_recent=True) == "", "the report may be older than the apply"
+    assert fault(base=-1, is_recent=True) == "has no version yet"
+
+
+def test_member_needs_a_step_since_its_last_inclusion() -> None:
+    assert "no steps" in fault(step=10)
+    assert fault(step=10, is_recent=True) == ""
+
+
+def test_member_of_a_life_that_is_over_is_refused() -> None:
+    assert fault(incarnation_min=2) == "its incarnation is over"
+    assert fault(incarnation_min=2, is_recent=True) == "its incarnation is over"
+
+
+def test_region_that_fetches_is_left_out_some_time_after_the_commit() -> None:
+    world = Neighbourhood()
+    history = history_of(GENESIS, committed_round(0, 1, [contribution("a")]), now_ns=SECOND)
+    electorate = Electorate(region="a", regions=("a", "b", "c"), history=history, liveness=world.liveness)
+    report = status(20, f0=position(base=1, step=10))
+
+    def excluded(now_ns: int) -> tuple[tuple[str, str], ...]:
+        world.liveness.own_learner(report, now_ns=now_ns)
+        world.hear("b", report, now_ns=now_ns, applied_index=1)
+        world.hear("c", report, now_ns=now_ns, applied_index=2)
+        surroundings = electorate.look_around(now_ns=now_ns)
+        return electorate.members(0, surroundings, now_ns=now_ns)[1]
+
+    assert excluded(SECOND + BEHIND_NS) == ()
+    assert excluded(SECOND + BEHIND_NS + 1) == (("b", "its region is 1 ledger entries behind"),)
+
+
+def test_barred_learner_is_excluded_with_its_reason() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=MS)
+    electorate = Electorate(region="a", regions=("a", "b", "c"), history=history_of(GENESIS), liveness=world.liveness)
+    members, excluded = electorate.members(0, electorate.look_around(now_ns=MS), now_ns=MS, barred={"b": "lied"})
+    assert members == ("a", "c")
+    assert excluded == (("b", "lied"),)
+
+
+def test_newest_life_is_remembered_whatever_comes_later() -> None:
+    world = Neighbourhood()
+    electorate = Electorate(region="a", regions=("a", "b"), history=history_of(GENESIS), liveness=world.liveness)
+    electorate.saw_incarnation("b", 3)
+    electorate.saw_incarnation("b", 2)
+    assert electorate.incarnation_min("b") == 3
+    assert electorate.incarnation_min("a") == 0

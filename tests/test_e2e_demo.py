@@ -1,0 +1,140 @@
+"""The whole path: four regions as real processes train one model over mutual TLS, and what they leave is checked.
+
+Nothing here trusts the report where files can be read: weights are hashed, ledgers recomputed, bytes compared with
+what the kernel counted on the interface of a network namespace that holds this run only.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from diloco_node.cli.report import check_folder, learner_status, longest_ledger, read_region_report
+from diloco_node.core.types import RoundBody
+from diloco_node.node.manifest_file import load_manifest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+SECONDS = 60
+REGIONS = 4
+
+
+def has_namespaces() -> bool:
+    return (
+        os.geteuid() == 0
+        and subprocess.run(["unshare", "-n", "true"], check=False, capture_output=True).returncode == 0
+    )
+
+
+class DemoRun:
+    """One demo: its report, its folder, and the bytes that the loopback interface carried for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        command = [
+            *(sys.executable, "-m", "diloco_node.cli.main", "demo", "--regions", str(REGIONS)),
+            *("--seconds", str(SECONDS), "--folder", str(folder), "--json"),
+        ]
+        script = 'if [ "$1" = ns ]; then ip link set lo up; fi; shift; "$@"; code=$?; cat /proc/net/dev >&2; exit $code'
+        self.is_isolated = has_namespaces()
+        prefix = ["unshare", "-n"] if self.is_isolated else []
+        mode = "ns" if self.is_isolated else "plain"
+        done = subprocess.run(
+            [*prefix, "sh", "-c", script, "sh", mode, *command],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        self.report = json.loads(done.stdout)
+        lo = next(line for line in done.stderr.splitlines() if line.strip().startswith("lo:"))
+        self.interface_bytes = int(lo.split(":")[1].split()[8])
+
+    @property
+    def names(self) -> list[str]:
+        return [region["name"] for region in self.report["regions"]]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
+    return DemoRun(tmp_path_factory.mktemp("demo") / "run")
+
+
+def test_every_region_holds_the_same_bytes(demo: DemoRun) -> None:
+    hashes = {
+        hashlib.sha256((demo.folder / name / "final.safetensors").read_bytes()).hexdigest() for name in demo.names
+    }
+    assert len(hashes) == 1
+    assert demo.report["equal_digests"] is True
+    assert len({region["digest"] for region in demo.report["regions"]}) == 1
+    assert len({tuple(region["versions"]) for region in demo.report["regions"]}) == 1
+    tensors = load_file(demo.folder / demo.names[0] / "final.safetensors")
+    assert all(values.dtype == np.float32 and np.isfinite(values).all() for values in tensors.values())
+
+
+def test_the_ledgers_account_for_every_token(demo: DemoRun) -> None:
+    positions = {name: learner_status(read_region_report(demo.folder / name)["learner"]) for name in demo.names}
+    account = check_folder(demo.folder, demo.names, positions)
+    assert account.faults == ()
+    assert account.trained == sum(region["tokens"] for region in demo.report["regions"])
+    assert account.trained == account.merged + account.carried + account.discarded
+    assert account.merged > 0.8 * account.trained
+    assert demo.report["tokens"]["balanced"] is True
+    assert demo.report["tokens"]["merged"] == account.merged
+
+
+def test_rounds_keep_the_pace_and_everybody_takes_part(demo: DemoRun) -> None:
+    manifest = load_manifest(demo.folder / demo.names[0])
+    assert manifest is not None
+    entries = longest_ledger([demo.folder / name for name in demo.names], len(manifest.fragments))
+    rounds = [entry.body for entry in entries if isinstance(entry.body, RoundBody)]
+    assert len(rounds) == demo.report["rounds_committed"] == sum(demo.report["regions"][0]["versions"])
+    settings = json.loads((demo.folder / demo.names[0] / "node.json").read_text())["settings"]
+    steps = float(np.mean([region["inner_steps"] for region in demo.report["regions"]]))
+    assert len(rounds) >= 0.8 * steps * settings["fragments"] / settings["sync_every"]
+    for name in demo.names:
+        included = sum(any(m.contribution.learner == name for m in body.members) for body in rounds)
+        assert included >= 0.9 * len(rounds), (name, included, len(rounds))
+    assert all(region["participation"] >= 0.9 for region in demo.report["regions"])
+    assert 1 <= demo.report["rounds_in_flight_max"] <= settings["rounds_in_flight_max"]
+
+
+def test_wire_bytes_are_what_the_interface_carried(demo: DemoRun) -> None:
+    if not demo.is_isolated:
+        pytest.skip("needs root and network namespaces: on a shared loopback other traffic is counted too")
+    sent = sum(region["wire_bytes_out"] for region in demo.report["regions"])
+    received = sum(region["wire_bytes_in"] for region in demo.report["regions"])
+    assert sent == pytest.approx(demo.interface_bytes, rel=0.10)
+    assert received == pytest.approx(sent, rel=0.05)
+
+
+def test_the_merged_model_is_better_than_any_region_alone(demo: DemoRun) -> None:
+    merged = demo.report["val_loss_global"]
+    # A region's own parameters are those from just before the run's last merges.
+    assert all(merged < region["val_loss"] for region in demo.report["regions"]), demo.report
+    assert all(region["loss_last"] < region["loss_first"] for region in demo.report["regions"])
+    assert merged < control_loss(demo)
+
+
+def control_loss(demo: DemoRun) -> float:
+    """Held-out loss of one learner with the same model, data, schedule and number of steps that never merges."""
+    name = demo.names[0]
+    settings = json.loads((demo.folder / name / "trainer.json").read_text())
+    settings["steps"] = max(region["inner_steps"] for region in demo.report["regions"])
+    settings["min_step_seconds"] = 0
+    settings["threads"] = 2
+    path = demo.folder / "control.json"
+    path.write_text(json.dumps(settings))
+    env = {**os.environ, "DILOCO_TRAINER": str(path)}
+    env.pop("DILOCO_SOCKET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco_node.learner"], env=env, capture_output=True, text=True, timeout=380, check=True
+    )
+    return float(json.loads(done.stdout.strip().splitlines()[-1])["val_loss"])

@@ -1,0 +1,125 @@
+"""A run of two regions is measured while it trains: over its own links, behind its rounds, within its budget."""
+
+import asyncio
+import json
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.cli.demo import Demo
+from diloco_node.cli.demo_cmd import DemoOptions
+from diloco_node.cli.plan_inputs import read_mesh
+from diloco_node.cli.report import build_report
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+WAIT_S = 120.0
+START_S = 240.0
+"""As the demo's: the first run on a machine compiles the kernels."""
+
+BUDGET_BYTES_PER_S = 4_000_000
+BURST = 1.06
+"""What a bucket saves up (150 ms at most) counts for more in three seconds than in ten."""
+
+
+async def statuses(demo: Demo) -> dict[str, dict[str, Any]]:
+    for region in demo.regions:
+        assert not region.has_exited, region.last_lines()
+    await asyncio.gather(*(region.poll() for region in demo.regions))
+    return {region.name: region.status for region in demo.regions}
+
+
+async def until_committed(demo: Demo, rounds: int) -> dict[str, dict[str, Any]]:
+    deadline_s = time.monotonic() + START_S
+    while True:
+        found = await statuses(demo)
+        if all(one.get("rounds_committed", 0) >= rounds and one["learner"] for one in found.values()):
+            return found
+        assert time.monotonic() < deadline_s, f"{rounds} rounds are not committed within {START_S} s"
+        await asyncio.sleep(0.3)
+
+
+async def measure(folder: Path, *arguments: str, code: int = 0) -> Any:
+    """What a user types, in a process of its own; the document, or the error."""
+    command = [
+        sys.executable,
+        "-m",
+        "diloco_node.cli.main",
+        "measure",
+        *arguments,
+        "--config",
+        str(folder / "run.toml"),
+    ]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await asyncio.wait_for(process.communicate(), WAIT_S)
+    assert process.returncode == code, err.decode()
+    return err.decode() if code else json.loads(out)
+
+
+def metric(port: int, name: str) -> float:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+
+async def test_links_are_measured_while_the_run_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    demo = Demo(DemoOptions(regions=2, seconds=90.0, folder=folder, is_json=True), folder)
+    demo._prepare()
+    with (folder / "run.toml").open("a") as file:
+        file.write(f'\n[budget]\negress = "{BUDGET_BYTES_PER_S // 10**6}MB/s"\n')
+    here = ("--region", "us-east", "--json")
+    try:
+        for region in demo.regions:
+            await region.start(folder / "run.toml")
+        before = await until_committed(demo, 4)
+        assert before["us-east"]["budget"]["peers"]["us-west"]["lanes"]["measurement"]["used_bytes"] == 0
+
+        going = asyncio.create_task(measure(folder, "bandwidth", "us-west", "--seconds", "3", *here))
+        while not (await statuses(demo))["us-east"]["measurement"]:
+            assert not going.done(), going.result()
+            await asyncio.sleep(0.1)
+        refused = await measure(folder, "latency", "us-west", "--region", "us-east", code=1)
+        assert "carries out another `measure` command" in refused
+        bandwidth = await going
+        after = await statuses(demo)
+
+        assert bandwidth["through"] == "daemon"
+        assert (bandwidth["limit_bytes_per_second"], bandwidth["limited_by"]) == (BUDGET_BYTES_PER_S, "region")
+        random, encoded = bandwidth["tests"]
+        assert 0.1 * BUDGET_BYTES_PER_S < random["bytes_per_second"] <= BURST * BUDGET_BYTES_PER_S
+        for test in (random, encoded):
+            assert 0 < test["wire_bytes_per_second"] <= BURST * BUDGET_BYTES_PER_S
+            assert 0 <= test["retransmitted_bytes"] <= test["sent_bytes"]
+        booked = after["us-east"]["budget"]["peers"]["us-west"]["lanes"]["measurement"]["used_bytes"]
+        assert booked >= random["wire_bytes"] + encoded["wire_bytes"]
+        port = int((folder / "us-east" / "admin.port").read_text())
+        assert metric(port, 'diloco_lane_used_bytes_total{lane="measurement",peer="us-west"}') == booked
+        assert after["us-west"]["budget"]["peers"]["us-east"]["lanes"]["measurement"]["used_bytes"] == 0
+        for name in demo.names:
+            assert after[name]["rounds_committed"] >= before[name]["rounds_committed"] + 4, "merging went on"
+            assert after[name]["learner"]["step"] >= before[name]["learner"]["step"] + 16, "and so did training"
+            assert after[name]["rejections"] == []
+
+        latency = await measure(folder, "latency", "us-west", "--load", "--seconds", "1", *here)
+        assert [row["load"] for row in latency["rows"]] == ["none", "out", "in"]
+        assert all(row["answered"] > 0 for row in latency["rows"])
+        mesh = folder / "mesh.json"
+        await measure(folder, "mesh", "--seconds", "1", "--out", str(mesh), *here)
+        assert len(read_mesh(mesh).goodput) == 2
+
+        assert await demo.regions[0].finish()
+        for region in demo.regions:
+            assert region.process is not None
+            assert await asyncio.wait_for(region.process.wait(), WAIT_S) == 0, region.last_lines()
+    finally:
+        await asyncio.gather(*(region.stop() for region in demo.regions))
+    report = build_report(folder, demo.names)
+    assert report["equal_digests"] is True
+    assert report["tokens"]["balanced"] is True

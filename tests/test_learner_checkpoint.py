@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    Progress,
+    read_checkpoint,
+    read_newest,
+    write_checkpoint,
+)
+
+DIGEST = "ab" * 32
+
+
+def progress(step: int, *, incarnation: int = 1, digest: str = DIGEST) -> Progress:
+    return Progress(digest, incarnation, step + 1000, step, 7 * step)
+
+
+def checkpoint(step: int, **more: Any) -> Checkpoint:
+    return Checkpoint(progress(step, **more), {"state.0.m": torch.full((3,), float(step))}, {}, {})
+
+
+class Data:
+    def __init__(self, position: int = 0) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "history": [1, 2.5, None, "x"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["history"] == [1, 2.5, None, "x"]
+        self.position = state["position"]
+
+
+def trained(optimizer_type: type[torch.optim.Optimizer], steps: int, **settings: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    groups = [{"params": [model.weight], "weight_decay": 0.5}, {"params": [model.bias]}]
+    optimizer = optimizer_type(groups, lr=0.01, **settings)  # type: ignore[call-arg]
+    for step in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("optimizer_type", "settings"),
+    [
+        (torch.optim.AdamW, {"betas": (0.9, 0.95)}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (torch.optim.SGD, {}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {"centered": True}),
+    ],
+)
+def test_restored_optimizer_takes_the_very_same_step(
+    tmp_path: Path, optimizer_type: type[torch.optim.Optimizer], settings: dict[str, Any]
+) -> None:
+    model, optimizer = trained(optimizer_type, 3, **settings)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(progress(3), optimizer, {"data": Data(41)})
+    writer.wait()
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    assert found.progress == progress(3)
+    again, other = trained(optimizer_type, 0, **settings)
+    again.load_state_dict(model.state_dict())
+    data = Data()
+    found.restore(other, {"data": data}, rng=False)
+    assert data.position == 41
+    for one in (model, again):
+        for parameter in one.parameters():
+            parameter.grad = torch.full_like(parameter, -0.3)
+    optimizer.step()
+    other.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_random_generator_goes_on(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(progress(1), None, {})
+    writer.wait()
+    expected = torch.randn(4)
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    found.restore(None, {}, rng=False)
+    assert not torch.equal(torch.randn(4), expected)
+    found.restore(None, {}, rng=True)
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_last_two_are_kept_and_the_newest_incarnation_is_the_newest(tmp_path: Path) -> None:
+    for step, incarnation in [(900, 1), (1000, 1), (5, 2)]:
+        write_checkpoint(tmp_path, checkpoint(step, incarnation=incarnation))
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["learner-00000001-000000001000.safetensors", "learner-00000002-000000000005.safetensors"]
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    assert found.progress.step == 5
+
+
+@pytest.mark.parametrize("where", ["head", "metadata", "tensors", "cut", "empty"])
+def test_damaged_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_checkpoint(tmp_path, checkpoint(1))
+    newest = write_checkpoint(tmp_path, checkpoint(2))
+    data = bytearray(newest.read_bytes())
+    at = {"head": 3, "metadata": data.index(b"global_step") + 16, "tensors": len(data) - 2}.get(where, 0)
+    data[at] ^= 1
+    newest.write_bytes({"cut": data[:-5], "empty": b""}.get(where, data))
+    with caplog.at_level(logging.WARNING):
+        found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    assert found.progress.step == 1
+    assert "damaged" in caplog.text
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, checkpoint(2))
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 7):
+        data = bytearray(whole)
+        data[at] ^= 1 << (at % 8)
+        path.write_bytes(data)
+        # A flip may also only change a space in the header: then what is read is what was written.
+        try:
+            found = read_checkpoint(path)
+        except LearnerError:
+            continue
+        assert found.document() == checkpoint(2).document(), at
+        assert torch.equal(found.tensors["state.0.m"], checkpoint(2).tensors["state.0.m"])
+
+
+def test_checkpoint_of_another_model_is_passed_over(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, checkpoint(1))
+    write_checkpoint(tmp_path, checkpoint(2, digest="cd" * 32))
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    assert found.progress.step == 1
+    assert read_newest(tmp_path, "ef" * 32) is None
+    assert read_newest(tmp_path / "nothing-there", DIGEST) is None
+
+
+def test_diverged_moments_are_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, optimizer = trained(torch.optim.AdamW, 1)
+    next(iter(optimizer.state.values()))["exp_avg"][0] = float("nan")
+    writer = CheckpointWriter(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        writer.save(progress(1), optimizer, {})
+        writer.wait()
+    assert "not finite" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_refuses_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way of the folder")
+    writer = CheckpointWriter(tmp_path / "file" / "checkpoints")
+    with caplog.at_level(logging.WARNING):
+        writer.save(progress(1), None, {})
+        writer.wait()
+    assert "training goes on" in caplog.text
+
+
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path) -> None:
+    model, optimizer = trained(torch.optim.SGD, 2, momentum=0.9)
+    expected = {id(p): s["momentum_buffer"].clone() for p, s in optimizer.state.items()}
+    writer = CheckpointWriter(tmp_path)
+    writer.save(progress(1), optimizer, {})
+    for state in optimizer.state.values():
+        state["momentum_buffer"].zero_()
+    writer.wait()
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    assert torch.equal(found.tensors["state.0.momentum_buffer"], expected[id(model.weight)])
+    writer.save(progress(2), optimizer, {})  # and the copies' memory is used again, for the new values
+    writer.wait()
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    assert not found.tensors["state.0.momentum_buffer"].any()
+
+
+def test_state_that_is_no_json_is_named(tmp_path: Path) -> None:
+    class Odd(Data):
+        def state_dict(self) -> dict[str, Any]:
+            return {"generator": object()}
+
+    with pytest.raises(LearnerError, match=r"stateful\['data'\] can't be kept"):
+        CheckpointWriter(tmp_path).save(progress(1), None, {"data": Odd()})
+
+
+def test_another_optimizer_is_a_clear_error(tmp_path: Path) -> None:
+    _, optimizer = trained(torch.optim.AdamW, 1)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(progress(1), optimizer, {})
+    writer.wait()
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    other = torch.optim.AdamW(nn.Linear(2, 2).parameters())  # one group, not two
+    with pytest.raises(LearnerError, match="remove the folder learner/checkpoints"):
+        found.restore(other, {}, rng=False)
+
+
+def test_parts_travel_to_other_ranks_without_loss() -> None:
+    one = Checkpoint(progress(4), {"rng": torch.arange(5, dtype=torch.uint8)}, {"state": {}}, {"d": {"x": [1]}})
+    other = Checkpoint.from_parts(one.document(), one.body())
+    assert other.document() == one.document()
+    assert torch.equal(other.tensors["rng"], one.tensors["rng"])
+    document = json.loads(one.document()) | {"format": 2}
+    with pytest.raises(LearnerError, match="format 2, expected 1"):
+        Checkpoint.from_parts(json.dumps(document), b"")

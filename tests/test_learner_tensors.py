@@ -1,0 +1,231 @@
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco_node.core.carry import Anchor, CarryPlan, carry_over
+from diloco_node.core.fragments import build_manifest
+from diloco_node.core.types import MergeRule
+from diloco_node.errors import LearnerError
+from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.tensors import ModelTensors, unwrap
+
+SEED = 499
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(11, 6)
+        self.inner = nn.Linear(6, 6)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.lm_head = nn.Linear(6, 11, bias=False)
+        self.lm_head.weight = self.tok.weight
+        self.register_buffer("seen", torch.zeros(3))
+
+
+class Layers(nn.Module):
+    """Names that only look like heads or embeddings, and some that are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"attention": nn.ModuleDict({"output": nn.Linear(2, 2)})})
+        self.model = nn.ModuleDict({"embed_tokens": nn.Linear(2, 2, bias=False)})
+        self.lm_head = nn.Linear(2, 3)
+
+
+def rules(tensors: ModelTensors) -> dict[str, MergeRule]:
+    return {spec.name: spec.merge for spec in tensors.specs}
+
+
+def test_trainable_parameters_once_and_no_buffers() -> None:
+    tensors = ModelTensors(Tied())
+    assert rules(tensors) == {
+        "tok.weight": MergeRule.AVG,  # an embedding, and tied to the head
+        "inner.weight": MergeRule.RDA,
+        "inner.bias": MergeRule.RDA,
+    }
+
+
+def test_embeddings_and_heads_are_known_by_type_and_by_name() -> None:
+    assert rules(ModelTensors(Layers())) == {
+        "block.attention.output.weight": MergeRule.RDA,
+        "block.attention.output.bias": MergeRule.RDA,
+        "model.embed_tokens.weight": MergeRule.AVG,
+        "lm_head.weight": MergeRule.AVG,
+        "lm_head.bias": MergeRule.AVG,
+    }
+
+
+def test_a_rule_can_be_given() -> None:
+    given = {"inner.weight": MergeRule.AVG, "lm_head.weight": MergeRule.RDA}  # the second by the tied one's other name
+    assert rules(ModelTensors(Tied(), merge=given)) == {
+        "tok.weight": MergeRule.RDA,
+        "inner.weight": MergeRule.AVG,
+        "inner.bias": MergeRule.RDA,
+    }
+    with pytest.raises(LearnerError, match="no parameter 'nobody'"):
+        ModelTensors(Tied(), merge={"nobody": MergeRule.AVG})
+
+
+def test_names_do_not_depend_on_torch_compile() -> None:
+    model, compiled = Tied(), nn.Module()
+    compiled.add_module("_orig_mod", model)  # what torch.compile wraps it in
+    assert unwrap(compiled) is model
+    assert ModelTensors(compiled).specs == ModelTensors(model).specs
+
+
+@pytest.mark.parametrize("fragments", [1, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_written_is_read_back(fragments: int, dtype: torch.dtype) -> None:
+    print(f"seed {SEED}")
+    torch.manual_seed(SEED)
+    model = Tied().to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tensors = ModelTensors(model)
+    manifest = build_manifest(tensors.specs, fragments)
+    vectors = []
+    for fragment in manifest.fragments:
+        vector = torch.full((fragment.size,), float("nan"))
+        tensors.read(fragment, vector)
+        vectors.append(vector)
+        tensors.write(fragment, torch.zeros(fragment.size))
+    assert not model.inner.weight.any()
+    assert not model.lm_head.weight.any()
+    for fragment, vector in zip(manifest.fragments, vectors, strict=True):
+        tensors.write(fragment, vector)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    full = tensors.full_state(manifest.fragments, vectors)
+    assert {name: value.dtype for name, value in full.items()} == {name: value.dtype for name, value in before.items()}
+    assert all(torch.equal(before[name], full[name]) for name in before)
+
+
+def test_parameters_that_are_not_contiguous_and_scalars() -> None:
+    model = nn.Module()
+    model.a = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # rows of 3, strided
+    model.b = nn.Parameter(torch.tensor(5.0))
+    tensors = ModelTensors(model)
+    manifest = build_manifest(tensors.specs, 2)
+    for fragment in manifest.fragments:
+        vector = torch.empty(fragment.size)
+        tensors.read(fragment, vector)
+        tensors.shift(fragment, vector + 1, vector, 1.0, torch.empty(64))
+    assert torch.equal(model.a, torch.arange(12.0).view(3, 4).t() + 1)
+    assert model.b.item() == 6.0
+
+
+@pytest.mark.parametrize(
+    "plan", [CarryPlan(Anchor.BASE, 1.0), CarryPlan(Anchor.BASE, 0.37), CarryPlan(Anchor.NONE, 0.0)]
+)
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_shift_is_bit_for_bit_the_reference(plan: CarryPlan, is_strided: bool) -> None:
+    print(f"seed {SEED}")
+    rng = np.random.default_rng(SEED)
+    model = nn.Module()
+    values = torch.from_numpy(rng.standard_normal((97, 31), np.float32))
+    model.w = nn.Parameter(values.t() if is_strided else values)
+    tensors = ModelTensors(model)
+    fragment = build_manifest(tensors.specs, 1).fragments[0]
+    theta = torch.empty(fragment.size)
+    tensors.read(fragment, theta)
+    new, anchor = (rng.standard_normal(fragment.size).astype(np.float32) for _ in range(2))
+    reference = carry_over(plan, new=new, theta=theta.numpy(), anchor=None if plan.anchor is Anchor.NONE else anchor)
+    given = None if plan.anchor is Anchor.NONE else torch.from_numpy(anchor)
+    tensors.shift(fragment, torch.from_numpy(new), given, plan.lam, torch.empty(0))
+    tensors.read(fragment, theta)
+    assert theta.numpy().tobytes() == reference.tobytes()
+
+
+def test_masters_are_what_is_read_and_written_and_the_parameter_follows() -> None:
+    model = nn.Linear(3, 2, bias=False).bfloat16()
+    master = torch.tensor([[1.001, 2, 3], [4, 5, 6.003]])
+    tensors = ModelTensors(model, masters={"weight": master})
+    fragment = build_manifest(tensors.specs, 1).fragments[0]
+    vector = torch.empty(6)
+    tensors.read(fragment, vector)
+    assert torch.equal(vector, master.view(-1))
+    tensors.shift(fragment, vector + 1.0, vector, 1.0, torch.empty(6))
+    assert torch.equal(master.view(-1), vector + 1.0)
+    assert torch.equal(model.weight, master.bfloat16())
+    held = torch.empty(6)
+    tensors.held(fragment, vector, held)
+    assert torch.equal(held, vector)  # not rounded: the master holds float32
+
+
+@pytest.mark.parametrize("master", [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(3, 2)])
+def test_wrong_master_is_refused(master: Tensor) -> None:
+    with pytest.raises(LearnerError, match="expected float32 of shape"):
+        ModelTensors(nn.Linear(3, 2), masters={"weight": master})
+
+
+def test_dtensor_is_refused_with_what_to_do() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+        with pytest.raises(LearnerError, match=r"'weight' is sharded .*DTensor.*DistributedDataParallel"):
+            ModelTensors(model)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: nn.Linear(2, 2, device="meta"), "meta device"),
+        (lambda: nn.Linear(2, 2, dtype=torch.float64), "only float32, bfloat16 and float16"),
+    ],
+)
+def test_parameter_that_can_not_be_merged_is_named(make: type[nn.Module], what: str) -> None:
+    with pytest.raises(LearnerError, match=what):
+        ModelTensors(make())
+
+
+# ---- RevertCheck -----------------------------------------------------------------------------------------------------
+
+
+def checked(change_after_apply: float) -> RevertCheck:
+    """An apply moved a parameter from 0 to 1 in each value; then it moved by `change_after_apply`."""
+    model = nn.Linear(64, 64, bias=False)
+    tensors = ModelTensors(model)
+    fragment = build_manifest(tensors.specs, 1).fragments[0]
+    check = RevertCheck(tensors)
+    tensors.write(fragment, torch.zeros(fragment.size))
+    check.before(fragment)
+    tensors.write(fragment, torch.ones(fragment.size))
+    check.after(fragment)
+    tensors.write(fragment, torch.full((fragment.size,), 1.0 + change_after_apply))
+    return check
+
+
+@pytest.mark.parametrize("change", [-1.0, -1.001, -0.9])
+def test_reverted_parameter_is_found(change: float) -> None:
+    with pytest.raises(LearnerError, match=r"reverted 'weight'.*masters="):
+        checked(change).verify()
+
+
+@pytest.mark.parametrize("change", [0.001, -0.3, 5.0])
+def test_trained_parameter_is_not_called_reverted(change: float) -> None:
+    checked(change).verify()
+
+
+def test_boundary_without_an_optimizer_step_proves_nothing() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    tensors = ModelTensors(model)
+    fragment = build_manifest(tensors.specs, 1).fragments[0]
+    check = RevertCheck(tensors)
+    tensors.write(fragment, torch.zeros(64))
+    check.before(fragment)
+    tensors.write(fragment, torch.ones(64))
+    check.after(fragment)
+    check.verify()
+    tensors.write(fragment, torch.zeros(64))
+    with pytest.raises(LearnerError):
+        check.verify()

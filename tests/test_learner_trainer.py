@@ -1,0 +1,215 @@
+"""The built-in trainer on a fake island: schedule, data position, moments, held-out losses, and settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner import trainer as module
+from diloco_node.learner.checkpoint import Stateful
+from diloco_node.learner.data import SHARD_BYTES, Corpus, RegionSampler
+from diloco_node.learner.model import ByteGPT, ModelSettings
+from diloco_node.learner.trainer import (
+    Trainer,
+    TrainerSettings,
+    held_out_loss,
+    make_optimizer,
+    settings_from,
+    settings_from_environment,
+)
+
+TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
+
+
+def corpus_of_words(seed: int = 11) -> Corpus:
+    random = np.random.default_rng(seed)
+    words = [b"alpha ", b"beta ", b"gamma ", b"delta\n"]
+    text = b"".join(words[i] for i in random.integers(4, size=12_000))
+    whole = np.frombuffer(text, np.uint8)
+    return Corpus(train=whole[: 3 * SHARD_BYTES], held_out=whole[3 * SHARD_BYTES :], files=1, skipped=0)
+
+
+def settings_with(**changed: object) -> TrainerSettings:
+    return TrainerSettings(**{"model": TINY, "batch": 4, "steps": 30, "warmup": 5, "eval_every": 0, **changed})
+
+
+class FakeIsland:
+    """Stands in for what `attach` yields: records, and says stop after some steps."""
+
+    def __init__(self, stop_after: int, *, region_index: int = 0, regions: int = 1, global_step: int = 0) -> None:
+        self.stop_after, self.region_index, self.regions, self.global_step = (
+            stop_after,
+            region_index,
+            regions,
+            global_step,
+        )
+        self.steps: list[tuple[int, float]] = []
+        self.losses: list[tuple[float | None, float | None]] = []
+        self.rates: list[float] = []
+        self.everybodys: dict[str, torch.Tensor] = {}
+        self.own: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, dict[str, int]] = {}
+        self.settled = 0.0
+        self.is_attached = True
+
+    @contextmanager
+    def attach(
+        self, model: ByteGPT, optimizer: torch.optim.Optimizer, *, stateful: Mapping[str, Stateful]
+    ) -> Iterator[FakeIsland]:
+        self.model, self.optimizer, self.stateful = model, optimizer, stateful
+        for name, state in self.kept.items():
+            stateful[name].load_state_dict(state)
+        yield self
+
+    @property
+    def should_stop(self) -> bool:
+        return len(self.steps) >= self.stop_after
+
+    def step(self, *, tokens: int, loss: torch.Tensor) -> None:
+        self.steps.append((tokens, float(loss)))
+        self.rates.append(self.optimizer.param_groups[0]["lr"])
+        self.global_step += 1
+
+    def global_state_dict(self) -> dict[str, torch.Tensor]:
+        return self.everybodys or {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def own_state_dict(self) -> dict[str, torch.Tensor]:
+        return self.own or {name: p.detach().clone() for name, p in self.model.named_parameters()}
+
+    def settle(self, seconds: float) -> None:
+        self.settled += seconds
+
+    def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
+        self.losses.append((val_loss, val_loss_global))
+
+
+def trained(settings: TrainerSettings, island: FakeIsland) -> module.Outcome:
+    return Trainer(settings, corpus=corpus_of_words(), say=lambda line: None).run(island.attach)
+
+
+def test_alone_it_stops_after_its_steps_and_has_learnt():
+    island = FakeIsland(10**9)
+    island.is_attached = False
+    outcome = trained(settings_with(steps=60, lr=2e-2), island)
+    assert outcome.steps == len(island.steps) == 60
+    assert outcome.tokens == 60 * 4 * 16
+    assert outcome.val_loss < outcome.loss_first - 1.5
+    assert outcome.val_loss_global is None
+
+
+def test_attached_it_stops_when_told_and_measures_both_losses():
+    island = FakeIsland(7)
+    island.everybodys = {name: p.detach() for name, p in ByteGPT(TINY, seed=99).named_parameters()}
+    island.own = {name: p.detach() for name, p in ByteGPT(TINY, seed=98).named_parameters()}
+    outcome = trained(settings_with(steps=3, eval_every=3), island)
+    assert outcome.steps == 7
+    assert island.settled == 1.0
+    assert len(island.losses) == 3
+    windows = corpus_of_words().held_out_windows(64 * 4, TINY.context)
+    assert outcome.val_loss == pytest.approx(held_out_loss(ByteGPT(TINY, seed=98), windows))
+    assert outcome.val_loss_global == pytest.approx(held_out_loss(ByteGPT(TINY, seed=99), windows))
+    assert island.losses[-1] == (outcome.val_loss, outcome.val_loss_global)
+
+
+def test_the_schedule_follows_the_global_step():
+    settings = settings_with(steps=100, warmup=10, lr=1e-3)
+    island = FakeIsland(3, global_step=54)
+    trained(settings, island)
+    assert island.rates == [settings.lr_at(55), settings.lr_at(56), settings.lr_at(57)]
+
+
+def test_learning_rate_by_hand():
+    settings = settings_with(steps=100, warmup=10, lr=1.0)
+    assert settings.lr_at(1) == pytest.approx(0.1 * (0.1 + 0.45 * (1 + math.cos(math.pi * 0.01))))
+    assert settings.lr_at(50) == pytest.approx(0.55)
+    assert settings.lr_at(100) == pytest.approx(0.1)
+    assert settings.lr_at(5000) == pytest.approx(0.1)
+
+
+def test_the_schedule_ends_at_its_floor():
+    settings = settings_with(steps=100, warmup=10, lr=1.0, lr_floor=0.0)
+    assert settings.lr_at(50) == pytest.approx(0.5)
+    assert settings.lr_at(100) == settings.lr_at(5000) == 0.0
+    for wrong in (-0.1, 1.1, True, "0"):
+        with pytest.raises(ConfigError, match=r"trainer\.lr_floor"):
+            settings_with(lr_floor=wrong)
+
+
+def test_the_second_life_draws_the_batches_that_the_first_did_not(monkeypatch: pytest.MonkeyPatch):
+    drawn: list[int] = []
+    plain = RegionSampler.batch_at
+    monkeypatch.setattr(RegionSampler, "batch_at", lambda self, at: (drawn.append(at), plain(self, at))[1])
+    first, second = FakeIsland(5, region_index=1, regions=3), FakeIsland(4, region_index=1, regions=3)
+    trained(settings_with(), first)
+    second.kept = {name: part.state_dict() for name, part in first.stateful.items()}
+    trained(settings_with(), second)
+    assert drawn == list(range(9))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
+    one = Trainer(settings_with(), corpus=corpus_of_words(), say=lambda line: None)
+    with torch.no_grad():
+        next(one.model.parameters()).fill_(math.nan)
+    with pytest.raises(LearnerError, match=r"nan at step 1.*trainer\.lr"):
+        one.run(FakeIsland(5).attach)
+
+
+def test_only_matrices_decay():
+    optimizer = make_optimizer(ByteGPT(TINY, seed=0), settings_with(weight_decay=0.3))
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
+    assert all(p.dim() == 2 for p in optimizer.param_groups[0]["params"])
+    assert all(p.dim() == 1 for p in optimizer.param_groups[1]["params"])
+
+
+def test_a_step_is_stretched_to_its_least_time(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 5.0)
+    trained(settings_with(min_step_seconds=0.25), FakeIsland(2))
+    assert slept == [0.25, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"batch": 0}, "trainer.batch"),
+        ({"lr": "fast"}, "trainer.lr"),
+        ({"steps": True}, "trainer.steps"),
+        ({"min_step_seconds": -1}, "trainer.min_step_seconds"),
+        ({"learning_rate": 1}, "learning_rate"),
+        ({"model": {"heads": 7}}, "model.heads"),
+        ({"model": 3}, "trainer.model"),
+        ({"data": "text"}, "trainer.data"),
+    ],
+)
+def test_wrong_settings_are_refused_by_name(values: dict[str, object], named: str):
+    with pytest.raises(ConfigError, match=named):
+        settings_from(values)
+
+
+def test_settings_come_from_the_file_that_the_environment_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "trainer.json"
+    path.write_text(json.dumps({"model": {"dim": 32}, "data": ["x.txt"], "lr": 0.01}))
+    monkeypatch.setenv("DILOCO_TRAINER", str(path))
+    found = settings_from_environment()
+    assert (found.model.dim, found.data, found.lr, found.batch) == (32, ("x.txt",), 0.01, 8)
+    monkeypatch.delenv("DILOCO_TRAINER")
+    assert settings_from_environment() == TrainerSettings()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_an_unusable_settings_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None):
+    path = tmp_path / "trainer.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("DILOCO_TRAINER", str(path))
+    with pytest.raises(ConfigError, match=r"trainer\.json"):
+        settings_from_environment()

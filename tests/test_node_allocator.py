@@ -1,0 +1,49 @@
+"""The allocator's settings: in a process of its own, for they hold for the whole process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from diloco_node.node.allocator import HEAP_BLOCK_BYTES_MAX
+
+PROBE = """
+import ctypes, resource, sys
+from diloco_node.node.allocator import keep_freed_memory
+if sys.argv[1] == "kept" and not keep_freed_memory():
+    sys.exit(3)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+libc.free.argtypes = (ctypes.c_void_p,)
+size = int(sys.argv[2])
+faults = []
+for _ in range(6):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    libc.free(block)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(faults[-1])
+"""
+
+
+def faults_of_a_block(mode: str, size_bytes: int) -> int:
+    """Page faults for taking, writing and freeing a block for the sixth time."""
+    command = [sys.executable, "-c", PROBE, mode, str(size_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode == 3:
+        pytest.skip("the C library is not glibc")
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_a_block_that_was_freed_is_used_again_without_asking_the_kernel() -> None:
+    size_bytes = HEAP_BLOCK_BYTES_MAX - 2**20
+    assert faults_of_a_block("kept", size_bytes) <= 16
+
+
+def test_larger_blocks_go_back_to_the_kernel() -> None:
+    size_bytes = 2 * HEAP_BLOCK_BYTES_MAX
+    assert faults_of_a_block("kept", size_bytes) >= 16

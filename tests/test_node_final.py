@@ -1,0 +1,54 @@
+"""final.safetensors: whole or not there."""
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from diloco_node.errors import StorageError
+from diloco_node.node.final import FINAL_NAME, write_final
+
+
+def model(seed: int = 3) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {"b.weight": rng.standard_normal((30, 7)).astype(np.float32), "a": np.array([-0.0, 1e-45], np.float32)}
+
+
+def test_what_was_written_is_read_back_bit_by_bit(tmp_path: Path) -> None:
+    tensors = model()
+    write_final(tmp_path, tensors)
+    again = load_file(tmp_path / FINAL_NAME)
+    assert {name: (values.shape, values.tobytes()) for name, values in again.items()} == {
+        name: (values.shape, values.tobytes()) for name, values in tensors.items()
+    }
+    assert [path.name for path in tmp_path.iterdir()] == [FINAL_NAME]
+
+
+def test_equal_models_are_equal_files(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    write_final(tmp_path / "one", model())
+    write_final(tmp_path / "two", dict(reversed(model().items())))
+    assert (tmp_path / "one" / FINAL_NAME).read_bytes() == (tmp_path / "two" / FINAL_NAME).read_bytes()
+
+
+def test_a_folder_that_is_gone_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"final\.safetensors can't be written"):
+        write_final(tmp_path / "gone", model())
+
+
+def test_a_disk_that_takes_no_more_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    write_final(tmp_path, model())
+    before = (tmp_path / FINAL_NAME).read_bytes()
+    large = {"a": np.zeros(100_000, np.float32)}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(StorageError):
+            write_final(tmp_path, large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == [FINAL_NAME]
+    assert (tmp_path / FINAL_NAME).read_bytes() == before

@@ -1,0 +1,70 @@
+"""Theta_0 from a file: exactly this model, or a refusal that names the difference."""
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from diloco_node.core.fragments import TensorSpec, build_manifest
+from diloco_node.errors import ConfigError
+from diloco_node.node.initial import read_initial
+
+SPECS = [TensorSpec("a.weight", (30, 7)), TensorSpec("b.bias", (11,)), TensorSpec("c.weight", (64, 64))]
+MANIFEST = build_manifest(SPECS, 3)
+
+
+def model(seed: int = 7) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {spec.name: rng.standard_normal(spec.shape).astype(np.float32) for spec in SPECS}
+
+
+def test_every_value_lands_at_its_place(tmp_path: Path) -> None:
+    tensors = model()
+    save_file(tensors, tmp_path / "m.safetensors")
+    parts = read_initial(tmp_path / "m.safetensors", MANIFEST)
+    for fragment, part in zip(MANIFEST.fragments, parts, strict=True):
+        for piece in fragment.pieces:
+            expected = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
+            assert part[piece.offset : piece.offset + piece.size].tobytes() == expected.tobytes()
+
+
+def change(name: str, value: np.ndarray | None) -> dict[str, np.ndarray]:
+    tensors = model()
+    if value is None:
+        del tensors[name]
+    else:
+        tensors[name] = value
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (change("b.bias", None), "b.bias is not in the file"),
+        (change("z", np.ones(3, np.float32)), "z is not in the run's model"),
+        (change("b.bias", np.ones(12, np.float32)), "expected float32"),
+        (change("b.bias", np.ones(11, np.float64)), "float64"),
+        (change("b.bias", np.full(11, np.nan, np.float32)), "NaN"),
+    ],
+)
+def test_another_model_is_refused_with_the_difference(tmp_path: Path, tensors, text: str) -> None:
+    save_file(tensors, tmp_path / "m.safetensors")
+    with pytest.raises(ConfigError, match=text):
+        read_initial(tmp_path / "m.safetensors", MANIFEST)
+
+
+def test_a_name_twice_and_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    entry = json.dumps({"dtype": "F32", "shape": [1], "data_offsets": [0, 4]})
+    header = f'{{"a": {entry}, "a": {entry}}}'.encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    with pytest.raises(ConfigError, match="twice"):
+        read_initial(path, MANIFEST)
+    path.write_bytes(b"PK\x03\x04 not one")
+    with pytest.raises(ConfigError, match="safetensors"):
+        read_initial(path, MANIFEST)
+    with pytest.raises(ConfigError, match="no safetensors file"):
+        read_initial(tmp_path / "missing", MANIFEST)

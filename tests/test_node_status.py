@@ -1,0 +1,264 @@
+"""Status, metrics and report: the same plain facts three times, cheap enough to be asked for every second."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from diloco_node.adapters.links import LinkState, PeerStatus
+from diloco_node.core.events import Note
+from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
+from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
+from diloco_node.errors import StorageError
+from diloco_node.node.learner_side import LearnerFacts
+from diloco_node.node.status import (
+    NOTES_SHOWN_MAX,
+    REPORT_NAME,
+    NoteBook,
+    StatusCollector,
+    model_digest,
+    region_status,
+    write_report,
+)
+from diloco_node.ports import PeerTraffic
+
+SECOND = 1_000_000_000
+
+
+def view_of(fragments: int = 2, **changes: Any) -> RegionView:
+    learner = LearnerStatus(1, 50, 5000, 100_000_000, (FragmentPosition(3, 40, 40, 4000),) * fragments)
+    fields: dict[str, Any] = {
+        "region": "us",
+        "role": "leader",
+        "term": 4,
+        "leader": "us",
+        "ledger_reason": "leads",
+        "last_index": 12,
+        "commit_index": 11,
+        "applied_index": 10,
+        "committed_versions": (3,) * fragments,
+        "versions": (3,) * fragments,
+        "digests": tuple((3, bytes([one % 256]) * 16) for one in range(fragments)),
+        "learner": learner,
+        "rounds": (RoundView(1, 4, Ballot(4, 2), 1, ("eu", "us"), ("us",), 2 * SECOND, 9 * SECOND, "waits for eu"),),
+        "peers": (PeerView("eu", True, 40_000_000, ("us",), learner, 9),),
+        "participation": (ParticipationView("eu", 3, 4), ParticipationView("us", 4, 4)),
+        "waiting": "not due",
+        "fetching": ((1, 3, "eu"),),
+        "rounds_committed": 6,
+        "tokens_merged": 1234,
+        "digest_differences": 0,
+        "is_ending": False,
+        "finished": "",
+        "is_final": False,
+    }
+    return RegionView(**fields | changes)
+
+
+def learner_of(status: LearnerStatus | None, **facts: Any) -> Any:
+    return SimpleNamespace(
+        facts=LearnerFacts(**facts),
+        status=status,
+        shown_status=status,
+        inbox=SimpleNamespace(offered_at_ns=[(1, 3, 7)]),
+        steps_total=150,
+        tokens_total=15_000,
+    )
+
+
+TRANSPORT: Any = SimpleNamespace(
+    traffic=lambda: {"eu": PeerTraffic(1000, 2000, True)},
+    peer_status=lambda: {"eu": PeerStatus(LinkState.UP, "eu:1", 3.0, "", 0)},
+    rejections=Counter({("eu", "corrupt"): 2}),
+    quarantined=lambda peer: "in quarantine for 600 s more" if peer == "eu" else "",
+    budget_status=lambda: {
+        "egress_bytes_per_s": 125_000,
+        "ingress_bytes_per_s": None,
+        "allowed_bytes": 1000,
+        "used_bytes": 970,
+        "share_used": 0.97,
+        "peers": {
+            "eu": {
+                "egress_bytes_per_s": 60_000,
+                "limited_by": "grant",
+                "granted_bytes_per_s": None,
+                "overhead": 1.05,
+                "delay_cuts": 0,
+                "correction_bytes": 31,
+                "lanes": {
+                    "control": {"wanted_bytes": 5, "used_bytes": 5},
+                    "rounds": {"wanted_bytes": 9, "used_bytes": 8},
+                },
+            }
+        },
+    },
+)
+
+
+def status_of(view: RegionView, learner: Any = None, notes: NoteBook | None = None) -> dict[str, Any]:
+    return region_status(
+        view,
+        run_id="run1",
+        state="training",
+        learner=learner or learner_of(view.learner),
+        transport=TRANSPORT,
+        notes=notes or NoteBook(),
+        now_ns=5 * SECOND,
+        extra={"events": 99, "buffered_bytes": 17},
+    )
+
+
+def test_the_document_is_plain_json_with_times_in_seconds() -> None:
+    document = json.loads(json.dumps(status_of(view_of())))
+    assert document["rounds"] == [
+        {
+            "fragment": 1,
+            "version": 4,
+            "ballot": "4.2",
+            "attempt": 1,
+            "members": ["eu", "us"],
+            "reducers": ["us"],
+            "open_seconds": 3.0,
+            "deadline_in_seconds": 4.0,
+            "reason": "waits for eu",
+        }
+    ]
+    (peer,) = document["peers"]
+    assert (peer["rtt_seconds"], peer["link"], peer["wire_bytes_out"], peer["wire_bytes_in"]) == (
+        0.04,
+        "up",
+        1000,
+        2000,
+    )
+    assert (document["wire_bytes_out"], document["wire_bytes_in"]) == (1000, 2000)
+    assert document["participation"] == 1.0
+    assert document["participation_of"] == {"eu": 0.75, "us": 1.0}
+    assert document["rejections"] == [{"peer": "eu", "reason": "corrupt", "count": 2}]
+    assert document["quarantine"] == {"eu": "in quarantine for 600 s more"}
+    assert document["fetching"] == [{"fragment": 1, "version": 3, "peer": "eu"}]
+    assert document["offers"] == [[1, 3, 7]]
+    assert (document["events"], document["buffered_bytes"]) == (99, 17)
+    assert document["inner_steps"] == 150
+
+
+def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() -> None:
+    view = view_of()
+    assert status_of(view)["digest"] == model_digest([digest for _, digest in view.digests])
+    behind = view_of(digests=((2, b"a" * 16), (3, b"b" * 16)))
+    assert status_of(behind)["digest"] is None
+    swapped = view_of(digests=tuple(reversed(view.digests)))
+    assert status_of(swapped)["digest"] != status_of(view)["digest"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({}, "fragment 1 to 4: waits for eu"),
+        ({"rounds": ()}, "not due"),
+        ({"finished": "steps_max"}, "finished: steps_max"),
+    ],
+)
+def test_the_reason_is_the_nearest_one(changes: dict[str, Any], line: str) -> None:
+    assert status_of(view_of(**changes))["reason"] == line
+
+
+def test_tokens_per_second_are_of_the_time_that_was_measured() -> None:
+    view = view_of()
+    facts = {"first_report_ns": 1 * SECOND, "last_report_ns": 3 * SECOND, "tokens_at_first_report": 1000}
+    learner = status_of(view, learner_of(view.learner, **facts))["learner"]
+    assert learner["tokens_per_second"] == 2000.0
+    assert learner["report_age_seconds"] == 2.0
+    assert learner["step_seconds"] == 0.1
+    once = status_of(view, learner_of(view.learner, first_report_ns=SECOND, last_report_ns=SECOND))["learner"]
+    assert once["tokens_per_second"] is None
+    never = status_of(view, learner_of(view.learner))["learner"]
+    assert never["report_age_seconds"] is None
+
+
+def test_without_a_learner_there_is_none() -> None:
+    document = status_of(view_of(learner=None), learner_of(None, loss_last=2.0))
+    assert document["learner"] is None
+    assert document["loss_last"] == 2.0
+
+
+def test_notes_are_the_newest_and_alarms_are_counted() -> None:
+    notes = NoteBook()
+    for number in range(3 * NOTES_SHOWN_MAX):
+        notes.add(Note("kind", f"text {number}", is_alarm=number % 10 == 0), number)
+    document = status_of(view_of(), notes=notes)
+    assert len(document["notes"]) == NOTES_SHOWN_MAX
+    assert document["notes"][-1]["text"] == f"text {3 * NOTES_SHOWN_MAX - 1}"
+    assert document["alarms"] == 20
+    assert notes.counts == {"kind": 3 * NOTES_SHOWN_MAX}
+
+
+def test_metrics_say_what_the_document_says() -> None:
+    registry = CollectorRegistry()
+    document = status_of(view_of())
+    registry.register(StatusCollector(lambda: document))
+    lines = generate_latest(registry).decode().splitlines()
+    for line in (
+        "diloco_ledger_term 4.0",
+        "diloco_rounds_committed_total 6.0",
+        "diloco_ledger_is_leader 1.0",
+        "diloco_learner_inner_steps 50.0",
+        'diloco_peer_wire_sent_bytes{peer="eu"} 1000.0',
+        'diloco_peer_rtt_seconds{peer="eu"} 0.04',
+        'diloco_fragment_version{fragment="1"} 3.0',
+        'diloco_rejections_total{peer="eu",reason="corrupt"} 2.0',
+        'diloco_budget_ceiling_bytes_per_second{direction="egress"} 125000.0',
+        "diloco_budget_allowed_bytes_total 1000.0",
+        "diloco_budget_used_bytes_total 970.0",
+        'diloco_peer_budget_bytes_per_second{direction="egress",peer="eu"} 60000.0',
+        'diloco_lane_wanted_bytes_total{lane="rounds",peer="eu"} 9.0',
+        'diloco_lane_used_bytes_total{lane="rounds",peer="eu"} 8.0',
+        'diloco_peer_correction_bytes_total{peer="eu"} 31.0',
+    ):
+        assert line in lines
+    assert not any('direction="ingress"' in line for line in lines), "no limit, no sample"
+
+
+def test_metrics_before_the_model_is_known_and_without_a_learner() -> None:
+    registry = CollectorRegistry()
+    documents = [{"region": "us", "run_id": "run1", "state": "starting"}]
+    registry.register(StatusCollector(lambda: documents[-1]))
+    assert b"diloco" not in generate_latest(registry)
+    documents.append(status_of(view_of(learner=None), learner_of(None)))
+    assert b"diloco_learner_attached 0.0" in generate_latest(registry)
+
+
+def test_a_report_is_whole_or_the_old_one(tmp_path: Path) -> None:
+    write_report(tmp_path, {"a": 1})
+    write_report(tmp_path, {"a": 2})
+    assert json.loads((tmp_path / REPORT_NAME).read_text()) == {"a": 2}
+    with pytest.raises(TypeError):
+        write_report(tmp_path, {"a": object()})
+    assert json.loads((tmp_path / REPORT_NAME).read_text()) == {"a": 2}
+    assert [path.name for path in tmp_path.iterdir()] == [REPORT_NAME]
+    with pytest.raises(StorageError, match=r"report\.json"):
+        write_report(tmp_path / "gone", {"a": 1})
+
+
+def test_a_status_of_a_thousand_fragments_is_cheap() -> None:
+    """It is asked for every second, on the loop. In processor time, for a machine that is slow."""
+    view = view_of(fragments=1000)
+    notes = NoteBook()
+    for number in range(NOTES_SHOWN_MAX):
+        notes.add(Note("kind", "text"), number)
+    learner = learner_of(view.learner)
+    status_of(view, learner, notes)
+    started_s = time.process_time()
+    for _ in range(5):
+        status_of(view, learner, notes)
+    assert (time.process_time() - started_s) / 5 < 0.05
+
+
+def test_the_digest_of_a_model_depends_on_the_order_of_its_fragments() -> None:
+    assert model_digest([b"a", b"b"]) != model_digest([b"b", b"a"])

@@ -1,0 +1,245 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco_node.errors import StorageError
+from diloco_node.memory import request_area
+from diloco_node.node.supervisor import SupervisorSpec, run_supervisor
+
+PATIENCE_S = 60.0
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+# Waits in the style of a real child: until a signal says otherwise.
+WAIT = "import signal\nsignal.sigwait([signal.SIGTERM])"
+
+
+def spec(state_dir: Path, daemon: str, learner: str | None) -> SupervisorSpec:
+    return SupervisorSpec(
+        region="us-east",
+        state_dir=state_dir,
+        daemon_command=python(daemon),
+        learner_command=None if learner is None else python(learner),
+        env={"PLACE": str(state_dir)},
+        backoff_min_s=0.01,
+        backoff_max_s=0.05,
+        is_echoing=False,
+    )
+
+
+def lives(state_dir: Path, name: str) -> list[int]:
+    """Process ids of a child's lives, as the children noted them."""
+    path = state_dir / f"{name}.pids"
+    return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+
+NOTE = """
+import os, pathlib, sys
+place = pathlib.Path(os.environ["PLACE"])
+def note(name):
+    with (place / f"{name}.pids").open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    return len((place / f"{name}.pids").read_text().split())
+def wait_for(name, count):
+    import time
+    path = place / f"{name}.pids"
+    while not path.exists() or len(path.read_text().split()) < count:
+        time.sleep(0.01)
+"""
+
+
+def test_daemon_that_finishes_ends_the_region_with_zero(tmp_path: Path) -> None:
+    assert run_supervisor(spec(tmp_path, "print('merged')", "print('trained')")) == 0
+    assert (tmp_path / "logs" / "daemon.log").read_text() == "merged\n"
+    assert (tmp_path / "logs" / "learner.log").read_text() == "trained\n"
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 6, 7])
+def test_code_that_a_restart_does_not_cure_is_the_result(tmp_path: Path, code: int) -> None:
+    daemon = NOTE + f"note('daemon')\nsys.exit({code})"
+    assert run_supervisor(spec(tmp_path, daemon, WAIT)) == code
+    assert len(lives(tmp_path, "daemon")) == 1
+
+
+def test_daemon_that_crashes_is_started_again_while_the_learner_goes_on(tmp_path: Path) -> None:
+    # The first two lives end by SIGKILL, by an error, the third with a taken port: only final at the first start.
+    daemon = NOTE + (
+        "life = note('daemon')\n"
+        "wait_for('learner', 1)\n"
+        "if life == 1: os.kill(os.getpid(), 9)\n"
+        "if life == 2: sys.exit(1)\n"
+        "if life == 3: sys.exit(3)\n"
+    )
+    learner = NOTE + "note('learner')\nwait_for('daemon', 4)"
+    assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
+    assert len(lives(tmp_path, "daemon")) == 4
+    assert len(lives(tmp_path, "learner")) == 1
+
+
+def test_learner_that_crashes_is_started_again_while_the_daemon_goes_on(tmp_path: Path) -> None:
+    daemon = NOTE + "note('daemon')\nwait_for('learner', 3)"
+    learner = NOTE + "life = note('learner')\nsys.exit(0 if life == 3 else 1)"
+    assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
+    assert len(lives(tmp_path, "daemon")) == 1
+    assert len(lives(tmp_path, "learner")) == 3
+
+
+def test_learner_that_is_done_is_not_started_again(tmp_path: Path) -> None:
+    daemon = NOTE + "import time\nwait_for('learner', 1)\ntime.sleep(0.3)"
+    assert run_supervisor(spec(tmp_path, daemon, NOTE + "note('learner')")) == 0
+    assert len(lives(tmp_path, "learner")) == 1
+
+
+def test_learner_with_wrong_settings_ends_the_region(tmp_path: Path) -> None:
+    assert run_supervisor(spec(tmp_path, WAIT, "import sys; sys.exit(2)")) == 2
+
+
+@pytest.mark.parametrize("has_session", [False, True])
+def test_ranks_that_a_dead_launcher_left_behind_are_killed(tmp_path: Path, has_session: bool) -> None:
+    learner = NOTE + (
+        "import subprocess, signal\n"
+        "if note('learner') == 1:\n"
+        "    wait = [sys.executable, '-c', 'import signal; signal.pause()']\n"
+        f"    rank = subprocess.Popen(wait, start_new_session={has_session})\n"
+        "    (place / 'rank.pid').write_text(str(rank.pid))\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    daemon = NOTE + "wait_for('learner', 2)"
+    assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
+    assert is_gone(int((tmp_path / "rank.pid").read_text()))
+
+
+def is_gone(pid: int) -> bool:
+    """Dead, or a zombie that nobody of ours has to reap; waits for it."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+MAIN = """
+import pathlib, sys
+from diloco_node.node.supervisor import SupervisorSpec, run_supervisor
+place = pathlib.Path(sys.argv[1])
+sys.exit(run_supervisor(SupervisorSpec(
+    region="us-east", state_dir=place, env={"PLACE": str(place)}, is_echoing=False, learner_stop_s=float(sys.argv[4]),
+    daemon_command=[sys.executable, "-c", sys.argv[2]], learner_command=[sys.executable, "-c", sys.argv[3]])))
+"""
+
+
+def start(tmp_path: Path, daemon: str, learner: str, learner_stop_s: float = 30.0) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", MAIN, str(tmp_path), daemon, learner, str(learner_stop_s)])
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not (lives(tmp_path, "daemon") and lives(tmp_path, "learner")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return process
+
+
+def ordered(name: str) -> str:
+    """A child that writes its name into `order` when it is told to stop."""
+    return NOTE + (
+        f"import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\nnote('{name}')\n"
+        f"signal.sigwait([signal.SIGTERM])\nwith (place / 'order').open('a') as file: file.write('{name} ')\n"
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_learner_then_daemon_and_exits_zero(tmp_path: Path, number: int) -> None:
+    process = start(tmp_path, ordered("daemon"), ordered("learner"))
+    process.send_signal(number)
+    assert process.wait(PATIENCE_S) == 0
+    assert (tmp_path / "order").read_text() == "learner daemon "
+
+
+def test_child_that_does_not_stop_is_killed(tmp_path: Path) -> None:
+    stubborn = NOTE + "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('learner')\nsignal.pause()"
+    process = start(tmp_path, ordered("daemon"), stubborn, learner_stop_s=0.1)
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 0
+    assert is_gone(lives(tmp_path, "learner")[0])
+
+
+def test_no_child_survives_the_supervisor(tmp_path: Path) -> None:
+    wait = "import signal\nnote('{}')\nsignal.pause()"
+    process = start(tmp_path, NOTE + wait.format("daemon"), NOTE + wait.format("learner"))
+    process.kill()
+    process.wait(PATIENCE_S)
+    assert is_gone(lives(tmp_path, "daemon")[0])
+    assert is_gone(lives(tmp_path, "learner")[0])
+
+
+def test_second_supervisor_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    process = start(tmp_path, ordered("daemon"), ordered("learner"))
+    try:
+        with pytest.raises(StorageError, match="already runs on"):
+            run_supervisor(spec(tmp_path, WAIT, None))
+    finally:
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+def test_memory_outlives_both_children(tmp_path: Path) -> None:
+    area = (
+        "from diloco_node.memory import request_area\n"
+        "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), 'inbox', 4096)\n"
+    )
+    daemon = (
+        NOTE
+        + area
+        + (
+            "if note('daemon') == 1:\n"
+            "    area[7:11] = b'here'\n"
+            "    os.kill(os.getpid(), 9)\n"
+            "print(bytes(area[7:11]).decode(), os.environ['DILOCO_STATE'] == str(place.resolve()))\n"
+        )
+    )
+    assert run_supervisor(spec(tmp_path, daemon, None)) == 0
+    assert (tmp_path / "logs" / "daemon.log").read_text() == "here True\n"
+    with pytest.raises(Exception, match="is the supervisor alive"):
+        request_area(tmp_path / "memory.sock", "inbox", 4096)
+
+
+def test_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    wrong = spec(tmp_path, NOTE + "import time\ntime.sleep(0.5)", None)
+    wrong = SupervisorSpec(
+        region=wrong.region,
+        state_dir=tmp_path,
+        daemon_command=wrong.daemon_command,
+        env=wrong.env,
+        learner_command=["/no/such/trainer"],
+        is_echoing=False,
+    )
+    assert run_supervisor(wrong) == 0
+    assert "/no/such/trainer: No such file" in (tmp_path / "logs" / "learner.log").read_text()
+    assert not os.path.lexists(tmp_path / "memory.sock")
+
+
+def test_sighup_goes_to_the_daemon_and_nothing_ends(tmp_path: Path) -> None:
+    daemon = f"""
+    {textwrap.indent(NOTE, "    ").strip()}
+    import signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
+    note("daemon")
+    os.kill(os.getppid(), signal.SIGHUP)
+    assert signal.sigwait([signal.SIGHUP]) == signal.SIGHUP
+    note("reloaded")
+    """
+    assert run_supervisor(spec(tmp_path, daemon, None)) == 0
+    assert len(lives(tmp_path, "daemon")) == len(lives(tmp_path, "reloaded")) == 1

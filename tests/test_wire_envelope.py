@@ -1,0 +1,173 @@
+"""wire/envelope.py: frames of both lanes, and hellos that name what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import random
+
+import pytest
+
+from diloco_node.core.messages import Payload, VoteAnswered
+from diloco_node.errors import PeerIncompatible, ProtocolViolation
+from diloco_node.wire import envelope as e
+from diloco_node.wire.tables import PROTOCOL_VERSION
+
+HELLO = e.Hello(PROTOCOL_VERSION, "run1", 0, "eu", "settings", "manifest", b"i" * 16, e.Lane.CONTROL, 3)
+HEADER = Payload(1, 2, b"d" * 32)
+
+
+def test_a_hello_comes_back_equal() -> None:
+    assert e.decode_hello(e.encode_hello(HELLO)) == HELLO
+
+
+def test_a_matching_hello_is_accepted() -> None:
+    e.check_hello(HELLO, dataclasses.replace(HELLO, region="us", dial=9), certificate_region="us")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol_version", PROTOCOL_VERSION + 1),
+        ("run_id", "run2"),
+        ("epoch", 1),
+        ("settings_digest", "other"),
+        ("manifest_digest", "other"),
+    ],
+)
+def test_each_field_that_differs_is_named_with_both_values(field: str, value: object) -> None:
+    theirs = dataclasses.replace(HELLO, region="us", **{field: value})
+    with pytest.raises(PeerIncompatible) as caught:
+        e.check_hello(HELLO, theirs, certificate_region="us")
+    ours = getattr(HELLO, field)
+    assert str(caught.value) == f"{field}: ours {ours!r}, theirs {value!r}"
+
+
+def test_all_fields_that_differ_are_named() -> None:
+    theirs = dataclasses.replace(HELLO, run_id="run2", epoch=4)
+    with pytest.raises(PeerIncompatible, match=r"run_id: ours 'run1', theirs 'run2'; epoch: ours 0, theirs 4"):
+        e.check_hello(HELLO, theirs, certificate_region="eu")
+
+
+def test_a_name_that_is_not_the_certificates_is_a_lie_whatever_else_differs() -> None:
+    with pytest.raises(ProtocolViolation, match="identity_mismatch"):
+        e.check_hello(HELLO, dataclasses.replace(HELLO, run_id="run2"), certificate_region="us")
+
+
+def test_a_hello_for_the_other_lane_is_refused() -> None:
+    with pytest.raises(ProtocolViolation, match="lane"):
+        e.check_hello(HELLO, dataclasses.replace(HELLO, lane=e.Lane.BULK), certificate_region="eu")
+
+
+def test_a_hello_of_another_protocol_with_other_fields_names_the_version() -> None:
+    theirs = PROTOCOL_VERSION + 1
+    frame = bytes([e.KIND_HELLO, 0x93, 0x01, theirs]) + b"\xa3new"
+    with pytest.raises(PeerIncompatible, match=f"protocol_version: ours {PROTOCOL_VERSION}, theirs {theirs}"):
+        e.decode_hello(frame)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"\x01", b"\x02\x90", bytes([1, 0x93, 1, PROTOCOL_VERSION]) + b"\xa1x", b"\x01\xdc", b"GET / HTTP/1.1"],
+)
+def test_what_is_no_hello_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        e.decode_hello(frame)
+
+
+def test_a_control_frame_comes_back_equal() -> None:
+    message = VoteAnswered(3, True, False)
+    assert e.decode_control(e.encode_control(message)) == message
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x02", b"\x10\x90", b"\x02\x91\x63"])
+def test_what_is_no_control_frame_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        e.decode_control(frame)
+
+
+@pytest.mark.parametrize(
+    ("frame", "said"),
+    [
+        (b"\x03", e.Ping(None)),
+        (b"\x03\x07\0\0\0\0\0\0\0", e.Ping(7)),
+        (b"\x04\x07\0\0\0\0\0\0\0\xff\xff\xff\xff\xff\xff\xff\xff", e.Echo(7, -1)),
+        (e.encode_control(VoteAnswered(3, True, False)), VoteAnswered(3, True, False)),
+    ],
+)
+def test_the_control_lane_has_pings_echoes_and_messages(frame: bytes, said: object) -> None:
+    assert e.decode_control_lane(frame) == said
+    if isinstance(said, e.Ping):
+        assert e.encode_ping(said) == frame
+    if isinstance(said, e.Echo):
+        assert e.encode_echo(said) == frame
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x03\x07", b"\x03" + bytes(9), b"\x04", b"\x04" + bytes(15), b"\x05"])
+def test_a_ping_or_an_echo_of_another_length_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        e.decode_control_lane(frame)
+
+
+def test_bulk_frames_come_back_equal() -> None:
+    assert e.decode_bulk(e.encode_begin(7, HEADER, 1000)) == e.TransferBegin(7, 1000, HEADER)
+    assert e.decode_bulk(e.encode_end(7)) == e.TransferEnd(7)
+    assert e.decode_bulk(e.encode_abort(7, "näh")) == e.TransferAbort(7, "näh")
+    chunk = e.decode_bulk(e.encode_chunk(7, 2**33, 3, b"abc", is_compressed=False))
+    assert chunk == e.TransferChunk(7, 2**33, 3, False, memoryview(b"abc"))
+    packed = e.decode_bulk(e.encode_chunk(7, 0, 999, memoryview(b"z"), is_compressed=True))
+    assert packed == e.TransferChunk(7, 0, 999, True, memoryview(b"z"))
+
+
+def test_a_long_reason_is_cut() -> None:
+    frame = e.encode_abort(1, "x" * 5000)
+    back = e.decode_bulk(frame)
+    assert isinstance(back, e.TransferAbort)
+    assert len(back.reason) == e.REASON_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\x00",
+        b"\x02abc",
+        e.encode_begin(1, HEADER, 10)[:10],
+        e.encode_begin(1, HEADER, 10)[:-1],
+        e.encode_begin(1, HEADER, e.TRANSFER_BYTES_MAX + 1),
+        e.encode_begin(1, HEADER, 10) + b"x",
+        e.encode_begin(1, HEADER, 10)[:17] + b"\xc0" * 70_000,
+        e.encode_chunk(1, 0, 3, b"abcd", is_compressed=False),
+        e.encode_chunk(1, 0, 4, b"abc", is_compressed=False),
+        e.encode_chunk(1, 0, 0, b"", is_compressed=False),
+        e.encode_chunk(1, 0, e.CHUNK_BYTES_MAX + 1, b"x", is_compressed=True),
+        e.encode_chunk(1, 0, 10, b"x" * (10 + e.CHUNK_SLACK_BYTES + 1), is_compressed=True),
+        e.encode_chunk(1, 0, 3, b"abc", is_compressed=False)[:15],
+        e.encode_chunk(1, 0, 3, b"abc", is_compressed=2),  # type: ignore[arg-type]
+        e.encode_end(1) + b"x",
+        e.encode_end(1)[:5],
+        bytes([e.KIND_ABORT]),
+        bytes([e.KIND_ABORT]) + b"x" * (8 + e.REASON_BYTES_MAX + 1),
+    ],
+    ids=lambda frame: f"kind {frame[:1].hex()}, {len(frame)} bytes",
+)
+def test_a_malformed_bulk_frame_is_refused(frame: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        e.decode_bulk(frame)
+
+
+def test_the_largest_chunk_is_allowed_and_fits_a_frame() -> None:
+    frame = e.encode_chunk(1, 0, e.CHUNK_BYTES_MAX, bytes(e.CHUNK_BYTES_MAX), is_compressed=False)
+    assert isinstance(e.decode_bulk(frame), e.TransferChunk)
+    assert len(frame) < e.FRAME_BYTES_MAX
+
+
+def test_random_frames_never_raise_anything_but_peer_errors() -> None:
+    seed = 7
+    print("seed", seed)
+    rng = random.Random(seed)
+    for _ in range(2000):
+        frame = bytes([rng.choice([1, 2, 16, 17, 18, 19])]) + rng.randbytes(rng.randrange(60))
+        for decode in (e.decode_hello, e.decode_control, e.decode_bulk):
+            with contextlib.suppress(ProtocolViolation, PeerIncompatible):
+                decode(frame)

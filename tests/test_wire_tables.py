@@ -1,0 +1,117 @@
+"""wire/tables.py: every message has its tag for ever, and yesterday's bytes decode today."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from diloco_node.core import measuring as g
+from diloco_node.core import messages as m
+from diloco_node.core import types as t
+from diloco_node.core.budget_plan import RateLimits
+from diloco_node.wire.tables import BULK_HEADERS, CONTROL, ENTRIES, ENTRY_BODIES, HEADERS, MESSAGES, PROTOCOL_VERSION
+
+BALLOT = t.Ballot(3, 4)
+CONTRIBUTION = t.Contribution("us-east", 1, 2, 5, 9, 10, 26, 4096, (0.5, 2.0))
+STRIPE = t.Stripe("eu", 0, 7)
+ROUND = t.RoundBody(2, 6, BALLOT, (t.Member(CONTRIBUTION, 0.25),), 0.75, (0.5, 1.0), (STRIPE,), b"p" * 32)
+STATUS = t.LearnerStatus(1, 30, 7680, 500_000_000, (t.FragmentPosition(5, 10, 10, 2560),))
+
+
+def entry(body: t.EntryBody) -> t.Entry:
+    return t.Entry(1, 2, b"q" * 32, body, b"h" * 32)
+
+
+BODIES: list[t.EntryBody] = [
+    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 16,)),
+    t.LeaderBody("eu"),
+    ROUND,
+    t.DiscardedBody("us-east", 1, 2, 10, 26, 4096, "died"),
+    t.FinishedBody((5, 6), "tokens"),
+]
+
+CONTROL_EXAMPLES: list[m.Message] = [
+    m.VoteAsked(2, True, 10, 1),
+    m.VoteAnswered(2, False, True),
+    m.AppendAsked(2, 5, 9, b"q" * 32, tuple(entry(body) for body in BODIES), 8),
+    m.AppendAnswered(2, 5, True, 9),
+    m.Heartbeat(7, 6, 1000, ("eu",), STATUS, 9, (t.FragmentDigest(2, 6, b"d" * 16),), RateLimits(12_500, None)),
+    m.BallotOpened(BALLOT, 2, 6, ("eu", "us-east"), (STRIPE,)),
+    m.Contributed(BALLOT, CONTRIBUTION),
+    m.Declined(BALLOT, "busy"),
+    m.StripeHeld(BALLOT, "us-east"),
+    m.MergeDecided(BALLOT, 2, 6, (CONTRIBUTION,), ((0.5, 0.25),)),
+    m.StripeMerged(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
+    m.PayloadHeld(BALLOT, b"d" * 32),
+    m.PayloadWanted(2, 6, b"d" * 32),
+    m.StateWanted(2, 6),
+    m.Refused(2, 6, "gone"),
+    m.LeadershipOffered(2),
+    m.FinishWanted("enough"),
+    m.DiscardReported((BODIES[3],)),  # type: ignore[arg-type]
+    m.IngressGranted(12_500_000),
+    m.IngressWanted(1 << 62),
+    g.EchoWanted(7),
+    g.EchoAnswered(7, 1000, -1),
+    g.MeasurementAsked(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32),
+    g.MeasurementReady(3),
+    g.MeasurementDeclined(3, "busy"),
+    g.MeasurementReceived(3, 10, 9, 8, 11, 4_000_000_000, 500, 1000),
+    g.MeasurementStopped(3),
+    g.MeasurementSent(3, 500, 1000, 900, -1, -1),
+    g.LinkAsked(3, "eu", 1, 0, 2, 3),
+    g.LinkTold(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10),
+]
+
+HEADER_EXAMPLES: list[m.BulkHeader] = [
+    m.ContributionStripe(BALLOT, 0, 6, CONTRIBUTION, 0, 7),
+    m.MergedStripe(BALLOT, 0, 2, 6, b"d" * 32, 0, 7),
+    m.Payload(2, 6, b"d" * 32),
+    m.State(2, 6, b"d" * 32),
+    g.Probe(3, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("union", "table"),
+    [(m.Message, MESSAGES), (m.BulkHeader, BULK_HEADERS), (t.EntryBody, ENTRY_BODIES)],
+)
+def test_every_member_of_a_union_has_a_tag(union: object, table: dict[int, type]) -> None:
+    assert set(typing.get_args(union)) == set(table.values())
+
+
+def test_the_examples_cover_every_message() -> None:
+    assert [type(message) for message in CONTROL_EXAMPLES] == list(MESSAGES.values())
+    assert [type(header) for header in HEADER_EXAMPLES] == list(BULK_HEADERS.values())
+    assert [type(body) for body in BODIES] == list(ENTRY_BODIES.values())
+
+
+@pytest.mark.parametrize("message", CONTROL_EXAMPLES, ids=lambda message: type(message).__name__)
+def test_control_messages_come_back_equal(message: m.Message) -> None:
+    assert CONTROL.decode(CONTROL.encode(message)) == message
+
+
+@pytest.mark.parametrize("header", HEADER_EXAMPLES, ids=lambda header: type(header).__name__)
+def test_headers_come_back_equal(header: m.BulkHeader) -> None:
+    assert HEADERS.decode(HEADERS.encode(header)) == header
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_entries_come_back_equal(body: t.EntryBody) -> None:
+    assert ENTRIES.decode(ENTRIES.encode(entry(body))) == entry(body)
+
+
+def test_frozen_bytes_of_version_2_decode() -> None:
+    """A change here is a change of the protocol: raise PROTOCOL_VERSION, and keep what can be kept of the old bytes."""
+    assert PROTOCOL_VERSION == 2
+    frozen: dict[str, m.Message] = {
+        "950102c30a01": m.VoteAsked(2, True, 10, 1),
+        "940202c2c3": m.VoteAnswered(2, False, True),
+        "95040205c309": m.AppendAnswered(2, 5, True, 9),
+        "941607cd03e8ff": g.EchoAnswered(7, 1000, -1),
+        "9717cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf0000000100000000": CONTROL_EXAMPLES[22],
+    }
+    for text, message in frozen.items():
+        assert CONTROL.encode(message).hex() == text
+        assert CONTROL.decode(bytes.fromhex(text)) == message
