@@ -325,6 +325,25 @@ def test_a_learner_that_gave_its_steps_up_weighs_like_the_others() -> None:
     assert third.share == 1.0, "it carried nothing over the version that it missed"
 
 
+def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
+    usual, office = Office(), Office()
+    commit_with(usual, "abc", 1, dict.fromkeys(REGIONS, 0), 10)
+    commit_with(usual, "ab", 2, dict.fromkeys(REGIONS, 10), 20)
+    expected = commit_with(usual, "abc", 3, {"a": 20, "b": 20, "c": 10}, 30)
+    commit_with(office, "abc", 1, dict.fromkeys(REGIONS, 0), 10)
+    commit_with(office, "ab", 2, dict.fromkeys(REGIONS, 10), 20)
+    office.commit(DiscardedBody("c", 1, 0, 10, 20, 640, "left behind"))
+    commit_with(office, "ab", 3, dict.fromkeys(REGIONS, 20), 30)
+    found = commit_with(office, "abc", 4, {"a": 30, "b": 30, "c": 20}, 40)
+    assert [one.weight for one in found.members] == [one.weight for one in expected.members]
+    assert found.share == expected.share < 1.0, "it has missed one version since"
+    office.commit(DiscardedBody("c", 1, 0, 40, 50, 640, "left behind"))
+    fifth = commit_with(office, "ab", 5, dict.fromkeys(REGIONS, 40), 50)
+    assert fifth.share == 1.0
+    other_life = replace(contribution("c", steps=(50, 60), base=5), incarnation=2)
+    assert office.history.carried_since(other_life) is None, "what an earlier life gave up is nothing to it"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

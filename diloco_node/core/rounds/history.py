@@ -52,6 +52,7 @@ class RoundHistory:
         self._incarnations: dict[str, int] = {}
         self._furthest: dict[tuple[str, int], int] = {}
         self._last_rounds: set[tuple[int, int]] = set()
+        self._given_up: dict[tuple[str, int], tuple[int, int, int]] = {}  # (incarnation, step, version)
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
         """Take the next committed entry."""
@@ -68,6 +69,8 @@ class RoundHistory:
             self.committed_at_ns[body.fragment] = now_ns
         elif isinstance(body, DiscardedBody):
             self._saw(body.learner, body.incarnation, body.step_to)
+            mark = (body.incarnation, body.step_to, self.versions[body.fragment])
+            self._given_up[body.learner, body.fragment] = mark
         elif isinstance(body, FinishedBody):
             self.finished = body
 
@@ -75,6 +78,15 @@ class RoundHistory:
         """The last version of the fragment that includes steps of this learner, in whatever life; -1 if none does."""
         last = self.account.last_inclusion(learner, fragment)
         return -1 if last is None else last.version
+
+    def carried_since(self, offered: Contribution) -> int | None:
+        """The version since which the steps of a contribution were carried on: the last that includes its learner, or
+        the one for which this life of it gave its steps up, as known when that was booked; None: its life began so."""
+        last = self.account.last_inclusion(offered.learner, offered.fragment)
+        if last is not None and (last.incarnation, last.step_to) == (offered.incarnation, offered.step_from):
+            return last.version
+        *given_up, version = self._given_up.get((offered.learner, offered.fragment), (-1, -1, -1))
+        return version if given_up == [offered.incarnation, offered.step_from] else None
 
     def covered_step(self, learner: str, incarnation: int, fragment: int) -> int:
         """Up to where an incarnation's steps are merged or discarded; 0 if none are."""

@@ -330,21 +330,15 @@ class RoundLeader:
         return (MergeRule.AVG,) * len(rules) if one.is_last else rules
 
     def _versions_missed(self, chosen: tuple[Contribution, ...], version: int) -> tuple[int, ...]:
-        """Per contribution, versions since its learner's last inclusion; 0 where nothing was carried over them.
+        """Per contribution, versions over which its learner carried steps; 0 where nothing was carried over any.
 
-        So it is also for a learner that gave its steps up after a long cut: they are booked as discarded between its
-        last inclusion and this contribution, which holds a cycle like anybody's.
+        A learner that gave its steps up after a long cut has carried nothing over the versions before that: its
+        contribution holds a cycle like anybody's, and what it kept of those after it.
         """
-        missed = []
-        for offered in chosen:
-            last = self._history.account.last_inclusion(offered.learner, offered.fragment)
-            is_carried = last is not None and (last.incarnation, last.step_to) == (
-                offered.incarnation,
-                offered.step_from,
-            )
-            is_carried = is_carried and self._settings.carry is CarryMode.CARRY
-            missed.append(version - 1 - last.version if last is not None and is_carried else 0)
-        return tuple(missed)
+        if self._settings.carry is not CarryMode.CARRY:
+            return (0,) * len(chosen)
+        since = [self._history.carried_since(offered) for offered in chosen]
+        return tuple(0 if one is None else version - 1 - one for one in since)
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
