@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from diloco_node.cli.main import app, main
 from diloco_node.cli.plan_inputs import built_in_tensors, parse_parameters
 from diloco_node.config.schema import ModelSection
+from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RunSettings
 from diloco_node.node.manifest_file import save_manifest
@@ -250,8 +251,35 @@ def test_a_regions_folder_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert plan_json("--state", str(folder))["inputs"]["step_seconds"] == 1
 
 
-def write_node_file(folder: Path) -> None:
-    """As `start` writes it, for a region of two with five fragments and H = 20."""
+def test_a_regions_folder_says_its_budget_and_run_toml_what_holds_now(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "us-east"
+    folder.mkdir(parents=True)
+    save_manifest(folder, build_manifest([TensorSpec("w", (1000, 10))], 5))
+    run_toml = tmp_path / "run.toml"
+    write_node_file(folder, budget=BudgetPlan(RateLimits(egress=7_000_000)), config_file=run_toml)
+
+    def limits(*arguments: str) -> dict[tuple[str, str], int | None]:
+        flows = plan_json("--state", str(folder), *arguments)["flows"]
+        return {
+            (flow["region"], flow["kind"]): flow["limit_bytes_per_second"] for flow in flows if flow["kind"] != "link"
+        }
+
+    started = {("us-east", "egress"): 7_000_000, ("us-east", "ingress"): None}
+    assert limits() == started | {("eu", "egress"): None, ("eu", "ingress"): None}, "run.toml is not at hand"
+    run_toml.write_text(RUN_TOML + BUDGET_TOML)
+    found = limits()
+    assert found == {
+        ("eu", "egress"): 20_000_000,
+        ("us-east", "egress"): 20_000_000,
+        ("eu", "ingress"): 5_000_000,
+        ("us-east", "ingress"): 5_000_000,
+    }, "us-west is no region of this run"
+    assert plan_json("--state", str(folder))["inputs"]["origins"]["budget"] == str(folder)
+    assert set(limits("--budget", "1MB/s").values()) == {1_000_000}
+
+
+def write_node_file(folder: Path, **more: Any) -> None:
+    """As `start` writes it, for a region of two with five fragments and H = 20; `more` fields of the specification."""
     import dataclasses
 
     from diloco_node.node.spec import NodeSpec
@@ -270,6 +298,7 @@ def write_node_file(folder: Path) -> None:
         "supervisor_socket": folder / "s.sock",
         "settings": RunSettings(fragments=5, sync_every=20, codec_up=Codec.INT8),
         "settings_digest": "00",
+        **more,
     }
     for spec_field in dataclasses.fields(NodeSpec):  # what else it holds is of no matter here
         defaults = {spec_field.default, spec_field.default_factory}

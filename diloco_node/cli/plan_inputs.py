@@ -18,6 +18,8 @@ from diloco_node.errors import ConfigError, StorageError
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
     from diloco_node.config.schema import ModelSection
+    from diloco_node.core.budget_plan import RateLimits
+    from diloco_node.node.spec import NodeSpec
 
 _VOCABULARY: Final = 256
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -155,7 +157,33 @@ def source_of_state(folder: Path) -> Source:
             "use --parameters until it has"
         )
     step_time_ns, rtt_ns = _live_times(folder)
-    return Source(str(folder), manifest.size, manifest, spec.settings, spec.regions, step_time_ns, rtt_ns)
+    limits = _limits_of(spec)
+    return Source(
+        str(folder),
+        manifest.size,
+        manifest,
+        spec.settings,
+        spec.regions,
+        step_time_ns,
+        rtt_ns,
+        egress={region: one.egress for region, one in limits.items() if one.egress is not None},
+        ingress={region: one.ingress for region, one in limits.items() if one.ingress is not None},
+    )
+
+
+def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
+    """Ceilings by region, the least of the day: of all regions as run.toml has them now; where that is not at hand, of
+    this region as it was started.
+
+    Raises:
+        ConfigError: run.toml is wrong.
+    """
+    from diloco_node.config import load_config
+
+    if spec.config_file is None or not spec.config_file.exists():
+        return {spec.region: spec.budget.least()}
+    config = load_config(spec.config_file)
+    return {region: config.budget_plan(region).least() for region in spec.regions if region in config.regions}
 
 
 def _live_times(folder: Path) -> tuple[int, int]:
