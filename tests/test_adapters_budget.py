@@ -2,21 +2,19 @@
 what the kernel's interface counters say.
 
 The windows here are two seconds, in one run ten; `test_core_budget.py` has the property over every window.
-What a busy machine leaves unused is measured again before it counts as wrong; a ceiling holds at the first attempt.
+A ceiling holds at the first attempt. What needs time to show is measured beside a control in the same run, and again
+before it counts as wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import json
 import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,30 @@ from diloco_node.core.budget import BudgetLane
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, WANTS_MOST
 from diloco_node.core.measuring import Probe
-from diloco_node.core.messages import BulkHeader, IngressGranted, IngressWanted, MergedStripe, Message, Payload, State
+from diloco_node.core.messages import (
+    BulkHeader,
+    IngressGranted,
+    IngressWanted,
+    MergedStripe,
+    Message,
+    Payload,
+    PayloadWanted,
+    State,
+)
 from diloco_node.core.types import Ballot
 from diloco_node.errors import LinkLost
+from diloco_node.wan import emulation
+from diloco_node.wan.namespaces import Place
 from diloco_node.wire import envelope as e
 from diloco_node.wire.tables import PROTOCOL_VERSION
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from budget_link import Found, NoNamespace, Options, quantile, run_link
+from control_wan import run_arm, slow_lines
+
 RUN = "run1"
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 MB = 10**6
 ROUNDS, RECOVERY = BudgetLane.ROUNDS, BudgetLane.RECOVERY
 
@@ -372,6 +386,23 @@ async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(pair: Pair) ->
     await b_handler.until_closed(1)
 
 
+async def test_control_does_not_wait_for_bulk_that_waits_for_the_budget(pair: Pair) -> None:
+    a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=1000)), BudgetPlan())
+    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(os.urandom(4 * MB))))
+    await settle()
+    asked = [PayloadWanted(0, version, b"") for version in range(200)]
+    for message in asked:
+        assert a.send("b", message)
+    async with asyncio.timeout(DEADLINE_S):
+        while len(b_handler.messages) < len(asked):  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+    assert b_handler.messages == asked
+    assert not moving.done()
+    assert a.budget_status()["peers"]["b"]["lanes"]["recovery"]["used_bytes"] < MB, "hours are left of it"
+    moving.cancel()
+    await asyncio.gather(moving, return_exceptions=True)
+
+
 async def test_a_round_overtakes_a_recovery_that_is_on_its_way(pair: Pair) -> None:
     a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=2 * MB)), BudgetPlan())
     state = State(0, 0, b"")
@@ -427,18 +458,16 @@ async def test_a_peer_that_ignores_its_share_is_read_at_that_share(pair: Pair, t
             accepted += len(piece)
 
     flooding = asyncio.create_task(flood())
-    await asyncio.sleep(1.0)
-    at_one, after_one_s = accepted, time.monotonic() - started_s
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(2.0)
     flooding.cancel()
     with contextlib.suppress(asyncio.CancelledError, LinkLost):
         await flooding
     lasted_s = time.monotonic() - started_s
-    # Beyond the share: what it may be ahead, and what gRPC and the kernel hold for a reader that does not read.
+    # Beyond the share: what it may be ahead, and what gRPC and the kernel hold for a reader that does not read. Read as
+    # it comes, loopback takes ten times as much.
     buffers = 12 * 2**20
-    print(f"{at_one} bytes in {after_one_s:.2f} s, {accepted} in {lasted_s:.2f} s")
+    print(f"{accepted} bytes in {lasted_s:.2f} s")
     assert accepted <= rate * lasted_s + ALLOWANCE_BYTES + rate * ALLOWANCE_NS / 1e9 + buffers
-    assert accepted - at_one <= rate * (lasted_s - after_one_s) * 1.2 + 2**20, "once the buffers are full"
     for stream in streams.values():
         await stream.aclose()
 
@@ -446,8 +475,7 @@ async def test_a_peer_that_ignores_its_share_is_read_at_that_share(pair: Pair, t
 # ---- what an interface counts ----------------------------------------------------------------------------------------
 
 RATE = 12_500_000
-WINDOW_S = 2.0
-SETTLE_S = 1.0
+SECONDS = 4.0
 ATTEMPTS = 3
 
 needs_root = pytest.mark.skipif(
@@ -456,122 +484,67 @@ needs_root = pytest.mark.skipif(
 )
 
 
-def measure(options: dict[str, Any], place: list[str]) -> dict[str, Any]:
-    """Run `budget_link.py` in a namespace; ahead of what else runs here, for it is about time."""
-    command = [*place, "nice", "-n", "-15", sys.executable, "-m", "tests.budget_link", json.dumps(options)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    if "Operation not permitted" in done.stderr and not done.stdout:
+def measure(options: Options, namespace: str = "") -> Found:
+    """Run both sides of a link."""
+    try:
+        return run_link(options, namespace)
+    except NoNamespace:
         pytest.skip("this machine lets nobody make a network namespace")
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def most_per_window(samples: list[list[float]], column: int, window_s: float) -> float:
-    """The most bytes between two samples so far apart, as a rate."""
-    most, end = 0.0, 0
-    for start, first in enumerate(samples):
-        end = max(end, start)
-        while end < len(samples) and samples[end][0] - first[0] < window_s:
-            end += 1
-        if end == len(samples):
-            break
-        most = max(most, (samples[end][column] - first[column]) / (samples[end][0] - first[0]))
-    return most
-
-
-def mean_after_start(samples: list[list[float]], column: int) -> float:
-    late = [sample for sample in samples if sample[0] >= SETTLE_S]
-    return (late[-1][column] - late[0][column]) / (late[-1][0] - late[0][0])
-
-
-def is_starved(samples: list[list[float]]) -> bool:
-    """Whether the loop that should read every 50 ms often came much later: then nobody here could send in time.
-
-    Or everybody waits for a core: the router of an emulated link does so too, and its delay is then the machine's.
-    """
-    if os.getloadavg()[0] > 4 * (os.cpu_count() or 1):
-        return True
-    gaps = [later[0] - sooner[0] for sooner, later in itertools.pairwise(samples)]
-    return sum(gap > 0.150 for gap in gaps) > len(gaps) / 50
 
 
 @needs_root
 @pytest.mark.parametrize(
-    ("window_s", "seconds"), [(WINDOW_S, 4.0), pytest.param(10.0, 12.0, marks=pytest.mark.wan, id="ten-seconds")]
+    ("window_s", "seconds"), [(2.0, SECONDS), pytest.param(10.0, 12.0, marks=pytest.mark.wan, id="ten-seconds")]
 )
-def test_the_interface_counts_no_more_than_the_budget_and_nearly_all_of_it(window_s: float, seconds: float) -> None:
-    """100 Mbit/s out by our own bucket and in by grants, without segmentation offload, from the first byte on."""
-    means: list[tuple[float, float, bool]] = []
+def test_the_interface_never_counts_more_than_the_budget_and_comes_near_it(window_s: float, seconds: float) -> None:
+    """100 Mbit/s out by our own bucket and in by grants, without segmentation offload, from the first byte on.
+
+    How near, and for how long, is `benchmarks/budget.py`'s. Here: in the best second of a few runs nearly all of it, or
+    of what two sides without a budget get out of this machine.
+    """
+    free = measure(Options(seconds=2.0, settle_s=0.0))
+    ways = ("in", "out")
+    most = dict.fromkeys(ways, 0.0)
+    could = {way: min(RATE, free.most_per_s(way, 1.0)) for way in ways}
     for _ in range(ATTEMPTS):
-        found = measure(
-            {"egress_a": RATE, "ingress_a": RATE, "settle_s": SETTLE_S, "seconds": seconds}, ["unshare", "-n"]
-        )
-        samples = found["samples"]
-        mean_in, mean_out = mean_after_start(samples, 1) / RATE, mean_after_start(samples, 2) / RATE
-        most = [most_per_window(samples, column, window_s) / RATE for column in (1, 2)]
-        means.append((mean_in, mean_out, is_starved(samples)))
-        print(f"in {mean_in:.3f}, out {mean_out:.3f} of the budget; the most in {window_s} s {most}; {means[-1][2]}")
-        # 2 % over ten seconds; a burst of up to 150 ms weighs five times as much in two.
-        assert max(most) <= (1.02 if window_s == 10.0 else 1.02 + 0.150 / window_s)
-        if min(mean_in, mean_out) >= 0.95:
+        found = measure(Options(egress_a=RATE, ingress_a=RATE, seconds=seconds, settle_s=0.0))
+        for way in ways:
+            # 2 % over ten seconds; a burst of up to 150 ms weighs five times as much in two.
+            limit = 1.02 if window_s == 10.0 else 1.02 + 0.150 / window_s
+            assert found.most_per_s(way, window_s) <= limit * RATE, way
+            most[way] = max(most[way], found.most_per_s(way, 1.0))
+        print({way: (most[way] / RATE, could[way] / RATE) for way in ways})
+        if all(most[way] >= 0.8 * could[way] for way in ways):
             return
-    if all(starved for *_, starved in means):
-        pytest.skip(f"this machine is too busy: how much of the budget is used was NOT checked: {means}")
-    raise AssertionError(f"used (in, out, starved), the best of {ATTEMPTS} attempts must be 0.95: {means}")
-
-
-WAN = """
-[wan]
-queue = "200ms"
-[regions.a]
-egress = "10Mbit/s"
-[regions.b]
-egress = "10Mbit/s"
-[[links]]
-between = ["a", "b"]
-rtt = "40ms"
-"""
+    raise AssertionError(f"in the best second of {ATTEMPTS} runs {most} bytes/s of {RATE}; without a budget {could}")
 
 
 @pytest.fixture
-def wan(tmp_path: Path) -> Iterator[tuple[str, str]]:
-    """The namespaces of a link of 10 Mbit/s and 40 ms."""
-    from diloco_node.wan import emulation
-
+def lines() -> Iterator[Sequence[Place]]:
+    """The places of a link of 10 Mbit/s and 40 ms, and of one that stays idle."""
     choice = emulation.choose_backend()
     if choice.backend == "none":
         pytest.skip(f"heartbeats on a slow link are NOT checked on this machine: {choice.why}")
-    (tmp_path / "slow.toml").write_text(WAN)
-    run = f"bud{os.getpid()}"
-    state = emulation.up(tmp_path / "slow.toml", run=run, choice=choice, owner_pid=os.getpid())
-    a, b = state.places()
-    yield a.namespace, b.namespace
-    emulation.down(run)
+    with slow_lines(choice) as places:
+        yield places
 
 
 @pytest.mark.wan
 @needs_root
-@pytest.mark.parametrize(
-    ("budget", "used_min"),
-    [
-        pytest.param(9 * MB // 8, 0.75, id="hardly-faster-than-the-budget"),
-        pytest.param(0, 0.85, id="without-a-budget"),
-    ],
-)
-def test_control_is_on_time_on_a_slow_link(wan: tuple[str, str], budget: int, used_min: float) -> None:
-    """10 Mbit/s, both directions loaded: round trips of the control lane under twice the link's, p99."""
-    rate = budget or 10 * MB // 8
-    options = {"egress_a": budget, "egress_b": budget, "seconds": 8, "settle_s": SETTLE_S, "namespace_b": wan[1]}
-    p99s: list[tuple[float, float, bool]] = []
+@pytest.mark.parametrize("arm", ["budget", "no_budget"])
+def test_control_does_not_wait_for_the_queue_that_bulk_could_make(lines: Sequence[Place], arm: str) -> None:
+    """10 Mbit/s, both directions loaded, beside the same where bulk fills the queue.
+
+    What the machine adds by being late is in both, and in the idle link's round trips. How late the latest are is
+    `benchmarks/control_wan.py`'s to tell.
+    """
+    tried = []
     for _ in range(ATTEMPTS):
-        found = measure(options, ["ip", "netns", "exec", wan[0]])
-        rtts = sorted(rtt for at_s, rtt in found["rtts_s"] if at_s > found["rtts_s"][0][0] + SETTLE_S)
-        p99_s, used = rtts[int(len(rtts) * 0.99)], mean_after_start(found["samples"], 2) / rate
-        p99s.append((p99_s, used, is_starved(found["samples"])))
-        print(f"p50 {rtts[len(rtts) // 2]:.3f} s, p99 {p99_s:.3f} s, {used:.2f} used, {p99s[-1][2]}")
-        if p99_s < 0.080 and used > used_min:
+        found, full = (run_arm(lines, one, seconds=5.0, settle_s=2.0) for one in (arm, "full_queue"))
+        waited_s, full_s = (max(0.0, quantile(one.control_s, 0.5) - quantile(one.idle_s, 0.5)) for one in (found, full))
+        used = min(found.used_per_s(way) / full.used_per_s(way) for way in ("in", "out"))
+        tried.append((waited_s, full_s, used, found.delay_cuts()))
+        print(f"control waits {waited_s:.3f} s, with a full queue {full_s:.3f} s; {used:.2f} of the line used")
+        if waited_s < full_s / 2 and used > 0.25 and (arm == "budget" or found.delay_cuts()):
             return
-    if all(starved for *_, starved in p99s):
-        pytest.skip(f"this machine is too busy: heartbeats on a slow link were NOT checked: {p99s}")
-    raise AssertionError(f"(p99 of a round trip of 40 ms, share used, starved): {p99s}")
+    raise AssertionError(f"(seconds that control waits, with a full queue, share of the line used, cuts): {tried}")
