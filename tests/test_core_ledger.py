@@ -1046,6 +1046,50 @@ def test_a_follower_whose_link_comes_back_hears_the_leader_at_once() -> None:
     assert [peer for peer, _ in sends(effects)] == ["b"]
 
 
+# ---- a disk that lost a payload --------------------------------------------------------------------------------------
+
+
+def test_an_entry_whose_payload_the_disk_has_lost_counts_in_votes_and_is_not_acknowledged() -> None:
+    log = chain(1, 1, 1, 1, bodies=lambda index, term: a_round(index))
+    held = {log[0].body, log[1].body, log[3].body}
+    core = a_core(entries=log, has_payload=lambda body: body in held)
+    assert core.wanted() == (log[2].body,)
+    answers = sends(write_all(core, arrive(core, "b", VoteAsked(2, False, 3, 1))))
+    assert answers == [("b", VoteAnswered(2, False, False))], "a shorter log gets no vote"
+    effects = arrive(core, "c", asked(log, 5, 4, term=2, sequence=7, commit=4))
+    assert sends(effects) == [("c", AppendAnswered(2, 7, True, 2))]
+    assert core.take_committed() == list(log[:2])
+    assert core.cluster_commit_index == 4
+    held.add(log[2].body)
+    assert sends(core.payload_arrived(now_ns=0)) == [("c", AppendAnswered(2, 7, True, 4))]
+    assert core.take_committed() == list(log[2:])
+    assert core.wanted() == ()
+
+
+def test_a_leader_whose_disk_has_lost_a_payload_counts_itself_when_it_is_back() -> None:
+    log = chain(1, 1, bodies=lambda index, term: a_round(index))
+    held = {log[0].body}
+    core, effects, now_ns = a_leader(
+        entries=log, has_payload=lambda body: not isinstance(body, RoundBody) or body in held
+    )
+    write_all(core, effects, now_ns)
+    assert core.durable_indexes["a"] == 1
+    arrive(core, "b", AppendAnswered(core.term, 1, True, 3), now_ns)
+    assert core.commit_index == 0
+    held.add(log[1].body)
+    assert sends(core.payload_arrived(now_ns=now_ns)), "the followers hear of the commit"
+    assert core.commit_index == 3
+
+
+def test_a_lost_payload_of_an_entry_that_is_replaced_is_not_missed() -> None:
+    log = chain(1, 1, 1, bodies=lambda index, term: a_round(index))
+    other = chain(1, 2, 2, bodies=lambda index, term: a_round(index + 10 * (term > 1)))
+    core = a_core(entries=log, has_payload=lambda body: body != log[1].body)
+    effects = write_all(core, arrive(core, "b", asked(other, 2, 3, term=2)))
+    assert core.wanted() == ()
+    assert sends(effects)[-1] == ("b", AppendAnswered(2, 1, True, 3))
+
+
 # ---- handing over ----------------------------------------------------------------------------------------------------
 
 

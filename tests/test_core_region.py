@@ -350,6 +350,32 @@ def test_region_that_lost_the_merged_stripes_fetches_the_payload(patch: pytest.M
     small.settle()
 
 
+@pytest.mark.parametrize("who", ["leader", "follower"])
+@pytest.mark.parametrize("lost", ["payloads", "states"])
+def test_region_whose_disk_lost_files_fetches_them_before_it_acknowledges_what_they_hold(
+    patch: pytest.MonkeyPatch, who: str, lost: str
+) -> None:
+    small = Small(patch, checkpoint_versions=8)
+    small.go(12)
+    victim = small.leader() if who == "leader" else small.others()[0]
+    host = small.hosts[victim]
+    host.kill_daemon()
+    small.go(2)
+    disk = host.disk
+    after_states = [key for key in disk.payloads if key[1] == disk.states[key[0]].version + 1]
+    assert len(after_states) == 4
+    if lost == "payloads":
+        for key in after_states:
+            del disk.payloads[key]
+    else:
+        disk.states.clear()
+    host.start_daemon()
+    small.settle(30)
+    assert any(note.kind == "fetch" for name, note in small.notes if name == victim)
+    small.go(3)
+    small.settle()
+
+
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 

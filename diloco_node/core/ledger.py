@@ -73,7 +73,7 @@ class LedgerCore:
         seed: of the election timeouts; the region's name is mixed in.
         now_ns: monotonic time.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
-            turn False again for an entry of the log.
+            turn False again for an entry of the log; what a disk has lost between two processes is `wanted`.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LedgerCore:
 
         self._term = term
         self._voted_for = voted_for
-        self._log = ReplicaLog(entries)
+        self._log = ReplicaLog(entries, self._may_persist)
         self._role = Role.FOLLOWER
         self._leader = ""
         self._is_draining = False
@@ -206,8 +206,8 @@ class LedgerCore:
         return state + (f"; waits for {_named(missing[0])}" if missing else "")
 
     def wanted(self) -> tuple[EntryBody, ...]:
-        """Bodies of staged entries whose payload is not on this region's disk, in the order of the ledger."""
-        return tuple(entry.body for entry in self._log.staged if not self._has_payload(entry.body))
+        """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
+        return tuple(entry.body for entry in self._log.waiting if not self._has_payload(entry.body))
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
@@ -235,11 +235,12 @@ class LedgerCore:
         return self._flush()
 
     def payload_arrived(self, *, now_ns: int) -> list[Effect]:
-        """Something has reached the disk: try the staged entries again."""
-        if not self._log.staged:
+        """Something has reached the disk: try the entries that wait again."""
+        if not self._log.waiting:
             return []
+        self._log.find_lost(self._may_persist)
         self._log.promote(self._may_persist)
-        self._acknowledge_growth()
+        self._tell_growth(now_ns)
         return self._flush()
 
     def propose(self, body: EntryBody, *, now_ns: int) -> list[Effect]:
@@ -329,10 +330,8 @@ class LedgerCore:
     def _persisted(self, token: int, now_ns: int) -> None:
         self._gate.persisted(token)
         self._log.written(token)
-        if self.is_leader:
-            self._advance_commit(now_ns)
-        else:
-            self._acknowledge_growth()
+        self._tell_growth(now_ns)
+        if not self.is_leader:
             self._count_votes(now_ns)
 
     def _link_changed(self, peer: str, is_up: bool, now_ns: int) -> None:
@@ -536,9 +535,11 @@ class LedgerCore:
         self._following.told_index = self._following.acknowledged_index(self._log)
         self._gate.send(self._leader, AppendAnswered(self._term, sequence, True, self._following.told_index))
 
-    def _acknowledge_growth(self) -> None:
-        """More is on disk: tell the leader without being asked."""
-        if self._leader and self._following.acknowledged_index(self._log) > self._following.told_index:
+    def _tell_growth(self, now_ns: int) -> None:
+        """More is on disk: a follower tells its leader without being asked."""
+        if self.is_leader:
+            self._advance_commit(now_ns)
+        elif self._leader and self._following.acknowledged_index(self._log) > self._following.told_index:
             self._acknowledge(self._following.asked_sequence)
 
     # ---- out ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,9 @@
 
 Three parts follow each other: entries on disk, entries whose write is under way, and (`staged`, followers only) entries
 that wait for their payload. Only the first part may be acknowledged; the third is in no vote and in no file.
+
+A disk may lose a payload whose entry it keeps. Such an entry stays in the log and in votes, for others may count on it;
+but it and what follows are not acknowledged until the payload is there again.
 """
 
 from __future__ import annotations
@@ -42,10 +45,18 @@ class ReplicaLog:
 
     Invariants: `durable_index <= last_index`; staged entries follow the last one without a gap; the hash of an entry
     fixes everything before it.
+
+    Args:
+        entries: what the disk held.
+        may_persist: whether an entry's payload is on the disk.
     """
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    def __init__(self, entries: Sequence[Entry], may_persist: Callable[[Entry], bool] = lambda _: True) -> None:
         self._entries: list[Entry] = list(entries)
+        # The first entry whose payload the disk has lost; one past the end of what it held if there is none.
+        self._lost_from = 1
+        self._held_index = len(self._entries)
+        self.find_lost(may_persist)
         self._staged: list[Entry] = []
         self._staged_bytes: list[int] = []
         self._durable_index = len(self._entries)
@@ -84,7 +95,18 @@ class ReplicaLog:
     @property
     def durable_index(self) -> int:
         """Up to here the log is on disk, payloads too."""
-        return self._durable_index
+        return min(self._durable_index, self._lost_from - 1) if self.has_lost else self._durable_index
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether the disk lacks a payload of an entry that it held at start."""
+        return self._lost_from <= self._held_index
+
+    @property
+    def waiting(self) -> tuple[Entry, ...]:
+        """Entries that can't be acknowledged before some payload is there: from the first lost one on, and staged."""
+        lost = self._entries[self._lost_from - 1 :] if self.has_lost else []
+        return (*lost, *self._staged)
 
     @property
     def is_dirty(self) -> bool:
@@ -155,6 +177,7 @@ class ReplicaLog:
         if first > len(self._entries):
             return
         del self._entries[first - 1 :]
+        self._held_index = min(self._held_index, first - 1)
         if first <= self._asked_index:
             self._truncate_from = min(self._truncate_from, first) if self._truncate_from else first
             self._asked_index = first - 1
@@ -182,6 +205,11 @@ class ReplicaLog:
         """Forget all staged entries; the leader that sent them is gone."""
         self._staged.clear()
         self._staged_bytes.clear()
+
+    def find_lost(self, may_persist: Callable[[Entry], bool]) -> None:
+        """Look again for the first entry, of those that the disk held at start, whose payload it lacks."""
+        while self.has_lost and may_persist(self._entries[self._lost_from - 1]):
+            self._lost_from += 1
 
     def promote(self, may_persist: Callable[[Entry], bool]) -> None:
         """Move staged entries to the log, in order, up to the first that may not be persisted yet."""
