@@ -265,7 +265,7 @@ class FakeLearner:
             self._orders.clear()
             if self._counter is None:
                 self._counter = TrainedCounter(Path(message.state_dir), message.incarnation)
-            if message.wants_initial_state:
+            if message.wants_initial_state and min(position.base_version for position in self.positions) < 0:
                 for fragment, values in enumerate(self.theta):
                     self._place(fragment)[:] = values
                 self._say(InitialState())
@@ -424,6 +424,22 @@ class Region:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.store.close()
         self.memory.close()
+
+    async def stop_daemon(self) -> None:
+        """Only the learner goes on, and what is on disk stays."""
+        await self.node.stop()
+        ended = [task for task in self._tasks if task.get_name() != "learner"]
+        for task in ended:
+            task.cancel()
+        await asyncio.gather(*ended, return_exceptions=True)
+        self.store.close()
+
+    async def start_daemon(self) -> None:
+        """Another daemon, from what the disk holds; the learner attaches to it."""
+        self.store = RegionStore(self.folder)
+        self.node = self._build()
+        await self.node.start()
+        self.learner.attach()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -10,10 +10,11 @@ import pytest
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.budget_plan import RateLimits
+from diloco_node.core.entries import ZERO_HASH, seal
 from diloco_node.core.events import Note
 from diloco_node.core.fragments import build_manifest
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import Ballot, CarryMode, DiscardedBody, FragmentDigest, Recovered, RoundBody
+from diloco_node.core.types import Ballot, CarryMode, DiscardedBody, FragmentDigest, GenesisBody, Recovered, RoundBody
 from diloco_node.core.view import RegionView
 from diloco_node.sim import run
 from diloco_node.sim.run import Simulation
@@ -434,7 +435,10 @@ def test_leader_that_dies_while_the_run_ends_is_replaced(patch: pytest.MonkeyPat
 # ---- one core by itself ----------------------------------------------------------------------------------------------
 
 
-def a_core() -> RegionCore:
+EMPTY = Recovered(0, "", (), (-1, -1), frozenset())
+
+
+def a_core(recovered: Recovered = EMPTY) -> RegionCore:
     return RegionCore(
         region="a",
         regions=REGIONS,
@@ -442,7 +446,7 @@ def a_core() -> RegionCore:
         settings_digest="settings",
         manifest=MANIFEST,
         settings=SETTINGS,
-        recovered=Recovered(0, "", (), (-1, -1), frozenset()),
+        recovered=recovered,
         seed=SEED,
         now_ns=0,
     )
@@ -454,6 +458,19 @@ def beat(learner: object = None, digests: tuple[FragmentDigest, ...] = ()) -> ms
 
 def alarms(effects: list[ev.Effect]) -> list[str]:
     return [effect.kind for effect in effects if isinstance(effect, Note) and effect.is_alarm]
+
+
+@pytest.mark.parametrize(
+    ("has_genesis", "states", "is_wanted"),
+    [(False, (-1, -1), True), (False, (0, 0), True), (True, (0, 0), False), (True, (-1, 0), False)],
+)
+def test_theta_0_of_a_learner_is_wanted_only_before_there_is_a_genesis(
+    has_genesis: bool, states: tuple[int, int], is_wanted: bool
+) -> None:
+    genesis = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, (b"1" * 32, b"2" * 32))
+    entries = (seal(1, 1, ZERO_HASH, genesis),) if has_genesis else ()
+    core = a_core(Recovered(1, "", entries, states, frozenset()))
+    assert core.wants_initial_state == is_wanted
 
 
 def test_a_changed_budget_is_told_with_the_next_heartbeat() -> None:

@@ -238,6 +238,31 @@ def test_a_learner_that_attaches_anew_in_the_middle_of_everything_loses_nothing(
     play(scenario)
 
 
+@pytest.mark.parametrize("lost", ["payloads/f000*", "state/f000*", "[ps]*/f*"])
+def test_a_daemon_that_finds_files_missing_fetches_them_and_goes_on_with_the_same_learner(
+    play: Play, lost: str
+) -> None:
+    """Also when Theta_0 is among them: the learner is in mid-run and can't write it down again."""
+
+    async def scenario(world: World) -> None:
+        region = world.regions["b"]
+        await world.until("rounds go on", lambda: world.committed() >= 5)
+        await region.stop_daemon()
+        await asyncio.sleep(0.5)
+        paths = sorted(region.folder.glob(lost))
+        assert paths
+        for path in paths:
+            path.unlink()
+        await region.start_daemon()
+        base = region.learner.positions[0].base_version
+        await world.until("it catches up", lambda: region.learner.positions[0].base_version > base)
+        await world.finish()
+        assert region.learner.incarnation == 1
+        assert region.learner.step >= STEPS - 5
+
+    play(scenario)
+
+
 def test_the_core_hears_of_a_lost_link_before_the_fetches_that_fail_with_it() -> None:
     told: list[str] = []
     node = assembly.Node.__new__(assembly.Node)

@@ -199,6 +199,16 @@ class RegionCore:
         """Whether this region leads, as far as it knows."""
         return self.ledger.is_leader
 
+    @property
+    def wants_initial_state(self) -> bool:
+        """Whether Theta_0 of a new learner is of use: some of it is not on disk, and no genesis is in the ledger here.
+
+        Where one is, only the bytes that it names count; on disk they must not be written over, and what is lacking
+        is fetched.
+        """
+        is_lacking = min(self.replica.states) < 0
+        return is_lacking and not any(isinstance(entry.body, GenesisBody) for entry in self.ledger.entries)
+
     # ---- after every event -------------------------------------------------------------------------------------------
 
     def _settle(self, now_ns: int) -> None:

@@ -293,8 +293,9 @@ class Node:
             self._daemon.note(Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
             server.refuse(str(error), is_final=False)
             return
-        # Of version 0 only what genesis names counts, so what lies on the disk from before is not enough.
-        wants_initial_state = min(self.core.replica.states) < 0
+        # A learner in mid-run has nothing to write, and would leave the inbox to itself for ever.
+        is_placed = min(position.base_version for position in attach.positions) >= 0
+        wants_initial_state = self.core.wants_initial_state and not is_placed
         settings = self._spec.settings
         server.send(
             Welcome(
