@@ -20,11 +20,12 @@ from budget_link import Found, Options, run_link
 WINDOWS_S = (2.0, 10.0)
 
 
-def arm(found: Found, per_s: float) -> dict[str, Any]:
-    """What was used, and the most in windows; as shares of a rate."""
+def arm(found: Found, per_s: int) -> dict[str, Any]:
+    """What was used and the most in windows, as shares of a rate; and the most that was ever ahead of it."""
     return {
         way: {
             "used": found.used_per_s(way) / per_s,
+            "ahead_seconds": found.ahead_s(way, per_s),
             **{f"most_in_{window_s:g}_seconds": found.most_per_s(way, window_s) / per_s for window_s in WINDOWS_S},
         }
         for way in ("in", "out")
@@ -50,7 +51,9 @@ def lines(result: dict[str, Any]) -> list[str]:
         for way in ("in", "out"):
             one = result[name][way]
             most = ", ".join(f"{one[f'most_in_{window_s:g}_seconds']:.4f} in {window_s:g} s" for window_s in WINDOWS_S)
-            shown.append(f"{name:<10}{way:<4}used {one['used']:.4f}, the most {most}")
+            shown.append(
+                f"{name:<10}{way:<4}used {one['used']:.4f}, ahead by {one['ahead_seconds']:.3f} s, the most {most}"
+            )
         shown.append(f"{'':<14}load {result[name]['load_average']:.1f}")
     return shown
 

@@ -114,6 +114,14 @@ class Found:
         late = [sample for sample in self.samples if sample.before_s >= self.settle_s]
         return (late[-1].counted(way) - late[0].counted(way)) / (late[-1].after_s - late[0].before_s)
 
+    def ahead_s(self, way: str, bytes_per_s: int) -> float:
+        """How far the bytes since the load began were ever ahead of a rate, in seconds of that rate."""
+        first = self.samples[0]
+        return max(
+            (sample.counted(way) - first.counted(way)) / bytes_per_s - (sample.after_s - first.before_s)
+            for sample in self.samples
+        )
+
     def most_per_s(self, way: str, window_s: float) -> float:
         """The most bytes/s between any two samples at least so far apart; 0 if none are.
 

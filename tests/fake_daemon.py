@@ -45,7 +45,7 @@ from diloco_node.wire.learner_link import (
 
 F32 = npt.NDArray[np.float32]
 T = TypeVar("T")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 class FakeDaemon:

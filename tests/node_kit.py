@@ -89,7 +89,7 @@ class Tasks:
 
     async def finish(self) -> None:
         """Wait for all of them, those that they start too."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while self.running:
                 await asyncio.wait(set(self.running))
                 await asyncio.sleep(0)

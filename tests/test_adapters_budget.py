@@ -1,9 +1,8 @@
 """The bandwidth budget through real transports: on loopback what must not depend on speed, and on links of their own
 what the kernel's interface counters say.
 
-The windows here are two seconds, in one run ten; `test_core_budget.py` has the property over every window.
-A ceiling holds at the first attempt. What needs time to show is measured beside a control in the same run, and again
-before it counts as wrong.
+`test_core_budget.py` has the property over every window. A ceiling holds at the first attempt. What needs time to show
+is measured beside a control in the same run, and again before it counts as wrong.
 """
 
 from __future__ import annotations
@@ -475,7 +474,6 @@ async def test_a_peer_that_ignores_its_share_is_read_at_that_share(pair: Pair, t
 # ---- what an interface counts ----------------------------------------------------------------------------------------
 
 RATE = 12_500_000
-SECONDS = 4.0
 ATTEMPTS = 3
 
 needs_root = pytest.mark.skipif(
@@ -493,27 +491,26 @@ def measure(options: Options, namespace: str = "") -> Found:
 
 
 @needs_root
-@pytest.mark.parametrize(
-    ("window_s", "seconds"), [(2.0, SECONDS), pytest.param(10.0, 12.0, marks=pytest.mark.wan, id="ten-seconds")]
-)
-def test_the_interface_never_counts_more_than_the_budget_and_comes_near_it(window_s: float, seconds: float) -> None:
-    """100 Mbit/s out by our own bucket and in by grants, without segmentation offload, from the first byte on.
+@pytest.mark.wan
+def test_the_interface_never_counts_more_than_the_budget_and_comes_near_it() -> None:
+    """100 Mbit/s out by our own bucket and in by grants, without segmentation offload.
 
-    How near, and for how long, is `benchmarks/budget.py`'s. Here: in the best second of a few runs nearly all of it, or
-    of what two sides without a budget get out of this machine.
+    From the first byte on at most what was saved up and one piece are ahead of the budget: 2 % of ten seconds. That is
+    so at every moment, however late everybody is. In windows that begin later a reader that stood still may take at
+    once what waited for it in the kernel. How much there is in windows, and how near to the budget, is for
+    `benchmarks/budget.py` to tell; here the best second of a few runs is nearly all of it, or of what two sides
+    without a budget get out of this machine.
     """
-    free = measure(Options(seconds=2.0, settle_s=0.0))
     ways = ("in", "out")
-    most = dict.fromkeys(ways, 0.0)
+    free = measure(Options(seconds=2.0, settle_s=0.0))
     could = {way: min(RATE, free.most_per_s(way, 1.0)) for way in ways}
+    most = dict.fromkeys(ways, 0.0)
     for _ in range(ATTEMPTS):
-        found = measure(Options(egress_a=RATE, ingress_a=RATE, seconds=seconds, settle_s=0.0))
+        found = measure(Options(egress_a=RATE, ingress_a=RATE, seconds=10.0, settle_s=0.0))
         for way in ways:
-            # 2 % over ten seconds; a burst of up to 150 ms weighs five times as much in two.
-            limit = 1.02 if window_s == 10.0 else 1.02 + 0.150 / window_s
-            assert found.most_per_s(way, window_s) <= limit * RATE, way
+            assert found.ahead_s(way, RATE) <= 0.2, way
             most[way] = max(most[way], found.most_per_s(way, 1.0))
-        print({way: (most[way] / RATE, could[way] / RATE) for way in ways})
+        print({way: (found.ahead_s(way, RATE), most[way] / RATE, could[way] / RATE) for way in ways})
         if all(most[way] >= 0.8 * could[way] for way in ways):
             return
     raise AssertionError(f"in the best second of {ATTEMPTS} runs {most} bytes/s of {RATE}; without a budget {could}")

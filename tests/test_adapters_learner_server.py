@@ -60,7 +60,7 @@ class Daemon:
         self.changed.set()
 
     async def wait_for(self, count: int) -> list[object]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(self.calls) < count:
                 self.changed.clear()
                 await self.changed.wait()
@@ -75,12 +75,12 @@ class Learner:
         self.writer.write(b"".join(frame(TO_DAEMON.encode(message)) for message in messages))
 
     async def hear(self) -> ToLearner:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             length = frame_length(await self.reader.readexactly(LENGTH_BYTES))
             return TO_LEARNER.decode(await self.reader.readexactly(length))
 
     async def is_hung_up(self) -> bool:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             return await self.reader.read(1) == b""
 
     def leave(self) -> None:

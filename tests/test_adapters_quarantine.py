@@ -18,9 +18,17 @@ from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.messages import BulkHeader, Message, Payload, VoteAnswered
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerIncompatible, ProtocolViolation
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 RUN = "run1"
-TIMES = LinkTimes(fallback_s=0.2, backoff_min_s=0.02, backoff_max_s=0.1, violation_backoff_s=0.05)
+TIMES = LinkTimes(
+    handshake_s=60.0,
+    hello_s=60.0,
+    fallback_s=0.2,
+    backoff_min_s=0.02,
+    backoff_max_s=0.1,
+    violation_backoff_s=0.05,
+    silent_s=60.0,
+)
 
 
 class Process:

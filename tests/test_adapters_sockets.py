@@ -54,7 +54,7 @@ def test_payload_bytes_are_exact_and_both_ends_agree(connection: tuple[socket.so
     assert out.segments_sent > 0
     assert out.wire_bytes_out == out.bytes_sent + 52 * out.segments_sent
     assert into.wire_bytes_in == 1_000_001 + 52 * into.segments_received
-    assert 0 < out.rtt_us < 1_000_000
+    assert 0 < out.rtt_us < 60_000_000, "microseconds"
 
 
 def test_reading_closes_and_changes_nothing(connection: tuple[socket.socket, socket.socket]) -> None:
@@ -222,7 +222,7 @@ def test_wire_bytes_agree_with_the_interface_within_a_tenth(tmp_path: object) ->
         [unshare, "-n", sys.executable, "-c", IN_A_NAMESPACE, str(Path.cwd()), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     if "Operation not permitted" in done.stderr and not done.stdout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,17 @@ from diloco_node.adapters.transport import GrpcTransport, new_instance_id
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import SupersededError
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 RUN = "run1"
-TIMES = LinkTimes(
-    fallback_s=0.2, backoff_min_s=0.02, backoff_max_s=0.1, violation_backoff_s=0.1, ping_s=0.5, silent_s=2.0
+TIMES = LinkTimes(  # no peer looks dead because this machine stood still for a while
+    handshake_s=60.0,
+    hello_s=60.0,
+    fallback_s=0.2,
+    backoff_min_s=0.02,
+    backoff_max_s=0.1,
+    violation_backoff_s=0.1,
+    ping_s=15.0,
+    silent_s=60.0,
 )
 
 
@@ -35,7 +43,7 @@ class Process:
         self.changed = asyncio.Event()
         self.transport: GrpcTransport
 
-    async def start(self, folder: Path, region: str, peers: dict[str, str | None]) -> None:
+    async def start(self, folder: Path, region: str, peers: dict[str, str | None], times: LinkTimes = TIMES) -> None:
         self.transport = GrpcTransport(
             region=region,
             run_id=RUN,
@@ -47,7 +55,7 @@ class Process:
             peers=peers,
             handler=self,
             executor=self.pool,
-            times=TIMES,
+            times=times,
             superseded=self.ended,
         )
         await self.transport.start()
@@ -81,9 +89,9 @@ class Run:
         init_run(folder, RUN, ["a", "b", "c"])
         self.processes: list[Process] = []
 
-    async def start(self, region: str, peers: dict[str, str | None]) -> Process:
+    async def start(self, region: str, peers: dict[str, str | None], times: LinkTimes = TIMES) -> Process:
         process = Process()
-        await process.start(self.folder, region, peers)
+        await process.start(self.folder, region, peers, times)
         self.processes.append(process)
         return process
 
@@ -107,7 +115,8 @@ def at(process: Process) -> str:
 async def test_the_older_of_two_processes_ends_and_the_newer_stays(run: Run) -> None:
     a = await run.start("a", {"b": None, "c": None})
     c = await run.start("c", {"a": at(a), "b": None})
-    older = await run.start("b", {"a": at(a), "c": at(c)})
+    impatient = dataclasses.replace(TIMES, silent_s=2.0)  # so long it wants to have been refused
+    older = await run.start("b", {"a": at(a), "c": at(c)}, impatient)
     await older.until(lambda: older.up == {"a": True, "c": True})
     newer = await run.start("b", {"a": at(a), "c": at(c)})
     await newer.until(lambda: newer.up == {"a": True, "c": True})

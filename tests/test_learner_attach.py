@@ -485,6 +485,7 @@ def test_killed_learner_leaves_its_counter_and_the_next_one_its_checkpoint(folde
             while not list((folder / "learner" / "checkpoints").glob("*.safetensors")):
                 assert time.monotonic() < deadline_s
                 time.sleep(0.01)
+            daemon.wait_for(Report)
             process.kill()
             process.wait(PATIENCE_S)
         (trained,) = read_trained(folder)

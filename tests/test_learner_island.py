@@ -20,7 +20,7 @@ from diloco_node.learner.tensors import ModelTensors
 from diloco_node.wire.learner_link import Applied, SnapshotDenied, SnapshotReady, SnapshotWanted, VersionOffered
 
 SEED = 499
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 class Bench:

@@ -32,7 +32,7 @@ from diloco_node.wire.learner_link import (
     frame_length,
 )
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 WELCOME = Welcome(
     "us-east", 0, ("us-east",), 1, "run-1", 1, 4, MergeRule.RDA, Codec.INT4, CarryMode.CARRY, 16, 0, "ab", False, "/x"
 )

@@ -32,7 +32,7 @@ print(faults[-1])
 def faults_of_a_block(mode: str, size_bytes: int) -> int:
     """Page faults for taking, writing and freeing a block for the sixth time."""
     command = [sys.executable, "-c", PROBE, mode, str(size_bytes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     if done.returncode == 3:
         pytest.skip("the C library is not glibc")
     assert done.returncode == 0, done.stderr

@@ -40,8 +40,6 @@ from diloco_node.wire.learner_link import (
     frame_length,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def spec() -> Iterator[NodeSpec]:
@@ -93,7 +91,7 @@ class Learner:
 
     @classmethod
     async def attach(cls, spec: NodeSpec, incarnation: int = NEW_PROCESS) -> Learner:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while True:
                 try:
                     one = cls(*await asyncio.open_unix_connection(str(spec.learner_socket)))
@@ -107,7 +105,7 @@ class Learner:
         self.writer.write(frame(TO_DAEMON.encode(message)))
 
     async def hear(self) -> ToLearner:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             length = frame_length(await self.reader.readexactly(LENGTH_BYTES))
             return TO_LEARNER.decode(await self.reader.readexactly(length))
 
@@ -118,7 +116,7 @@ class Learner:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while True:
             if is_so():
                 return
@@ -127,7 +125,7 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def end(daemon: Daemon, running: asyncio.Task[int]) -> int:
     daemon.finished()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         return await running
 
 
@@ -141,7 +139,7 @@ async def test_a_learner_that_attaches_during_recovery_waits_for_the_one_node(
 
     def slow_load(store: RegionStore, fragments: int) -> Recovered:
         loads.append(fragments)
-        gate.wait(20)
+        gate.wait(120)
         return real(store, fragments)
 
     monkeypatch.setattr(RegionStore, "load", slow_load)
@@ -204,7 +202,7 @@ async def test_a_newer_process_with_our_certificate_ends_this_one(spec: NodeSpec
     assert told is not None
     told(SupersededError("a newer process of a runs"))
     with pytest.raises(SupersededError) as caught:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await running
     assert caught.value.exit_code == 7
     await learner.close()
@@ -259,7 +257,7 @@ async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes
 
     core.handle = broken  # type: ignore[method-assign]
     with pytest.raises(KeyError, match="impossible"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await running  # the next heartbeat's timer finds out
     await learner.close()
     assert not (spec.state_dir / ADMIN_PORT_NAME).exists()

@@ -12,7 +12,7 @@ from diloco_node.errors import StorageError
 from diloco_node.memory import request_area
 from diloco_node.node.supervisor import SupervisorSpec, run_supervisor
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def python(code: str) -> list[str]:

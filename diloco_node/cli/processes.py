@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import sys
@@ -19,6 +20,10 @@ from diloco_node.memory import socket_path
 
 POLL_TIMEOUT_S: Final = 2.0
 STOP_S: Final = 30.0
+
+EPHEMERAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+PORT_MIN: Final = 12_000
+"""Below are the ports of well-known services, ours among them."""
 
 
 @dataclass(slots=True)
@@ -125,12 +130,31 @@ class RegionProcess:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on loopback that are free now; all different."""
-    sockets = [socket.socket() for _ in range(count)]
+    """Ports on loopback that are free now; all different.
+
+    Where there are some, none of those that the kernel hands out by itself: until a daemon binds its port, seconds go
+    by, and any connection of this machine might get it meanwhile.
+    """
+    least = _first_ephemeral_port()
+    candidates = iter(random.sample(range(PORT_MIN, least), least - PORT_MIN) if least > PORT_MIN else ())
+    sockets: list[socket.socket] = []
     try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
+        while len(sockets) < count:
+            sock = socket.socket()
+            try:
+                sock.bind(("127.0.0.1", next(candidates, 0)))
+            except OSError:
+                sock.close()
+                continue
+            sockets.append(sock)
         return [sock.getsockname()[1] for sock in sockets]
     finally:
         for sock in sockets:
             sock.close()
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(EPHEMERAL_PORTS.read_text().split()[0])
+    except (OSError, ValueError):
+        return 0
