@@ -515,6 +515,96 @@ def test_sigterm_before_the_daemon_is_there_ends_quietly(folder: Path) -> None:
         assert code in (0, -signal.SIGTERM)
 
 
+def test_a_loop_that_was_asked_to_stop_before_the_daemon_was_there_may_still_use_everything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(attach_module._TerminateFlag):
+        def install(self) -> None:
+            self.is_set = True
+
+    monkeypatch.setattr(attach_module, "_TerminateFlag", Asked)
+    toy = Toy()
+    with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        assert diloco.should_stop
+        assert (diloco.is_attached, diloco.versions) == (False, ())
+        toy.step(diloco)
+        diloco.evaluated(val_loss=1.0)
+        diloco.settle(0.01)
+        diloco.checkpoint()
+        assert torch.equal(diloco.own_state_dict()["0.weight"], toy.model[0].weight)
+
+
+class NoJson:
+    def state_dict(self) -> dict[str, float]:
+        return {"position": float("nan")}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        raise AssertionError(state)
+
+
+class Broken(NoJson):
+    def state_dict(self) -> dict[str, float]:
+        raise ZeroDivisionError("no position")
+
+
+def test_state_that_no_checkpoint_can_keep_does_not_spoil_the_end(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer, stateful={"data": NoJson()}) as diloco:
+            toy.step(diloco)
+        assert daemon.wait_for(Done).step == 1
+
+
+def test_exception_in_the_last_checkpoint_is_told_and_lets_go_of_everything(folder: Path) -> None:
+    toy = Toy()
+    before = signal.getsignal(signal.SIGTERM)
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer, stateful={"data": Broken()})
+        toy.step(diloco)
+        with pytest.raises(ZeroDivisionError):
+            diloco.close()
+        assert daemon.wait_for(Failed).reason == "ZeroDivisionError: no position"
+        assert signal.getsignal(signal.SIGTERM) == before
+        diloco.close()
+
+
+@pytest.mark.parametrize("tokens", [7, 7.0, np.int64(7), torch.tensor(7), torch.tensor([7])])
+def test_tokens_may_be_any_whole_number(folder: Path, tokens: object) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco, tokens=tokens)  # type: ignore[arg-type]
+            assert diloco.tokens == 7
+        assert daemon.wait_for(Done).tokens == 7
+
+
+@pytest.mark.parametrize("tokens", [-1, None, torch.tensor([1, 2]), float("nan")])
+def test_tokens_that_are_no_number_are_refused_in_words(folder: Path, tokens: object) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        with pytest.raises(LearnerError, match="tokens="):
+            toy.step(diloco, tokens=tokens)  # type: ignore[arg-type]
+        assert diloco.steps == 0
+
+
+@pytest.mark.parametrize("loss", [torch.tensor([1.0, 2.0]), torch.tensor([[1.5]]), torch.tensor(1.5), np.float32(1.5)])
+def test_a_loss_of_several_values_is_reported_as_their_mean(folder: Path, loss: torch.Tensor) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco, loss=loss)
+        assert daemon.wait_for(Report).loss == 1.5
+
+
+def test_a_step_after_the_end_is_refused_in_words(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder):
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+        assert torch.equal(diloco.own_state_dict()["0.weight"], toy.model[0].weight)
+        with pytest.raises(LearnerError, match="after close"):
+            toy.step(diloco)
+
+
 def test_environment_without_supervisor_is_a_clear_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SUPERVISOR")
     with pytest.raises(diloco_node.errors.ConfigError, match="start through diloco-node start"):  # type: ignore[attr-defined]

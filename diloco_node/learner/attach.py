@@ -165,14 +165,15 @@ class Diloco:
         With gradient accumulation call it once per optimizer step, with the tokens of all micro-batches.
 
         Args:
-            tokens: trained in this step by this rank.
-            loss: of this step; a tensor is read later, without waiting for the device.
+            tokens: trained in this step by this rank; a number on the CPU, for one on a GPU would be waited for.
+            loss: of this step; a tensor is read later, without waiting for the device. Of several values the mean.
 
         Raises:
-            LearnerError: parameters are not finite, the optimizer undid a version (see `masters`), or a newer learner
-                process has taken this one's place.
+            LearnerError: parameters are not finite, the optimizer undid a version (see `masters`), a newer learner
+                process has taken this one's place, or the tokens are no number or negative.
         """
         started_ns = time.perf_counter_ns()
+        tokens = _count(tokens)
         self.steps += 1
         self.global_step += 1
         if self._manifest is not None:
@@ -184,6 +185,8 @@ class Diloco:
 
     def _attached_step(self, tokens: int, loss: Tensor | float | None, started_ns: int) -> None:
         assert self._manifest is not None
+        if self._is_closed:
+            raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
         session = self._session
         if session is None:
             self._follow(tokens, len(self._manifest.fragments))
@@ -296,10 +299,15 @@ class Diloco:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. Rank 0 only."""
-        if self._session is not None and self._writer is not None:
-            self._writer.wait()
-            self._save(self._session, self._writer)
-            self._writer.wait()
+        session, writer = self._session, self._writer
+        if session is None or writer is None or self._is_closed:
+            return
+        writer.wait()
+        if writer.is_busy:
+            log.warning("no checkpoint: the one before is still being written")
+            return
+        self._save(session, writer)
+        writer.wait()
 
     def __enter__(self) -> Diloco:
         return self
@@ -316,8 +324,12 @@ class Diloco:
         """Say to the daemon that this learner has stopped, write a last checkpoint, let go of everything."""
         last: Done | None = None
         session = self._session
-        if session is not None and self._manifest is not None and not self._is_closed:
-            self.checkpoint()
+        if session is not None and not self._is_closed:
+            try:
+                self.checkpoint()
+            except BaseException as error:
+                self._close(Failed(_in_words(error)))
+                raise
             island = session.island
             # A process that was asked to stop has not stopped for good: the next one goes on.
             is_interrupted = self._terminate.is_set and session.stop_reason is None
@@ -361,6 +373,9 @@ class Diloco:
         welcome = self._welcome()
         if welcome is None:
             self._stop_if(True, "asked to stop before the daemon answered")
+            if self._session is not None:
+                self._session.close(None)
+                self._session = None
             return
         self.region, self.region_index, self.region_names = welcome.region, welcome.region_index, welcome.regions
         self.global_step = welcome.global_step
@@ -444,6 +459,8 @@ class _LateLoss:
     def offer(self, loss: Tensor | float | None) -> None:
         if loss is None:
             return
+        if isinstance(loss, Tensor) and loss.dim():
+            loss = loss.detach().float().mean()
         if not isinstance(loss, Tensor) or loss.device.type == "cpu":
             self._newest = _finite(float(loss.detach() if isinstance(loss, Tensor) else loss))
         elif loss.device.type == "cuda" and self._event is None:
@@ -484,6 +501,21 @@ def _die_with_supervisor() -> None:
     """A learner whose parent is the supervisor must not outlive it, even if its loop never looks at `should_stop`."""
     if os.environ.get("DILOCO_SUPERVISOR_PID") == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _count(tokens: Any) -> int:
+    """What a loop counts, as the integer that everybody downstream expects.
+
+    Raises:
+        LearnerError: it is none.
+    """
+    try:
+        count = int(tokens)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LearnerError(f"step(tokens={tokens!r:.80}): give a whole number, for instance batch.numel()") from error
+    if count < 0:
+        raise LearnerError(f"step(tokens={count}): a step can't train less than no token")
+    return count
 
 
 def _finite(value: float | None) -> float | None:
