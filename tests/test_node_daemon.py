@@ -223,6 +223,20 @@ async def test_what_is_left_behind(spec: NodeSpec, nodes: list[assembly.Node]) -
     RegionStore(spec.state_dir).close()  # the lock is free
 
 
+async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(spec: NodeSpec, nodes: list[assembly.Node]) -> None:
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    assert await end(daemon, running) == 0
+    assert await learner.reader.read() == b""
+    assert faults == []
+    assert daemon.status()["offers"] == [], "an operator may ask to the last"
+    await learner.close()
+
+
 async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
     spec: NodeSpec, nodes: list[assembly.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,11 @@ class Inbox:
         del self._offered[fragment]
         self._offer_waiting(fragment)
 
+    def close(self) -> None:
+        """Let go of the shared memory: nothing is offered any more."""
+        self._begin_life()
+        self._area = np.zeros(0, np.float32)
+
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _tell(self, order: OfferVersion) -> None:

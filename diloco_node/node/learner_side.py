@@ -277,8 +277,9 @@ class LearnerSide:
         return self._outbox[start : start + blocks.span_bytes(block_start, block_stop)]
 
     def close(self) -> None:
-        """Let go of the shared memory."""
-        del self.inbox, self._outbox
+        """Let go of the shared memory. The learner may still be told off, and status asked for, after this."""
+        self.inbox.close()
+        self._outbox = np.zeros(0, np.uint8)
         for area in (self._inbox_area, self._outbox_area):
             # A transfer may still read a slice of it; then it goes with the process.
             with contextlib.suppress(BufferError):
