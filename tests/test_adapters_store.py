@@ -330,6 +330,23 @@ def test_zeros_in_the_middle_are_damage_and_not_a_torn_write(folder: Path) -> No
         load(folder)
 
 
+def test_a_lost_sector_before_a_later_write_is_damage_and_not_a_torn_write(folder: Path) -> None:
+    """The disk said that it had written the frame, and it has one that was written after it."""
+    before, _, _ = grown(folder)
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    for entry in chain(12)[4:]:
+        store.persist(1, "a", 0, (entry,))
+    store.close()
+    data = (folder / LEDGER_NAME).read_bytes()
+    first = len(before)
+    stop = first - first % 512 + 512
+    assert data.count(b"DLf1", stop) >= 2
+    (folder / LEDGER_NAME).write_bytes(data[:first] + bytes(stop - first) + data[stop:])
+    with pytest.raises(StorageError, match="is damaged at byte"):
+        load(folder)
+
+
 def test_a_missing_vote_or_ledger_is_refused(folder: Path) -> None:
     grown(folder)
     for name in (VOTE_NAME, LEDGER_NAME):

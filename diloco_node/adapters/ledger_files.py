@@ -229,7 +229,7 @@ class LedgerFile:
             return None
         magic, number, body_bytes, body_crc = _FRAME.unpack_from(head)
         if _CRC.unpack_from(head, _FRAME.size)[0] != zlib.crc32(head[: _FRAME.size]):
-            if _has_empty_sector(data, at, len(data)):
+            if _has_empty_sector(data, at, len(data)) and not _has_frame(data, at + 1, self._frames + 1):
                 return None
             raise self._damage(at, f"the head of frame {self._frames} does not match its checksum")
         if magic != _FRAME_MAGIC or number != self._frames or body_bytes > FRAME_BYTES_MAX:
@@ -256,6 +256,22 @@ class LedgerFile:
 
     def _damage(self, at: int, what: str) -> StorageError:
         return StorageError(f"{self._path} is damaged at byte {at}: {what}. {_REMEDY}")
+
+
+def _has_frame(data: bytes, start: int, number_min: int) -> bool:
+    """Whether the head of a frame with such a number or a higher one lies somewhere from `start` on.
+
+    It was written after the frames before it had been answered, so none of those is merely torn.
+    """
+    at = data.find(_FRAME_MAGIC, start)
+    while at >= 0:
+        head = data[at : at + _FRAME_HEAD_BYTES]
+        if len(head) == _FRAME_HEAD_BYTES and _CRC.unpack_from(head, _FRAME.size)[0] == zlib.crc32(head[: _FRAME.size]):
+            _, number, _, _ = _FRAME.unpack_from(head)
+            if number >= number_min:
+                return True
+        at = data.find(_FRAME_MAGIC, at + 1)
+    return False
 
 
 def _has_empty_sector(data: bytes, start: int, end: int) -> bool:
