@@ -353,6 +353,7 @@ def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
         contribution("b", steps=(0, 4), base=1),
         replace(contribution("b", steps=(0, 4)), squared_norms=(1.0,) * 9),
         contribution("b", steps=(0, 4), norm=float("nan")),
+        contribution("b", steps=(0, 4), norm=1e300),
     ],
 )
 def test_wrong_contribution_is_not_merged(wrong: Contribution) -> None:
@@ -453,6 +454,25 @@ def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> N
     alarms = [note for note in office.notes if note.is_alarm]
     assert len(alarms) == 1
     assert "contribution of b" in alarms[0].text
+
+
+def test_norms_that_no_stripe_has_are_an_alarm_and_the_leader_leads_on() -> None:
+    """Each of them is finite, their sum is not."""
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    width = pieces(0)
+    for index, stripe in enumerate(opened.stripes):
+        rows = ((4.0 / 3,) * width,) * len(REGIONS)
+        office.answer(stripe.reducer, StripeMerged(opened.ballot, index, (1e308,) * width, rows, bytes([index]) * 32))
+    digest = payload_digest([bytes([index]) * 32 for index in range(len(opened.stripes))])
+    for name in REGIONS:
+        office.answer(name, PayloadHeld(opened.ballot, digest))
+    office.go()
+    assert not office.leader.proposals
+    assert "beyond all bounds" in next(note.text for note in office.notes if note.is_alarm)
+    assert ballots(office.go(60 * SECOND)), "its deadline passes"
 
 
 def test_nobody_left_abandons_the_round_and_it_is_opened_again_later() -> None:

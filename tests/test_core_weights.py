@@ -246,6 +246,17 @@ def test_coefficients_and_factors_are_float32() -> None:
     assert coefficients(offered, w, rules)[0][1] == 0.0  # norm 1e-35 is below what the encoder keeps
 
 
+@pytest.mark.parametrize("lie", [1e30, 1e60, 2.0**200])
+def test_no_norm_that_is_accepted_makes_the_others_work_overflow(lie: float) -> None:
+    honest = contribution("b", (1e-8, 1e-8))
+    offered = [contribution("a", (lie, lie)), honest]
+    assert refusal(offered[0], 2) == ""
+    rows = coefficients(offered, [1.0, 1.0], [RDA, AVG])
+    with np.errstate(over="raise"):
+        sums = np.float32(rows[1][0]) * np.float32(1e-4) + np.float32(rows[0][0]) * np.float32(math.sqrt(lie))
+        assert np.isfinite(np.float32(sums) * np.float32(factors(offered, [1.0, 1.0], [RDA, AVG], [lie, lie], 1.0)[0]))
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +267,7 @@ def test_coefficients_and_factors_are_float32() -> None:
         (contribution("a", (1.0, math.nan)), "squared norm of piece 1 is nan"),
         (contribution("a", (math.inf, 1.0)), "squared norm of piece 0 is inf"),
         (contribution("a", (-1.0, 1.0)), "squared norm of piece 0 is -1.0"),
+        (contribution("a", (1.0, 1.01 * 2.0**200)), "squared norm of piece 1 is "),
         (contribution("a", (1.0, 1.0), steps=0), "covers 0 steps"),
         (contribution("a", (1.0, 1.0), tokens=-1), "counts -1 tokens"),
     ],

@@ -30,6 +30,12 @@ FLOAT32_MAX: Final = 3.4028234663852886e38
 NORM_MIN: Final = 2.0**-100
 """Shorter outer gradients count as zero: the encoder flushes blocks below this size."""
 
+NORM_MAX: Final = 2.0**100
+"""No outer gradient is longer. The radius is at most the longest norm that was named, and no coefficient makes a sum
+longer than the radius: with this limit all that is computed from norms stays finite, whatever one learner claims."""
+
+SQUARED_NORM_MAX: Final = NORM_MAX * NORM_MAX
+
 DIRECTION_FLOOR: Final = 0.5
 """RDA stretches the mean direction at most as if it were this part of what orthogonal contributions would give.
 
@@ -123,7 +129,7 @@ def refusal(contribution: Contribution, pieces: int) -> str:
     if contribution.tokens < 0:
         return f"counts {contribution.tokens} tokens"
     for piece, norm in enumerate(contribution.squared_norms):
-        if not isfinite(norm) or norm < 0.0:
+        if not 0.0 <= norm <= SQUARED_NORM_MAX:
             return f"squared norm of piece {piece} is {norm}"
     return ""
 

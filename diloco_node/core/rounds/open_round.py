@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Final
 
 from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
 from diloco_node.core.rounds.deadline import Deadline
 from diloco_node.core.types import Ballot, Contribution, Stripe
+from diloco_node.core.weights import SQUARED_NORM_MAX
 
 NORM_TOLERANCE: Final = 1e-3
 """Squared norms summed stripe by stripe may differ by this part from those in a contribution's header."""
@@ -151,8 +151,9 @@ class OpenRound:
         rows = (report.squared_norms, *report.contribution_norms)
         if len(rows) != 1 + len(self.decision.contributions) or any(len(row) != pieces for row in rows):
             return "norms of another shape"
-        if not all(isfinite(norm) and norm >= 0.0 for row in rows for norm in row):
-            return "norms that are negative or not finite"
+        # Of a merged stripe it is a little more than of the contributions, for its values are rounded.
+        if not all(0.0 <= norm <= 4.0 * SQUARED_NORM_MAX for row in rows for norm in row):
+            return "norms that are negative, not finite or beyond all bounds"
         return ""
 
     def liars(self) -> tuple[str, ...]:
