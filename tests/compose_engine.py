@@ -68,7 +68,7 @@ class Run:
         """Over the port published on loopback; {} when nobody answers."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(f"http://127.0.0.1:{PORTS[name]}/api/v1/status", timeout=5) as answer:
+            with opener.open(f"http://127.0.0.1:{PORTS[name]}/api/v1/status", timeout=30) as answer:
                 document: dict[str, Any] = json.load(answer)
         except (OSError, ValueError):
             return {}
@@ -131,9 +131,9 @@ for folder in pathlib.Path("/proc").glob("[0-9]*"):
 """
 REACH = """
 import socket
-for host, port in (("10.211.77.14", 7400), ("10.211.77.14", 7401), ("10.211.78.14", 7401)):
+for host, port, patience_s in (("10.211.77.14", 7400, 60), ("10.211.77.14", 7401, 5), ("10.211.78.14", 7401, 5)):
     with socket.socket() as sock:
-        sock.settimeout(2)
+        sock.settimeout(patience_s)
         print(host, port, "open" if sock.connect_ex((host, port)) == 0 else "closed")
 """
 
@@ -154,10 +154,15 @@ def check_walls(run: Run) -> None:
 
 def check_commands(run: Run) -> None:
     """Those of docs/compose.md that only look, and a cut of one link."""
-    inside = run.do("exec", "-T", "us-east", "diloco-node", "status", "7401")
     program = "from diloco_node.cli.main import main; main()"
-    outside = sh(sys.executable, "-c", program, "status", *(str(port) for port in PORTS.values()), cwd=REPOSITORY)
-    require("us-east" in inside and all(name in outside for name in NAMES), f"status shows them: {inside}{outside}")
+    ports = [str(port) for port in PORTS.values()]
+
+    def shows_all() -> bool:
+        inside = run.do("exec", "-T", "us-east", "diloco-node", "status", "7401", check=False)
+        outside = sh(sys.executable, "-c", program, "status", *ports, cwd=REPOSITORY, check=False)
+        return "us-east" in inside and all(name in outside for name in NAMES)
+
+    await_that("status shows all, inside and outside", shows_all, PATIENCE_S)
     require(run.do("exec", "-T", "us-east", "tail", "-n", "5", "/state/us-east/logs/daemon.log"), "there is a log")
     link = ("exec", "-T", "us-west", "python", "-m", "diloco_node.wan.container")
     run.do(*link, "cut", "us-east")

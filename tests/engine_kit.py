@@ -173,7 +173,7 @@ def check_kernel(folder: Path) -> None:
     tried = folder / "kernel"
     tried.mkdir()
     done = subprocess.run(
-        [*NAMESPACES, "sh", "-c", FEATURES, str(tried)], check=False, text=True, capture_output=True, timeout=60
+        [*NAMESPACES, "sh", "-c", FEATURES, str(tried)], check=False, text=True, capture_output=True, timeout=600
     )
     if done.returncode != 0:
         raise Skipped(f"this machine can't run a container engine: {(done.stdout + done.stderr).strip()}")
@@ -352,7 +352,7 @@ def engine(folder: Path) -> Iterator[None]:
     # An engine on a slow machine may take its time; Compose 1.29 gives up after a minute.
     os.environ.update(DOCKER_HOST=f"unix://{socket}", COMPOSE_HTTP_TIMEOUT="600")
     try:
-        await_that("the engine answers", lambda: process.poll() is not None or answers(), 120)
+        await_that("the engine answers", lambda: process.poll() is not None or answers(), 600)
         if process.poll() is not None:
             raise SystemExit(f"dockerd ended with {process.returncode}")
     except SystemExit as ended:
@@ -361,7 +361,10 @@ def engine(folder: Path) -> Iterator[None]:
 
 
 def answers() -> bool:
-    return subprocess.run(["docker", "version"], check=False, capture_output=True, timeout=60).returncode == 0
+    try:
+        return subprocess.run(["docker", "version"], check=False, capture_output=True, timeout=60).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def make_image(folder: Path, base: Path, wheels: Path) -> None:

@@ -67,13 +67,13 @@ class Region:
 
     def start(self) -> None:
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._server.start(), self._loop).result(120)
         (self.folder / "admin.port").write_text(f"{self._server.port}\n")
 
     def stop(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(30)
+        asyncio.run_coroutine_threadsafe(self._server.stop(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(120)
         self._loop.close()
 
 

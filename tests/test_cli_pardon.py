@@ -39,12 +39,12 @@ def eu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    asyncio.run_coroutine_threadsafe(server.start(), loop).result(30)
+    asyncio.run_coroutine_threadsafe(server.start(), loop).result(120)
     (folder / "admin.port").write_text(f"{server.port}\n")
     yield folder
-    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(30)
+    asyncio.run_coroutine_threadsafe(server.stop(), loop).result(120)
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(30)
+    thread.join(120)
     loop.close()
 
 

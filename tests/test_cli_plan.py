@@ -198,7 +198,7 @@ def test_output_that_is_piped_is_not_cut() -> None:
         [sys.executable, "-m", "diloco_node.cli.main", "plan", "-n", "5e9", "--budget", "2Gbit/s"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
         env=environment,
     )

@@ -10,6 +10,7 @@ import pytest
 from diloco_node.adapters.certs import init_run
 from diloco_node.cli import start_cmd
 from diloco_node.cli.main import main
+from diloco_node.cli.processes import free_ports
 from diloco_node.config import Flag, NodeConfig, load_config
 from diloco_node.errors import BindError
 from diloco_node.node.spec import NodeSpec
@@ -46,9 +47,7 @@ def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    return free_ports(1)[0]
 
 
 def resolve(*flags: Flag) -> NodeConfig:
@@ -243,7 +242,7 @@ def test_start_in_a_process_of_its_own_ends_with_one_line() -> None:
         [sys.executable, "-m", "diloco_node.cli.main", "start", "--region", "eu", "--certs", "elsewhere"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 4

@@ -153,7 +153,7 @@ async def test_an_outage_cuts_a_follower_and_watches_it_come_back(monkeypatch: p
     document = outage.document
     assert (document["region"], document["inner_steps"], document["commits_of_others"]) == ("c", 100, 7)
     assert document["seconds_to_versions_at_heal"] <= document["seconds_to_equal_digests"]
-    # The others stood at 20 when it was healed; its digest is known from its fifth answer on, and two cycles of 300
+    # The others stood at 30 when it was healed; its digest is known from its fifth answer on, and two cycles of 300
     # steps are over with the sixth.
     assert regions[2].asked_since_heal == 6
     assert document["val_loss_at_heal"] == dict.fromkeys("abc", 2.0)
@@ -234,7 +234,10 @@ class TestReal:
         made = tell("up", str(file), "--name", name, "--probe")
         assert made["backend"] == choice.backend
         assert [region["name"] for region in made["regions"]] == ["a", "b"]
-        assert all(19 < pair["rtt_measured_ms"] < 25 for pair in made["pairs"])
+        assert len(made["pairs"]) == 2
+        for pair in made["pairs"]:  # how near they are to the file is test_wan_emulation's
+            assert pair["rtt_measured_ms"] is None or pair["rtt_measured_ms"] > 19.5
+            assert pair["answers"] <= pair["pings"] == probe.PINGS
         assert tell("cut", "a", "--from", "b", "--one-way", "in", "--name", name)["conditions"] == ["cut a <- b"]
         assert tell("set", "b", "--delay", "30ms", "--loss", "1%", "--rate", "1Mbit/s", "--name", name)[
             "conditions"

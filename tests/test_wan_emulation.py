@@ -1,6 +1,7 @@
 """The emulation as it is used, on whatever back-end this machine has: what the file says is what is measured inside.
 
-Needs root. The machine may be busy: what is measured is a median, and measured again before it counts as wrong.
+Needs root. The machine may be busy: it makes a round trip longer and a transfer slower, never the other way round. So
+the least of many round trips and the best of some transfers count, and the rates are such that any machine routes them.
 """
 
 import hashlib
@@ -34,12 +35,12 @@ TEXT = """
 [wan]
 queue = "50ms"
 [regions.east]
-egress = "1Gbit/s"
-[regions.west]
-egress = "300Mbit/s"
-ingress = "600Mbit/s"
-[regions.north]
 egress = "200Mbit/s"
+[regions.west]
+egress = "60Mbit/s"
+ingress = "120Mbit/s"
+[regions.north]
+egress = "40Mbit/s"
 [[links]]
 between = ["east", "west"]
 rtt = "40ms"
@@ -51,7 +52,7 @@ delay = "5ms"
 from = "north"
 to = "east"
 delay = "17ms"
-rate = "100Mbit/s"
+rate = "20Mbit/s"
 [[links]]
 between = ["north", "west"]
 rtt = "60ms"
@@ -79,13 +80,24 @@ def wan(file: Path) -> Iterator[EmulationState]:
     assert RUN not in runs()
 
 
-def again(check: Callable[[], bool], *, times: int = 4) -> bool:
+PATIENCE_S = 60.0
+QUIET_S = 0.5
+"""So long nothing is heard where nothing can be."""
+
+
+def again(check: Callable[[], bool], *, times: int = 20) -> bool:
     return any(check() for _ in range(times))
 
 
-def answers(wan: EmulationState, source: str, target: str, count: int = 3) -> int:
+def soon(check: Callable[[], bool]) -> bool:
+    """Whether something becomes so."""
+    return again(lambda: check() or pause(), times=int(PATIENCE_S / PAUSE_S))
+
+
+def answers(wan: EmulationState, source: str, target: str, *, patience_s: float = PATIENCE_S) -> int:
+    """Of three pings."""
     by_region = {place.region: place for place in wan.places()}
-    return len(probe.ping(by_region, [(source, target)], count=count, deadline_s=0.5)[source, target])
+    return len(probe.ping(by_region, [(source, target)], count=3, deadline_s=patience_s)[source, target])
 
 
 class TestReal:
@@ -94,26 +106,36 @@ class TestReal:
     pytestmark = real
 
     def test_round_trips_are_those_of_the_file(self, wan: EmulationState) -> None:
+        topology, by_region = wan.topology(), {place.region: place for place in wan.places()}
+        pairs = list(topology.paths)
+        assert {topology.rtt_ns(*pair) // MS for pair in pairs} == {40, 22, 60}
+        # Jitter is up to 3 ms each way.
+        jitter_ns = {pair: 6 * MS if set(pair) == {"north", "west"} else 0 for pair in pairs}
+        least: dict[tuple[str, str], int] = {}
+
         def is_right() -> bool:
-            found = probe.measure(wan.topology(), wan.places(), with_rates=False)
-            wrong = [
-                one
-                for one in found
-                if one.rtt_measured_ns is None
-                or abs(one.rtt_measured_ns - one.rtt_ns)
-                > one.rtt_ns // 20
-                + MS // 2
-                # Jitter of 3 ms each way: the median of a few pings strays by more.
-                + (2 * MS if "north" in (one.source, one.target) and "west" in (one.source, one.target) else 0)
-            ]
-            print(probe.as_document(wrong))
-            return not wrong and {one.rtt_ns // MS for one in found} == {40, 22, 60}
+            for pair, rtts in probe.ping(by_region, pairs).items():
+                least[pair] = min([*rtts, *([least[pair]] if pair in least else [])])
+                assert least[pair] >= topology.rtt_ns(*pair) - jitter_ns[pair] - MS // 2, pair
+            print({pair: rtt / MS for pair, rtt in least.items()})
+            return all(least[pair] <= topology.rtt_ns(*pair) * 21 // 20 + MS // 2 for pair in pairs)
 
         assert again(is_right)
 
+    def test_what_is_measured_for_the_report_is_each_pair_beside_its_file(self, wan: EmulationState) -> None:
+        found = probe.measure(wan.topology(), wan.places(), pairs=[("east", "west"), ("north", "east")])
+        assert [(one.source, one.target, one.rtt_ns // MS) for one in found] == [
+            ("east", "west", 40),
+            ("north", "east", 22),
+        ]
+        for one in found:
+            assert one.answers <= one.pings == probe.PINGS
+            assert one.rtt_measured_ns is None or one.rtt_measured_ns > one.rtt_ns - MS // 2
+            assert one.rate_measured is None or 0 < one.rate_measured < 1.5 * one.rate
+
     @pytest.mark.parametrize(
         ("source", "target", "mbit"),
-        [("east", "west", 600), ("west", "east", 300), ("east", "north", 200), ("north", "east", 100)],
+        [("east", "west", 120), ("west", "east", 60), ("east", "north", 40), ("north", "east", 20)],
     )
     def test_the_rate_of_a_pair_is_that_of_the_file(
         self, wan: EmulationState, source: str, target: str, mbit: int
@@ -131,14 +153,19 @@ class TestReal:
         by_region = {place.region: place for place in wan.places()}
         count = 150
         pairs = [("north", "west"), ("west", "north")]
-        found = probe.ping(by_region, pairs, count=count, gap_s=0.002, deadline_s=0.5)
-        # There and back: 36 %, within four standard deviations.
-        lost = 1 - sum(map(len, found.values())) / (count * len(pairs))
-        assert 0.25 < lost < 0.47
+        for patience_s in (0.5, 5.0, 50.0):
+            found = probe.ping(by_region, pairs, count=count, gap_s=0.002, deadline_s=patience_s)
+            # There and back: 36 %, within four standard deviations. What a busy machine answers too late looks lost.
+            lost = 1 - sum(map(len, found.values())) / (count * len(pairs))
+            assert lost > 0.25
+            if lost < 0.47:
+                return
+        raise AssertionError(f"{lost:.0%} are lost; 36 % should be")
 
     def test_a_cut_region_hears_nobody_and_is_back_after_the_heal(self, wan: EmulationState) -> None:
         emulation.command(wan, {"do": "cut", "region": "west"})
-        assert answers(wan, "east", "west") == answers(wan, "west", "east") == 0
+        for pair in (("east", "west"), ("west", "east")):
+            assert answers(wan, *pair, patience_s=QUIET_S) == 0
         assert answers(wan, "east", "north") == 3
         healed = emulation.command(wan, {"do": "heal", "region": "west"})
         assert healed == {"conditions": [], "healed": 1}
@@ -147,15 +174,14 @@ class TestReal:
     def test_a_one_way_cut_lets_the_other_way_pass(self, wan: EmulationState) -> None:
         emulation.command(wan, {"do": "cut", "region": "east", "other": "west", "direction": "out"})
         try:
-            received = self.received(wan, "west", "east")
-            assert received > 0
-            assert self.received(wan, "east", "west") == 0
+            assert self.received(wan, "west", "east", patience_s=PATIENCE_S) > 0
+            assert self.received(wan, "east", "west", patience_s=QUIET_S) == 0
         finally:
             emulation.command(wan, {"do": "heal", "region": "east"})
         assert answers(wan, "east", "west") == 3
 
     @staticmethod
-    def received(wan: EmulationState, source: str, target: str) -> int:
+    def received(wan: EmulationState, source: str, target: str, *, patience_s: float) -> int:
         """How many of a few datagrams arrive: one way, unlike a ping."""
         by_region = {place.region: place for place in wan.places()}
         with inside(by_region[target].namespace):
@@ -164,7 +190,7 @@ class TestReal:
             sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         with receiver, sender:
             receiver.bind((by_region[target].address, 9))
-            receiver.settimeout(0.5)
+            receiver.settimeout(patience_s)
             for _ in range(5):
                 sender.sendto(b"x", (by_region[target].address, 9))
             count = 0
@@ -172,6 +198,7 @@ class TestReal:
                 while count < 5:
                     receiver.recv(10)
                     count += 1
+                    receiver.settimeout(QUIET_S)
             except TimeoutError:
                 pass
             return count
@@ -188,14 +215,14 @@ class TestReal:
         emulation.command(wan, change)
         try:
             with listener, sender:
-                listener.settimeout(20)
-                sender.settimeout(20)
+                listener.settimeout(2 * PATIENCE_S)
+                sender.settimeout(2 * PATIENCE_S)
                 sender.connect(listener.getsockname())
                 receiver, _ = listener.accept()
                 thread = threading.Thread(target=lambda: (sender.sendall(data), sender.shutdown(socket.SHUT_WR)))
                 thread.start()
                 with receiver:
-                    receiver.settimeout(20)
+                    receiver.settimeout(2 * PATIENCE_S)
                     received = b"".join(iter(lambda: receiver.recv(1 << 20), b""))
                 thread.join()
         finally:
@@ -214,14 +241,14 @@ class TestReal:
         emulation.command(wan, {"do": "set", "region": "east", "other": "west", "delay_ns": 60 * MS})
 
         def rtt_ms() -> float:
-            found = probe.ping(by_region, [("east", "west")], count=5)["east", "west"]
+            found = probe.ping(by_region, [("east", "west")])["east", "west"]
             return min(found, default=0) / MS
 
         try:
-            assert again(lambda: 120 <= rtt_ms() < 127)
+            assert again(lambda: 119.5 <= rtt_ms() < 127)
         finally:
             emulation.command(wan, {"do": "heal", "region": "east", "other": "west"})
-        assert again(lambda: 40 <= rtt_ms() < 43)
+        assert again(lambda: 39.5 <= rtt_ms() < 43)
 
     def test_status_names_the_back_end_and_what_is_in_force(self, wan: EmulationState) -> None:
         told = emulation.command(wan, {"do": "status"})
@@ -265,7 +292,7 @@ class TestCrashes:
         state = emulation.up(file, run=name, choice=choice, regions=2)
         assert state.is_kept
         os.kill(state.keeper_pid, signal.SIGKILL)
-        assert again(lambda: gone(state.keeper_pid), times=200)
+        assert soon(lambda: gone(state.keeper_pid))
         assert not emulation.find(name).is_kept
         with pytest.raises(PeersUnreachable):
             emulation.command(state, {"do": "status"})
@@ -287,13 +314,13 @@ class TestCrashes:
     ) -> None:
         owner = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         state = emulation.up(file, run=name, choice=choice, regions=2, owner_pid=owner.pid)
-        left = subprocess.Popen(["ip", "netns", "exec", state.places()[0].namespace, "sleep", "60"])
+        left = subprocess.Popen(["ip", "netns", "exec", state.places()[0].namespace, "sleep", "600"])
         try:
-            assert again(lambda: bool(processes_in(state.places()[0].namespace)), times=50)
+            assert soon(lambda: bool(processes_in(state.places()[0].namespace)))
             owner.kill()
             owner.wait()
-            assert left.wait(20) == -signal.SIGTERM
-            assert again(lambda: gone(state.keeper_pid), times=500)
+            assert left.wait(2 * PATIENCE_S) == -signal.SIGTERM
+            assert soon(lambda: gone(state.keeper_pid))
             assert namespaces_of(name) == []
             assert not state_file(name).exists()
         finally:
@@ -320,20 +347,23 @@ class TestCrashes:
         state = emulation.up(file, run=name, choice=choice, starts_timetable=False)
         assert emulation.command(state, {"do": "status"})["log"] == []
         emulation.command(state, {"do": "timetable"})
-        assert again(lambda: len(emulation.command(state, {"do": "status"})["log"]) == 2 or pause(), times=300)
+        assert soon(lambda: len(emulation.command(state, {"do": "status"})["log"]) == 2)
         log = emulation.command(state, {"do": "status"})["log"]
         begin, end = (line.split("s ", 1) for line in log)
         assert (begin[1], end[1]) == ("west: cut", "west: healed")
         assert float(end[0]) - float(begin[0]) >= 0.599
 
 
+PAUSE_S = 0.01
+
+
 def pause() -> bool:
-    time.sleep(0.01)
+    time.sleep(PAUSE_S)
     return False
 
 
 def gone(pid: int) -> bool:
-    return start_ticks(pid) == 0 or pause()
+    return start_ticks(pid) == 0
 
 
 def test_names_tell_their_run_and_others_are_never_ours() -> None:

@@ -47,8 +47,8 @@ and four daemons share two cores without each round waiting for a core."""
 START_S: Final = 240.0
 """From the first process to the first inner step of every region; the first run on a machine compiles the kernels."""
 
-FINISH_S: Final = 60.0
-"""From the order to finish to the last process gone."""
+FINISH_S: Final = 240.0
+"""From the order to finish to the last process gone: the last rounds of many regions on few, busy cores."""
 
 POLL_S: Final = 1.0
 SLOW_COMPILE_S: Final = 5.0

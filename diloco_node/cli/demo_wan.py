@@ -22,6 +22,9 @@ OUTAGE_FROM: Final = 0.4
 OUTAGE_UNTIL: Final = 0.6
 """The region is cut off between these parts of the training time."""
 
+POLLS_MAX: Final = 10
+"""So often a region is asked, two seconds each, before what was known of it has to do."""
+
 HEALED_POLL_S: Final = 0.1
 """How often the regions are asked after a heal, until they are equal again."""
 
@@ -211,6 +214,7 @@ class Outage:
         others = [region for region in self.regions if region is not victim]
         self.document = {"region": victim.name}
         await self.wan.cut(victim.name)
+        await self._poll()  # what was committed until the cut came into force is not the others' alone
         cut_s, steps, commits = time.monotonic(), _steps(victim), _commits(others)
         steps_of_others = sum(map(_steps, others))
         self.say(f"outage: {victim.name} is cut off from everyone")
@@ -262,7 +266,15 @@ class Outage:
             await asyncio.sleep(HEALED_POLL_S)
 
     async def _poll(self) -> None:
-        await asyncio.gather(*(region.poll() for region in self.regions))
+        await asyncio.gather(*(_ask_anew(region) for region in self.regions))
+
+
+async def _ask_anew(region: RegionProcess) -> None:
+    """Ask again where no answer came in time: figures of before a cut are not to be taken for those of after it."""
+    known = region.status
+    for _ in range(POLLS_MAX):
+        if await region.poll() is not known:
+            return
 
 
 def _steps(region: RegionProcess) -> int:
