@@ -10,6 +10,7 @@ import pytest
 
 from diloco_node.errors import StorageError
 from diloco_node.memory import request_area
+from diloco_node.node import supervisor
 from diloco_node.node.supervisor import SupervisorSpec, run_supervisor
 
 PATIENCE_S = 180.0
@@ -243,3 +244,23 @@ def test_sighup_goes_to_the_daemon_and_nothing_ends(tmp_path: Path) -> None:
     """
     assert run_supervisor(spec(tmp_path, daemon, None)) == 0
     assert len(lives(tmp_path, "daemon")) == len(lives(tmp_path, "reloaded")) == 1
+
+
+def test_a_log_that_can_not_be_rotated_goes_on_in_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the child's output must never stop: a full pipe stops the child."""
+    monkeypatch.setattr(supervisor, "LOG_BYTES_MAX", 5)
+    log = supervisor._Log(tmp_path / "daemon.log", is_echoing=False)
+    log.write(b"123456")
+    with monkeypatch.context() as full:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        full.setattr(Path, "open", refuse)
+        log.write(b"-still")
+        log.write(b"-there")
+    assert (tmp_path / "daemon.log.1").read_bytes() == b"123456-still-there"
+    log.write(b"new")
+    log.close()
+    assert (tmp_path / "daemon.log").read_bytes() == b"new"
+    assert (tmp_path / "daemon.log.1").read_bytes() == b"123456-still-there"

@@ -126,9 +126,10 @@ class _Log:
     def write(self, data: bytes) -> None:
         with self._lock:
             # A full disk or a closed terminal must stop neither the child nor the supervisor.
-            with contextlib.suppress(OSError):
-                if self._size_bytes > LOG_BYTES_MAX:
+            if self._size_bytes > LOG_BYTES_MAX:
+                with contextlib.suppress(OSError):
                     self._rotate()
+            with contextlib.suppress(OSError):
                 self._file.write(data)
                 self._size_bytes += len(data)
             if self._is_echoing:
@@ -136,10 +137,11 @@ class _Log:
                     os.write(2, data)
 
     def _rotate(self) -> None:
-        self._path.replace(self._path.with_suffix(".log.1"))
+        with contextlib.suppress(FileNotFoundError):  # renamed already, by a try that went no further
+            self._path.replace(self._path.with_suffix(".log.1"))
+        file = self._path.open("ab", buffering=0)
         self._file.close()
-        self._file = self._path.open("ab", buffering=0)
-        self._size_bytes = 0
+        self._file, self._size_bytes = file, 0
 
     def close(self) -> None:
         with self._lock:
