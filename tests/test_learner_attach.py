@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +26,7 @@ from diloco_node.core.types import CarryMode, Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.checkpoint import read_checkpoint
 from diloco_node.learner.session import StepTimer
 from diloco_node.memory import MemoryStore, Trained, TrainedCounter, read_trained
 from diloco_node.wire.learner_link import (
@@ -609,6 +612,66 @@ def test_environment_without_supervisor_is_a_clear_error(folder: Path, monkeypat
     monkeypatch.delenv("DILOCO_SUPERVISOR")
     with pytest.raises(diloco_node.errors.ConfigError, match="start through diloco-node start"):  # type: ignore[attr-defined]
         diloco_node.attach(Toy().model)
+
+
+@pytest.fixture
+def odd_defaults() -> Iterator[None]:
+    """What scripts set so that a large model is made on its device in its type; here one that holds no values."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_torchs_defaults_are_not_the_runs(folder: Path, request: pytest.FixtureRequest) -> None:
+    toy = Toy()
+    toy.optimizer = torch.optim.AdamW(toy.model.parameters(), lr=0.125)
+    request.getfixturevalue("odd_defaults")
+    with FakeDaemon(folder, codec=Codec.FP32) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        toy.step(diloco, loss=torch.tensor([1.25, 1.5], dtype=torch.float32, device="cpu"))
+        daemon.want(0)
+        toy.steps_until(diloco, daemon, SnapshotReady, 1)
+        merged = daemon.theta[0] + np.float32(1 + 2**-20)
+        daemon.commit(0, merged, daemon.wait_for(SnapshotReady).contribution.snapshot)
+        toy.steps_until(diloco, daemon, Applied, 3)
+        diloco.checkpoint()
+        own, everybodys = diloco.own_state_dict(), diloco.global_state_dict()
+        assert diloco._session is not None
+        found = [
+            everybodys[piece.name].reshape(-1)[piece.value_start : piece.value_stop]
+            for piece in diloco._session.manifest.fragments[0].pieces
+        ]
+        np.testing.assert_array_equal(torch.cat(found).numpy(), merged)
+        assert {(one.dtype, one.device.type) for one in own.values()} == {(torch.float32, "cpu")}
+        assert all(torch.equal(one, toy.model.state_dict()[name]) for name, one in own.items())
+    (path,) = (folder / "learner" / "checkpoints").glob("*.safetensors")
+    kept = read_checkpoint(path)
+    assert {one.device.type for one in kept.tensors.values()} == {"cpu"}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_process_that_the_loop_forks_ends_with_sigterm(folder: Path) -> None:
+    """`multiprocessing.Pool` ends its workers so, and waits for them."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with FakeDaemon(folder), diloco_node.attach(Toy().model) as diloco:
+        fork = multiprocessing.get_context("fork")
+        is_running = fork.Event()
+
+        def work() -> None:
+            is_running.set()  # what comes before this is forgotten in the fork itself
+            time.sleep(PATIENCE_S)
+
+        child = fork.Process(target=work, daemon=True)
+        child.start()
+        assert is_running.wait(PATIENCE_S / 2)
+        child.terminate()
+        child.join(PATIENCE_S / 2)
+        assert child.exitcode == -signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+        Toy().step(diloco)
+        assert diloco.should_stop
 
 
 def test_overwrite_mode_keeps_nothing(folder: Path) -> None:

@@ -29,6 +29,9 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(7 + rank)                      # different parameters before attach
 model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2)).to(getattr(torch, sys.argv[1]))
+if sys.argv[2] == "odd":
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
 def digest():
     data = b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())
@@ -49,10 +52,10 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "defaults"), [("float32", ""), ("bfloat16", ""), ("float32", "odd")])
+def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, defaults: str) -> None:
     with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path, codec=Codec.FP32) as daemon:
-        processes = start_ranks(tmp_path, dtype)
+        processes = start_ranks(tmp_path, dtype, defaults)
         daemon.wait_for(Applied, 2)
         for version in range(1, 4):
             daemon.want(0)
@@ -77,7 +80,7 @@ def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str) -> None
     assert len(daemon.attaches) == 1
 
 
-def start_ranks(folder: Path, dtype: str) -> list[subprocess.Popen[str]]:
+def start_ranks(folder: Path, dtype: str, defaults: str) -> list[subprocess.Popen[str]]:
     port = free_ports(1)[0]
     shared = os.environ | {
         "DILOCO_SOCKET": str(folder / "learner.sock"),
@@ -87,7 +90,7 @@ def start_ranks(folder: Path, dtype: str) -> list[subprocess.Popen[str]]:
         "WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), dtype]
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), dtype, defaults]
     return [
         subprocess.Popen(command, env=shared | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
         for rank in range(2)

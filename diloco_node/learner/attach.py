@@ -37,7 +37,7 @@ from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, Progress, Stateful, read_newest
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.session import Session
-from diloco_node.learner.tensors import ModelTensors
+from diloco_node.learner.tensors import ModelTensors, host_values
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome, merge_rules
 
 log = logging.getLogger("diloco_node.learner")
@@ -224,7 +224,7 @@ class Diloco:
     def _receive(self, index: int) -> None:
         assert self._manifest is not None
         fragment = self._manifest.fragments[index]
-        values = torch.empty(fragment.size)
+        values = host_values(fragment.size)
         self._ranks.share_vector(values)
         self._tensors.write(fragment, values)
 
@@ -464,7 +464,7 @@ class _LateLoss:
         if not isinstance(loss, Tensor) or loss.device.type == "cpu":
             self._newest = _finite(float(loss.detach() if isinstance(loss, Tensor) else loss))
         elif loss.device.type == "cuda" and self._event is None:
-            self._host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             self._host.copy_(loss.detach(), non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
@@ -482,14 +482,20 @@ class _TerminateFlag:
     def __init__(self) -> None:
         self.is_set = False
         self._before: Any = None
+        self._pid = os.getpid()
 
     def install(self) -> None:
         is_main = threading.current_thread() is threading.main_thread()
         if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._before = signal.signal(signal.SIGTERM, self._handle)
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_set = True
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() == self._pid:
+            self.is_set = True
+        else:
+            # A process that the loop has forked: who ends a pool of workers waits until they are gone.
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     def restore(self) -> None:
         if self._before is not None:

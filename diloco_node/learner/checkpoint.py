@@ -174,7 +174,7 @@ class CheckpointWriter:
         """Into the memory of the last copy where it fits: fresh pages cost more than the copying."""
         before = self._copies.get(name)
         if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
-            before = torch.empty(tensor.shape, dtype=tensor.dtype)
+            before = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return before.copy_(tensor.detach())
 
     def _write(self, checkpoint: Checkpoint) -> None:

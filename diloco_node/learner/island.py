@@ -27,7 +27,7 @@ from diloco_node.core.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
-from diloco_node.learner.tensors import ModelTensors
+from diloco_node.learner.tensors import ModelTensors, host_values
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
     UNATTACHED,
@@ -169,7 +169,7 @@ class Island:
     def vector(self, index: int, out: Tensor | None = None) -> Tensor:
         """Fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy, into `out` if given."""
         fragment = self.manifest.fragments[index]
-        values = torch.empty(fragment.size) if out is None else out
+        values = host_values(fragment.size) if out is None else out
         self.tensors.read(fragment, values)
         return values
 
@@ -395,7 +395,9 @@ def _room(size: int, *, is_pinned: bool) -> Tensor:
     Memory that is not pinned comes from numpy: it asks the kernel for huge pages, torch does not. Copies and encoding
     take a quarter less time with them.
     """
-    return torch.zeros(size, pin_memory=True) if is_pinned else torch.from_numpy(np.zeros(size, np.float32))
+    if is_pinned:
+        return torch.zeros(size, dtype=torch.float32, device="cpu", pin_memory=True)
+    return torch.from_numpy(np.zeros(size, np.float32))
 
 
 def _starts(sizes: list[int]) -> list[int]:

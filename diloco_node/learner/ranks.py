@@ -67,7 +67,7 @@ class Ranks:
         """
         if self.size == 1:
             return Boundary(tokens, is_stopping, applied)
-        flags = torch.zeros(2 + fragments, dtype=torch.int64)
+        flags = torch.zeros(2 + fragments, dtype=torch.int64, device="cpu")
         flags[0], flags[1] = tokens, int(is_stopping)
         for index in applied:
             flags[2 + index] = 1
@@ -79,7 +79,7 @@ class Ranks:
         """Rank 0's bytes, on every rank."""
         if self.size == 1:
             return data
-        length = torch.tensor([len(data)])
+        length = torch.tensor([len(data)], device="cpu")
         dist.broadcast(length, 0, group=self._group)
         count = int(length.item())
         if count == 0:
@@ -87,7 +87,7 @@ class Ranks:
         body = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8)
             if self.is_first
-            else torch.empty(count, dtype=torch.uint8)
+            else torch.empty(count, dtype=torch.uint8, device="cpu")
         )
         dist.broadcast(body, 0, group=self._group)
         return data if self.is_first else body.numpy().tobytes()

@@ -195,7 +195,7 @@ class ModelTensors:
         Args:
             fragments, vectors: all fragments and their values, float32, CPU.
         """
-        values = {name: torch.empty(tracked.parameter.shape) for name, tracked in self._tracked.items()}
+        values = {name: host_values(*tracked.parameter.shape) for name, tracked in self._tracked.items()}
         for fragment, vector in zip(fragments, vectors, strict=True):
             for piece in fragment.pieces:
                 span = vector[piece.offset : piece.offset + piece.size]
@@ -217,6 +217,11 @@ class ModelTensors:
         if tracked.master is not None:
             span = slice(piece.row_start, piece.row_stop) if tracked.master.dim() else ...
             tracked.parameter.detach()[span].copy_(tracked.master.detach()[span])
+
+
+def host_values(*shape: int) -> Tensor:
+    """Room for values as they travel: float32 on the CPU, whatever the script has set as torch's defaults."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _shift(theta: Tensor, new: Tensor, anchor: Tensor, lam: float) -> None:
