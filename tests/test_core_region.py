@@ -351,6 +351,45 @@ def test_region_that_lost_the_merged_stripes_fetches_the_payload(patch: pytest.M
     small.settle()
 
 
+@pytest.mark.parametrize("stuck", [(ev.StorePayload,), (ev.PersistLedger,), (ev.StorePayload, ev.PersistLedger)])
+def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, stuck: tuple[type, ...]) -> None:
+    """A full disk of one region must not stop the merging of the others."""
+    small = Small(patch)
+    small.go(8)
+    victim = small.leader()
+    host = small.hosts[victim]
+    usual = {kind: host._perform[kind] for kind in stuck}
+    host._perform |= dict.fromkeys(stuck, lambda _: None)
+    small.go(8)
+    assert not host.core.is_leader
+    commits = small.sim.checkers.commits
+    small.go(8)
+    assert small.sim.checkers.commits >= commits + 8, "slowly: the region is taken for a member until it is 1 s behind"
+    host._perform |= usual
+    host.kill_daemon()
+    small.go(1)
+    host.start_daemon()
+    small.settle()
+
+
+def test_a_leader_that_only_waits_for_the_others_keeps_the_lead(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    leader, others = small.leader(), small.others()
+    usual = {name: small.hosts[name]._perform[ev.StorePayload] for name in others}
+    for name in others[:2]:
+        small.hosts[name]._perform[ev.StorePayload] = lambda _: None
+    commits = small.sim.checkers.commits
+    small.go(20)
+    assert small.sim.checkers.commits <= commits + 2, "no majority has a payload"
+    assert small.leader() == leader
+    for name in others[:2]:
+        small.hosts[name]._perform[ev.StorePayload] = usual[name]
+        small.hosts[name].kill_daemon()
+        small.hosts[name].start_daemon()
+    small.settle()
+
+
 @pytest.mark.parametrize("who", ["leader", "follower"])
 @pytest.mark.parametrize("lost", ["payloads", "states"])
 def test_region_whose_disk_lost_files_fetches_them_before_it_acknowledges_what_they_hold(

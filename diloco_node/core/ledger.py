@@ -253,8 +253,12 @@ class LedgerCore:
     def hand_over(self, *, now_ns: int) -> list[Effect]:
         """This region is about to stop: never stand for election again, and if it leads, offer that to a follower."""
         self._is_draining = True
+        return self.yield_lead("is about to stop", now_ns=now_ns)
+
+    def yield_lead(self, why: str, *, now_ns: int) -> list[Effect]:
+        """Offer the lead to a follower, if this region leads; it stays a voter. Repeat it while it still leads."""
         if self.is_leader:
-            self._offer_leadership(now_ns)
+            self._offer_leadership(why, now_ns)
         return self._flush()
 
     def take_committed(self) -> list[Entry]:
@@ -303,7 +307,7 @@ class LedgerCore:
             elif now_ns >= self._heartbeat_at_ns:
                 self._broadcast(now_ns)
                 if self._is_draining:
-                    self._offer_leadership(now_ns)
+                    self._offer_leadership("is about to stop", now_ns)
         elif now_ns >= self._election_at_ns:
             self._draw_election(now_ns)
             if not self._is_draining:
@@ -489,11 +493,11 @@ class LedgerCore:
         heard_ns = majority_heard_ns(self._followers.values())
         return None if heard_ns is None else heard_ns + self._election_timeout_ns
 
-    def _offer_leadership(self, now_ns: int) -> None:
+    def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
         successor = most_complete(self._followers, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
-            self._note(f"is about to stop: offers its place to {successor}")
+            self._note(f"{why}: offers its place to {successor}")
             self._gate.send(successor, LeadershipOffered(self._term))
 
     # ---- the follower ------------------------------------------------------------------------------------------------

@@ -142,6 +142,7 @@ class RegionCore:
         self._is_writing_final = False
         self._is_final = False
         self._said_leader = ""
+        self._behind_since_ns: int | None = None
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
             ev.TimerFired: self._timer_fired,
             ev.MessageArrived: self._message_arrived,
@@ -347,7 +348,21 @@ class RegionCore:
             self._next_beat_ns = now_ns + self._settings.heartbeat_ns
             self._beat(now_ns)
             self.leader.tick()
+            self._make_way(now_ns)
             self._repeat_requests()
+
+    def _make_way(self, now_ns: int) -> None:
+        """Let another region lead when the others wait for nothing but this one's disk."""
+        ledger = self.ledger
+        is_behind = ledger.is_leader and ledger.commit_index < ledger.cluster_commit_index
+        if not is_behind:
+            self._behind_since_ns = None
+        elif self._behind_since_ns is None:
+            self._behind_since_ns = now_ns
+        elif now_ns - self._behind_since_ns >= self._settings.ballot_deadline_min_ns:
+            self._emit(ledger.yield_lead("its disk lacks what is committed", now_ns=now_ns))
+        if self.leader.is_in_the_way:
+            self._emit(ledger.yield_lead("its disk holds up the others", now_ns=now_ns))
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(

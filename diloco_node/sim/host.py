@@ -513,14 +513,16 @@ class Host:
         self.after(MS, self.post, ev.DigestComputed(fragment, version, digest))
         if not is_on_disk and version % self.setup.settings.checkpoint_versions == 0:
             state = self.plane.state(fragment)
-            self.write_file(lambda: self.keep_state(fragment, state), lambda: None)
+            self.write_file(lambda: self.keep_state(fragment, state, is_pruning=True), lambda: None)
 
-    def keep_state(self, fragment: int, state: StoredState) -> None:
-        """A state file is durable: it replaces an older one, and payloads behind it may go."""
+    def keep_state(self, fragment: int, state: StoredState, *, is_pruning: bool = False) -> None:
+        """A state file is durable: it replaces an older one. Behind an own checkpoint payloads may go; what is fetched
+        may be ahead of the memory, which still needs them."""
         held = self.disk.states.get(fragment)
         if held is None or held.version <= state.version:
             self.disk.states[fragment] = state
-            self.disk.prune(fragment, self.setup.settings.payload_versions)
+            if is_pruning:
+                self.disk.prune(fragment, self.setup.settings.payload_versions)
 
     def _offer(self, effect: ev.OfferVersion) -> None:
         if self.plane.versions[effect.fragment] != effect.version:

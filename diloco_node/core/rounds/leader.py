@@ -59,6 +59,8 @@ class RoundLeader:
     Attributes:
         proposals: bodies for the ledger, in order.
         rounds: open rounds by fragment.
+        is_in_the_way: a majority without this region had a payload on disk when its second ballot failed, this region
+            had not. Its disk is full, or stands still: merging goes on when another region leads.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class RoundLeader:
     ) -> None:
         self.proposals: deque[EntryBody] = deque()
         self.rounds: dict[int, OpenRound] = {}
+        self.is_in_the_way = False
         self._region = region
         self._regions = tuple(sorted(regions))
         self._fragments: tuple[Fragment, ...] = manifest.fragments
@@ -126,7 +129,7 @@ class RoundLeader:
 
     def end(self) -> None:
         """Another region leads, or nobody: forget everything that only a leader may decide."""
-        self._is_acting = False
+        self._is_acting = self.is_in_the_way = False
         self.rounds.clear()
         self.proposals.clear()
         self._discards.clear()
@@ -250,6 +253,7 @@ class RoundLeader:
         if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
             reason = f"deadline passed while it {one.waiting()}"
             self._shun(one)
+            self.is_in_the_way |= one.attempt > 0 and self._lacks_alone(one)
             self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
 
     def _try_decide(self, one: OpenRound, now_ns: int) -> None:
@@ -300,9 +304,19 @@ class RoundLeader:
         if liars:
             self._bar(one, liars, now_ns)
             return
-        holders = [name for name, digest in sorted(one.holders.items()) if digest == one.digest]
+        holders = self._holders(one)
         if self._region in holders and 2 * len(holders) > len(self._regions):
             self._propose(one)
+
+    def _lacks_alone(self, one: OpenRound) -> bool:
+        """Whether the round waits for nothing but this region's disk."""
+        if not one.is_merged:
+            return False
+        holders = self._holders(one)
+        return self._region not in holders and 2 * len(holders) > len(self._regions)
+
+    def _holders(self, one: OpenRound) -> list[str]:
+        return [name for name, digest in sorted(one.holders.items()) if digest == one.digest]
 
     def _bar(self, one: OpenRound, liars: tuple[str, ...], now_ns: int) -> None:
         for name in liars:
