@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from diloco_node.adapters import payload_files
+from diloco_node.adapters.durable import replace_file
 from diloco_node.adapters.payload_files import SPARES_AHEAD, SPARES_MAX, PayloadDraft, SpareFiles
 from diloco_node.adapters.store import RegionStore
 from diloco_node.adapters.tensor_files import HEADER_BYTES
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.errors import StorageError
+from diloco_node.node.final import write_final
 
 SIZE = 4999
 
@@ -116,6 +119,30 @@ def test_what_the_disk_refuses_is_said(tmp_path: Path, monkeypatch: pytest.Monke
         spares.write_ahead(SIZE)
     with pytest.raises(StorageError, match="disk is full"):
         PayloadDraft(spares, SIZE)
+
+
+def test_a_disk_that_becomes_read_only_breaks_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel remounts a disk that fails: writes are refused, and so is the removal of what they left."""
+    spares = SpareFiles(tmp_path)
+    draft = PayloadDraft(spares, SIZE)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("pwrite", "fdatasync", "fsync", "writev", "posix_fallocate"):
+        monkeypatch.setattr(os, name, refuse)
+    for name in ("unlink", "rename", "replace"):
+        monkeypatch.setattr(Path, name, refuse)
+    for write in (
+        lambda: draft.finish(tmp_path / "x", b"h"),
+        lambda: spares.write_ahead(SIZE),
+        lambda: PayloadDraft(spares, SIZE),
+        lambda: replace_file(tmp_path / "y", [b"y"]),
+        lambda: write_final(tmp_path, {"a": np.zeros(3, np.float32)}),
+    ):
+        with pytest.raises(StorageError):
+            write()
+    draft.discard()
 
 
 def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ A name that ends in `.tmp` is a file that was being written; whoever opens the f
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -77,8 +78,15 @@ def replace_file(path: Path, parts: Sequence[bytes | memoryview]) -> None:
         temporary.rename(path)
         sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        remove_if_possible(temporary)
         raise disk_error("write", path, error) from error
+
+
+def remove_if_possible(path: Path) -> None:
+    """Remove a file that is not wanted any more. A disk that has just refused a write may refuse this too: then it
+    stays, and has a name that the next start knows."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def remove_temporaries(folder: Path) -> None:

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from diloco_node.adapters.durable import TMP_SUFFIX, disk_error, sync_folder
+from diloco_node.adapters.durable import TMP_SUFFIX, disk_error, remove_if_possible, sync_folder
 
 SPARES_MAX: Final = 8
 """Files that are kept for later; further ones are removed."""
@@ -90,7 +90,7 @@ class SpareFiles:
                 _fill(path, size_bytes)
                 self.give(path)
             except OSError as error:
-                path.unlink(missing_ok=True)
+                remove_if_possible(path)
                 raise disk_error("write", path, error) from error
 
 
@@ -117,7 +117,7 @@ class PayloadDraft:
                 os.close(self._descriptor)
                 raise
         except OSError as error:
-            self._path.unlink(missing_ok=True)
+            remove_if_possible(self._path)
             raise disk_error("write", self._path, error) from error
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -153,7 +153,7 @@ class PayloadDraft:
         try:
             self._spares.give(self._path)
         except OSError:
-            self._path.unlink(missing_ok=True)
+            remove_if_possible(self._path)
 
 
 def _is_near(size_bytes: int, wanted_bytes: int) -> bool:

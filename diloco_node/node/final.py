@@ -11,6 +11,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
+from diloco_node.adapters.durable import remove_if_possible
 from diloco_node.errors import StorageError
 
 FINAL_NAME: Final = "final.safetensors"
@@ -23,7 +24,7 @@ def write_final(state_dir: Path, tensors: dict[str, npt.NDArray[np.float32]]) ->
         tensors: by name, float32, shaped.
 
     Raises:
-        StorageError: the disk refused; the temporary file is gone again.
+        StorageError: the disk refused; the temporary file is gone again, if the disk allows that.
     """
     target = state_dir / FINAL_NAME
     temporary = state_dir / f".{FINAL_NAME}.tmp"
@@ -39,5 +40,5 @@ def write_final(state_dir: Path, tensors: dict[str, npt.NDArray[np.float32]]) ->
             os.close(folder)
     except (OSError, SafetensorError) as error:
         # The library reports a full disk in an error of its own.
-        temporary.unlink(missing_ok=True)
+        remove_if_possible(temporary)
         raise StorageError(f"{target} can't be written: {error}; free some space, it is tried again") from error
