@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner import checkpoint as checkpoint_module
 from diloco_node.learner.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -173,6 +174,22 @@ def test_disk_that_refuses_does_not_stop_training(tmp_path: Path, caplog: pytest
         writer.save(progress(1), None, {})
         writer.wait()
     assert "training goes on" in caplog.text
+
+
+def test_nothing_half_written_stays_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(_: object, path: Path, __: object) -> None:
+        path.write_bytes(b"as much as fits")
+        raise OSError(28, "No space left on device")
+
+    write_checkpoint(tmp_path, checkpoint(1))
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint_module, "save_file", fill)
+        with pytest.raises(OSError, match="No space"):
+            write_checkpoint(tmp_path, checkpoint(2))
+    assert len(list(tmp_path.iterdir())) == 1
+    (tmp_path / "learner-00000001-000000000002.partial").write_bytes(b"killed in the middle")
+    write_checkpoint(tmp_path, checkpoint(3))
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".safetensors"] * 2
 
 
 def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path) -> None:

@@ -197,12 +197,17 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     progress = checkpoint.progress
     text = checkpoint.document()
     folder.mkdir(parents=True, exist_ok=True)
+    _remove_partial(folder)  # of a process that was killed
     path = folder / f"learner-{progress.incarnation:08d}-{progress.step:012d}.safetensors"
     partial = path.with_suffix(".partial")
-    save_file(checkpoint.tensors, partial, {"diloco": text, "sha256": _digest(text, checkpoint.tensors)})
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        save_file(checkpoint.tensors, partial, {"diloco": text, "sha256": _digest(text, checkpoint.tensors)})
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except (OSError, SafetensorError):
+        _remove_partial(folder)  # a full disk is not to stay full because of it
+        raise
     sync_folder(folder)
     for old in _newest_first(folder)[KEPT:]:
         old.unlink()
@@ -239,6 +244,13 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint.from_parts(text, tensors)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise LearnerError(f"{path}: {error}") from error
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove what was never finished; there is one writer at a time."""
+    with contextlib.suppress(OSError):
+        for path in folder.glob("learner-*.partial"):
+            path.unlink(missing_ok=True)
 
 
 def _newest_first(folder: Path) -> list[Path]:
