@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.adapters import outbound as outbound_module
 from diloco_node.adapters.outbound import BulkOutbound
-from diloco_node.adapters.pacing import FAST_RTT_NS, Pacer
+from diloco_node.adapters.pacing import FAST_RTT_NS, PING_BUSY_S, PING_HASTY_S, Pacer
 from diloco_node.adapters.sockets import LinkCounters, WireMeter
 from diloco_node.core.budget import BudgetLane
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
@@ -137,6 +137,40 @@ async def test_a_way_that_has_become_longer_is_measured_anew_after_a_few_cuts() 
     link.queue_ns = 50 * MS
     link.run(30)
     assert 1 <= link.pacer._peers["b"].delay.cuts <= IN_VAIN_CUTS + 2
+    link.pacer.close()
+
+
+async def test_a_new_link_is_known_before_work_begins_on_it() -> None:
+    link = FarLink()
+    link.now_ns = 10**9
+    link.pacer.connected("b")
+    link.pacer.begin("b", BudgetLane.ROUNDS, 10**9)
+    status = link.pacer.status()["peers"]["b"]
+    assert status["limited_by"] == "delay"
+    assert 0 < status["egress_bytes_per_s"] < 10**6
+    link.pacer.close()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+async def test_pings_are_more_frequent_while_the_limit_changes_fast(
+    is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = FarLink()
+    link.work()
+    link.run(0.3)
+    if is_cut:
+        link.queue_ns = 50 * MS
+        link.run(0.5)
+        link.queue_ns = 0
+        link.run(0.8)
+    slept: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    await link.pacer.until_ping("b", 1.0)
+    assert slept == [PING_BUSY_S if is_cut else PING_HASTY_S]
     link.pacer.close()
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from diloco_node.core.budget import NS_PER_S
 from diloco_node.core.delay import QUEUE_NS, RATE_BYTES_PER_S_MIN, START_BYTES, DelayCut, rtt_limit_ns
+from tests.link_kit import VirtualLink
 
 MS = 1_000_000
 TICK_NS = 100 * MS
@@ -126,11 +127,11 @@ def test_a_link_that_never_queues_is_never_limited() -> None:
     assert link.cut.rate_bytes_per_s is None
 
 
-def test_work_on_a_long_link_begins_with_little_and_doubles() -> None:
+def test_work_on_a_long_link_begins_with_little_and_soon_fills_it() -> None:
     link = Link(250_000_000, 50 * MS, greedy=249_000_000)
     link.cut.begin(rtt_min_ns=50 * MS, now_ns=link.now_ns)
-    assert link.cut.rate_bytes_per_s == START_BYTES * 20
-    link.run(1.2)
+    assert link.cut.rate_bytes_per_s == START_BYTES * 25
+    link.run(2)
     assert link.carried[-1] > 200_000_000
     assert link.cut.cuts == 0
 
@@ -175,7 +176,7 @@ def test_the_limit_follows_a_link_that_gets_faster_and_slower() -> None:
 
 def test_no_cut_for_a_round_trip_alone_goes_below_half_of_what_was_carried_of_late() -> None:
     cut = DelayCut()
-    for tick in range(10):
+    for tick in range(20):
         cut.measured(
             rtt_ns=90 * MS,
             rtt_min_ns=40 * MS,
@@ -281,3 +282,254 @@ def test_a_way_that_has_become_longer_is_no_queue_that_cuts_can_shorten() -> Non
     least = min(rate for rate, _ in rates if rate is not None)
     assert least > 60_000_000 // 4, "a few cuts, and it is known"
     assert rates[-1][0] is None or rates[-1][0] > 50_000_000, "and it grows back"
+
+
+# ---- a link in virtual time, with a socket and pings of its own ------------------------------------------------------
+
+VIRTUAL = {
+    "10 Mbit/s": (1_250_000, 40, 200, 0.0),
+    "200 Mbit/s": (25_000_000, 40, 50, 0.0),
+    "1 Gbit/s": (125_000_000, 100, 50, 0.0),
+    "with loss": (125_000_000, 100, 50, 0.01),
+    "5 Gbit/s": (625_000_000, 40, 50, 0.0),
+}
+
+
+def virtual(name: str) -> VirtualLink:
+    capacity, rtt_ms, queue_ms, loss = VIRTUAL[name]
+    link = VirtualLink(capacity, rtt_ms * MS, queue_ns_max=queue_ms * MS, loss=loss)
+    link.begin()
+    return link
+
+
+@pytest.mark.parametrize("name", VIRTUAL)
+def test_the_first_cut_lands_near_what_the_link_carries(name: str) -> None:
+    link = virtual(name)
+    while not link.cut.cuts:
+        link.run(0.05)
+        assert link.now_ns < 5 * NS_PER_S
+    cut_s = link.now_ns / NS_PER_S
+    link.run(8)
+    assert link.carried_share(cut_s + 1.0, cut_s + 2.5) > 0.85
+    assert link.carried_share(cut_s + 2.5, cut_s + 8) > 0.92
+    assert link.queue_quantile_ns(0.98, cut_s + 1.5) < 24 * MS
+
+
+def test_the_search_keeps_its_limit_on_a_long_way() -> None:
+    """What was carried lags behind a rate that doubles: that does not make the limit one that limits nothing."""
+    link = virtual("1 Gbit/s")
+    link.run(5)
+    assert link.cut.cuts
+    assert None not in [limit for _, limit in link.seen.limits]
+    assert max(limit or 0 for _, limit in link.seen.limits) < 1.7 * link.capacity
+
+
+@pytest.mark.parametrize("name", ["10 Mbit/s", "1 Gbit/s"])
+def test_a_rate_that_was_carried_is_soon_tried_again(name: str) -> None:
+    """A router that stands nearly still for a moment looks like a slow link."""
+    link = virtual(name)
+    link.run(8)
+    cuts, capacity = link.cut.cuts, link.capacity
+    link.capacity = capacity // 4
+    link.run(0.6)
+    link.capacity = capacity
+    back_s = link.now_ns / NS_PER_S
+    link.run(4)
+    assert link.cut.cuts > cuts
+    assert min(rate for at_s, rate in link.seen.carried if at_s > back_s) < capacity * 6 // 10
+    assert link.carried_share(back_s + 1.5, back_s + 4) > 0.8
+
+
+def test_a_link_that_has_become_slower_is_believed() -> None:
+    link = virtual("200 Mbit/s")
+    link.run(8)
+    link.capacity //= 4
+    link.run(3)
+    slower_s = link.now_ns / NS_PER_S
+    link.run(5)
+    assert link.carried_share(slower_s, slower_s + 5) > 0.85
+    assert link.queue_quantile_ns(0.95, slower_s) < 30 * MS
+
+
+def test_both_directions_loaded_stay_within_twice_the_round_trip() -> None:
+    """10 Mbit/s and 40 ms: what a heartbeat would take, the queues of both directions together."""
+    there, back = virtual("10 Mbit/s"), virtual("10 Mbit/s")
+    back.run(0.3)
+    rtts_ns = []
+    for _ in range(9_000):
+        there.other_ns, back.other_ns = back.queue_ns, there.queue_ns
+        there.run(0.001)
+        back.run(0.001)
+        rtts_ns.append(there.rtt_ns + there.queue_ns + back.queue_ns)
+    counted = sorted(rtts_ns[1_500:])
+    assert counted[len(counted) * 99 // 100] < 80 * MS
+    assert there.carried_share(1.5, 9) > 0.9
+    assert back.carried_share(1.8, 9) > 0.9
+
+
+def test_after_idle_time_a_burst_begins_near_what_was_known_and_makes_no_queue() -> None:
+    link = virtual("200 Mbit/s")
+    link.run(8)
+    link.greedy = 10_000
+    link.run(20)
+    assert link.cut.rate_bytes_per_s is None, "a limit that limits nothing is taken away"
+    link.greedy = 10**10
+    link.begin()
+    began_s = link.now_ns / NS_PER_S
+    assert (link.cut.rate_bytes_per_s or 0) > link.capacity // 2
+    assert not link.cut.is_searching
+    link.run(3)
+    assert link.carried_share(began_s + 1.0, began_s + 3) > 0.85
+    assert link.queue_quantile_ns(0.98, began_s) < 24 * MS
+
+
+# ---- single steps ----------------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """A limit of 10^6 bytes/s after a first cut on a link of 40 ms, and what it is told every tenth of a second."""
+
+    def __init__(self) -> None:
+        self.cut = DelayCut()
+        self.now_ns = NS_PER_S
+        self.tell(queue_ms=40, sent=1_100_000, carried=1_000_000)
+        for _ in range(8):
+            self.tell()
+        assert self.cut.cuts == 1
+
+    @property
+    def rate(self) -> int:
+        assert self.cut.rate_bytes_per_s is not None
+        return self.cut.rate_bytes_per_s
+
+    def tell(self, *, queue_ms: int | None = 0, sent: int | None = None, carried: int | None = None) -> None:
+        self.now_ns += TICK_NS
+        self.cut.measured(
+            rtt_ns=(40 + (queue_ms or 0)) * MS,
+            rtt_min_ns=40 * MS,
+            queue_ns=None if queue_ms is None else queue_ms * MS,
+            sent_bytes_per_s=self.rate if sent is None else sent,
+            carried_bytes_per_s=self.rate if carried is None else carried,
+            now_ns=self.now_ns,
+        )
+
+
+def test_a_short_queue_takes_back_what_grew_unseen_once_and_then_a_percent_a_second() -> None:
+    steps = Steps()
+    for _ in range(12):
+        steps.tell()
+    grown = steps.rate
+    steps.tell(queue_ms=8)
+    back = steps.rate
+    assert grown * 96 // 100 < back < grown * 995 // 1000
+    steps.tell(queue_ms=8)
+    assert back * 9985 // 10_000 < steps.rate < back
+    for _ in range(300):
+        steps.tell(queue_ms=8)
+    assert steps.rate == 900_000, "it may be somebody else's queue"
+    assert steps.cut.cuts == 1
+
+
+def test_our_own_direction_is_waited_for_before_a_round_trip_counts() -> None:
+    cut = DelayCut()
+    cut.begin(rtt_min_ns=40 * MS, now_ns=0)
+    start = cut.rate_bytes_per_s
+
+    def told(now_ns: int, queue_ns: int | None, excess_ms: int) -> int | None:
+        cut.measured(
+            rtt_ns=(40 + excess_ms) * MS,
+            rtt_min_ns=40 * MS,
+            queue_ns=queue_ns,
+            sent_bytes_per_s=10**6,
+            carried_bytes_per_s=10**6,
+            now_ns=now_ns,
+        )
+        return cut.rate_bytes_per_s
+
+    for tick in range(1, 10):
+        assert told(tick * TICK_NS, None, 50 if tick < 5 else 0) == start, "neither cut nor grown"
+    assert (told(10 * TICK_NS, 0, 50) or 0) > (start or 0), "the queue is the other direction's"
+    for tick in range(11, 25):
+        told(tick * TICK_NS, None, 50)
+    assert cut.cuts == 1, "it is never known"
+
+
+def test_a_search_asks_for_haste_until_its_queue_is_drained() -> None:
+    link = virtual("200 Mbit/s")
+    assert link.cut.is_hasty
+    while not link.cut.cuts:
+        link.run(0.05)
+    assert link.cut.is_hasty
+    link.run(1.5)
+    assert not link.cut.is_hasty
+
+
+def test_far_less_than_was_carried_is_believed_when_it_is_seen_again() -> None:
+    steps = Steps()
+    grown = []
+    for cuts in (2, 3):
+        for _ in range(10):
+            steps.tell(sent=400_000, carried=400_000)
+        steps.tell(queue_ms=40, sent=500_000, carried=400_000)
+        assert steps.cut.cuts == cuts
+        for _ in range(7):
+            steps.tell()
+        before = steps.rate
+        for _ in range(4):
+            steps.tell()
+        grown.append(steps.rate / before)
+    assert grown[0] > 1.2, "a machine may have stood still"
+    assert grown[1] < 1.05
+
+
+def test_a_limit_that_is_used_stays_though_little_of_it_is_carried_yet() -> None:
+    cut = DelayCut()
+    cut.begin(rtt_min_ns=100 * MS, now_ns=0)
+    for tick in range(1, 30):
+        sent = cut.rate_bytes_per_s
+        assert sent is not None
+        cut.measured(
+            rtt_ns=100 * MS,
+            rtt_min_ns=100 * MS,
+            queue_ns=0,
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=sent // 5,
+            now_ns=tick * TICK_NS,
+        )
+
+
+def test_after_a_hasty_cut_far_less_is_sent_than_was_carried() -> None:
+    """The queue is longer than it was seen to be."""
+    link = virtual("200 Mbit/s")
+    while not link.cut.cuts:
+        link.run(0.05)
+    assert (link.cut.rate_bytes_per_s or 0) <= link.capacity * 62 // 100
+
+
+def test_a_queue_that_is_gone_before_its_cut_can_show_says_nothing_about_the_link() -> None:
+    cut = DelayCut()
+    cut.begin(rtt_min_ns=100 * MS, now_ns=0)
+    for tick in range(1, 40):
+        queue_ms = 40 if tick == 38 else 0
+        sent = cut.rate_bytes_per_s or 0
+        cut.measured(
+            rtt_ns=(100 + queue_ms) * MS,
+            rtt_min_ns=100 * MS,
+            queue_ns=queue_ms * MS,
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=sent,
+            now_ns=tick * TICK_NS // 2,
+        )
+    assert cut.cuts == 1
+    before = cut.rate_bytes_per_s or 0
+    for tick in range(40, 40 + 60):
+        sent = cut.rate_bytes_per_s or 0
+        cut.measured(
+            rtt_ns=100 * MS,
+            rtt_min_ns=100 * MS,
+            queue_ns=0,
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=sent,
+            now_ns=tick * TICK_NS // 2,
+        )
+    assert (cut.rate_bytes_per_s or 0) > 2 * before, "in three seconds: growth did not begin with a percent"

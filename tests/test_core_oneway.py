@@ -7,7 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.core.budget import NS_PER_S
-from diloco_node.core.oneway import BASE_SLOT_NS, BASE_SLOTS, RECENT_MIN, RECENT_NS, OneWayQueue
+from diloco_node.core.oneway import (
+    BASE_SLOT_NS,
+    BASE_SLOTS,
+    HASTY_NS_MIN,
+    RECENT_MIN,
+    RECENT_NS,
+    OneWayQueue,
+    hasty_ns,
+)
 
 MS = 1_000_000
 STEP_NS = 50 * MS
@@ -94,3 +102,15 @@ def test_a_new_link_begins_anew() -> None:
     for index in range(10, 20):
         queue.echoed(sent_ns=index, arrived_ns=index, now_ns=index)
     assert queue.queue_ns(now_ns=20) == 0
+
+
+def test_haste_looks_back_for_a_round_trip_and_a_bit_but_no_longer_than_usual() -> None:
+    assert hasty_ns(10 * MS) == HASTY_NS_MIN
+    assert hasty_ns(100 * MS) == 125 * MS
+    assert hasty_ns(NS_PER_S) == RECENT_NS
+    queue = OneWayQueue()
+    for index in range(25):
+        at_ns = index * 10 * MS
+        queue.echoed(sent_ns=at_ns, arrived_ns=at_ns + (50 * MS if index >= 15 else 0), now_ns=at_ns)
+    assert queue.queue_ns(now_ns=240 * MS, recent_ns=HASTY_NS_MIN) == 50 * MS
+    assert queue.queue_ns(now_ns=240 * MS) == 0

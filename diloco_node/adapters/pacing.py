@@ -29,13 +29,15 @@ from diloco_node.core.messages import (
     MergedStripe,
     Message,
 )
-from diloco_node.core.oneway import OneWayQueue
+from diloco_node.core.oneway import RECENT_NS, OneWayQueue, hasty_ns
 
 _log = structlog.get_logger(__name__)
 
 SAMPLE_IDLE_S: Final = 1.0
 SAMPLE_BUSY_S: Final = 0.1
-"""Between two readings of the kernel's counters, which take about 0.3 ms; busy: something is limited or on its way."""
+SAMPLE_HASTY_S: Final = 0.05
+"""Between two readings of the kernel's counters, which take about 0.3 ms; busy: something is limited or on its way;
+hasty: a limit for delay changes fast."""
 
 SAMPLE_NS_MIN: Final = 10_000_000
 """Over a shorter time no rate is measured."""
@@ -57,7 +59,8 @@ FAST_RTT_NS: Final = 1_000_000
 """A link with a shorter round trip is the same machine or room, and carries more than zstd makes of it per core."""
 
 PING_BUSY_S: Final = 0.05
-"""Between two pings to a peer that is not near, while something is on its way to it."""
+PING_HASTY_S: Final = 0.02
+"""Between two pings to a peer that is not near, while something is on its way to it, or its limit changes fast."""
 
 PACE_PPM: Final = 950_000
 """The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
@@ -295,6 +298,9 @@ class Pacer:
         """A session begins: the peer must hear of its share before it sends."""
         self._grants.connected(peer)
         self._grant()
+        # The handshakes have told the round trip: work that begins before it is known sends far too much.
+        self._meter.sample()
+        self._sampled()
 
     def lost(self, peer: str) -> None:
         """A session has ended."""
@@ -339,13 +345,13 @@ class Pacer:
         """Wait until it is time for another ping: after `idle_s`, sooner while a queue could grow towards the peer."""
         state = self._peers[peer]
         if state.transfers and not 0 < state.rtt_min_ns < FAST_RTT_NS:
-            await asyncio.sleep(min(PING_BUSY_S, idle_s))
+            await asyncio.sleep(min(_ping_s(state), idle_s))
             return
         state.began.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(idle_s):
                 await state.began.wait()
-                await asyncio.sleep(PING_BUSY_S)  # also after each of many short transfers to a near peer
+                await asyncio.sleep(_ping_s(state))  # also after each of many short transfers to a near peer
 
     def _tell_wanted(self, peer: str) -> None:
         """Say what we could send, to a peer that shares out what it may receive, when that has changed."""
@@ -380,7 +386,8 @@ class Pacer:
         loop = asyncio.get_running_loop()
         while True:
             if self._is_watching():
-                await asyncio.sleep(SAMPLE_BUSY_S)
+                is_hasty = any(state.delay.is_hasty for state in self._peers.values())
+                await asyncio.sleep(SAMPLE_HASTY_S if is_hasty else SAMPLE_BUSY_S)
             elif await self._is_woken_within(SAMPLE_IDLE_S):
                 continue
             self._sampled(await loop.run_in_executor(None, self._sample))
@@ -440,7 +447,9 @@ class Pacer:
             state.delay.measured(
                 rtt_ns=link.rtt_ns,
                 rtt_min_ns=link.rtt_min_ns,
-                queue_ns=state.one_way.queue_ns(now_ns=now_ns),
+                queue_ns=state.one_way.queue_ns(
+                    now_ns=now_ns, recent_ns=hasty_ns(link.rtt_min_ns) if state.delay.is_hasty else RECENT_NS
+                ),
                 sent_bytes_per_s=sent,
                 carried_bytes_per_s=carried,
                 now_ns=at_ns,
@@ -517,6 +526,10 @@ class Pacer:
                 for lane, one in use.lanes.items()
             },
         }
+
+
+def _ping_s(state: _PeerState) -> float:
+    return PING_HASTY_S if state.delay.is_hasty else PING_BUSY_S
 
 
 def _local_minute() -> int:

@@ -26,6 +26,14 @@ RECENT_MAX: Final = 32
 """The queue is the least of the last quarter of a second, of four pings at least: a single one may have met a machine
 that was busy, or stood behind one piece of bulk."""
 
+HASTY_NS_MIN: Final = 60_000_000
+
+
+def hasty_ns(rtt_min_ns: int) -> int:
+    """While rates change fast the queue is the least of so long: pings come more often, and what BBR probes with stands
+    for about a round trip."""
+    return min(max(HASTY_NS_MIN, rtt_min_ns * 5 // 4), RECENT_NS)
+
 
 class OneWayQueue:
     """The queue towards one peer, from pings and their echoes. Both clocks are monotonic, each with its own zero."""
@@ -48,13 +56,13 @@ class OneWayQueue:
             self._base.append((slot, difference))
         self._recent.append((now_ns, difference))
 
-    def queue_ns(self, *, now_ns: int) -> int | None:
-        """How long the queue is; None while too few echoes came of late to tell."""
+    def queue_ns(self, *, now_ns: int, recent_ns: int = RECENT_NS) -> int | None:
+        """How long the queue is, of the pings of so late; None while too few echoes came of late to tell."""
         if len(self._recent) < RECENT_MIN or now_ns - self._recent[-RECENT_MIN][0] > 2 * RECENT_NS:
             return None
         last = islice(reversed(self._recent), RECENT_MIN)
         least = [difference for _, difference in last]
-        least += [difference for at_ns, difference in self._recent if now_ns - at_ns <= RECENT_NS]
+        least += [difference for at_ns, difference in self._recent if now_ns - at_ns <= recent_ns]
         oldest = now_ns // BASE_SLOT_NS - BASE_SLOTS
         return min(least) - min(difference for slot, difference in self._base if slot > oldest)
 
