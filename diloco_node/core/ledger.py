@@ -173,6 +173,12 @@ class LedgerCore:
         """The log from entry 1, committed or not, staged entries not counted."""
         return self._log.entries
 
+    def entry(self, index: int) -> Entry:
+        """One entry of the log, staged ones not counted. Raises IndexError."""
+        if not 1 <= index <= self._log.last_index:
+            raise IndexError(f"entry {index} of 1..{self._log.last_index}")
+        return self._log.entry(index)
+
     @property
     def durable_indexes(self) -> dict[str, int]:
         """Per voter, sorted, what is on its disk: as leader for all, else only for this region."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.entries import ZERO_HASH, encode_entry
+from diloco_node.core.entries import ZERO_HASH, decode_entry, encode_entry
 from diloco_node.core.types import Entry
 
 STAGED_ENTRIES_MAX: Final = 256
@@ -22,6 +22,20 @@ STAGED_ENTRIES_MAX: Final = 256
 
 STAGED_BYTES_MAX: Final = 16 << 20
 """And at most so many encoded bytes of them; several times the longest entry, so that one always fits."""
+
+
+UNPACKED_ENTRIES: Final = 256
+"""The newest entries on disk are kept as objects, those before them as their bytes: a round with four members takes 0.8
+kB then and not 3.3, and who needs an old one (a region that was away) needs it once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """An entry as bytes, with what is asked for most."""
+
+    term: int
+    hash: bytes
+    encoded: bytes
 
 
 @dataclass(slots=True)
@@ -52,7 +66,8 @@ class ReplicaLog:
     """
 
     def __init__(self, entries: Sequence[Entry], may_persist: Callable[[Entry], bool] = lambda _: True) -> None:
-        self._entries: list[Entry] = list(entries)
+        self._entries: list[Entry | _Packed] = list(entries)
+        self._packed_index = 0
         # The first entry whose payload the disk has lost; one past the end of what it held if there is none.
         self._lost_from = 1
         self._held_index = len(self._entries)
@@ -64,13 +79,14 @@ class ReplicaLog:
         self._asked_index = len(self._entries)
         self._truncate_from = 0
         self._writes: deque[_Write] = deque()
+        self._pack()
 
     # ---- queries ----
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All entries that are on disk or on their way there, from index 1."""
-        return tuple(self._entries)
+        return self.slice(1, len(self._entries))
 
     @property
     def staged(self) -> tuple[Entry, ...]:
@@ -105,7 +121,7 @@ class ReplicaLog:
     @property
     def waiting(self) -> tuple[Entry, ...]:
         """Entries that can't be acknowledged before some payload is there: from the first lost one on, and staged."""
-        lost = self._entries[self._lost_from - 1 :] if self.has_lost else []
+        lost = self.slice(self._lost_from, len(self._entries)) if self.has_lost else ()
         return (*lost, *self._staged)
 
     @property
@@ -115,6 +131,9 @@ class ReplicaLog:
 
     def entry(self, index: int) -> Entry:
         """The entry, staged or not. Raises IndexError outside 1..known_index."""
+        return _whole(self._at(index))
+
+    def _at(self, index: int) -> Entry | _Packed:
         if not 1 <= index <= self.known_index:
             raise IndexError(f"entry {index} of 1..{self.known_index}")
         if index <= len(self._entries):
@@ -123,15 +142,15 @@ class ReplicaLog:
 
     def hash_at(self, index: int) -> bytes:
         """Its hash; ZERO_HASH for index 0."""
-        return self.entry(index).hash if index else ZERO_HASH
+        return self._at(index).hash if index else ZERO_HASH
 
     def term_at(self, index: int) -> int:
         """Its term; 0 for index 0."""
-        return self.entry(index).term if index else 0
+        return self._at(index).term if index else 0
 
     def slice(self, first: int, last: int) -> tuple[Entry, ...]:
         """Entries first..last, both counted, staged ones not."""
-        return tuple(self._entries[first - 1 : last])
+        return tuple(_whole(one) for one in self._entries[first - 1 : last])
 
     def has(self, index: int, entry_hash: bytes) -> bool:
         """Whether the log, staged entries counted, has exactly this entry there (index 0: the empty beginning)."""
@@ -178,6 +197,7 @@ class ReplicaLog:
             return
         del self._entries[first - 1 :]
         self._held_index = min(self._held_index, first - 1)
+        self._packed_index = min(self._packed_index, first - 1)
         if first <= self._asked_index:
             self._truncate_from = min(self._truncate_from, first) if self._truncate_from else first
             self._asked_index = first - 1
@@ -208,7 +228,7 @@ class ReplicaLog:
 
     def find_lost(self, may_persist: Callable[[Entry], bool]) -> None:
         """Look again for the first entry, of those that the disk held at start, whose payload it lacks."""
-        while self.has_lost and may_persist(self._entries[self._lost_from - 1]):
+        while self.has_lost and may_persist(_whole(self._entries[self._lost_from - 1])):
             self._lost_from += 1
 
     def promote(self, may_persist: Callable[[Entry], bool]) -> None:
@@ -222,7 +242,7 @@ class ReplicaLog:
 
     def take_change(self, token: int) -> LogChange:
         """What the disk has to do now; `written(token)` says that it has."""
-        change = LogChange(self._truncate_from, tuple(self._entries[self._asked_index :]))
+        change = LogChange(self._truncate_from, self.slice(self._asked_index + 1, len(self._entries)))
         self._asked_index = len(self._entries)
         self._truncate_from = 0
         self._writes.append(_Write(token, len(self._entries)))
@@ -232,3 +252,17 @@ class ReplicaLog:
         """The writes up to this token are on disk."""
         while self._writes and self._writes[0].token <= token:
             self._durable_index = self._writes.popleft().last_index
+        self._pack()
+
+    # ---- inside ----
+
+    def _pack(self) -> None:
+        """Keep old entries as bytes."""
+        for index in range(self._packed_index, min(self._durable_index, len(self._entries)) - UNPACKED_ENTRIES):
+            one = self.entry(index + 1)
+            self._entries[index] = _Packed(one.term, one.hash, encode_entry(one))
+            self._packed_index = index + 1
+
+
+def _whole(one: Entry | _Packed) -> Entry:
+    return decode_entry(one.encoded) if isinstance(one, _Packed) else one

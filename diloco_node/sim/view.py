@@ -34,7 +34,7 @@ def last_index(core: Any) -> int:
 
 def entry(core: Any, index: int) -> Entry:
     """An entry of its log, from 1."""
-    return ledger(core).entries[index - 1]
+    return ledger(core).entry(index)
 
 
 def is_leader(core: Any) -> bool:

@@ -1,0 +1,78 @@
+"""The log in memory: old entries as bytes are the same entries."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diloco_node.core import log as log_module
+from diloco_node.core.entries import ZERO_HASH, seal
+from diloco_node.core.log import ReplicaLog
+from diloco_node.core.types import Ballot, Entry, RoundBody
+
+SEED = 2027
+
+
+def chain(count: int, *, term: int = 1, after: tuple[Entry, ...] = ()) -> tuple[Entry, ...]:
+    entries = list(after)
+    for index in range(len(after) + 1, len(after) + count + 1):
+        body = RoundBody(0, index, Ballot(term, index), (), 1.0, (0.1,), (), bytes([index % 256]) * 32)
+        entries.append(seal(index, term, entries[-1].hash if entries else ZERO_HASH, body))
+    return tuple(entries)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(log_module, "UNPACKED_ENTRIES", 3)
+    return 3
+
+
+def packed(log: ReplicaLog) -> int:
+    return sum(isinstance(one, log_module._Packed) for one in log._entries)
+
+
+def test_old_entries_are_kept_as_bytes_and_read_as_they_were(few: int) -> None:
+    entries = chain(10)
+    log = ReplicaLog(entries)
+    assert packed(log) == 10 - few
+    assert log.entries == entries
+    assert [log.entry(index) for index in range(1, 11)] == list(entries)
+    assert [log.hash_at(index) for index in range(11)] == [ZERO_HASH, *(one.hash for one in entries)]
+    assert log.slice(2, 9) == entries[1:9]
+    assert not log.is_dirty
+
+
+def test_entries_that_are_not_on_disk_are_not_packed(few: int) -> None:
+    log = ReplicaLog(())
+    for entry in chain(10):
+        log.append(entry)
+    change = log.take_change(1)
+    assert change.entries == chain(10)
+    assert packed(log) == 0
+    log.written(1)
+    assert packed(log) == 10 - few
+
+
+def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(SEED)
+    steps = [(rng.choice(("append", "append", "append", "truncate", "write")), rng.random()) for _ in range(400)]
+
+    def tell(unpacked: int) -> list[object]:
+        monkeypatch.setattr(log_module, "UNPACKED_ENTRIES", unpacked)
+        log, told, token, done = ReplicaLog(chain(5)), list[object](), 0, 0
+        for number, (kind, chance) in enumerate(steps):
+            if kind == "append":
+                log.append(chain(1, term=number + 1, after=log.entries)[-1])
+            elif kind == "truncate" and log.last_index:
+                log.truncate(1 + max(0, log.last_index - 1 - int(4 * chance)))
+            elif log.is_dirty and chance < 0.5:
+                token += 1
+                told.append(log.take_change(token))
+            elif done < token:
+                done += 1
+                log.written(done)
+            told += [log.durable_index, log.last_term, log.entries[-3:], log.hash_at(log.last_index // 2)]
+        return [*told, log.entries]
+
+    assert tell(2) == tell(10_000), f"seed {SEED}"
