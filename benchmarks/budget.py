@@ -3,8 +3,9 @@
     python benchmarks/budget.py [--mbit 100] [--seconds 12] [--json]
 
 Root: two network namespaces and a veth pair without segmentation offload. Both sides send to each other; one has the
-budget out (its own bucket) and in (grants to the other side). Then both send as they can in the same run: where this
-machine can't fill the budget even so, the share used is the machine's.
+budget out (its own bucket) and in (grants to the other side). Then the same while the other side's process stands still
+for a while in the middle: what waited for it in the kernel is let through at once. Then both send as they can: where
+this machine can't fill the budget even so, the share used is the machine's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from budget_link import Found, Options, run_link
 
 WINDOWS_S = (2.0, 10.0)
+ARMS = ("budget", "stalled", "no_budget")
 
 
 def arm(found: Found, per_s: int) -> dict[str, Any]:
@@ -39,7 +41,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "budget_mbit_s": options.mbit,
         "cpus": os.cpu_count(),
+        "stall_seconds": options.stall,
         "budget": arm(run_link(Options(egress_a=per_s, ingress_a=per_s, **times)), per_s),
+        "stalled": arm(run_link(Options(egress_a=per_s, ingress_a=per_s, stall_s=options.stall, **times)), per_s),
         "no_budget": arm(run_link(Options(**times)), per_s),
     }
 
@@ -47,7 +51,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def lines(result: dict[str, Any]) -> list[str]:
     """For people."""
     shown = [f"shares of {result['budget_mbit_s']:g} Mbit/s, {result['cpus']} cores"]
-    for name in ("budget", "no_budget"):
+    for name in ARMS:
         for way in ("in", "out"):
             one = result[name][way]
             most = ", ".join(f"{one[f'most_in_{window_s:g}_seconds']:.4f} in {window_s:g} s" for window_s in WINDOWS_S)
@@ -64,6 +68,7 @@ def main() -> int:
     parser.add_argument("--mbit", type=float, default=100.0, help="the budget, Mbit/s [100]")
     parser.add_argument("--seconds", type=float, default=12.0, help="that count, of each arm [12]")
     parser.add_argument("--settle", type=float, default=1.0, help="seconds before [1]")
+    parser.add_argument("--stall", type=float, default=2.0, help="seconds that the other side stands still [2]")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args()
     if os.geteuid() != 0:

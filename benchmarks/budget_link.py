@@ -14,6 +14,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -59,6 +60,7 @@ class Options:
         namespace_b: of an emulated WAN, for side b.
         idle: (namespace, address) of two more regions there; both processes bounce datagrams over their link, which is
             idle: that is how late the machine itself is.
+        stall_s: so long side b's process stands still, in the middle.
     """
 
     seconds: float = 4.0
@@ -72,6 +74,7 @@ class Options:
     is_cut: bool = True
     namespace_b: str = ""
     idle: Sequence[Sequence[str]] = ()
+    stall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,6 +377,16 @@ async def side_b(options: Options, folder: Path) -> None:
     await side.transport.stop()
 
 
+async def stall(options: Options, pid: int) -> None:
+    """Let a process stand still for a while."""
+    await asyncio.sleep(options.settle_s + options.seconds / 3)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(options.stall_s)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 async def side_a(options: Options, folder: Path, child: subprocess.Popen[str]) -> dict[str, Any]:
     """Here: load, ping, and read the interface's counters."""
     loop = asyncio.get_running_loop()
@@ -402,6 +415,7 @@ async def side_a(options: Options, folder: Path, child: subprocess.Popen[str]) -
     step()
     work = [side.ping()] + ([side.load()] if "a" in options.load else [])
     tasks = [asyncio.create_task(one) for one in work]
+    stalling = asyncio.create_task(stall(options, child.pid)) if options.stall_s else None
     while found[-1].after_s < options.settle_s + options.seconds:
         await asyncio.sleep(SAMPLE_S)
         found.append(next(readings))
@@ -410,6 +424,8 @@ async def side_a(options: Options, folder: Path, child: subprocess.Popen[str]) -
                 task.result()
     trips = {"control_s": side.control.since(started_s), "idle_s": side.idle.since(started_s)}
     here = side.transport.budget_status()
+    if stalling is not None:
+        await stalling
     step()
     there = json.loads(await loop.run_in_executor(None, child.stdout.readline))
     for task in tasks:
