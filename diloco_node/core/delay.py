@@ -45,9 +45,6 @@ CUT_DENOMINATOR: Final = 5
 CRUISE_PPM: Final = 950_000
 """Of what was carried, when the queue is gone."""
 
-ROUGH_CRUISE_PPM: Final = 900_000
-"""After a hasty cut: what was carried while it was drained may be a bunch of acknowledgements. Then growth is fast."""
-
 DRAIN_NS: Final = 400_000_000
 """So fast a queue is drained: after a cut for 20 ms the rate is 5 % lower than it will be then; never below a half."""
 
@@ -305,7 +302,7 @@ class DelayCut:
         """The queue of a hasty cut is gone: go on with what was carried while it stood."""
         if self._carried.full:
             self._too_much = self._carried.full
-            self._cruise = max(self._too_much * ROUGH_CRUISE_PPM // PPM, RATE_BYTES_PER_S_MIN)
+            self._cruise = max(self._too_much * CRUISE_PPM // PPM, RATE_BYTES_PER_S_MIN)
         elif self._at_ns < self._cut_at_ns + rtt_ns:
             # Before the cut could be seen: the sender or the machine stood still. What the link carries is not known.
             self._too_much, self._growth_ppm = 0, HASTY_PPM_PER_S
