@@ -140,6 +140,28 @@ async def test_a_way_that_has_become_longer_is_measured_anew_after_a_few_cuts() 
     link.pacer.close()
 
 
+async def test_a_ceiling_is_the_kernels_as_well_on_a_far_link() -> None:
+    """What waits in the socket while BBR looks for the least round trip would leave at the line's rate."""
+    link = FarLink()
+    link.pacer.set_plan(BudgetPlan(RateLimits(egress=10**6)))
+    link.work()
+    link.run(0.5)
+    assert link.paces[-1] == 10**6
+    link.queue_ns = 50 * MS
+    link.run(1)
+    cut = link.paces[-1]
+    assert cut is not None
+    assert cut < 10**6, "a cut counts, too"
+    link.pacer.set_plan(BudgetPlan())
+    link.pacer.lost("b")
+    link.queue_ns = 0
+    link.paces.clear()
+    link.work()
+    link.run(0.5)
+    assert link.paces == []
+    link.pacer.close()
+
+
 async def test_a_new_link_is_known_before_work_begins_on_it() -> None:
     link = FarLink()
     link.now_ns = 10**9

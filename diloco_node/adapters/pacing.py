@@ -18,7 +18,7 @@ import structlog
 from diloco_node.adapters.sockets import WireMeter
 from diloco_node.core.budget import LATE_NS, NS_PER_S, PIECE_BYTES_MAX, BudgetLane, EgressBudget, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.delay import DelayCut
+from diloco_node.core.delay import LONG_RTT_NS, DelayCut
 from diloco_node.core.grants import UNLIMITED, WANTS_MOST, IngressGrants
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import (
@@ -465,10 +465,15 @@ class Pacer:
         self._egress.set_limit(peer, LimitSource.DELAY, rate, now_ns=now_ns)
         # While no rate is known to be too much, pieces alone keep to it: BBR, held back for three round trips, takes
         # that for the line's rate, leaves its start-up, and from then on grows by a quarter in eight round trips.
-        is_paced = rate is not None and not state.delay.is_searching
-        if is_paced or state.is_paced:
-            self._meter.pace(peer, rate * PACE_PPM // 1_000_000 if rate is not None and is_paced else None)
-            state.is_paced = is_paced
+        pace = rate * PACE_PPM // 1_000_000 if rate is not None and not state.delay.is_searching else None
+        ceiling = self._could_send(peer)
+        if state.rtt_min_ns >= LONG_RTT_NS and ceiling < WANTS_MOST:
+            # What the socket held back while BBR looked for the least round trip must not leave at the line's rate. As
+            # payload that is a little more than the ceiling: what was held back gets away.
+            pace = min(pace or ceiling, ceiling)
+        if pace is not None or state.is_paced:
+            self._meter.pace(peer, pace)
+            state.is_paced = pace is not None
 
     def close(self) -> None:
         """Drop the timers."""
