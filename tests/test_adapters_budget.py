@@ -539,7 +539,7 @@ def test_control_does_not_wait_for_the_queue_that_bulk_could_make(lines: Sequenc
     for _ in range(ATTEMPTS):
         found, full = (run_arm(lines, one, seconds=5.0, settle_s=2.0) for one in (arm, "full_queue"))
         waited_s, full_s = (quantile(one.control_s, 0.25) - quantile(one.idle_s, 0.25) for one in (found, full))
-        used = min(found.used_per_s(way) / full.used_per_s(way) for way in ("in", "out"))
+        used = min(found.used_per_s(way) / max(full.used_per_s(way), 1.0) for way in ("in", "out"))
         tried.append((waited_s, full_s, used, found.delay_cuts()))
         print(f"control waits {waited_s:.3f} s, with a full queue {full_s:.3f} s; {used:.2f} of the line used")
         if waited_s < full_s / 2 and used > 0.1 and (arm == "budget" or found.delay_cuts()):
