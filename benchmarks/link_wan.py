@@ -1,10 +1,11 @@
 """The link between two regions over a shaped WAN, beside iperf3 with four streams on the same link in the same run.
 
-    python benchmarks/link_wan.py --rate 2Gbit/s --rtt 40ms [--loss 1%] [--seconds 10] [--json]
+    python benchmarks/link_wan.py --rate 2Gbit/s --rtt 40ms [--loss 1%] [--seconds 10] [--connections 1,4] [--json]
 
 Root: two network namespaces joined by the user-space router of `diloco_node.wan`. The daemon's own transport (gRPC,
-mutual TLS, no budget) sends random bytes one way for some seconds; then iperf3 does, four streams, and by
-`--turns` both again. Goodput is counted where it arrives, after a warm-up, CPU time per side in user and system mode of
+mutual TLS, no budget) sends random bytes one way for some seconds, over each number of bulk connections that
+`--connections` names ("auto": as many as it takes by itself); then iperf3 does, four streams, and by `--turns` all
+again. Goodput is counted where it arrives, after a warm-up, CPU time per side in user and system mode of
 the whole process. The router needs a core of its own at some Gbit/s; what it used is shown, and how late it was:
 where it is late, both figures are the machine's and not the link's, and only their ratio says something.
 """
@@ -43,6 +44,7 @@ IN_FLIGHT = 4
 
 PORT = 7400
 IPERF_PORT = 5201
+AUTO = "auto"
 STREAMS = 4
 CONNECT_S = 20.0
 CONGESTION_FILE = Path("/proc/sys/net/ipv4/tcp_congestion_control")
@@ -82,7 +84,9 @@ class Side(Receiver):
             self.marks.append((time.monotonic(), cpu_seconds()))
 
 
-def transport_of(folder: Path, region: str, addresses: dict[str, str], handler: Side) -> GrpcTransport:
+def transport_of(
+    folder: Path, region: str, addresses: dict[str, str], handler: Side, connections: str
+) -> GrpcTransport:
     """The daemon's transport of a region; only a dials."""
     peer = "b" if region == "a" else "a"
     transport = GrpcTransport(
@@ -96,6 +100,7 @@ def transport_of(folder: Path, region: str, addresses: dict[str, str], handler: 
         peers={peer: f"{addresses[peer]}:{PORT}" if region == "a" else None},
         handler=handler,
         executor=ThreadPoolExecutor(2),
+        connections=None if connections == AUTO else int(connections),
     )
     handler.transport = transport
     return transport
@@ -104,7 +109,7 @@ def transport_of(folder: Path, region: str, addresses: dict[str, str], handler: 
 async def receive(folder: Path, addresses: dict[str, str]) -> None:
     """Receive until standard input ends; print the marks."""
     side = Side()
-    transport = transport_of(folder, "b", addresses, side)
+    transport = transport_of(folder, "b", addresses, side, AUTO)
     await transport.start()
     print("ready", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -112,10 +117,10 @@ async def receive(folder: Path, addresses: dict[str, str]) -> None:
     print(json.dumps(side.marks), flush=True)
 
 
-async def send(folder: Path, addresses: dict[str, str], seconds: float) -> None:
-    """Send for so long; print (seconds, CPU seconds) marks of this end."""
+async def send(folder: Path, addresses: dict[str, str], seconds: float, connections: str) -> None:
+    """Send for so long; print (seconds, CPU seconds) marks of this end, and over how many connections at the end."""
     side = Side()
-    transport = transport_of(folder, "a", addresses, side)
+    transport = transport_of(folder, "a", addresses, side, connections)
     await transport.start()
     await asyncio.wait_for(side.up.wait(), CONNECT_S)
     body = memoryview(os.urandom(BODY_BYTES))
@@ -129,9 +134,10 @@ async def send(folder: Path, addresses: dict[str, str], seconds: float) -> None:
 
     with contextlib.suppress(LinkLost):
         await asyncio.gather(*(one() for _ in range(IN_FLIGHT)))
+    used = transport.peer_status()["b"].connections
     await asyncio.sleep(0.5)
     await transport.stop()
-    print(json.dumps(marks), flush=True)
+    print(json.dumps({"marks": marks, "connections": used}), flush=True)
 
 
 def figures(marks: Sequence[Sequence[float]], *, warm_up_s: float) -> dict[str, float]:
@@ -155,7 +161,9 @@ def figures(marks: Sequence[Sequence[float]], *, warm_up_s: float) -> dict[str, 
     }
 
 
-def run_ours(folder: Path, places: Sequence[Place], seconds: float, warm_up_s: float) -> dict[str, float]:
+def run_ours(
+    folder: Path, places: Sequence[Place], seconds: float, warm_up_s: float, connections: str
+) -> dict[str, float]:
     """Two processes, one per namespace."""
     addresses = json.dumps({place.region: place.address for place in places})
     command = [sys.executable, str(Path(__file__).resolve())]
@@ -167,7 +175,7 @@ def run_ours(folder: Path, places: Sequence[Place], seconds: float, warm_up_s: f
     try:
         receiver.stdout.readline()
         sent = subprocess.run(
-            [*ends[0], "send", str(folder), addresses, str(seconds + warm_up_s)],
+            [*ends[0], "send", str(folder), addresses, str(seconds + warm_up_s), connections],
             capture_output=True,
             text=True,
             timeout=seconds + warm_up_s + 90,
@@ -181,11 +189,13 @@ def run_ours(folder: Path, places: Sequence[Place], seconds: float, warm_up_s: f
             receiver.kill()
             receiver.wait()
     there = figures(json.loads(output.splitlines()[-1]), warm_up_s=warm_up_s)
-    here = figures(json.loads(sent.stdout.splitlines()[-1]), warm_up_s=warm_up_s)
+    told = json.loads(sent.stdout.splitlines()[-1])
+    here = figures(told["marks"], warm_up_s=warm_up_s)
     return {
         "bits_per_s": there["bits_per_s"],
         "cpu_seconds_per_gb_out": here["cpu_seconds_per_gb"],
         "cpu_seconds_per_gb_in": there["cpu_seconds_per_gb"],
+        "connections": told["connections"],
     }
 
 
@@ -232,6 +242,12 @@ def shaped(options: argparse.Namespace, folder: Path) -> Iterator[EmulationState
         for place in state.places() if options.congestion else ():
             with inside(place.namespace):
                 CONGESTION_FILE.write_text(options.congestion)
+        for place in state.places() if options.buffer_mib else ():
+            with inside(place.namespace):
+                for name in ("tcp_rmem", "tcp_wmem"):
+                    file = CONGESTION_FILE.with_name(name)
+                    least, first, _ = file.read_text().split()
+                    file.write_text(f"{least} {first} {options.buffer_mib << 20}")
         yield state
     finally:
         emulation.down(state.run)
@@ -246,12 +262,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with shaped(options, folder) as state:
             places = state.places()
             for _ in range(options.turns):
-                before = emulation.command(state, {"do": "status"})
-                ours = run_ours(folder, places, options.seconds, options.warm_up)
-                between = emulation.command(state, {"do": "status"})
+                ours = {}
+                for count in options.connections.split(","):
+                    before = emulation.command(state, {"do": "status"})
+                    one = run_ours(folder, places, options.seconds, options.warm_up, count)
+                    ours[count] = one | _router(before, emulation.command(state, {"do": "status"}))
                 iperf = run_iperf(places, options.seconds, options.warm_up, options.streams)
-                turns.append({"ours": ours | _router(before, between), "iperf3": iperf})
-    ratios = [turn["ours"]["bits_per_s"] / turn["iperf3"]["bits_per_s"] for turn in turns]
+                turns.append({"ours": ours, "iperf3": iperf})
     return {
         "rate": options.rate,
         "rtt": options.rtt,
@@ -261,12 +278,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "turns": turns,
-        "share_of_iperf3": statistics.median(ratios),
-        **{
-            key: statistics.median([turn["ours"][key] for turn in turns])
-            for key in ("bits_per_s", "cpu_seconds_per_gb_out", "cpu_seconds_per_gb_in")
-        },
+        "ours": {count: _medians(turns, count) for count in options.connections.split(",")},
     }
+
+
+def _medians(turns: Sequence[dict[str, Any]], count: str) -> dict[str, float]:
+    ratios = [turn["ours"][count]["bits_per_s"] / turn["iperf3"]["bits_per_s"] for turn in turns]
+    keys = ("bits_per_s", "cpu_seconds_per_gb_out", "cpu_seconds_per_gb_in", "connections")
+    medians = {key: statistics.median([turn["ours"][count][key] for turn in turns]) for key in keys}
+    return {"share_of_iperf3": statistics.median(ratios), **medians}
 
 
 def _router(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
@@ -281,18 +301,22 @@ def lines(result: dict[str, Any]) -> list[str]:
     shown = [
         f"{result['rate']}, round trip {result['rtt']}, loss {result['loss']}, TCP {result['congestion_control']}, "
         f"{result['cpus']} cores, load {result['load_average']:.1f}",
-        f"{'':<8}{'Mbit/s':>9}{'CPU-s/GB out':>14}{'in':>7}{'router cores':>14}{'late':>8}",
+        f"{'':<8}{'conn.':>6}{'Mbit/s':>9}{'CPU-s/GB out':>14}{'in':>7}{'router cores':>14}{'late':>8}",
     ]
     for turn in result["turns"]:
-        for name in ("ours", "iperf3"):
-            one = turn[name]
+        rows = [("ours", one) for one in turn["ours"].values()]
+        for name, one in [*rows, ("iperf3", {"connections": result["streams"], **turn["iperf3"]})]:
             cores, late = one.get("router_cores"), one.get("router_packets_late")
             shown.append(
-                f"{name:<8}{one['bits_per_s'] / 1e6:>9.0f}{one['cpu_seconds_per_gb_out']:>14.2f}"
+                f"{name:<8}{one['connections']:>6}{one['bits_per_s'] / 1e6:>9.0f}{one['cpu_seconds_per_gb_out']:>14.2f}"
                 f"{one['cpu_seconds_per_gb_in']:>7.2f}{'' if cores is None else format(cores, '.2f'):>14}"
                 f"{'' if late is None else format(late, '.0f'):>8}"
             )
-    shown.append(f"of iperf3 with {result['streams']} streams: {result['share_of_iperf3']:.1%} (median of the turns)")
+    for count, one in result["ours"].items():
+        shown.append(
+            f"connections {count}: {one['share_of_iperf3']:.1%} of iperf3 with {result['streams']} streams "
+            "(median of the turns)"
+        )
     return shown
 
 
@@ -300,8 +324,10 @@ def main() -> int:
     """Command line; `send` and `receive` are the two ends, started inside the namespaces."""
     if len(sys.argv) > 3 and sys.argv[1] in ("send", "receive"):
         folder, addresses = Path(sys.argv[2]), json.loads(sys.argv[3])
-        work = receive(folder, addresses) if sys.argv[1] == "receive" else send(folder, addresses, float(sys.argv[4]))
-        run_loop(work)
+        if sys.argv[1] == "receive":
+            run_loop(receive(folder, addresses))
+        else:
+            run_loop(send(folder, addresses, float(sys.argv[4]), sys.argv[5]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="2Gbit/s", help="in and out of both ends [2Gbit/s]")
@@ -311,6 +337,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="that count, of each [8]")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before [3]")
     parser.add_argument("--turns", type=int, default=2, help="ours and iperf3, so often [2]")
+    parser.add_argument("--connections", default=AUTO, help="ours for bulk, as 1,2,4,auto [auto]")
+    parser.add_argument("--buffer-mib", type=int, help="TCP's largest buffers; Linux has 4 and 6 by itself [128]")
     parser.add_argument("--streams", type=int, default=STREAMS, help="of iperf3 [4]")
     parser.add_argument("--congestion", help="TCP's, in both namespaces: reno, or what the host allows [its own]")
     parser.add_argument("--json", action="store_true", help="one JSON object")

@@ -26,7 +26,7 @@ class TransportHandler(Protocol):
         ...
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
-        """Both connections to the peer are up (hello done), or one of them is gone."""
+        """The connections to the peer are up (hello done), or one of them is gone."""
         ...
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
@@ -48,7 +48,7 @@ class PeerTraffic:
 
 
 class Transport(Protocol):
-    """Links to all other regions: mutual TLS, one control and one bulk connection each."""
+    """Links to all other regions: mutual TLS, one connection for control and some for bulk each."""
 
     async def start(self) -> None:
         """Bind the port and begin to dial. Raises BindError, IdentityError."""

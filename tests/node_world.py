@@ -198,7 +198,7 @@ class MemoryTransport:
         return ""
 
     def peer_status(self) -> dict[str, Any]:
-        one = SimpleNamespace(state=SimpleNamespace(value="up"), address=None, error="")
+        one = SimpleNamespace(state=SimpleNamespace(value="up"), address=None, error="", connections=1)
         return dict.fromkeys(self._peers, one)
 
 

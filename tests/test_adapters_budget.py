@@ -79,7 +79,7 @@ class QueueMeter(WireMeter):
     def link(self, peer: str) -> LinkCounters | None:
         return LinkCounters(self.sent_bytes, 0, 0, self.sent_bytes, self.rtt_ns, 40 * 10**6)
 
-    def pace(self, peer: str, rate_bytes_per_s: int | None) -> None:
+    def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
         self.paced = rate_bytes_per_s
 
 

@@ -91,13 +91,15 @@ class FarLink(FakeMeter):
         super().__init__(FAR_NS)
         self.now_ns = self.sent = self.queue_ns = 0
         self.paces: list[int | None] = []
+        self.paced_connections: set[int] = set()
         self.pacer = Pacer(["b"], meter=self, send=lambda _peer, _message: None, now_ns=lambda: self.now_ns)
 
     def link(self, peer: str) -> LinkCounters | None:
         return LinkCounters(self.sent, 0, 0, self.sent, FAR_NS + self.queue_ns, FAR_NS)
 
-    def pace(self, peer: str, rate_bytes_per_s: int | None) -> None:
+    def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
         self.paces.append(rate_bytes_per_s)
+        self.paced_connections.add(connections)
 
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds * 10)):

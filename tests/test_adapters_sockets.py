@@ -324,6 +324,47 @@ def test_socket_of_a_far_peer_goes_by_bbr_once_and_a_near_one_stays(
     assert congestion_control(near) == b"reno", "another socket has this descriptor now"
 
 
+def test_a_far_socket_that_may_not_change_its_congestion_control_is_known_to_go_by_loss(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, _ = connection
+    monkeypatch.setattr(sockets, "FAR_CONGESTION_CONTROL", b"no such")
+    meter, kernel = WireMeter(), FakeKernel(monkeypatch)
+    own = next(found for found in read_sockets() if found.local == near.getsockname())
+    meter.assign("b", own.remote)
+    kernel.now = [replace(own, rtt_min_us=4_999)]
+    meter.sample()
+    assert not meter.goes_by_loss
+    kernel.now = [replace(own, rtt_min_us=5_000)]
+    meter.sample()
+    assert meter.goes_by_loss
+
+
+def test_the_smaller_of_the_two_buffer_limits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = (tmp_path / "tcp_wmem", tmp_path / "tcp_rmem")
+    monkeypatch.setattr(sockets, "BUFFER_LIMITS", files)
+    assert sockets.buffer_bytes() == sockets.BUFFER_BYTES_USUAL, "the kernel does not tell"
+    files[0].write_text("4096\t16384\t9000000\n")
+    files[1].write_text("4096\t131072\t8000000\n")
+    assert sockets.buffer_bytes() == 8_000_000
+    files[1].write_text("")
+    assert sockets.buffer_bytes() == sockets.BUFFER_BYTES_USUAL
+
+
+def test_several_busy_sockets_share_the_pace_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
+    monkeypatch.setattr(sockets, "_pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    meter.assign("b", REMOTE)
+    kernel.now = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
+    meter.sample()
+    meter.pace("b", 3_000_000, connections=3)
+    assert paced == {2: 1_000_000, 3: 1_000_000, 4: 1_000_000}, "not the control connection"
+    meter.pace("b", 3_000_000, connections=2)
+    assert paced == {2: 1_500_000, 3: None, 4: 1_500_000}
+    meter.pace("b", None, connections=2)
+    assert paced == {2: None, 3: None, 4: None}
+
+
 def test_a_descriptor_that_was_closed_under_us_is_no_error() -> None:
     gone = socket.socket()
     fd = gone.fileno()

@@ -9,196 +9,44 @@ import os
 import random
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from diloco_node.adapters import inbound, outbound, streams
-from diloco_node.adapters.certs import Identity, init_run, load_identity
+from diloco_node.adapters import bundle, inbound, outbound, streams
+from diloco_node.adapters.certs import init_run
 from diloco_node.adapters.links import LinkState
-from diloco_node.adapters.session import LinkTimes
-from diloco_node.adapters.streams import DialedStream, dial
+from diloco_node.adapters.pacing import Pacer
+from diloco_node.adapters.streams import dial
 from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.cli.processes import free_ports
-from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, State, VoteAnswered
+from diloco_node.core.messages import Message, Payload, PayloadWanted, State, VoteAnswered
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
 from diloco_node.wire import envelope as e
-from diloco_node.wire.tables import PROTOCOL_VERSION
-
-DEADLINE_S = 120.0
-RUN = "run1"
-FAST = LinkTimes(  # to come back; what ends a link comes late, for this machine may stand still
-    handshake_s=60.0,
-    hello_s=60.0,
-    fallback_s=0.3,
-    backoff_min_s=0.02,
-    backoff_max_s=0.2,
-    violation_backoff_s=0.2,
-    ping_s=0.2,
-    silent_s=60.0,
-    transfer_silent_s=60.0,
+from tests.transport_kit import (
+    DEADLINE_S,
+    FAST,
+    RUN,
+    Mesh,
+    Recorder,
+    address,
+    connect_as,
+    eventually,
+    expect_no_orphans,
+    hello_of,
+    meshed,
+    read_on,
+    rogue,
 )
-
-
-class Recorder:
-    """A handler that keeps everything."""
-
-    def __init__(self) -> None:
-        self.messages: list[tuple[str, Message]] = []
-        self.changes: list[tuple[str, bool]] = []
-        self.opened: list[tuple[str, BulkHeader, int]] = []
-        self.closed: list[tuple[str, BulkHeader, bytes, bool]] = []
-        self.is_up: dict[str, bool] = {}
-        self.refuses: set[type] = set()
-        self.changed = asyncio.Event()
-
-    def control_arrived(self, peer: str, message: Message) -> None:
-        self.messages.append((peer, message))
-        self.changed.set()
-
-    def link_changed(self, peer: str, *, is_up: bool) -> None:
-        assert self.is_up.get(peer, False) is not is_up, "a change that changes nothing"
-        self.is_up[peer] = is_up
-        self.changes.append((peer, is_up))
-        self.changed.set()
-
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
-        self.opened.append((peer, header, raw_bytes))
-        self.changed.set()
-        return None if type(header) in self.refuses else memoryview(bytearray(raw_bytes))
-
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        self.closed.append((peer, header, bytes(buffer), is_whole))
-        self.changed.set()
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        """Wait for a condition that some callback makes true."""
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self.changed.clear()
-                if not condition():
-                    await self.changed.wait()
-
-
-class Mesh:
-    """Makes transports of one run, and stops them."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.executors = [ThreadPoolExecutor(2)]
-        self.running: list[GrpcTransport] = []
-        init_run(folder / "run", RUN, ["a", "b", "c"])
-        init_run(folder / "stranger", RUN, ["a", "b", "c"])
-
-    def another_executor(self) -> ThreadPoolExecutor:
-        self.executors.append(ThreadPoolExecutor(2))
-        return self.executors[-1]
-
-    def identity(self, region: str, run: str = "run") -> Identity:
-        return load_identity(self.folder / run / region)
-
-    async def start(self, region: str, peers: dict[str, str | None], **changes: Any) -> tuple[GrpcTransport, Recorder]:
-        handler = Recorder()
-        options: dict[str, Any] = {
-            "region": region,
-            "run_id": RUN,
-            "epoch": 0,
-            "settings_digest": "settings",
-            "manifest_digest": "manifest",
-            "identity": self.identity(region),
-            "listen": ("127.0.0.1", 0),
-            "peers": peers,
-            "handler": handler,
-            "executor": self.executors[0],
-            "times": FAST,
-            **changes,
-        }
-        transport = GrpcTransport(**options)
-        await transport.start()
-        self.running.append(transport)
-        return transport, handler
-
-    async def pair(self, **changes: Any) -> tuple[GrpcTransport, Recorder, GrpcTransport, Recorder]:
-        """a and b, connected; a dials."""
-        b, at_b = await self.start("b", {"a": None})
-        a, at_a = await self.start("a", {"b": address(b)}, **changes)
-        await at_a.until(lambda: at_a.is_up.get("b"))
-        await at_b.until(lambda: at_b.is_up.get("a"))
-        return a, at_a, b, at_b
-
-    async def stop(self) -> None:
-        for transport in self.running:
-            await transport.stop()
-        for executor in self.executors:
-            executor.shutdown()
-
-
-def address(transport: GrpcTransport) -> str:
-    return f"127.0.0.1:{transport.port}"
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    made = Mesh(tmp_path)
-    yield made
-    await made.stop()
-    await expect_no_orphans(DEADLINE_S)
-
-
-async def expect_no_orphans(patience_s: float) -> None:
-    """No task of ours is left; one that grpc made for a call that has ended may take some turns more."""
-    left = {task for task in asyncio.all_tasks() if task is not asyncio.current_task() and not _is_harness(task)}
-    if ending := {task for task in left if _is_grpc(task)}:
-        done, _ = await asyncio.wait(ending, timeout=patience_s)
-        left -= done
-    assert left == set(), "orphan tasks"
-
-
-def _is_grpc(task: asyncio.Task[Any]) -> bool:
-    code = getattr(task.get_coro(), "cr_code", None)
-    return code is not None and "grpc" in Path(code.co_filename).parts
-
-
-def _is_harness(task: asyncio.Task[Any]) -> bool:
-    return "async_finalizer" in repr(task) or "_wrap" in repr(task) or "runner" in repr(task)
-
-
-async def eventually(condition: Callable[[], Any]) -> None:
-    """For what has no callback: look again until it holds."""
-    async with asyncio.timeout(DEADLINE_S):
-        while not condition():  # noqa: ASYNC110 - nothing tells when a status text changes
-            await asyncio.sleep(0.005)
-
-
-async def connect_as(mesh: Mesh, identity: Identity, transport: GrpcTransport, lane: e.Lane) -> DialedStream:
-    """A stream to a transport of region b, from a peer that does what a test wants."""
-    del mesh
-    return await dial(identity, "b", address(transport), lane, timeout_s=DEADLINE_S)
-
-
-def hello_of(region: str, lane: e.Lane, **changes: Any) -> bytes:
-    hello = e.Hello(PROTOCOL_VERSION, RUN, 0, region, "settings", "manifest", b"i" * 16, lane, 1)
-    return e.encode_hello(dataclasses.replace(hello, **changes))
-
-
-async def rogue(mesh: Mesh, transport: GrpcTransport, region: str = "a") -> dict[e.Lane, DialedStream]:
-    """Both streams to b with a right hello, and whatever comes after."""
-    made = {lane: await connect_as(mesh, mesh.identity(region), transport, lane) for lane in e.Lane}
-    for lane, stream in made.items():
-        await stream.write(hello_of(region, lane))
-        e.decode_hello(await stream.read())
-    return made
-
-
-async def read_on(stream: DialedStream) -> None:
-    """Read until the stream ends, which raises LinkLost."""
-    async with asyncio.timeout(DEADLINE_S):
-        while True:
-            await stream.read()
+    async with meshed(tmp_path) as made:
+        yield made
 
 
 # ---- links come up ---------------------------------------------------------------------------------------------------
@@ -361,6 +209,7 @@ async def test_control_goes_on_while_the_receiver_can_not_decode(mesh: Mesh, mon
         original(data, target)
 
     monkeypatch.setattr(inbound, "decompress_chunk", wait_and_decompress)
+    monkeypatch.setattr(Pacer, "is_fast", lambda _self, _peer: False)  # else nothing is compressed on loopback
     b, at_b = await mesh.start("b", {"a": None}, executor=mesh.another_executor())
     a, at_a = await mesh.start("a", {"b": address(b)})
     await at_a.until(lambda: at_a.is_up.get("b"))
@@ -452,8 +301,8 @@ async def test_transfers_fail_with_link_lost_when_the_link_dies_and_buffers_are_
 
 
 async def test_a_peer_that_does_not_read_is_too_slow(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbound, "STALL_MIN_S", 0.3)
-    monkeypatch.setattr(outbound, "RATE_FLOOR_BYTES_PER_S", 100_000_000)
+    monkeypatch.setattr(bundle, "STALL_MIN_S", 0.3)
+    monkeypatch.setattr(bundle, "RATE_FLOOR_BYTES_PER_S", 100_000_000)
     b, at_b = await mesh.start("b", {"a": None})
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
@@ -745,7 +594,13 @@ ZSTD_BOMB = bytes.fromhex("28b52ffde4ffffffffffff0000000000")
         (e.Lane.BULK, [BEGIN, e.encode_begin(1, Payload(1, 2, b"d"), 100)], "protocol"),
         (e.Lane.BULK, [e.encode_begin(1, Payload(1, 2, b"d"), 0), e.encode_end(1), BEGIN], "protocol"),
         (e.Lane.BULK, [BEGIN, e.encode_end(0)], "protocol"),
-        (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 1, 3, b"abc", is_compressed=False)], "protocol"),
+        (
+            e.Lane.BULK,
+            [BEGIN, e.encode_chunk(0, 1, 99, b"x" * 99, is_compressed=False), e.encode_end(0, [1])],
+            "protocol",
+        ),
+        (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 100, b"x" * 100, is_compressed=False), e.encode_end(0)], "protocol"),
+        (e.Lane.BULK, [BEGIN, *[e.encode_chunk(0, 0, 3, b"abc", is_compressed=False)] * 2], "protocol"),
         (e.Lane.BULK, [BEGIN, e.encode_chunk(1, 0, 3, b"abc", is_compressed=False)], "protocol"),
         (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 101, b"x" * 101, is_compressed=False)], "protocol"),
         (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 100, b"not zstd", is_compressed=True)], "corrupt"),
@@ -755,7 +610,7 @@ ZSTD_BOMB = bytes.fromhex("28b52ffde4ffffffffffff0000000000")
             [
                 e.encode_begin(0, Payload(1, 2, b"d"), 2**20),
                 e.encode_chunk(0, 0, 2**20, b"not zstd", is_compressed=True),
-                e.encode_end(0),
+                e.encode_end(0, [1]),
             ],
             "corrupt",
         ),

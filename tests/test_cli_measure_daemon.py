@@ -248,7 +248,7 @@ def test_what_the_daemon_says_is_the_commands_own_error(
     ("arguments", "text"),
     [
         (("bandwidth", "us", "--plain"), "no plain TCP beside its links"),
-        (("bandwidth", "us", "--connections", "1,4"), "one connection for bulk"),
+        (("bandwidth", "us", "--connections", "1,4"), "its own connections for bulk"),
         (("mesh", "--plain"), "no plain TCP beside its links"),
         (("latency", "us", "-r", "mars"), "'mars' is not in [regions]"),
     ],

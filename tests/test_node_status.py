@@ -75,7 +75,7 @@ def learner_of(status: LearnerStatus | None, **facts: Any) -> Any:
 
 TRANSPORT: Any = SimpleNamespace(
     traffic=lambda: {"eu": PeerTraffic(1000, 2000, True)},
-    peer_status=lambda: {"eu": PeerStatus(LinkState.UP, "eu:1", 3.0, "", 0)},
+    peer_status=lambda: {"eu": PeerStatus(LinkState.UP, "eu:1", 3.0, "", 0, 3)},
     rejections=Counter({("eu", "corrupt"): 2}),
     quarantined=lambda peer: "in quarantine for 600 s more" if peer == "eu" else "",
     budget_status=lambda: {

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.messages import Payload, VoteAnswered
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.wire import envelope as e
@@ -57,6 +58,21 @@ def test_a_name_that_is_not_the_certificates_is_a_lie_whatever_else_differs() ->
 def test_a_hello_for_the_other_lane_is_refused() -> None:
     with pytest.raises(ProtocolViolation, match="lane"):
         e.check_hello(HELLO, dataclasses.replace(HELLO, lane=e.Lane.BULK), certificate_region="eu")
+
+
+def test_a_hello_for_another_connection_is_refused() -> None:
+    third = dataclasses.replace(HELLO, lane=e.Lane.BULK, connection=2)
+    assert e.decode_hello(e.encode_hello(third)) == third
+    e.check_hello(third, third, certificate_region="eu")
+    with pytest.raises(ProtocolViolation, match="connection 1 on connection 2"):
+        e.check_hello(third, dataclasses.replace(third, connection=1), certificate_region="eu")
+
+
+def test_joined_says_nothing_else() -> None:
+    e.check_joined(e.encode_joined())
+    for frame in (b"", e.encode_joined() + b"x", e.encode_end(0)):
+        with pytest.raises(ProtocolViolation, match="joined"):
+            e.check_joined(frame)
 
 
 def test_a_hello_of_another_protocol_with_other_fields_names_the_version() -> None:
@@ -111,8 +127,10 @@ def test_a_ping_or_an_echo_of_another_length_is_refused(frame: bytes) -> None:
 
 def test_bulk_frames_come_back_equal() -> None:
     assert e.decode_bulk(e.encode_begin(7, HEADER, 1000)) == e.TransferBegin(7, 1000, HEADER)
-    assert e.decode_bulk(e.encode_end(7)) == e.TransferEnd(7)
-    assert e.decode_bulk(e.encode_abort(7, "näh")) == e.TransferAbort(7, "näh")
+    assert e.decode_bulk(e.encode_end(7)) == e.TransferEnd(7, ())
+    assert e.decode_bulk(e.encode_end(7, [3, 0, 2**32 - 1])) == e.TransferEnd(7, (3, 0, 2**32 - 1))
+    assert e.decode_bulk(e.encode_abort(7, "näh")) == e.TransferAbort(7, (), "näh")
+    assert e.decode_bulk(e.encode_abort(7, "", [1, 2, 3, 4])) == e.TransferAbort(7, (1, 2, 3, 4), "")
     chunk = e.decode_bulk(e.encode_chunk(7, 2**33, 3, b"abc", is_compressed=False))
     assert chunk == e.TransferChunk(7, 2**33, 3, False, memoryview(b"abc"))
     packed = e.decode_bulk(e.encode_chunk(7, 0, 999, memoryview(b"z"), is_compressed=True))
@@ -148,6 +166,12 @@ def test_a_long_reason_is_cut() -> None:
         e.encode_end(1)[:5],
         bytes([e.KIND_ABORT]),
         bytes([e.KIND_ABORT]) + b"x" * (8 + e.REASON_BYTES_MAX + 1),
+        e.encode_end(1, [1] * (CONNECTIONS_MAX + 1)),
+        e.encode_end(1, [1, 2])[:-1],
+        e.encode_abort(1, "", [1] * (CONNECTIONS_MAX + 1)),
+        e.encode_abort(1, "", [1, 2])[:-1],
+        e.encode_abort(1, "x" * e.REASON_BYTES_MAX, [1, 2]) + b"x",
+        e.encode_joined(),
     ],
     ids=lambda frame: f"kind {frame[:1].hex()}, {len(frame)} bytes",
 )

@@ -1,23 +1,34 @@
-"""The receiving half of a bulk lane: frames in, filled buffers out.
+"""The receiving half of a bulk lane: frames of all its connections in, filled buffers out.
 
-At most one transfer of each lane (rounds, recovery, measurement) is open at a time. Its chunks come in order without
-gaps; those of other lanes may come between them. Each chunk is checked and decoded into the handler's buffer: small
-ones at once, larger ones in a thread, a few at a time. Nothing but the bulk stream waits for that, so a slow decode
-never holds up the control lane.
+At most one transfer of each lane (rounds, recovery, measurement) is open at a time. Begin, end and abort come over the
+first connection, chunks over any, each at its offset (`core.reassembly`). A chunk that is ahead of its begin waits, and
+with it what follows on its connection; an end waits for the chunks that are still on their way elsewhere, and with it
+the next begin. Each chunk is checked and decoded into the handler's buffer: small ones at once, larger ones in a
+thread, a few at a time. Nothing but the bulk connections waits for that, so a slow decode never holds up the control
+lane.
+
+Why two connections never wait for each other for ever: a sender hands a transfer's chunks to connections after its
+begin, and its end after all of its chunks, and each connection keeps the order in which it was handed things. Say the
+first connection stands at the end of T for a chunk of T that stands behind a chunk of U whose begin has not come. That
+chunk of U was handed over before the one of T, as they are on one connection, and so before the end of T; the begin of
+U still before that, on the first connection: it has come. A peer that does otherwise waits until its link counts as too
+slow (`transfer_silent_s`), with one frame in memory for each connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from diloco_node.adapters.pacing import lane_of
 from diloco_node.codec.payload import decompress_chunk
 from diloco_node.core.budget import BudgetLane
 from diloco_node.core.messages import BulkHeader
+from diloco_node.core.reassembly import Reassembly
 from diloco_node.errors import ProtocolViolation
 from diloco_node.ports import TransportHandler
 from diloco_node.wire.envelope import (
@@ -32,24 +43,32 @@ INLINE_BYTES_MAX: Final = 64 * 2**10
 """Compressed chunks up to this many raw bytes are decoded on the loop: it takes under 0.1 ms."""
 
 DECODING_MAX: Final = 3
-"""Chunks of one peer being decoded at once; the next one is not read before one of them is done."""
+"""Chunks of one peer being decoded at once; a connection whose chunk is the next is not read before one is done."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
-    """A transfer that is coming in. `buffer` is None when the handler does not want it."""
+    """A transfer that is coming in.
+
+    Attributes:
+        buffer: None when the handler does not want it, or not any more.
+        unwritten: chunks that came and are not in the buffer yet. decoding: those that a thread works on.
+    """
 
     transfer: int
     lane: BudgetLane
     header: BulkHeader
     raw_bytes: int
     buffer: memoryview | None
-    arrived_bytes: int = 0
-    decoding: deque[asyncio.Future[None]] = field(default_factory=deque)
+    parts: Reassembly
+    unwritten: int = 0
+    decoding: set[asyncio.Future[None]] = field(default_factory=set)
 
 
 class BulkInbound:
-    """Takes the frames of one peer's bulk stream. Call `feed` for each frame in order, `close` once at the end."""
+    """Takes the frames of one peer's bulk connections. Call `feed` for each frame, in order on each connection, and
+    `close` once at the end.
+    """
 
     def __init__(self, peer: str, handler: TransportHandler, executor: Executor) -> None:
         self._peer = peer
@@ -57,27 +76,38 @@ class BulkInbound:
         self._executor = executor
         self._open: dict[BudgetLane, _Open] = {}
         self._transfer_last = -1
+        self._slots = asyncio.Semaphore(DECODING_MAX)
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self.waiting = 0
+        """Connections that wait for what the peer has to send on another one."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a transfer has begun and not ended."""
-        return bool(self._open)
+        """Whether something has begun, or came ahead of its begin, and the rest has to come."""
+        return bool(self._open) or self.waiting > 0
 
-    async def feed(self, frame: bytes) -> None:
-        """Take one frame; waits only while `DECODING_MAX` chunks are being decoded, or for the last of a transfer.
+    async def feed(self, frame: bytes, connection: int = 0) -> None:
+        """Take one frame; waits while its turn has not come, and while `DECODING_MAX` chunks are being decoded.
 
         Raises:
             ProtocolViolation, PayloadCorrupt: the link must be dropped.
         """
-        match decode_bulk(frame):
-            case TransferChunk() as chunk:
-                await self._take_chunk(chunk)
+        if self._failure is not None:
+            raise self._failure
+        decoded = decode_bulk(frame)
+        if isinstance(decoded, TransferChunk):
+            await self._take_chunk(decoded, connection)
+            return
+        if connection:
+            raise ProtocolViolation(f"a {type(decoded).__name__} on connection {connection}")
+        match decoded:
             case TransferBegin() as begin:
                 self._begin(begin)
-            case TransferEnd(transfer):
-                await self._end(transfer)
-            case TransferAbort(transfer):
-                await self._give_back(self._expect(transfer))
+            case TransferEnd(transfer, chunks):
+                await self._end(self._expect(transfer), chunks)
+            case TransferAbort(transfer, chunks):
+                await self._abort(self._expect(transfer), chunks)
 
     def _begin(self, begin: TransferBegin) -> None:
         lane = lane_of(begin.header)
@@ -86,11 +116,13 @@ class BulkInbound:
             raise ProtocolViolation(f"transfer {begin.transfer} begins before {other} of its lane has ended")
         if begin.transfer <= self._transfer_last:
             raise ProtocolViolation(f"transfer {begin.transfer} begins after {self._transfer_last}")
-        self._transfer_last = begin.transfer
         buffer = self._handler.transfer_opened(self._peer, begin.header, begin.raw_bytes)
         if buffer is not None and (buffer.nbytes != begin.raw_bytes or buffer.readonly):
             raise ValueError(f"a buffer of {buffer.nbytes} bytes for a transfer of {begin.raw_bytes}")
-        self._open[lane] = _Open(begin.transfer, lane, begin.header, begin.raw_bytes, buffer)
+        parts = Reassembly(begin.raw_bytes)
+        self._open[lane] = _Open(begin.transfer, lane, begin.header, begin.raw_bytes, buffer, parts)
+        self._transfer_last = begin.transfer
+        self._changed.set()
 
     def _expect(self, transfer: int) -> _Open:
         current = next((one for one in self._open.values() if one.transfer == transfer), None)
@@ -98,53 +130,80 @@ class BulkInbound:
             raise ProtocolViolation(f"a frame of transfer {transfer}, which is not open")
         return current
 
-    async def _take_chunk(self, chunk: TransferChunk) -> None:
+    async def _take_chunk(self, chunk: TransferChunk, connection: int) -> None:
+        if connection and chunk.transfer > self._transfer_last:
+            await self._until(lambda: chunk.transfer <= self._transfer_last, is_peers_turn=True)
         current = self._expect(chunk.transfer)
-        if chunk.offset != current.arrived_bytes:
-            raise ProtocolViolation(f"a chunk at offset {chunk.offset}; expected {current.arrived_bytes}")
-        current.arrived_bytes += chunk.raw_bytes
-        if current.arrived_bytes > current.raw_bytes:
-            raise ProtocolViolation(f"{current.arrived_bytes} bytes in a transfer of {current.raw_bytes}")
+        current.parts.take(connection, chunk.offset, chunk.raw_bytes)
+        self._changed.set()
         if current.buffer is None:
             return
         target = current.buffer[chunk.offset : chunk.offset + chunk.raw_bytes]
         if not chunk.is_compressed:
             target[:] = chunk.data  # 0.1 ms for 1 MiB: less than the way to a thread and back
-            return
-        if chunk.raw_bytes <= INLINE_BYTES_MAX:
+        elif chunk.raw_bytes <= INLINE_BYTES_MAX:
             decompress_chunk(chunk.data, target)
-            return
-        while len(current.decoding) >= DECODING_MAX:
-            await _finish(current.decoding)
-        loop = asyncio.get_running_loop()
-        current.decoding.append(loop.run_in_executor(self._executor, decompress_chunk, chunk.data, target))
+        else:
+            await self._decode(current, chunk.data, target)
 
-    async def _end(self, transfer: int) -> None:
-        current = self._expect(transfer)
-        if current.arrived_bytes != current.raw_bytes:
-            raise ProtocolViolation(f"a transfer of {current.raw_bytes} bytes ended after {current.arrived_bytes}")
-        while current.decoding:
-            await _finish(current.decoding)
+    async def _decode(self, current: _Open, data: memoryview, target: memoryview) -> None:
+        current.unwritten += 1
+        await self._slots.acquire()
+        if current.buffer is None:  # it was aborted while we waited
+            self._written(current)
+            return
+        future = asyncio.get_running_loop().run_in_executor(self._executor, decompress_chunk, data, target)
+        current.decoding.add(future)
+        future.add_done_callback(partial(self._decoded, current))
+
+    def _decoded(self, current: _Open, future: asyncio.Future[None]) -> None:
+        current.decoding.discard(future)
+        self._failure = self._failure or future.exception()  # the next frame of any connection, or the end, raises it
+        self._written(current)
+
+    def _written(self, current: _Open) -> None:
+        current.unwritten -= 1
+        self._slots.release()
+        self._changed.set()
+
+    async def _end(self, current: _Open, chunks: tuple[int, ...]) -> None:
+        current.parts.end(chunks)
+        await self._until(lambda: current.parts.is_over, is_peers_turn=True)
+        if not current.parts.is_whole:
+            arrived = current.parts.arrived_bytes
+            raise ProtocolViolation(f"a transfer of {current.raw_bytes} bytes ended after {arrived}")
+        await self._until(lambda: not current.unwritten, is_peers_turn=False)
         del self._open[current.lane]
         if current.buffer is not None:
             self._handler.transfer_closed(self._peer, current.header, current.buffer, is_whole=True)
+
+    async def _abort(self, current: _Open, chunks: tuple[int, ...]) -> None:
+        current.parts.end(chunks)
+        await self._give_back(current)
+        await self._until(lambda: current.parts.is_over, is_peers_turn=True)
+        del self._open[current.lane]
+
+    async def _until(self, is_so: Callable[[], bool], *, is_peers_turn: bool) -> None:
+        """Wait for what another connection or a thread has to do first. Raises what a thread failed with."""
+        self.waiting += is_peers_turn
+        try:
+            while self._failure is None and not is_so():
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            self.waiting -= is_peers_turn
+        if self._failure is not None:
+            raise self._failure
 
     async def close(self) -> None:
         """Give back the buffers of transfers that did not end. Threads that still write into them are waited for."""
         for current in list(self._open.values()):
             await self._give_back(current)
+        self._open.clear()
 
     async def _give_back(self, current: _Open) -> None:
-        del self._open[current.lane]
+        buffer, current.buffer = current.buffer, None  # from here on nothing more is written into it
         if current.decoding:
             await asyncio.wait(current.decoding)
-            for future in current.decoding:
-                future.exception()  # looked at: what was wrong with the transfer is known already
-        if current.buffer is not None:
-            self._handler.transfer_closed(self._peer, current.header, current.buffer, is_whole=False)
-
-
-async def _finish(decoding: deque[asyncio.Future[None]]) -> None:
-    """Wait for the oldest chunk. It is queued until it is done: a cancelled wait must not forget the thread."""
-    await asyncio.wait((decoding[0],))
-    decoding.popleft().result()
+        if buffer is not None:
+            self._handler.transfer_closed(self._peer, current.header, buffer, is_whole=False)

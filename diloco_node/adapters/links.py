@@ -1,7 +1,8 @@
 """The link to one peer: who dials, which of two links wins, and what runs while it is up.
 
-A **session** is one pair of streams (control and bulk), made by one dial of one side. A **link** is what stays: it has
-at most one session at a time, and dials again when there is none.
+A **session** is one pair of streams (control and bulk), made by one dial of one side, and the further bulk connections
+that this side opens while it lasts. A **link** is what stays: it has at most one session at a time, and dials again
+when there is none.
 
 Who dials: the side with the smaller name, if it knows an address; else the other. When there has been no session for
 `fallback_s`, the other side tries as well. Two dials that cross are resolved the same way on both sides: once the
@@ -19,15 +20,25 @@ import random
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import structlog
 
 from diloco_node.adapters.session import LinkEnvironment, Session
 from diloco_node.adapters.streams import AcceptedStream, DialedStream, Superfluous, Twin, dial
+from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.messages import BulkHeader
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
-from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_hello
+from diloco_node.wire.envelope import (
+    Hello,
+    Lane,
+    check_hello,
+    check_joined,
+    decode_hello,
+    encode_hello,
+    encode_joined,
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -50,6 +61,7 @@ class PeerStatus:
         since_s: seconds in this state.
         error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
         control_dropped: control messages that found no link, or a full queue.
+        connections: that carry bulk now; 0 while there is no session.
     """
 
     state: LinkState
@@ -57,6 +69,7 @@ class PeerStatus:
     since_s: float
     error: str
     control_dropped: int
+    connections: int
 
 
 class PeerLink:
@@ -108,7 +121,8 @@ class PeerLink:
     def status(self) -> PeerStatus:
         """What the link is doing."""
         since_s = asyncio.get_running_loop().time() - self._since_s
-        return PeerStatus(self._state, self._address, since_s, self._error, self._dropped)
+        connections = self._session.connections if self._session is not None else 0
+        return PeerStatus(self._state, self._address, since_s, self._error, self._dropped, connections)
 
     def drop(self, reason: str) -> None:
         """End the current session, if there is one."""
@@ -191,9 +205,28 @@ class PeerLink:
             if isinstance(error, TimeoutError):
                 raise LinkLost(f"{self.peer} at {self._address}: no hello within {env.times.hello_s:.0f} s") from None
             raise
-        session = Session(self.peer, streams[Lane.CONTROL], streams[Lane.BULK], env)
-        session.instance = instance
-        return session
+        more = partial(self._dial_more, self._address, instance, dial_number)
+        return Session(self.peer, streams[Lane.CONTROL], streams[Lane.BULK], env, instance=instance, more=more)
+
+    async def _dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
+        """Open one more bulk connection of a session that is up. Raises PeerError."""
+        times = self._env.times
+        stream = await dial(self._env.identity, self.peer, address, Lane.BULK, timeout_s=times.handshake_s)
+        ours = self._hello(Lane.BULK, dial_number, connection)
+        try:
+            async with asyncio.timeout(times.hello_s):
+                await stream.write(encode_hello(ours))
+                theirs = decode_hello(await stream.read())
+                check_hello(ours, theirs, certificate_region=self.peer)
+                if theirs.instance_id != instance:
+                    raise LinkLost(f"{self.peer} at {address}: another process answers than the one we are linked with")
+                await stream.write(encode_joined())
+        except BaseException as error:
+            await stream.aclose()
+            if isinstance(error, TimeoutError):
+                raise LinkLost(f"{self.peer} at {address}: no hello within {times.hello_s:.0f} s") from None
+            raise
+        return stream
 
     async def _exchange_hellos(self, streams: dict[Lane, DialedStream], dial_number: int) -> bytes:
         """Returns the instance that answers."""
@@ -216,8 +249,8 @@ class PeerLink:
         elif now_s - self._refused_since_s > self._env.times.silent_s:
             self._env.superseded(self.peer, error)
 
-    def _hello(self, lane: Lane, dial_number: int) -> Hello:
-        return replace(self._env.hello, lane=lane, dial=dial_number)
+    def _hello(self, lane: Lane, dial_number: int, connection: int = 0) -> Hello:
+        return replace(self._env.hello, lane=lane, dial=dial_number, connection=connection)
 
     # ---- accepting ---------------------------------------------------------------------------------------------------
 
@@ -230,6 +263,8 @@ class PeerLink:
         Raises:
             PeerError: why the stream was refused.
         """
+        if hello.connection:
+            return await self._accept_more(hello, stream)
         self._resolve(hello)
         await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
         key = (hello.instance_id, hello.dial)
@@ -240,8 +275,10 @@ class PeerLink:
         try:
             if len(accepted) == len(Lane):
                 del self._accepted[key]
-                session = Session(self.peer, accepted[Lane.CONTROL], accepted[Lane.BULK], self._env)
-                session.instance = hello.instance_id
+                control, bulk = accepted[Lane.CONTROL], accepted[Lane.BULK]
+                session = Session(
+                    self.peer, control, bulk, self._env, instance=hello.instance_id, accepted_dial=hello.dial
+                )
                 self._spawn(self.run_session(session))
             else:
                 self._forget_old_dials(key)
@@ -250,6 +287,29 @@ class PeerLink:
             stream.close()
             if self._accepted.get(key) is accepted:
                 del self._accepted[key]
+
+    async def _accept_more(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
+        """Take a further bulk connection of the session that is up. Until the peer says that it uses it, it is nothing:
+        a greeting that fails on the way costs the session nothing.
+        """
+        session = self._session
+        if not 0 < hello.connection < CONNECTIONS_MAX:
+            raise ProtocolViolation(f"{self.peer}: bulk connection {hello.connection}; there are {CONNECTIONS_MAX}")
+        if session is None or (session.instance, session.accepted_dial) != (hello.instance_id, hello.dial):
+            raise LinkLost(f"{self.peer}: bulk connection {hello.connection} of a session that is not up")
+        if session.is_joining or hello.connection != session.connections:
+            raise LinkLost(f"{self.peer}: bulk connection {hello.connection} is not the next one")
+        session.is_joining = True
+        try:
+            async with asyncio.timeout(self._env.times.hello_s):
+                await stream.write(encode_hello(self._hello(hello.lane, hello.dial, hello.connection)))
+                check_joined(await stream.read())
+            session.add(stream)
+        except TimeoutError:
+            raise LinkLost(f"{self.peer}: bulk connection {hello.connection} was not used") from None
+        finally:
+            session.is_joining = False
+        return await stream.until_closed()
 
     def _resolve(self, hello: Hello) -> None:
         """Which of two crossing dials goes on, and which of two processes; see the module's docstring."""

@@ -2,8 +2,9 @@
 
 Transfers to one peer are in lanes by what they are for (`core.budget`): rounds go before recovery, chunk by chunk. In a
 lane they go one after the other: rounds by their ballot, else in the order they were asked for. A chunk waits for its
-turn within the budget. While gRPC takes one chunk, a thread compresses the next. Flow control is gRPC's write, which
-waits for the peer's window.
+turn within the budget, and goes over the next connection that is free (`bundle`); what begins and ends a transfer goes
+over the first one, in the order in which all of it was handed over. While gRPC takes one chunk, a thread compresses the
+next. Flow control is gRPC's write, which waits for the peer's window.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import asyncio
 from collections import defaultdict, deque
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+from diloco_node.adapters.bundle import Bundle
 from diloco_node.adapters.pacing import Pacer, lane_of, urgency_of
 from diloco_node.adapters.streams import Stream
 from diloco_node.codec.payload import CompressionPolicy, compress_chunk
@@ -34,11 +37,6 @@ TRANSFERS_WAITING_MAX: Final = 64
 
 INLINE_BYTES_MAX: Final = 64 * 2**10
 """Chunks up to this size are compressed on the loop: under 0.1 ms."""
-
-RATE_FLOOR_BYTES_PER_S: Final = 50_000
-"""A peer that takes less than this for a whole chunk is too slow: 1 MiB in 21 s."""
-
-STALL_MIN_S: Final = 5.0
 
 TURN_S: Final = 60.0
 """A piece that the budget, or the share that the peer grants, does not let go for so long: the link is of no use."""
@@ -110,24 +108,33 @@ class BulkOutbound:
     """Transfers to one peer over one link. `transfer` from any task; `run` in one task; `close` when the link is gone.
 
     Args:
-        peer: its name. stream: the bulk stream. executor: for compression of large chunks. pacer: the budget.
+        peer: its name. stream: the first bulk connection. executor: for compression of large chunks. pacer: the budget.
     """
 
     def __init__(self, peer: str, stream: Stream, executor: Executor, pacer: Pacer) -> None:
         self._peer = peer
-        self._stream = stream
+        self._bundle = Bundle(peer, stream)
         self._executor = executor
         self._pacer = pacer
         # Whether zstd pays depends on the codec, which goes with the kind of transfer.
         self._policies: defaultdict[object, CompressionPolicy] = defaultdict(CompressionPolicy)
         self._queues = {lane: _LaneQueue() for lane in BULK_LANES}
-        self._writing = asyncio.Lock()
+        self._ending: set[_Transfer] = set()
         self._next_transfer = 0
         self._asked = 0
         self._lost: LinkLost | None = None
 
+    @property
+    def connections(self) -> int:
+        """How many carry chunks."""
+        return len(self._bundle)
+
+    def add(self, stream: Stream) -> int:
+        """Use one more connection from the next chunk on. Returns its index."""
+        return self._bundle.add(stream)
+
     async def transfer(self, header: BulkHeader, body: memoryview) -> None:
-        """Send a body (a contiguous view of bytes); returns when gRPC has its last chunk.
+        """Send a body (a contiguous view of bytes); returns when gRPC has its end, and connections have every chunk.
 
         The body is not read any more when this returns, raises or is cancelled.
 
@@ -153,8 +160,9 @@ class BulkOutbound:
                 await asyncio.wait((item.encoding,))
 
     async def run(self) -> None:
-        """Send transfers until the stream fails. Raises LinkLost."""
+        """Send transfers until a connection fails. Raises LinkLost."""
         tasks = [asyncio.create_task(self._run_lane(lane), name=f"{lane.name} {self._peer}") for lane in BULK_LANES]
+        tasks.append(asyncio.create_task(self._bundle.until_failed(), name=f"bulk writes {self._peer}"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:
@@ -164,17 +172,23 @@ class BulkOutbound:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._bundle.close()
 
     def close(self, reason: str) -> None:
         """Fail every transfer that waits or is on its way with LinkLost, and each one that is asked for later."""
         self._lost = LinkLost(f"{self._peer}: {reason}")
+        for item in self._ending:
+            self._fail(item, reason)
         for queue in self._queues.values():
             waiting = [queue.current] if queue.current else []
             while not queue.waiting.empty():  # get_nowait also wakes who waits for a place; `transfer` sees _lost then
                 waiting.append(queue.waiting.get_nowait()[1])
             for item in waiting:
-                if not item.done.done():
-                    item.done.set_exception(LinkLost(f"{self._peer}: {reason}"))
+                self._fail(item, reason)
+
+    def _fail(self, item: _Transfer, reason: str) -> None:
+        if not item.done.done():
+            item.done.set_exception(LinkLost(f"{self._peer}: {reason}"))
 
     async def _run_lane(self, lane: BudgetLane) -> None:
         queue = self._queues[lane]
@@ -188,28 +202,42 @@ class BulkOutbound:
                 queue.idle.set()
 
     async def _send(self, lane: BudgetLane, item: _Transfer) -> None:
-        size = item.body.nbytes
         await self._lead(lane)
-        async with self._writing:  # numbers are in the order of the frames that begin with them
-            transfer = self._next_transfer
-            self._next_transfer += 1
-            await self._write(encode_begin(transfer, item.header, size))
+        transfer = self._next_transfer  # numbers are in the order of the frames that begin with them
+        self._next_transfer += 1
+        self._bundle.write_first(encode_begin(transfer, item.header, item.body.nbytes))
+        counts: list[int] = []
+        if await self._send_chunks(lane, item, transfer, counts):
+            self._ending.add(item)
+            self._bundle.write_first(encode_end(transfer, counts)).add_done_callback(partial(self._ended, item))
+        else:
+            self._bundle.write_first(encode_abort(transfer, "the sender no longer wants it", counts))
+
+    def _ended(self, item: _Transfer, end: asyncio.Task[None]) -> None:
+        """The end of a transfer was written; or it was not, then `close` tells who waits."""
+        if end.cancelled() or end.exception() is not None:
+            return
+        self._ending.discard(item)
+        if not item.done.done():
+            item.done.set_result(None)
+
+    async def _send_chunks(self, lane: BudgetLane, item: _Transfer, transfer: int, counts: list[int]) -> bool:
+        """Hand all chunks to connections; False if the transfer was cancelled before."""
+        size = item.body.nbytes
         offset, raw_bytes = 0, self._pacer.piece_bytes(self._peer)
         ready = await self._encoded(item, self._start_encode(item, transfer, 0, raw_bytes)) if size else None
         while ready is not None:
             offset += raw_bytes
             if item.is_cancelled:
-                await self._write_next(encode_abort(transfer, "the sender no longer wants it"))
-                return
+                return False
             raw_bytes = self._pacer.piece_bytes(self._peer)
             following = self._start_encode(item, transfer, offset, raw_bytes) if offset < size else None
             await self._lead(lane)
+            await self._bundle.until_free()  # a turn is taken for what can go at once
             await self._take_turn(lane, len(ready), urgency_of(item.header))
-            await self._write_next(ready)
+            await self._bundle.write(ready, counts)
             ready = await self._encoded(item, following) if following is not None else None
-        await self._write_next(encode_end(transfer))
-        if not item.done.done():
-            item.done.set_result(None)
+        return True
 
     async def _lead(self, lane: BudgetLane) -> None:
         """Wait while a lane before this one has something to send to the peer, but not for ever."""
@@ -249,25 +277,11 @@ class BulkOutbound:
         return future
 
     async def _encoded(self, item: _Transfer, future: asyncio.Future[bytes]) -> bytes:
-        # wait() does not cancel the future with us: `transfer` must still be able to wait for the thread.
-        await asyncio.wait((future,))
+        if not future.done():
+            # wait() does not cancel the future with us: `transfer` must still be able to wait for the thread.
+            await asyncio.wait((future,))
         item.encoding = None
         return future.result()
-
-    async def _write_next(self, frame: bytes) -> None:
-        async with self._writing:
-            await self._write(frame)
-
-    async def _write(self, frame: bytes) -> None:
-        limit_s = max(STALL_MIN_S, len(frame) / RATE_FLOOR_BYTES_PER_S)
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._stream.write(frame)
-        except TimeoutError:
-            raise LinkLost(
-                f"{self._peer}: too slow: it did not take {len(frame)} bytes in {limit_s:.0f} s "
-                f"(the floor is {RATE_FLOOR_BYTES_PER_S} bytes/s)"
-            ) from None
 
 
 def _kind_of(header: BulkHeader) -> object:

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.adapters.sockets import WireMeter
+from diloco_node.adapters.sockets import TcpCounters, WireMeter, buffer_bytes
 from diloco_node.core.budget import LATE_NS, NS_PER_S, PIECE_BYTES_MAX, BudgetLane, EgressBudget, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.connections import connections_wanted
 from diloco_node.core.delay import LONG_RTT_NS, DelayCut
 from diloco_node.core.grants import UNLIMITED, WANTS_MOST, IngressGrants
 from diloco_node.core.measuring import Probe
@@ -65,6 +66,9 @@ PING_HASTY_S: Final = 0.02
 PACE_PPM: Final = 950_000
 """The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
 
+LOSS_BYTES_MIN: Final = 4 * 2**20
+"""Before so many bytes were sent nothing is known of a link's loss."""
+
 PIECE_S: Final = 0.02
 PIECE_FREE_BYTES_MIN: Final = 64 * 2**10
 PIECE_FIRST_BYTES: Final = 128 * 2**10
@@ -94,7 +98,9 @@ class _PeerState:
         told_wanted: the last IngressWanted on this link.
         sent_bytes, sampled_ns: the kernel's counter at the last sample, for the rate since.
         carried_bytes: likewise. rtt_min_ns: 0: not known.
-        is_paced: the kernel holds its bulk connection to the limit for delay.
+        is_paced: the kernel holds its bulk connections to the limit for delay.
+        connections: for bulk. received_bytes, received_ns: as sent_bytes. busiest_bytes_per_s: what the busier
+            direction carried, fading.
         began: set when something is on its way after idle time.
     """
 
@@ -111,6 +117,10 @@ class _PeerState:
     delay: DelayCut = field(default_factory=DelayCut)
     one_way: OneWayQueue = field(default_factory=OneWayQueue)
     is_paced: bool = False
+    connections: int = 1
+    received_bytes: int = 0
+    received_ns: int = 0
+    busiest_bytes_per_s: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -302,10 +312,29 @@ class Pacer:
         self._meter.sample()
         self._sampled()
 
+    def has_connections(self, peer: str, count: int) -> None:
+        """So many carry bulk now."""
+        self._peers[peer].connections = count
+
+    def connections_wanted(self, peer: str) -> int:
+        """How many bulk connections the link is worth, by what is known of it now."""
+        state, limits = self._peers[peer], self._plan.limits_at(self._minute_of_day())
+        own = self._plan.peer_limits(peer)
+        ways = [_least(limits.egress, own.egress), _least(limits.ingress, own.ingress)]
+        tcp = self._meter.tcp(peer) if self._meter.goes_by_loss else None
+        return connections_wanted(
+            rtt_min_ns=state.rtt_min_ns,
+            ceiling_bytes_per_s=None if None in ways else max(way for way in ways if way is not None),
+            carried_bytes_per_s=state.busiest_bytes_per_s,
+            buffer_bytes=buffer_bytes(),
+            lost_ppm=_lost_ppm(tcp) if tcp is not None else 0,
+        )
+
     def lost(self, peer: str) -> None:
         """A session has ended."""
         state, now_ns = self._peers[peer], self._now_ns()
         state.told_wanted, state.is_granted = 0, False
+        state.connections, state.busiest_bytes_per_s = 1, 0
         state.delay.reset()
         state.is_paced = False
         state.one_way.reset()
@@ -436,6 +465,9 @@ class Pacer:
         sent = max(0, link.first_bytes_out - state.sent_bytes) * NS_PER_S // elapsed_ns if state.sampled_ns else 0
         carried = max(0, link.carried_bytes - state.carried_bytes) * NS_PER_S // elapsed_ns if state.sampled_ns else 0
         state.sent_bytes, state.carried_bytes, state.sampled_ns = link.first_bytes_out, link.carried_bytes, at_ns
+        received = max(0, link.bytes_in - state.received_bytes) * NS_PER_S // max(elapsed_ns, at_ns - state.received_ns)
+        state.busiest_bytes_per_s = max(carried, received, state.busiest_bytes_per_s * 7 // 8)
+        state.received_bytes, state.received_ns = link.bytes_in, at_ns
         is_first = not state.rtt_min_ns
         state.rtt_min_ns = link.rtt_min_ns
         if not state.transfers:
@@ -472,7 +504,7 @@ class Pacer:
             # payload that is a little more than the ceiling: what was held back gets away.
             pace = min(pace or ceiling, ceiling)
         if pace is not None or state.is_paced:
-            self._meter.pace(peer, pace)
+            self._meter.pace(peer, pace, connections=state.connections)
             state.is_paced = pace is not None
 
     def close(self) -> None:
@@ -535,6 +567,15 @@ class Pacer:
 
 def _ping_s(state: _PeerState) -> float:
     return PING_HASTY_S if state.delay.is_hasty else PING_BUSY_S
+
+
+def _least(*rates: int | None) -> int | None:
+    return min((rate for rate in rates if rate is not None), default=None)
+
+
+def _lost_ppm(tcp: TcpCounters) -> int:
+    """0 before so much was sent that a share says something."""
+    return tcp.retransmitted_bytes * 1_000_000 // tcp.sent_bytes if tcp.sent_bytes >= LOSS_BYTES_MIN else 0
 
 
 def _local_minute() -> int:

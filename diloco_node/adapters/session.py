@@ -1,15 +1,20 @@
-"""Both streams of a link while they live: control and bulk, each with a reader and a writer.
+"""The streams of a link while they live: control and the first bulk connection, each with a reader and a writer.
 
-Whatever ends first ends all of it. The handler then has its unfinished buffer back, and every transfer has failed.
+The side that dialed opens more bulk connections when the link is worth them (`core.connections`), while the session
+goes on; one that can't be had is tried again later. Whatever ends first ends all of it, a further connection too: what
+it held can't be told from what has arrived. The handler then has its unfinished buffer back, and every transfer has
+failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
+
+import structlog
 
 from diloco_node.adapters.certs import Identity
 from diloco_node.adapters.inbound import BulkInbound
@@ -21,8 +26,14 @@ from diloco_node.errors import LinkLost, PeerError
 from diloco_node.ports import TransportHandler
 from diloco_node.wire.envelope import Echo, Hello, Ping, decode_control_lane, encode_echo, encode_ping
 
+_log = structlog.get_logger(__name__)
+
 ALIVE_PINGS: Final = 3
 """A peer that was not heard for so many of its pings may be dead."""
+
+
+MORE_AGAIN_S_MAX: Final = 600.0
+"""Between two tries to open another connection; from `backoff_max_s` on, doubling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +65,10 @@ class LinkEnvironment:
     """What all links of a transport share.
 
     Attributes:
-        hello: ours, apart from lane and dial. is_advertised: the others know where to dial us.
+        hello: ours, apart from lane, dial and connection. is_advertised: the others know where to dial us.
         meter: counts wire bytes; read once more just before the streams of a session are closed.
         pacer: the bandwidth budget.
+        connections: how many bulk connections the link to a peer is worth now.
         reject: called with (peer, error) for what is the peer's fault: counts it and logs it.
         superseded: called with (peer, error) when a peer has refused us for a while because a newer process of ours is
             linked with it, and with (peer, None) when a link to it is up again.
@@ -71,6 +83,7 @@ class LinkEnvironment:
     is_advertised: bool
     meter: WireMeter
     pacer: Pacer
+    connections: Callable[[str], int]
     reject: Callable[[str, PeerError], None]
     superseded: Callable[[str, PeerError | None], None] = lambda _peer, _error: None
     quarantined: Callable[[str], str] = lambda _peer: ""
@@ -97,30 +110,78 @@ class _Counted:
         self._stream.close(error)
 
 
-class Session:
-    """Both streams of one link while they live. `run` once; `drop` from anywhere."""
+More = Callable[[int], Awaitable[DialedStream]]
 
-    def __init__(self, peer: str, control: Stream, bulk: Stream, env: LinkEnvironment) -> None:
+
+class Session:
+    """The streams of one link while they live. `run` once; `drop` and `add` from anywhere.
+
+    Args:
+        peer: its name. control, bulk: the two streams that there always are. env: see LinkEnvironment.
+        instance: of the peer's process, as its hello said.
+        accepted_dial: the peer's number of this session; None: we dialed.
+        more: opens the bulk connection of an index, where we dialed; raises PeerError.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        control: Stream,
+        bulk: Stream,
+        env: LinkEnvironment,
+        *,
+        instance: bytes = b"",
+        accepted_dial: int | None = None,
+        more: More | None = None,
+    ) -> None:
         self._peer = peer
         self._env = env
-        self._streams = (control, bulk)
+        self._streams = [control, bulk]
         self._control = _Counted(control, peer, env.meter)
         self._bulk = _Counted(bulk, peer, env.meter)
+        self._more = more
         self.queue = ControlQueue()
         self.outbound = BulkOutbound(peer, self._bulk, env.executor, env.pacer)
         self._inbound = BulkInbound(peer, env.handler, env.executor)
         self._heard_s = 0.0
+        self._bulk_heard_s = 0.0
+        self._held_up = 0  # bulk connections that are not read at this moment
         self._has_run = False
-        self.instance = b""
-        """Of the peer's process, as its hello said."""
+        self.instance = instance
+        self.accepted_dial = accepted_dial
+        self.is_joining = False
+        """A further connection is being greeted: one at a time."""
         loop = asyncio.get_running_loop()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._over = asyncio.Event()
         self._dropped: asyncio.Future[PeerError] = loop.create_future()
         self.ended = asyncio.Event()
+
+    @property
+    def connections(self) -> int:
+        """How many carry bulk."""
+        return self.outbound.connections
+
+    def add(self, stream: Stream) -> None:
+        """Use one more bulk connection from now on; the session closes it.
+
+        Raises:
+            LinkLost: the session is over, and the stream still the caller's.
+        """
+        if self._dropped.done() or self._over.is_set() or not self._has_run:
+            raise LinkLost(f"{self._peer}: a further connection for a session that is not up")
+        self._streams.append(stream)
+        counted = _Counted(stream, self._peer, self._env.meter)
+        connection = self.outbound.add(counted)
+        self._env.pacer.has_connections(self._peer, self.connections)
+        self._spawn(f"bulk reader {connection}", self._read_bulk(counted, connection))
+        _log.info("bulk connections", peer=self._peer, count=self.connections)
 
     def drop(self, reason: str) -> None:
         """End the session soon; `ended` is set when its last callback is done."""
         if not self._dropped.done():
             self._dropped.set_result(LinkLost(f"{self._peer}: {reason}"))
+            self._over.set()
 
     @property
     def is_alive(self) -> bool:
@@ -135,25 +196,32 @@ class Session:
             Exception: what is no fault of the peer (a bug of ours), after the streams were closed.
         """
         self._has_run = True
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._bulk_heard_s = asyncio.get_running_loop().time()
         self._env.pacer.connected(self._peer)
         parts = {
             "control reader": self._read_control(),
             "control writer": self._write_control(),
-            "bulk reader": self._read_bulk(),
+            "bulk reader": self._read_bulk(self._bulk, 0),
             "bulk writer": self.outbound.run(),
             "watch": self._watch(),
             "pings": self._ping(),
         }
-        tasks = [asyncio.create_task(part, name=f"{name} {self._peer}") for name, part in parts.items()]
+        if self._more is not None:
+            parts["connections"] = self._open_more(self._more)
+        for name, part in parts.items():
+            self._spawn(name, part)
         why: PeerError | None = None
         try:
-            waited: list[asyncio.Future[Any]] = [*tasks, self._dropped]
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            why = self._why(tasks)
+            await self._over.wait()
+            why = self._why(self._tasks)
             return why
         finally:
-            await self._close(tasks, why)
+            await self._close(self._tasks, why)
+
+    def _spawn(self, name: str, part: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(part, name=f"{name} {self._peer}")
+        task.add_done_callback(lambda _: self._over.set())
+        self._tasks.append(task)
 
     def _why(self, tasks: list[asyncio.Task[None]]) -> PeerError:
         """The worst of what ended the session: a violation says more than the lost stream that follows it."""
@@ -176,7 +244,7 @@ class Session:
             await self._close([], None)
 
     async def _close(self, tasks: list[asyncio.Task[None]], why: PeerError | None) -> None:
-        self.drop("the link is being closed")
+        self.drop("the link is being closed")  # nothing is added from here on
         self.outbound.close("the link went down" + (f" ({why})" if why else ""))
         if self._has_run:
             self._env.pacer.lost(self._peer)
@@ -213,30 +281,64 @@ class Session:
             self._env.pacer.control_sent(self._peer, len(frame))
             await self._control.write(frame)
 
-    async def _read_bulk(self) -> None:
+    async def _read_bulk(self, stream: _Counted, connection: int) -> None:
+        loop, pacer = asyncio.get_running_loop(), self._env.pacer
         while True:
-            await self._env.pacer.until_readable(self._peer)
-            limit_s = self._env.times.transfer_silent_s if self._inbound.is_open else None
+            self._held_up += 1
+            await pacer.until_readable(self._peer)
+            self._held_up -= 1
+            self._bulk_heard_s = loop.time()
+            frame = await stream.read()
+            pacer.was_read(self._peer, len(frame))
+            self._held_up += 1
+            await self._inbound.feed(frame, connection)
+            self._held_up -= 1
+            self._bulk_heard_s = loop.time()
+
+    async def _open_more(self, more: More) -> None:
+        """Open bulk connections while the link is worth more than there are."""
+        times = self._env.times
+        wait_s, again_s, told = times.ping_s, times.backoff_max_s, ""
+        while True:
+            await asyncio.sleep(wait_s)  # first of all: the peer may not have this session yet
+            wait_s = times.ping_s
+            if self.connections >= self._env.connections(self._peer):
+                continue
             try:
-                async with asyncio.timeout(limit_s):
-                    frame = await self._bulk.read()
-            except TimeoutError:
-                raise LinkLost(f"{self._peer}: too slow: nothing of an open transfer in {limit_s:.0f} s") from None
-            self._env.pacer.was_read(self._peer, len(frame))
-            await self._inbound.feed(frame)
+                await self._add_dialed(await more(self.connections))
+                wait_s, again_s = 0.0, times.backoff_max_s
+            except PeerError as error:
+                if not isinstance(error, LinkLost):
+                    self._env.reject(self._peer, error)
+                if str(error) != told:
+                    _log.warning("no further bulk connection", peer=self._peer, reason=str(error))
+                told, wait_s, again_s = str(error), again_s, min(2 * again_s, MORE_AGAIN_S_MAX)
+
+    async def _add_dialed(self, stream: DialedStream) -> None:
+        try:
+            self.add(stream)
+        except LinkLost:
+            await stream.aclose()
+            raise
 
     async def _watch(self) -> None:
-        """Notice when the peer does not live."""
+        """Notice when the peer does not live, or does not go on with what it began."""
         loop = asyncio.get_running_loop()
         times = self._env.times
         while True:
             slept_from_s = loop.time()
-            await asyncio.sleep(times.ping_s)
+            await asyncio.sleep(min(times.ping_s, times.transfer_silent_s / 4))
             now_s = loop.time()
             if now_s - slept_from_s > times.ping_s + times.silent_s / 4:
-                self._heard_s = now_s  # our own loop stood still: what came meanwhile has not been read yet
+                # Our own loop stood still: what came meanwhile has not been read yet.
+                self._heard_s = self._bulk_heard_s = now_s
             if now_s - self._heard_s > times.silent_s:
                 raise LinkLost(f"{self._peer}: silent for {now_s - self._heard_s:.0f} s")
+            if not self._inbound.is_open or self._held_up > self._inbound.waiting:
+                self._bulk_heard_s = now_s  # it owes us nothing, or we don't read
+            elif now_s - self._bulk_heard_s > times.transfer_silent_s:
+                silent_s = now_s - self._bulk_heard_s
+                raise LinkLost(f"{self._peer}: too slow: nothing of an open transfer in {silent_s:.0f} s")
 
     async def _ping(self) -> None:
         """Say that we live, and ask how long that takes: often while something is on its way to a far peer."""

@@ -15,6 +15,7 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from diloco_node.ports import PeerTraffic
@@ -48,6 +49,10 @@ FAR_RTT_US: Final = 5_000
 FAR_CONGESTION_CONTROL: Final = b"bbr"
 """What goes by loss alone (cubic, the usual one) gets 1.4 Mbit/s out of 100 ms with 1 % loss, whatever the line has;
 several connections would only get so many times as much, and the ceiling is the budget's business."""
+
+BUFFER_LIMITS: Final = tuple(Path(f"/proc/sys/net/ipv4/{name}") for name in ("tcp_wmem", "tcp_rmem"))
+BUFFER_BYTES_USUAL: Final = 4 * 2**20
+"""Where the kernel does not tell to what a socket's buffer may grow: Linux' own limit for sending."""
 
 _SO_COOKIE: Final = 57
 _COOKIE: Final = struct.Struct("=Q")
@@ -149,6 +154,14 @@ def tcp_of(found: Sequence[SocketCounters]) -> TcpCounters | None:
         sum(one.bytes_retransmitted for one in found),
         min((one.rtt_min_us for one in found if one.rtt_min_us), default=0) * 1000,
     )
+
+
+def buffer_bytes() -> int:
+    """To what a socket's buffers may grow here, the smaller of the two; the peer's are taken to be alike."""
+    try:
+        return max(1, min(int(file.read_text().split()[-1]) for file in BUFFER_LIMITS))
+    except (OSError, ValueError, IndexError):
+        return BUFFER_BYTES_USUAL
 
 
 def read_sockets() -> list[SocketCounters]:
@@ -275,8 +288,8 @@ class LinkCounters:
         other_bytes_out: acknowledgements and retransmissions.
         bytes_in: all that came.
         carried_bytes: of what went out for the first time, acknowledgements included, all but what is still on its way.
-        rtt_ns, rtt_min_ns: of the living socket that has sent most, which is the bulk lane's as soon as
-            it matters; 0: not known.
+        rtt_ns, rtt_min_ns: of the living socket that has sent most, which is one of the bulk lane's as soon as it
+            matters: these take turns, and stand in the same queues; 0: not known.
     """
 
     first_bytes_out: int
@@ -305,6 +318,8 @@ class WireMeter:
         self._paced: dict[int, int | None] = {}
         self._far: set[int] = set()
         self._is_measured = False
+        self.goes_by_loss = False
+        """A far socket stayed with the host's congestion control: it is taken for one that goes by loss."""
 
     def assign(self, peer: str, remote: Address, *, is_lasting: bool = True) -> None:
         """Sockets to this remote address belong to the peer.
@@ -343,7 +358,9 @@ class WireMeter:
             for cookie, (_, counters) in sorted(seen.items()):
                 if counters.rtt_min_us >= FAR_RTT_US and cookie not in self._far:
                     self._far.add(cookie)
-                    _set_option(counters.fd, cookie, socket.IPPROTO_TCP, socket.TCP_CONGESTION, FAR_CONGESTION_CONTROL)
+                    self.goes_by_loss = not _set_option(
+                        counters.fd, cookie, socket.IPPROTO_TCP, socket.TCP_CONGESTION, FAR_CONGESTION_CONTROL
+                    )
             self._forget({counters.remote for counters in found})
             self._is_measured = self._is_measured or bool(seen)
 
@@ -381,39 +398,46 @@ class WireMeter:
         with self._lock:
             return sorted(address for address, owner in self._peers.items() if owner == peer)
 
-    def pace(self, peer: str, rate_bytes_per_s: int | None) -> None:
-        """Have the kernel send no faster on the peer's bulk connection (of the last sample) than this; None: no limit.
+    def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
+        """Have the kernel send no faster on the peer's bulk connections together than this; None: no limit.
 
-        What the socket holds already obeys as well, and pieces are spread out over time instead of leaving at once.
+        What the sockets hold already obeys as well, and pieces are spread out over time instead of leaving at once.
+
+        Args:
+            connections: how many carry bulk: those that have sent most as of the last sample. Each gets an equal part.
         """
+        rate = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // connections)
         with self._lock:
-            busiest = self._busiest(peer)
-            for cookie, (owner, counters) in self._live.items():
-                # Another one was the busiest before: the control connection must not keep a limit for bulk.
-                if owner == peer and counters is not busiest and self._paced.get(cookie) is not None:
-                    _pace_socket(counters.fd, cookie, None)
-                    self._paced[cookie] = None
-            if busiest is None or self._paced.get(busiest.cookie) == rate_bytes_per_s:
-                return
-            if _pace_socket(busiest.fd, busiest.cookie, rate_bytes_per_s):
-                self._paced[busiest.cookie] = rate_bytes_per_s
+            by_use = self._by_use(peer)
+            # One of the others may have been among the busiest before: control must not keep a limit for bulk.
+            for counters in by_use[connections:]:
+                self._pace(counters, None)
+            for counters in by_use[:connections]:
+                self._pace(counters, rate)
 
-    def _busiest(self, peer: str) -> SocketCounters | None:
+    def _pace(self, counters: SocketCounters, rate_bytes_per_s: int | None) -> None:
+        if self._paced.get(counters.cookie) != rate_bytes_per_s and _pace_socket(
+            counters.fd, counters.cookie, rate_bytes_per_s
+        ):
+            self._paced[counters.cookie] = rate_bytes_per_s
+
+    def _by_use(self, peer: str) -> list[SocketCounters]:
+        """A peer's sockets, those that have sent most first."""
         live = [counters for owner, counters in self._live.values() if owner == peer]
-        return max(live, key=lambda counters: (counters.bytes_sent, counters.cookie), default=None)
+        return sorted(live, key=lambda counters: (counters.bytes_sent, counters.cookie), reverse=True)
 
     def link(self, peer: str) -> LinkCounters | None:
         """A peer's counters as of the last sample; None if the kernel never told anything."""
         with self._lock:
             if not self._is_measured:
                 return None
-            live = [counters for owner, counters in self._live.values() if owner == peer]
+            by_use = self._by_use(peer)
             total = self._ended_framed.get(peer, _NOTHING)
-            busiest = self._busiest(peer)
-        for counters in live:
+        for counters in by_use:
             total = _add(total, counters)
-        if busiest is None:
+        if not by_use:
             return LinkCounters(*total, 0, 0)
+        busiest = by_use[0]
         return LinkCounters(*total, busiest.rtt_us * 1000, busiest.rtt_min_us * 1000)
 
 

@@ -1,8 +1,8 @@
 """Links to all other regions over HTTP/2 (grpc.aio), mutual TLS, one port: implements `ports.Transport`.
 
-Per pair of regions there are two connections with one bidirectional call each: control (small messages, never behind
-bulk) and bulk (transfers). Who is at the other end is what the certificate says. `streams` knows gRPC, `links` keeps a
-pair connected, `outbound` and `inbound` carry the bytes, `sockets` counts them.
+Per pair of regions there is one connection for control (small messages, never behind bulk) and one or more for bulk
+(transfers), with one bidirectional call each. Who is at the other end is what the certificate says. `streams` knows
+gRPC, `links` keeps a pair connected, `outbound`, `bundle` and `inbound` carry the bytes, `sockets` counts them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from diloco_node.adapters.streams import (
     refuse,
 )
 from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.quarantine import Quarantine
@@ -79,10 +80,12 @@ class GrpcTransport:
         handler: gets what arrives. executor: threads for compression and decoding.
         is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.
         times: deadlines. seed: of the jitter between dials. budget: see `set_budget`.
+        connections: for bulk to each peer that we dial; None: as many as a link is worth (`core.connections`).
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
 
     Raises:
-        ConfigError: peers contain ourselves. IdentityError: the certificate is for another region or run.
+        ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate is
+            for another region or run.
     """
 
     def __init__(
@@ -102,8 +105,11 @@ class GrpcTransport:
         times: LinkTimes | None = None,
         seed: int = 0,
         budget: BudgetPlan = BudgetPlan(),  # noqa: B008 - frozen
+        connections: int | None = None,
         superseded: Callable[[SupersededError], None] | None = None,
     ) -> None:
+        if connections is not None and not 1 <= connections <= CONNECTIONS_MAX:
+            raise ConfigError(f"{connections} bulk connections: 1 to {CONNECTIONS_MAX}")
         if region in peers:
             raise ConfigError(f"{region} is among its own peers")
         if (identity.region, identity.run_id) != (region, run_id):
@@ -136,6 +142,7 @@ class GrpcTransport:
             is_advertised,
             self._meter,
             self._pacer,
+            self._pacer.connections_wanted if connections is None else lambda _peer: connections,
             self.reject,
             self._link_superseded,
             self.quarantined,
@@ -353,7 +360,8 @@ class GrpcTransport:
         return link, hello
 
     async def _check(self, lane: Lane, who: Caller, hello: Hello, stream: AcceptedStream) -> None:
-        ours = replace(self._hello, lane=lane, dial=hello.dial)
+        connection = hello.connection if lane is Lane.BULK else 0
+        ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
         try:
             check_hello(ours, hello, certificate_region=who.region)
         except PeerIncompatible:

@@ -143,7 +143,7 @@ def bandwidth(
     connections: Annotated[
         str | None,
         typer.Option(
-            "--connections", metavar="N,...", help="Each a test of its own [default: 1,2,4,8; a daemon has 1]."
+            "--connections", metavar="N,...", help="Each a test of its own [default: 1,2,4,8; a daemon has its own]."
         ),
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "-R", help="From the peer to here.")] = False,
@@ -165,7 +165,7 @@ def bandwidth(
     counts = measure_run.parse_connections(connections or CONNECTIONS)
     daemon = _daemon(config, region, peer, alone=alone, certs=certs)
     if daemon is not None:
-        _check_lane(plain, counts if connections is not None else [1])
+        _check_lane(plain, connections)
         document = _ask(daemon, {"what": "bandwidth", "peer": peer, "reverse": reverse}, seconds, warm_up, most)
     else:
         here = measure_run.Here.find(config, certs, region)
@@ -217,7 +217,7 @@ def mesh(
         measure_run.check_writable(out)  # before minutes are spent
     daemon = _daemon(config, region, None, alone=alone, certs=certs)
     if daemon is not None:
-        _check_lane(plain, [1])
+        _check_lane(plain, None)
         document = _ask(daemon, {"what": "mesh"}, seconds, warm_up, most)
     else:
         here = measure_run.Here.find(config, certs, region)
@@ -270,13 +270,13 @@ def _ask(
         return measure(daemon, asked, Progress(say))
 
 
-def _check_lane(plain: bool | None, counts: list[int]) -> None:
+def _check_lane(plain: bool | None, connections: str | None) -> None:
     """Refuse what a daemon does not have. Raises ConfigError."""
     if plain:
         raise ConfigError(
             "a running daemon has no plain TCP beside its links: leave --plain out, or measure with --alone"
         )
-    if counts != [1]:
+    if connections is not None:
         raise ConfigError(
-            "a running daemon has one connection for bulk: leave --connections out, or measure with --alone"
+            "a running daemon has its own connections for bulk: leave --connections out, or measure with --alone"
         )

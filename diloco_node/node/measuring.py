@@ -316,6 +316,10 @@ class Measuring:
         found: str | None = self._transport.peer_status()[peer].address
         return found
 
+    def connections(self, peer: str) -> int:
+        """How many connections the link to a peer has for bulk now."""
+        return int(self._transport.peer_status()[peer].connections)
+
     def link_error(self, peer: str) -> str:
         """Why there is no link to a peer, for people; empty when there is one."""
         status = self._transport.peer_status()[peer]

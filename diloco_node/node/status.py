@@ -146,6 +146,7 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
         "link": link.state.value,
         "address": link.address,
         "error": link.error,
+        "bulk_connections": link.connections,
         "is_alive": peer.is_alive,
         "rtt_seconds": peer.rtt_ns / 1e9 if peer.rtt_ns else None,
         "hears": list(peer.hears),
@@ -217,6 +218,7 @@ class StatusCollector(Collector):
         yield _per_peer("diloco_peer_wire_sent_bytes", status["peers"], "wire_bytes_out")
         yield _per_peer("diloco_peer_wire_received_bytes", status["peers"], "wire_bytes_in")
         yield _per_peer("diloco_peer_rtt_seconds", status["peers"], "rtt_seconds")
+        yield _per_peer("diloco_peer_bulk_connections", status["peers"], "bulk_connections")
         yield from _budget(status["budget"])
         versions = GaugeMetricFamily("diloco_fragment_version", "version applied", labels=["fragment"])
         for index, version in enumerate(status["versions"]):

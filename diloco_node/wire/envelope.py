@@ -4,26 +4,29 @@ Every frame is one HTTP/2 (gRPC) message: one byte of kind, a fixed little-endia
 
 | kind | lane | after the kind |
 |---|---|---|
-| HELLO | both, first frame in each direction | msgpack `Hello` |
+| HELLO | both, first frame in each direction of each connection | msgpack `Hello` |
 | CONTROL | control | msgpack message (`tables.CONTROL`) |
 | PING | control | nothing, or the sender's clock i64 and it wants an echo; says that the sender lives |
 | ECHO | control | the clock of the ping i64, the receiver's clock when it came i64 |
 | BEGIN | bulk | transfer id u64, raw bytes u64, msgpack header (`tables.HEADERS`) |
 | CHUNK | bulk | transfer id u64, offset u64, raw length u32, is_compressed u8, data |
-| END | bulk | transfer id u64 |
-| ABORT | bulk | transfer id u64, reason in UTF-8 |
+| END | bulk | transfer id u64, then for each connection the chunks that went over it u32 |
+| ABORT | bulk | transfer id u64, how many counts follow u8, these as in END, reason in UTF-8 |
+| JOINED | bulk, from the dialing side, second frame of a further connection | nothing: it is used from here on |
 
-Pure: bytes in, frozen dataclasses out. The order of frames (a chunk only after its begin, offsets without gaps) is the
-business of `adapters/inbound.py`.
+BEGIN, END and ABORT go over the first connection of the bulk lane, CHUNK over any. Pure: bytes in, frozen dataclasses
+out. The order of frames (a chunk only after its begin, no gaps) is the business of `adapters/inbound.py`.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.wire.schema import Limits, Schema
@@ -47,10 +50,13 @@ KIND_BEGIN: Final = 16
 KIND_CHUNK: Final = 17
 KIND_END: Final = 18
 KIND_ABORT: Final = 19
+KIND_JOINED: Final = 20
 
 _BEGIN: Final = struct.Struct("<BQQ")
 _CHUNK: Final = struct.Struct("<BQQIB")
 _END: Final = struct.Struct("<BQ")
+_ABORT: Final = struct.Struct("<BQB")
+_COUNT_BYTES: Final = 4
 
 _PING: Final = struct.Struct("<Bq")
 _ECHO: Final = struct.Struct("<Bqq")
@@ -75,7 +81,7 @@ class Echo:
 
 
 class Lane(StrEnum):
-    """The two connections of a pair of regions."""
+    """The two kinds of connection between a pair of regions: one for control, one or more for bulk."""
 
     CONTROL = "control"
     BULK = "bulk"
@@ -91,7 +97,8 @@ class Hello:
         region: must be the name in the sender's certificate.
         instance_id: 16 random bytes per daemon process, to tell a restart from a second stream.
         lane: which of the two streams this is.
-        dial: the dialer's count of attempts in this process; both streams of one pair carry the dialer's number.
+        dial: the dialer's count of attempts in this process; all streams of one pair carry the dialer's number.
+        connection: of the bulk lane, which of its connections: 0 is the first, others join a session that is up.
     """
 
     protocol_version: int
@@ -103,6 +110,7 @@ class Hello:
     instance_id: bytes
     lane: Lane
     dial: int
+    connection: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +142,18 @@ class TransferChunk:
 
 @dataclass(frozen=True, slots=True)
 class TransferEnd:
-    """All chunks were sent."""
+    """All chunks were sent: so many over each connection, 0 over those that are not named."""
 
     transfer: int
+    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferAbort:
-    """The sender gave up; what came so far is worth nothing."""
+    """The sender gave up after so many chunks over each connection; what came so far is worth nothing."""
 
     transfer: int
+    chunks: tuple[int, ...]
     reason: str
 
 
@@ -213,6 +223,8 @@ def check_hello(ours: Hello, theirs: Hello, *, certificate_region: str) -> None:
         raise PeerIncompatible("; ".join(different))
     if theirs.lane is not ours.lane:
         raise ProtocolViolation(f"a hello for the {theirs.lane} lane on the {ours.lane} stream")
+    if theirs.connection != ours.connection:
+        raise ProtocolViolation(f"a hello for connection {theirs.connection} on connection {ours.connection}")
 
 
 def encode_control(message: Message) -> bytes:
@@ -257,14 +269,30 @@ def encode_chunk(transfer: int, offset: int, raw_bytes: int, data: bytes | memor
     return b"".join((_CHUNK.pack(KIND_CHUNK, transfer, offset, raw_bytes, is_compressed), data))
 
 
-def encode_end(transfer: int) -> bytes:
-    """An END frame."""
-    return _END.pack(KIND_END, transfer)
+def encode_end(transfer: int, chunks: Sequence[int] = ()) -> bytes:
+    """An END frame; `chunks` is how many went over each connection."""
+    return _END.pack(KIND_END, transfer) + _packed(chunks)
 
 
-def encode_abort(transfer: int, reason: str) -> bytes:
+def encode_abort(transfer: int, reason: str, chunks: Sequence[int] = ()) -> bytes:
     """An ABORT frame; a long reason is cut."""
-    return _END.pack(KIND_ABORT, transfer) + reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
+    head = _ABORT.pack(KIND_ABORT, transfer, len(chunks)) + _packed(chunks)
+    return head + reason.encode("utf-8", "replace")[:REASON_BYTES_MAX]
+
+
+def encode_joined() -> bytes:
+    """A JOINED frame."""
+    return bytes([KIND_JOINED])
+
+
+def check_joined(frame: bytes) -> None:
+    """That the dialing side uses a further connection from now on. Raises ProtocolViolation: it says something else."""
+    if frame != encode_joined():
+        raise ProtocolViolation("a further bulk connection must begin with joined")
+
+
+def _packed(chunks: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(chunks)}I", *chunks)
 
 
 def decode_bulk(frame: bytes) -> BulkFrame:
@@ -275,14 +303,9 @@ def decode_bulk(frame: bytes) -> BulkFrame:
     if kind == KIND_BEGIN:
         return _decode_begin(frame)
     if kind == KIND_END:
-        if len(frame) != _END.size:
-            raise ProtocolViolation(f"an end frame of {len(frame)} bytes; expected {_END.size}")
-        return TransferEnd(_END.unpack(frame)[1])
+        return _decode_end(frame)
     if kind == KIND_ABORT:
-        if not _END.size <= len(frame) <= _END.size + REASON_BYTES_MAX:
-            raise ProtocolViolation(f"an abort frame of {len(frame)} bytes")
-        reason = frame[_END.size :].decode("utf-8", "replace")
-        return TransferAbort(_END.unpack_from(frame)[1], reason)
+        return _decode_abort(frame)
     raise ProtocolViolation(f"frame kind {kind if frame else 'none'} on the bulk lane")
 
 
@@ -293,6 +316,24 @@ def _decode_begin(frame: bytes) -> TransferBegin:
     if raw_bytes > TRANSFER_BYTES_MAX:
         raise ProtocolViolation(f"a transfer of {raw_bytes} bytes; the limit is {TRANSFER_BYTES_MAX}")
     return TransferBegin(transfer, raw_bytes, HEADERS.decode(memoryview(frame)[_BEGIN.size :]))
+
+
+def _decode_end(frame: bytes) -> TransferEnd:
+    counts, rest = divmod(len(frame) - _END.size, _COUNT_BYTES)
+    if rest or not 0 <= counts <= CONNECTIONS_MAX:
+        raise ProtocolViolation(f"an end frame of {len(frame)} bytes")
+    return TransferEnd(_END.unpack_from(frame)[1], struct.unpack_from(f"<{counts}I", frame, _END.size))
+
+
+def _decode_abort(frame: bytes) -> TransferAbort:
+    if len(frame) < _ABORT.size:
+        raise ProtocolViolation(f"an abort frame of {len(frame)} bytes")
+    _, transfer, counts = _ABORT.unpack_from(frame)
+    reason_at = _ABORT.size + counts * _COUNT_BYTES
+    if counts > CONNECTIONS_MAX or not reason_at <= len(frame) <= reason_at + REASON_BYTES_MAX:
+        raise ProtocolViolation(f"an abort frame of {len(frame)} bytes with {counts} counts")
+    reason = frame[reason_at:].decode("utf-8", "replace")
+    return TransferAbort(transfer, struct.unpack_from(f"<{counts}I", frame, _ABORT.size), reason)
 
 
 def _decode_chunk(frame: bytes) -> TransferChunk:

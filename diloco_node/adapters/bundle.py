@@ -1,0 +1,153 @@
+"""The bulk connections of one link as one way out: each takes the next frame as soon as its last write has returned.
+
+So a connection that is held up takes less, and nobody decides which one a chunk goes over. Where all of them are free
+they take turns: each is paced to its share of the link's rate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any, Final
+
+from diloco_node.adapters.streams import Stream
+from diloco_node.errors import LinkLost
+
+RATE_FLOOR_BYTES_PER_S: Final = 50_000
+"""A peer that takes less than this for a whole chunk is too slow: 1 MiB in 21 s."""
+
+STALL_MIN_S: Final = 5.0
+
+
+class Bundle:
+    """Connections to one peer, with one write at a time on each. `add` at any time, `close` once.
+
+    Args:
+        peer: its name. first: the connection that has always been there.
+    """
+
+    def __init__(self, peer: str, first: Stream) -> None:
+        self._peer = peer
+        self._streams = [first]
+        self._free: deque[int] = deque([0])
+        self._waiting: deque[tuple[bool, asyncio.Future[int]]] = deque()  # (only the first will do, which it gets)
+        self._writes: set[asyncio.Task[None]] = set()
+        self._failed = asyncio.Event()
+        self._error: BaseException | None = None
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, stream: Stream) -> int:
+        """Use one more from now on. Returns its index."""
+        self._streams.append(stream)
+        self._release(len(self._streams) - 1)
+        return len(self._streams) - 1
+
+    async def until_free(self) -> None:
+        """Wait until a frame could be handed over at once; somebody else may be faster."""
+        if not self._free:
+            self._release(await self._held(self._ask()), is_next=True)
+
+    async def write(self, frame: bytes, counts: list[int]) -> None:
+        """Hand a frame to the next connection that is free; where there are several, without waiting for the write.
+
+        Args:
+            counts: how many frames went over each connection; this one is added.
+
+        Raises:
+            LinkLost: the write failed, where this waits for it.
+        """
+        connection = await self._held(self._ask())
+        counts += [0] * (connection + 1 - len(counts))
+        counts[connection] += 1
+        if len(self._streams) > 1:
+            self._spawn(self._write(connection, frame))
+        else:  # a task would be a detour
+            await self._write(connection, frame)
+
+    def write_first(self, frame: bytes) -> asyncio.Task[None]:
+        """Have a frame written over the first connection, after all that were handed to it before.
+
+        Returns:
+            A task that ends when gRPC has the frame, and raises LinkLost; nobody has to wait for it.
+        """
+        return self._spawn(self._write_held(self._ask(is_first=True), frame))
+
+    async def until_failed(self) -> None:
+        """Wait until a write fails for which nobody waited, and raise that."""
+        await self._failed.wait()
+        assert self._error is not None
+        raise self._error
+
+    async def close(self) -> None:
+        """Give up the writes that have not returned."""
+        writes = list(self._writes)
+        for task in writes:
+            task.cancel()
+        await asyncio.gather(*writes, return_exceptions=True)
+
+    # ---- whose turn it is --------------------------------------------------------------------------------------------
+
+    def _ask(self, *, is_first: bool = False) -> asyncio.Future[int]:
+        """A place in the line for the next connection that is free, or for the first one."""
+        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if is_first and 0 in self._free:
+            self._free.remove(0)
+            place.set_result(0)
+        elif self._free and not is_first:
+            place.set_result(self._free.popleft())
+        else:
+            self._waiting.append((is_first, place))
+        return place
+
+    async def _held(self, place: asyncio.Future[int]) -> int:
+        try:
+            return await place
+        except asyncio.CancelledError:
+            if not place.cancelled():  # it was given in the same moment
+                self._release(place.result())
+            raise
+
+    def _release(self, connection: int, *, is_next: bool = False) -> None:
+        for index, (is_first, place) in enumerate(self._waiting):
+            if not place.done() and (connection == 0 or not is_first):
+                del self._waiting[index]
+                place.set_result(connection)
+                return
+        if is_next:
+            self._free.appendleft(connection)
+        else:
+            self._free.append(connection)
+
+    # ---- writes ------------------------------------------------------------------------------------------------------
+
+    def _spawn(self, write: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(write, name=f"bulk write {self._peer}")
+        self._writes.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._writes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = self._error or error
+            self._failed.set()
+
+    async def _write_held(self, place: asyncio.Future[int], frame: bytes) -> None:
+        await self._write(await self._held(place), frame)
+
+    async def _write(self, connection: int, frame: bytes) -> None:
+        """Write over a connection that is ours, and release it."""
+        limit_s = max(STALL_MIN_S, len(frame) / RATE_FLOOR_BYTES_PER_S)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._streams[connection].write(frame)
+        except TimeoutError:
+            raise LinkLost(
+                f"{self._peer}: too slow: it did not take {len(frame)} bytes in {limit_s:.0f} s "
+                f"(the floor is {RATE_FLOOR_BYTES_PER_S} bytes/s)"
+            ) from None
+        finally:
+            self._release(connection)
