@@ -670,3 +670,23 @@ async def test_an_aborted_transfer_gives_its_buffer_back_and_skips_what_still_co
     with pytest.raises(ProtocolViolation, match="not open"):
         await inbound.feed(chunk(0, 20, 10), 1)
     assert len(handler.closed) == 1
+
+
+async def test_a_transfer_that_is_cancelled_before_its_turn_is_not_read_any_more() -> None:
+    halves = Halves(1, 0, random.Random(1), ThreadPoolExecutor(1))
+    before = MergedStripe(Ballot(1, 1), 0, 0, 1, b"", 0, 1)
+    queue = halves.out._queues[pacing.lane_of(HEADER)]
+    async with halves.running():
+        running = asyncio.create_task(halves.out.transfer(before, memoryview(bytes(10))))
+        body = memoryview(bytearray(100))
+        moving = asyncio.create_task(halves.out.transfer(HEADER, body))
+        await eventually(lambda: queue.current)
+        moving.cancel()
+        await asyncio.gather(moving, return_exceptions=True)
+        body.release()
+        halves.pipes[0].room.release()
+        await asyncio.wait_for(running, DEADLINE_S)
+        await eventually(lambda: queue.current is None)
+        await asyncio.wait_for(halves.out.transfer(HEADER, memoryview(b"after")), DEADLINE_S)
+        await eventually(lambda: len(halves.handler.closed) == 2)
+    assert [body for *_, body, _ in halves.handler.closed] == [bytes(10), b"after"]

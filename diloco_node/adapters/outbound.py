@@ -203,6 +203,8 @@ class BulkOutbound:
 
     async def _send(self, lane: BudgetLane, item: _Transfer) -> None:
         await self._lead(lane)
+        if item.is_cancelled:  # meanwhile: its body is not ours any more
+            return
         transfer = self._next_transfer  # numbers are in the order of the frames that begin with them
         self._next_transfer += 1
         self._bundle.write_first(encode_begin(transfer, item.header, item.body.nbytes))
