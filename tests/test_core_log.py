@@ -54,6 +54,18 @@ def test_entries_that_are_not_on_disk_are_not_packed(few: int) -> None:
     assert packed(log) == 10 - few
 
 
+def test_entries_that_wait_for_a_lost_payload_are_packed_when_it_is_there_again(few: int) -> None:
+    entries = chain(20)
+    log = ReplicaLog(entries, lambda entry: entry.index != 7)
+    assert packed(log) == 6 - few
+    assert [id(one) for one in log.waiting] == [id(one) for one in entries[6:]], "else each look at them decodes all"
+    log.find_lost(lambda _: True)
+    log.take_change(1)
+    log.written(1)
+    assert packed(log) == 20 - few
+    assert log.entries == entries
+
+
 def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(SEED)
     steps = [(rng.choice(("append", "append", "append", "truncate", "write")), rng.random()) for _ in range(400)]

@@ -257,8 +257,8 @@ class ReplicaLog:
     # ---- inside ----
 
     def _pack(self) -> None:
-        """Keep old entries as bytes."""
-        for index in range(self._packed_index, min(self._durable_index, len(self._entries)) - UNPACKED_ENTRIES):
+        """Keep old entries as bytes; not those that wait for what the disk has lost, for these are looked at often."""
+        for index in range(self._packed_index, min(self.durable_index, len(self._entries)) - UNPACKED_ENTRIES):
             one = self.entry(index + 1)
             self._entries[index] = _Packed(one.term, one.hash, encode_entry(one))
             self._packed_index = index + 1
