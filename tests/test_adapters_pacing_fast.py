@@ -164,6 +164,34 @@ async def test_a_ceiling_is_the_kernels_as_well_on_a_far_link() -> None:
     link.pacer.close()
 
 
+@pytest.mark.parametrize("pause_ms", [0, 50, 500])
+async def test_what_went_out_before_a_transfer_began_is_no_part_of_its_rate(pause_ms: int) -> None:
+    link = FarLink()
+
+    def carry(ms: int) -> None:
+        link.now_ns += ms * MS
+        link.sent += 10_000 * ms
+
+    link.work()
+    state = link.pacer._peers["b"]
+    for _ in range(20):
+        carry(100)
+        link.pacer._sampled()
+    carry(90)
+    link.pacer.end("b")
+    link.now_ns += pause_ms * MS
+    link.pacer.begin("b", BudgetLane.ROUNDS, 10**9)
+    carry(10)
+    link.pacer._sampled()
+    assert state.rate_bytes_per_s <= 10**7
+    assert state.busiest_bytes_per_s <= 10**7
+    for _ in range(3):
+        carry(100)
+        link.pacer._sampled()
+    assert state.rate_bytes_per_s == 10**7, "nor is the idle time"
+    link.pacer.close()
+
+
 async def test_a_new_link_is_known_before_work_begins_on_it() -> None:
     link = FarLink()
     link.now_ns = 10**9

@@ -121,6 +121,31 @@ def test_a_peer_is_the_sum_of_its_sockets_living_and_dead(monkeypatch: pytest.Mo
     assert meter.traffic("b") == PeerTraffic(1507 + 6 * 52, 37 + 9 * 52, is_measured=True)
 
 
+def test_of_two_samples_at_once_the_one_that_read_first_is_not_taken_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = WireMeter()
+    meter.assign("b", REMOTE)
+    has_read, may_go_on = threading.Event(), threading.Event()
+
+    def read_and_wait() -> list[SocketCounters]:
+        monkeypatch.setattr(sockets, "read_sockets", list)  # from now on: the socket is closed
+        has_read.set()
+        assert may_go_on.wait(60)
+        return [counters(1, sent=1000, received=10)]
+
+    monkeypatch.setattr(sockets, "read_sockets", read_and_wait)
+    first, second = threading.Thread(target=meter.sample), threading.Thread(target=meter.sample)
+    first.start()
+    assert has_read.wait(60)
+    second.start()
+    second.join(0.2)
+    may_go_on.set()
+    first.join()
+    second.join()
+    assert meter.remotes("b") == [REMOTE]
+    assert meter.tcp("b") is None, "the closed socket came back"
+    assert meter.traffic("b") == PeerTraffic(1000 + 2 * 52, 10 + 3 * 52, is_measured=True)
+
+
 def test_addresses_of_incoming_calls_are_forgotten_when_their_sockets_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(monkeypatch)
     meter = WireMeter()

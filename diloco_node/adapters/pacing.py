@@ -213,9 +213,13 @@ class Pacer:
         """A transfer was asked for."""
         state = self._peers[peer]
         if not state.transfers:
-            state.sampled_ns = self._now_ns()  # the idle time before is no part of its rate
-            state.delay.begin(rtt_min_ns=state.rtt_min_ns, now_ns=state.sampled_ns)
-            self._follow_delay(peer, state, state.sampled_ns)
+            now_ns = self._now_ns()
+            if now_ns - state.sampled_ns >= SAMPLE_BUSY_S * NS_PER_S:
+                # The idle time before is no part of its rate. Nor is what went out before: the counters from now on.
+                self._meter.sample()
+                self._sampled()
+            state.delay.begin(rtt_min_ns=state.rtt_min_ns, now_ns=now_ns)
+            self._follow_delay(peer, state, now_ns)
             state.began.set()
         state.transfers += 1
         self._egress.want(peer, lane, raw_bytes)

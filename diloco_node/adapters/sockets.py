@@ -309,6 +309,7 @@ class WireMeter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._sampling = threading.Lock()
         self._peers: dict[Address, str] = {}
         self._passing: dict[Address, int] = {}
         self._live: dict[int, tuple[str, SocketCounters]] = {}
@@ -343,7 +344,10 @@ class WireMeter:
 
     def sample(self) -> None:
         """Read the counters of all sockets."""
-        found = read_sockets()
+        with self._sampling:  # what was read first is taken first: else a socket that is closed would come back
+            self._take(read_sockets())
+
+    def _take(self, found: list[SocketCounters]) -> None:
         with self._lock:
             seen: dict[int, tuple[str, SocketCounters]] = {}
             for counters in found:
