@@ -506,6 +506,31 @@ def test_after_a_hasty_cut_far_less_is_sent_than_was_carried() -> None:
     assert (link.cut.rate_bytes_per_s or 0) <= link.capacity * 62 // 100
 
 
+def test_a_queue_that_shows_just_after_work_began_again_does_not_take_the_rate_to_nothing() -> None:
+    cut = DelayCut()
+    tick_ns = TICK_NS // 2
+
+    def tell(now_ns: int, queue_ms: int) -> int:
+        sent = cut.rate_bytes_per_s or 0
+        cut.measured(
+            rtt_ns=(40 + queue_ms) * MS,
+            rtt_min_ns=40 * MS,
+            queue_ns=queue_ms * MS,
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=sent,
+            now_ns=now_ns,
+        )
+        return cut.rate_bytes_per_s or 0
+
+    cut.begin(rtt_min_ns=40 * MS, now_ns=0)
+    for tick in range(1, 13):
+        searched = tell(tick * tick_ns, 0)
+    cut.begin(rtt_min_ns=40 * MS, now_ns=12 * tick_ns)
+    assert tell(13 * tick_ns, 40) > searched // 4
+    assert cut.cuts == 1
+    assert tell(14 * tick_ns, 0) > searched // 2
+
+
 def test_a_queue_that_is_gone_before_its_cut_can_show_says_nothing_about_the_link() -> None:
     cut = DelayCut()
     cut.begin(rtt_min_ns=100 * MS, now_ns=0)

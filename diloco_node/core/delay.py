@@ -272,7 +272,9 @@ class DelayCut:
     def _cut(self, excess_ns: int, rtt_ns: int, *, is_own: bool, now_ns: int) -> None:
         is_hasty = is_own and self.is_hasty
         if is_own:
-            carried = (self._carried.full or self._carried.most) if is_hasty else self._carried_lately()
+            # Work that has just begun may have too little behind it for the first two.
+            known = (self._carried.full or self._carried.most) if is_hasty else 0
+            carried = known or self._carried_lately()
             self._cuts_in_a_row += 1
             self._cruise = max(carried * CRUISE_PPM // PPM, RATE_BYTES_PER_S_MIN)
             drain = carried * HASTY_DRAIN_PPM // PPM if is_hasty else self._cruise
