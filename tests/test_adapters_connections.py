@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from diloco_node.adapters import bundle, pacing
 from diloco_node.adapters.bundle import Bundle
 from diloco_node.adapters.inbound import DECODING_MAX, BulkInbound
-from diloco_node.adapters.outbound import BulkOutbound
+from diloco_node.adapters.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
 from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.sockets import TcpCounters, WireMeter
 from diloco_node.adapters.streams import DialedStream
@@ -690,3 +690,15 @@ async def test_a_transfer_that_is_cancelled_before_its_turn_is_not_read_any_more
         await asyncio.wait_for(halves.out.transfer(HEADER, memoryview(b"after")), DEADLINE_S)
         await eventually(lambda: len(halves.handler.closed) == 2)
     assert [body for *_, body, _ in halves.handler.closed] == [bytes(10), b"after"]
+
+
+async def test_all_who_wait_for_a_place_hear_that_the_link_is_lost() -> None:
+    halves = Halves(1, 0, random.Random(1), ThreadPoolExecutor(1))
+    async with halves.running():
+        count = 3 * TRANSFERS_WAITING_MAX
+        work = [asyncio.create_task(halves.out.transfer(HEADER, memoryview(b"x"))) for _ in range(count)]
+        await eventually(lambda: halves.out._queues[pacing.lane_of(HEADER)].waiting.full())
+        halves.out.close("gone")
+        done, waiting = await asyncio.wait(work, timeout=DEADLINE_S)
+    assert not waiting
+    assert {str(task.exception()) for task in done} == {"b: gone"}

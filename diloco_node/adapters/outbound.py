@@ -150,14 +150,19 @@ class BulkOutbound:
         self._pacer.begin(self._peer, lane, body.nbytes)
         try:
             await self._queues[lane].waiting.put((order, item))
-            if self._lost is not None:  # it went down while we waited for a place
-                raise self._lost
+            self._leave_if_lost(lane)
             await item.done
         finally:
             self._pacer.end(self._peer)
             item.is_cancelled = True
             if item.encoding is not None:
                 await asyncio.wait((item.encoding,))
+
+    def _leave_if_lost(self, lane: BudgetLane) -> None:
+        """The link may have gone down while a transfer waited for its place: the next who waits for one must hear it."""
+        if self._lost is not None:
+            self._queues[lane].waiting.get_nowait()
+            raise self._lost
 
     async def run(self) -> None:
         """Send transfers until a connection fails. Raises LinkLost."""
