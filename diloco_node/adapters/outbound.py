@@ -159,7 +159,7 @@ class BulkOutbound:
                 await asyncio.wait((item.encoding,))
 
     def _leave_if_lost(self, lane: BudgetLane) -> None:
-        """The link may have gone down while a transfer waited for its place: the next who waits for one must hear it."""
+        """The link may have gone down while we waited for a place: then the next who waits must hear of it, too."""
         if self._lost is not None:
             self._queues[lane].waiting.get_nowait()
             raise self._lost
