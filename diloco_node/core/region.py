@@ -208,7 +208,8 @@ class RegionCore:
         is fetched.
         """
         is_lacking = min(self.replica.states) < 0
-        return is_lacking and not any(isinstance(entry.body, GenesisBody) for entry in self.ledger.entries)
+        bodies = (self.ledger.entry(index).body for index in range(1, self.ledger.last_index + 1))  # it is an early one
+        return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
 
     # ---- after every event -------------------------------------------------------------------------------------------
 
