@@ -52,7 +52,7 @@ CUT_STARTS_AT: Final = 0.3
 """The cut begins after this part of the run: after the warm-up, early enough for 100 of 250 cycles."""
 
 SYNC_OUTER: Final = ((1.0, 0.0), (0.7, 0.6), (0.5, 0.6), (0.4, 0.8), (0.7, 0.9))
-"""What synchronous DiLoCo's outer optimizer is tuned over: local SGD, three moderate ones, and the paper's 0.7 / 0.9."""
+"""Tuned over, for synchronous DiLoCo: local SGD, three moderate ones, and the paper's 0.7 / 0.9."""
 
 
 @dataclass(frozen=True, slots=True)
