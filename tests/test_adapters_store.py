@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from diloco_node.adapters import durable, ledger_files
+from diloco_node.adapters import store as store_module
 from diloco_node.adapters.durable import replace_file
 from diloco_node.adapters.ledger_files import LEDGER_NAME, VOTE_NAME
 from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.entries import ZERO_HASH, seal
 from diloco_node.core.types import Entry, LeaderBody, Recovered
-from diloco_node.errors import StorageError
+from diloco_node.errors import LedgerLost, StorageError
 
 FRAGMENTS = 2
 DIGEST = bytes(range(32))
@@ -653,19 +654,132 @@ def test_a_really_full_device_gives_the_same_error(folder: Path) -> None:
     ledger.close()
 
 
-def test_after_a_failed_fdatasync_nothing_more_is_promised(
+class Platter:
+    """What a power cut would leave of each file. The kernel's part: after a failed sync the lost pages count as clean,
+    so that a later sync of the same file says yes and writes only what was written since."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.is_failing = False
+        self.durable: dict[int, bytearray] = {}
+        self._dirty: dict[int, list[tuple[int, bytes]]] = {}
+        self._pwrite, self._writev = os.pwrite, os.writev
+        patch.setattr(os, "pwrite", self.pwrite)
+        patch.setattr(os, "writev", self.writev)
+        patch.setattr(os, "fsync", self.sync)
+        patch.setattr(os, "fdatasync", self.sync)
+
+    def pwrite(self, descriptor: int, data: bytes, at: int) -> int:
+        self._dirty.setdefault(os.fstat(descriptor).st_ino, []).append((at, bytes(data)))
+        return self._pwrite(descriptor, data, at)
+
+    def writev(self, descriptor: int, parts: list[bytes]) -> int:
+        at = os.lseek(descriptor, 0, os.SEEK_CUR)
+        self._dirty.setdefault(os.fstat(descriptor).st_ino, []).append((at, b"".join(parts)))
+        return self._writev(descriptor, parts)
+
+    def sync(self, descriptor: int) -> None:
+        inode = os.fstat(descriptor).st_ino
+        writes = self._dirty.pop(inode, [])
+        if self.is_failing:
+            raise OSError(errno.EIO, "lost")
+        image = self.durable.setdefault(inode, bytearray())
+        for at, data in writes:
+            image.extend(bytes(max(0, at + len(data) - len(image))))
+            image[at : at + len(data)] = data
+
+    def after_power_cut(self, path: Path) -> bytes:
+        """What the disk has of a file: zeros where nothing arrived."""
+        size = path.stat().st_size
+        return bytes(self.durable[path.stat().st_ino][:size].ljust(size, b"\0"))
+
+
+def test_after_a_failed_fdatasync_the_log_goes_on_in_a_new_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    platter = Platter(monkeypatch)
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    entries = chain(5)
+    store.persist(1, "a", 0, entries[:1])
+    platter.is_failing = True
+    for _ in range(3):
+        with pytest.raises(StorageError, match="replace the disk"):
+            store.persist(1, "a", 0, entries[1:3])
+    platter.is_failing = False
+    store.persist(1, "a", 0, entries[1:3])
+    (folder / LEDGER_NAME).write_bytes(platter.after_power_cut(folder / LEDGER_NAME))
+    store.persist(1, "a", 0, entries[3:])
+    store.close()
+    assert not list(folder.glob("*.tmp"))
+    (folder / LEDGER_NAME).write_bytes(platter.after_power_cut(folder / LEDGER_NAME))
+    assert load(folder).entries == entries
+
+
+def test_a_log_that_can_not_be_read_back_after_a_failed_fdatasync_is_lost(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = chain(3)
+    store.persist(1, "a", 0, entries[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", refusing(errno.EIO))
+        with pytest.raises(StorageError):
+            store.persist(1, "a", 0, entries[2:])
+    path = folder / LEDGER_NAME
+    whole = path.read_bytes()
+    path.write_bytes(whole[:40] + b"?" + whole[41:])
+    with pytest.raises(LedgerLost, match="read back") as lost:
+        store.persist(1, "a", 0, entries[2:])
+    assert lost.value.exit_code == 6
+    path.write_bytes(whole[:40])
+    with pytest.raises(LedgerLost, match="0 whole entries of 2"):
+        store.persist(1, "a", 0, entries[2:])
+
+
+def test_a_log_whose_end_can_not_be_cut_off_goes_on_in_a_new_file(
     folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = chain(3)
     store.persist(1, "a", 0, entries[:1])
+    real = os.pwrite
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", refusing(errno.EIO))
-        with pytest.raises(StorageError, match="replace the disk"):
-            store.persist(1, "a", 0, entries[1:])
-    with pytest.raises(StorageError, match="restart the daemon"):
-        store.persist(1, "a", 0, entries[1:])
+        patch.setattr(os, "pwrite", lambda descriptor, data, at: real(descriptor, data[:30], at))
+        patch.setattr(os, "fdatasync", refusing(errno.ENOSPC))
+        patch.setattr(os, "ftruncate", refusing(errno.ENOSPC))
+        with pytest.raises(StorageError, match="free some space"):
+            store.persist(1, "a", 0, entries[1:2])
+    store.persist(1, "a", 0, entries[1:])
     store.close()
-    assert load(folder).entries == entries[:1]
+    assert load(folder).entries == entries
+
+
+def test_what_was_never_synced_is_on_the_disk_before_it_is_loaded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platter = Platter(monkeypatch)
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    entries = chain(4)
+    store.persist(1, "a", 0, entries[:2])
+
+    def killed(_: int) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # killed between write and sync: the frame lies in the kernel's cache
+        patch.setattr(os, "fdatasync", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.persist(1, "a", 0, entries[2:])
+    store.close()
+    platter._dirty.clear()  # and its pages were lost without a word
+    assert load(folder).entries == entries
+    assert platter.after_power_cut(folder / LEDGER_NAME) == (folder / LEDGER_NAME).read_bytes()
+
+
+def test_names_are_on_the_disk_before_they_are_loaded(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.close()
+    synced: list[Path] = []
+    monkeypatch.setattr(store_module, "sync_folder", synced.append)
+    load(folder)
+    assert {folder, folder / "payloads", folder / "state"} <= set(synced)
 
 
 def test_a_folder_that_can_not_be_made_says_so(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.messages import ContributionStripe, MergedStripe, PayloadWanted
 from diloco_node.core.types import Ballot, Contribution, Entry, RoundBody, Stripe
-from diloco_node.errors import DilocoError, StorageError
+from diloco_node.errors import DilocoError, LedgerLost, StorageError
 from diloco_node.node import effects as effects_module
 from diloco_node.node.effects import Effects
 from diloco_node.node.fetch import Fetcher
@@ -112,6 +112,7 @@ class FlakyStore:
     def __init__(self, store: RegionStore) -> None:
         self._store = store
         self.refusals: dict[str, int] = {}
+        self.is_ledger_lost = False
         self.persisted: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -124,6 +125,8 @@ class FlakyStore:
 
     def persist(self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry]) -> None:
         self._maybe_refuse(f"persist {term}")
+        if self.is_ledger_lost:
+            raise LedgerLost("entries can't be read back")
         self.persisted.append(term)
 
     def store_payload(self, *args: Any) -> None:
@@ -488,6 +491,19 @@ async def test_the_ledger_is_written_in_order_also_while_the_disk_refuses(bench:
     events = await bench.do(*(PersistLedger(10 + term, term, "", 0, ()) for term in (1, 2, 3)))
     assert bench.store.persisted == [1, 2, 3]
     assert events == [LedgerPersisted(11), LedgerPersisted(12), LedgerPersisted(13)]
+
+
+async def test_after_a_lost_ledger_nothing_is_answered(bench: Bench, no_wait: None) -> None:
+    bench.store.is_ledger_lost = True
+    for term in (1, 2):
+        bench.effects.perform(PersistLedger(10 + term, term, "", 0, ()))
+    await bench.tasks.finish()
+    assert [type(error) for error in bench.tasks.errors] == [LedgerLost], "the daemon ends with it"
+    bench.tasks.errors.clear()
+    bench.store.is_ledger_lost = False
+    await bench.do(PersistLedger(13, 3, "", 0, ()))
+    assert bench.store.persisted == []
+    assert bench.posted == [], "an answer to a later write answers for the lost one, too"
 
 
 async def test_a_full_disk_is_said_once_and_its_end_too(bench: Bench, no_wait: None) -> None:

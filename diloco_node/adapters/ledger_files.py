@@ -5,13 +5,17 @@
     magic "DLf1" | u32 number | u32 body bytes | u32 CRC-32 of the body | u32 CRC-32 of these 16 bytes | body | 0xff
 
 The body is msgpack: [truncate_from, [encoded entry, ...]]; a truncation is a record like any other, so no
-acknowledged byte is ever written again, and one small write is one `pwrite` and one `fdatasync`.
+acknowledged byte is ever changed, and one small write is one `pwrite` and one `fdatasync`.
 
 What a crash may leave, and what opening does with it: no file, an empty one or half a header (begun anew, if there was
 no vote yet); a last frame that ends early, or in which whole sectors are zero because they never reached the disk (cut
 off: the write was not answered, so nothing of it was acknowledged). A whole frame has no such sector: its first and
 last byte are not zero, and no encoded entry has 512 zeros. Everything else that does not fit is damage and is refused:
 a node that has forgotten what it acknowledged, or a vote, must not take part in another.
+
+What is read back may be in the kernel's cache only: the process before may have died between write and fdatasync, or
+its fdatasync may have failed, after which the kernel takes the lost pages for clean and says yes to every further one
+on that file. So opening writes the last frame once more, and after a failed fdatasync the log is copied to a new file.
 """
 
 from __future__ import annotations
@@ -26,10 +30,17 @@ from typing import Final
 
 import msgpack
 
-from diloco_node.adapters.durable import disk_error, replace_file, sync_folder
+from diloco_node.adapters.durable import (
+    TMP_SUFFIX,
+    disk_error,
+    remove_if_possible,
+    replace_file,
+    sync_folder,
+    write_parts,
+)
 from diloco_node.core.entries import decode_entry, encode_entry, verify_chain
 from diloco_node.core.types import Entry
-from diloco_node.errors import PeerError, StorageError
+from diloco_node.errors import LedgerLost, PeerError, StorageError
 
 VOTE_NAME: Final = "vote.bin"
 LEDGER_NAME: Final = "ledger.log"
@@ -102,7 +113,8 @@ class LedgerFile:
         self._descriptor = -1
         self._end = 0
         self._frames = 0
-        self._broken = ""
+        self._last_frame = 0
+        self._is_suspect = False
         self.last_index = 0
         self.cut_bytes = 0
 
@@ -134,7 +146,10 @@ class LedgerFile:
             if self._end < len(data):
                 self.cut_bytes = len(data) - self._end
                 os.ftruncate(self._descriptor, self._end)
-                os.fsync(self._descriptor)
+            # Earlier frames were on the disk before the last one was begun.
+            _write_at(self._descriptor, self._last_frame, data[self._last_frame : self._end])
+            os.fsync(self._descriptor)
+            sync_folder(self._path.parent)
         except OSError as error:
             raise disk_error("open", self._path, error) from error
         try:
@@ -152,11 +167,12 @@ class LedgerFile:
             entries: the ones that follow.
 
         Raises:
-            StorageError: the disk refused. After a failed fdatasync nobody knows what is on disk: every further
-                append is refused, until the file is opened anew.
+            StorageError: the disk refused; try again. After a failed fdatasync nobody knows what of this file is on
+                disk, so the next try begins by copying the log to a new one.
+            LedgerLost: what was durable can't be read back for that copy: no further try would help.
         """
-        if self._broken:
-            raise StorageError(f"{self._path} can't be trusted since an error ({self._broken}): restart the daemon")
+        if self._is_suspect:
+            self._move_to_new_file()
         kept = truncate_from - 1 if truncate_from else self.last_index
         assert 0 <= kept <= self.last_index, (truncate_from, self.last_index)
         assert [entry.index for entry in entries] == list(range(kept + 1, kept + 1 + len(entries)))
@@ -167,8 +183,9 @@ class LedgerFile:
         try:
             self._write_at_end(frame)
         except OSError as error:
-            self._undo(error)
+            self._undo()
             raise disk_error("append to", self._path, error) from error
+        self._last_frame = self._end
         self._end += len(frame)
         self._frames += 1
         self.last_index = kept + len(entries)
@@ -182,22 +199,53 @@ class LedgerFile:
     # ---- writing ----
 
     def _write_at_end(self, frame: bytes) -> None:
-        written = 0
-        while written < len(frame):
-            written += os.pwrite(self._descriptor, frame[written:] if written else frame, self._end + written)
+        _write_at(self._descriptor, self._end, frame)
         try:
             os.fdatasync(self._descriptor)
-        except OSError as error:
-            # The kernel may have dropped the pages and marked them clean: asking again would say yes.
-            self._broken = str(error)
+        except OSError:
+            self._is_suspect = True
             raise
 
-    def _undo(self, cause: OSError) -> None:
+    def _undo(self) -> None:
         """Cut off the half-written frame, so that the next one follows the last good one."""
         try:
             os.ftruncate(self._descriptor, self._end)
         except OSError:
-            self._broken = self._broken or str(cause)
+            self._is_suspect = True
+
+    def _move_to_new_file(self) -> None:
+        """Copy the frames that were durable to a new file that takes the place of this one. Raises as `append`."""
+        temporary = self._path.with_name(self._path.name + TMP_SUFFIX)
+        descriptor = -1
+        try:
+            data = _read_range(self._descriptor, self._end)
+            self._check_copy(data)
+            descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            write_parts(descriptor, [data])
+            os.fsync(descriptor)
+            temporary.rename(self._path)
+            sync_folder(self._path.parent)
+        except OSError as error:
+            if descriptor >= 0:
+                os.close(descriptor)
+            remove_if_possible(temporary)
+            raise disk_error("copy", self._path, error) from error
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        self._is_suspect = False
+
+    def _check_copy(self, data: bytes) -> None:
+        """That what was read back is what was written. Raises LedgerLost."""
+        copied = LedgerFile(self._path.parent)
+        try:
+            entries = copied._read_frames(data) if data[: len(_LOG_HEADER)] == _LOG_HEADER else []
+        except StorageError as error:
+            raise LedgerLost(f"after a failed write what was on the disk can't be read back: {error}") from error
+        if (copied._end, copied._frames, len(entries)) != (self._end, self._frames, self.last_index):
+            raise LedgerLost(
+                f"after a failed write {self._path} has {len(entries)} whole entries of {self.last_index} that were "
+                f"on the disk: look at dmesg, replace the disk. {_REMEDY}"
+            )
 
     def _begin(self) -> None:
         os.ftruncate(self._descriptor, 0)
@@ -218,6 +266,7 @@ class LedgerFile:
                 break
             start = self._end + _FRAME_HEAD_BYTES
             self._read_body(data[start : start + body_bytes], entries)
+            self._last_frame = self._end
             self._end = start + body_bytes + len(_FRAME_END)
             self._frames += 1
         return entries
@@ -256,6 +305,22 @@ class LedgerFile:
 
     def _damage(self, at: int, what: str) -> StorageError:
         return StorageError(f"{self._path} is damaged at byte {at}: {what}. {_REMEDY}")
+
+
+def _write_at(descriptor: int, offset: int, data: bytes) -> None:
+    """All of it, however often the kernel takes only some. Raises OSError."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(descriptor, data[written:] if written else data, offset + written)
+
+
+def _read_range(descriptor: int, stop: int) -> bytes:
+    """The first `stop` bytes, fewer where the file is shorter. Raises OSError."""
+    parts, at = [], 0
+    while at < stop and (part := os.pread(descriptor, stop - at, at)):
+        parts.append(part)
+        at += len(part)
+    return b"".join(parts)
 
 
 def _has_frame(data: bytes, start: int, number_min: int) -> bool:

@@ -87,6 +87,8 @@ class RegionStore:
         try:
             for folder in (self._folder, self._payloads, self._states):
                 remove_temporaries(folder)
+                # A process that was killed may have given names that are in the kernel's memory only.
+                sync_folder(folder)
             # Made in this order: a folder with a ledger has a vote, one with a vote above term 0 has a whole ledger.
             self._vote.open(is_new=not self._ledger.exists)
             entries = self._ledger.open(is_new=self._vote.term == 0)
@@ -118,6 +120,7 @@ class RegionStore:
 
         Raises:
             StorageError: the disk refused; what was durable before still is.
+            LedgerLost: what was durable can't be read any more (`LedgerFile.append`).
         """
         if (term, voted_for) != (self._vote.term, self._vote.voted_for):
             assert term >= self._vote.term, (term, self._vote.term)

@@ -49,7 +49,7 @@ from diloco_node.core.events import (
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Payload, State
 from diloco_node.core.types import Ballot, RoundBody, RunSettings, Stripe
-from diloco_node.errors import DilocoError, PayloadCorrupt, StorageError
+from diloco_node.errors import DilocoError, LedgerLost, PayloadCorrupt, StorageError
 from diloco_node.node.drafts import Drafts
 from diloco_node.node.fetch import Fetcher
 from diloco_node.node.final import write_final
@@ -116,6 +116,7 @@ class Effects:
         self._spawn = spawn
         self._note = note
         self._ledger_turn = asyncio.Lock()
+        self._is_ledger_broken = False
         # One after the other, so that the first is on its way while the next is summed; several where cores allow.
         self._reducing = asyncio.Semaphore(max(1, (os.cpu_count() or 1) // 2))
 
@@ -162,11 +163,16 @@ class Effects:
     async def _persist(self, order: PersistLedger) -> None:
         # One at a time also while the disk refuses: what was asked for later must not be on it before.
         async with self._ledger_turn:
+            if self._is_ledger_broken:
+                return
+            # Until it is written: a later token that is answered answers for this one, too.
+            self._is_ledger_broken = True
             await self._on_disk(
                 "ledger",
                 lambda: self._store.persist(order.term, order.voted_for, order.truncate_from, order.entries),
                 self._disk,
             )
+            self._is_ledger_broken = False
             self._post(LedgerPersisted(order.token))
 
     async def _store_payload(self, order: StorePayload, parts: list[MergedPart]) -> None:
@@ -194,6 +200,8 @@ class Effects:
         while True:
             try:
                 await loop.run_in_executor(executor, write)
+            except LedgerLost:
+                raise  # the daemon ends with it
             except StorageError as error:
                 if tries % STORAGE_RETRIES_SILENT == 0:
                     self._note(Note("disk", f"{what} not written, trying again: {error}", is_alarm=True))
