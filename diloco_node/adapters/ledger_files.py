@@ -40,6 +40,7 @@ from diloco_node.adapters.durable import (
 )
 from diloco_node.core.entries import decode_entry, encode_entry, verify_chain
 from diloco_node.core.types import Entry
+from diloco_node.core.unpacking import unpack
 from diloco_node.errors import LedgerLost, PeerError, StorageError
 
 VOTE_NAME: Final = "vote.bin"
@@ -91,7 +92,10 @@ class VoteFile:
         body, digest = data[:-32], data[-32:]
         if not body.startswith(_VOTE_MAGIC) or hashlib.sha256(body).digest() != digest:
             raise StorageError(f"{self._path} is damaged: its hash does not match. {_REMEDY}")
-        self.term, self.voted_for = msgpack.unpackb(body[len(_VOTE_MAGIC) :])
+        try:
+            self.term, self.voted_for = unpack(body[len(_VOTE_MAGIC) :], depth_max=1, values_max=3, items_max=2)
+        except (PeerError, ValueError, TypeError) as error:
+            raise StorageError(f"{self._path} is damaged: {error}. {_REMEDY}") from error
 
     def write(self, term: int, voted_for: str) -> None:
         """Replace it; durable when this returns. Raises StorageError."""
@@ -296,7 +300,7 @@ class LedgerFile:
 
     def _read_body(self, body: bytes, entries: list[Entry]) -> None:
         try:
-            truncate_from, encoded = msgpack.unpackb(body)
+            truncate_from, encoded = unpack(body, depth_max=2, values_max=len(body), items_max=len(body))
             if truncate_from:
                 del entries[truncate_from - 1 :]
             entries += [decode_entry(entry) for entry in encoded]

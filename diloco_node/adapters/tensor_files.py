@@ -124,7 +124,7 @@ def read_header(path: Path) -> TensorHeader:
     is_whole = len(data) == HEADER_BYTES and data.startswith(_MAGIC)
     if not is_whole or zlib.crc32(data[: HEADER_BYTES - 4]) != checksum:
         raise StorageError(f"{path} is damaged: its header does not match its checksum")
-    unpacker: Any = msgpack.Unpacker()
+    unpacker: Any = msgpack.Unpacker(max_buffer_size=HEADER_BYTES)  # also the most items that an array may claim
     unpacker.feed(data[len(_MAGIC) : HEADER_BYTES - 4])
     kind, fragment, version, digest, content_bytes, checksum, part_bytes = unpacker.unpack()
     header = TensorHeader(kind, fragment, version, digest, content_bytes, checksum, tuple(part_bytes))

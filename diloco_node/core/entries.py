@@ -25,6 +25,7 @@ from diloco_node.core.types import (
     LeaderBody,
     RoundBody,
 )
+from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
 
 ZERO_HASH: Final = bytes(32)
@@ -43,6 +44,8 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _INT_LIMIT: Final = 1 << 63
 _STR_CHARS_MAX: Final = 4096
+_DEPTH_MAX: Final = 6
+"""An entry, its round, the members, one of them, its contribution, the norms."""
 
 _Plain = int | float | str | bytes | list[Any]
 
@@ -115,7 +118,7 @@ def decode_entry(data: bytes | memoryview) -> Entry:
     if len(data) > ENTRY_BYTES_MAX:
         raise ProtocolViolation(f"an entry of {len(data)} bytes: at most {ENTRY_BYTES_MAX} are allowed")
     try:
-        plain = msgpack.unpackb(data, use_list=True, raw=False, strict_map_key=True, max_map_len=0, max_ext_len=0)
+        plain = unpack(data, depth_max=_DEPTH_MAX, values_max=ENTRY_BYTES_MAX // 8, items_max=ENTRY_BYTES_MAX // 8)
         index, term, previous, kind, body, own_hash = plain
         body_type = _BODY_TYPES[kind]
         entry = Entry(
@@ -126,7 +129,7 @@ def decode_entry(data: bytes | memoryview) -> Entry:
             hash=_read_hash(own_hash),
         )
         is_canonical = encode_entry(entry) == data
-    except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise ProtocolViolation(f"not an entry of the ledger: {type(error).__name__}: {error}") from error
     if not is_canonical:
         raise ProtocolViolation(f"entry {entry.index} of the ledger is not in its canonical encoding")

@@ -25,6 +25,7 @@ from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import msgpack
 
+from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
 
 INT64_MIN: Final = -(2**63)
@@ -40,6 +41,9 @@ REGION_FIELDS: Final = frozenset(
 
 DEPTH_MAX: Final = 8
 """Nested dataclasses and tuples in one message, told from the hints when the schema is built."""
+
+VALUES_MIN: Final = 256
+"""So many arrays and scalars a message may hold however short it has to be."""
 
 T = TypeVar("T")
 
@@ -61,6 +65,12 @@ class Limits:
     str_bytes_max: int = 1024
     bytes_max: int = 4096
     items_max: int = 65_536
+
+    @property
+    def values_max(self) -> int:
+        """Arrays and scalars in one message: the longest ones are floats, of more than 8 bytes. Bounds what decoding
+        takes to about ten times the message's limit."""
+        return max(VALUES_MIN, self.message_bytes_max // 8)
 
 
 def is_region_name(name: str) -> bool:
@@ -158,20 +168,7 @@ class Schema(Generic[T]):
         limits = self.limits
         if len(data) > limits.message_bytes_max:
             raise ProtocolViolation(f"a message of {len(data)} bytes; the limit is {limits.message_bytes_max}")
-        try:
-            # use_list: a list is allocated lazily, a tuple of the claimed length is written at once. An array can't
-            # have more items than the message has bytes, so a claim of 2**32 - 1 is refused before any allocation.
-            return msgpack.unpackb(
-                data,
-                use_list=True,
-                raw=False,
-                strict_map_key=True,
-                max_array_len=min(limits.items_max, len(data)),
-                max_map_len=0,
-                max_ext_len=0,
-            )
-        except (ValueError, TypeError, RecursionError, OverflowError, msgpack.UnpackException) as error:
-            raise ProtocolViolation(f"not a well-formed message: {type(error).__name__}: {str(error)[:200]}") from None
+        return unpack(data, depth_max=DEPTH_MAX, values_max=limits.values_max, items_max=limits.items_max)
 
     # ---- building encoders and decoders ------------------------------------------------------------------------------
 
