@@ -72,7 +72,7 @@ class Small:
         self.hosts = self.sim.hosts
         self.notes: list[tuple[str, Note]] = []
         for name, host in self.hosts.items():
-            host._perform[ev.Note] = lambda note, name=name: self.notes.append((name, note))
+            host.effects.handlers[ev.Note] = lambda note, name=name: self.notes.append((name, note))
         self.sim.start()
 
     def go(self, seconds: float) -> None:
@@ -358,14 +358,14 @@ def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, s
     small.go(8)
     victim = small.leader()
     host = small.hosts[victim]
-    usual = {kind: host._perform[kind] for kind in stuck}
-    host._perform |= dict.fromkeys(stuck, lambda _: None)
+    usual = {kind: host.effects.handlers[kind] for kind in stuck}
+    host.effects.handlers |= dict.fromkeys(stuck, lambda _: None)
     small.go(8)
     assert not host.core.is_leader
     commits = small.sim.checkers.commits
     small.go(8)
     assert small.sim.checkers.commits >= commits + 8, "slowly: the region is taken for a member until it is 1 s behind"
-    host._perform |= usual
+    host.effects.handlers |= usual
     host.kill_daemon()
     small.go(1)
     host.start_daemon()
@@ -376,15 +376,15 @@ def test_a_leader_that_only_waits_for_the_others_keeps_the_lead(patch: pytest.Mo
     small = Small(patch)
     small.go(8)
     leader, others = small.leader(), small.others()
-    usual = {name: small.hosts[name]._perform[ev.StorePayload] for name in others}
+    usual = {name: small.hosts[name].effects.handlers[ev.StorePayload] for name in others}
     for name in others[:2]:
-        small.hosts[name]._perform[ev.StorePayload] = lambda _: None
+        small.hosts[name].effects.handlers[ev.StorePayload] = lambda _: None
     commits = small.sim.checkers.commits
     small.go(20)
     assert small.sim.checkers.commits <= commits + 2, "no majority has a payload"
     assert small.leader() == leader
     for name in others[:2]:
-        small.hosts[name]._perform[ev.StorePayload] = usual[name]
+        small.hosts[name].effects.handlers[ev.StorePayload] = usual[name]
         small.hosts[name].kill_daemon()
         small.hosts[name].start_daemon()
     small.settle()

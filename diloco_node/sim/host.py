@@ -18,15 +18,13 @@ from diloco_node.core.types import GenesisBody, Recovered
 from diloco_node.sim import tensors
 from diloco_node.sim.dataplane import DataPlane
 from diloco_node.sim.disk import Disk, LedgerWrite, StoredPayload, StoredState
+from diloco_node.sim.effects import Effects
 from diloco_node.sim.fetching import Fetches
-from diloco_node.sim.learner import FakeLearner, Offer, Pool, Snapshot
+from diloco_node.sim.learner import FakeLearner, Pool, Snapshot
 from diloco_node.sim.setup import Setup
 from diloco_node.sim.tensors import F32
-from diloco_node.sim.world import MS, SECOND, Life, Network, World
-from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin, encode_control
-
-LOCAL_NS = 100_000
-"""Between daemon and learner over their Unix socket; first in, first out."""
+from diloco_node.sim.world import LOCAL_NS, MS, SECOND, Life, Network, World
+from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
 
 WAKES_MAX = 20
 """A core that wants its timer more often than that at one and the same time spins."""
@@ -87,6 +85,8 @@ class Host:
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         disk_factor: how many times slower than usual the disk is.
+        outbox: what the learner encoded last, by fragment; it lies in the supervisor's memory.
+        effects, fetches: carry out what the core wants.
         fsync_is_late: plants a fault: writes are answered before they are durable.
     """
 
@@ -127,26 +127,9 @@ class Host:
         self._wakes = 0
         self._woken_ns = -1
         self._ledger_free_ns = 0
-        self._outbox: dict[int, Snapshot] = {}
+        self.outbox: dict[int, Snapshot] = {}
         self.fetches = Fetches(self)
-        self._perform: dict[type, Callable[[Any], None]] = {
-            ev.Send: self._send,
-            ev.PersistLedger: self._persist,
-            ev.TakeSnapshot: self._take_snapshot,
-            ev.SendContribution: self._send_contribution,
-            ev.ReduceStripe: self._reduce,
-            ev.SendMerged: self._send_merged,
-            ev.StorePayload: self._store_payload,
-            ev.ApplyVersion: self._apply,
-            ev.AdoptState: self._adopt,
-            ev.OfferVersion: self._offer,
-            ev.FetchPayload: self.fetches.ask,
-            ev.FetchState: self.fetches.ask,
-            ev.CloseBallot: self._close_ballot,
-            ev.StopLearner: self._stop_learner,
-            ev.WriteFinal: self._write_final,
-            ev.Note: self._note,
-        }
+        self.effects = Effects(self)
 
     # ---- lives -------------------------------------------------------------------------------------------------------
 
@@ -199,7 +182,7 @@ class Host:
         self.world.note(self.name, "daemon is asked to stop", b"stop")
         for effect in self.core.hand_over(now_ns=self.world.now_ns):
             self._observer.effect_seen(self, effect)
-            self._perform[type(effect)](effect)
+            self.effects.perform(effect)
         self._arm()
         self.after(self.world.draw_ns(50 * MS, 600 * MS), self.kill_daemon)
 
@@ -214,7 +197,7 @@ class Host:
         )
         self.world.note(self.name, f"learner {incarnation} started", b"learner")
         if not self.disk.states:
-            self.world.after(self._fsync_ns(), self.learner.life, self._store_initial)
+            self.world.after(self.fsync_ns(), self.learner.life, self._store_initial)
         self._attach_learner()
 
     def kill_learner(self, *, is_power_cut: bool = False) -> None:
@@ -224,7 +207,7 @@ class Host:
         learner, self.learner = self.learner, None
         learner.life.is_over = True
         if is_power_cut:
-            self._outbox.clear()
+            self.outbox.clear()
         else:
             self.disk.counters[learner.incarnation] = (learner.step, learner.tokens)
         self.world.note(self.name, "learner died", b"learner-kill")
@@ -256,7 +239,7 @@ class Host:
         self._observer.event_given(self, event)
         for effect in self.core.handle(event, now_ns=self.world.now_ns):
             self._observer.effect_seen(self, effect)
-            self._perform[type(effect)](effect)
+            self.effects.perform(effect)
         self._observer.settled(self)
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
@@ -282,7 +265,11 @@ class Host:
                     self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution))
             case msg.MergedStripe() as merged:
                 if self.plane.keep_merged(merged, body):
-                    self._post_merged(merged.ballot, merged.stripe, merged.fragment, merged.version, merged.digest)
+                    self.post(
+                        ev.MergedStripeArrived(
+                            merged.ballot, merged.stripe, merged.fragment, merged.version, merged.digest
+                        )
+                    )
             case msg.Payload() | msg.State() as fetched:
                 self.fetches.arrived(peer, fetched, body)
 
@@ -326,7 +313,7 @@ class Host:
 
     def offer_outbox(self, snapshot: Snapshot) -> None:
         """The learner's encoded contribution lies in shared memory."""
-        self._outbox[snapshot.contribution.fragment] = snapshot
+        self.outbox[snapshot.contribution.fragment] = snapshot
         self._observer.snapshot_seen(self, snapshot)
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
@@ -337,7 +324,7 @@ class Host:
             if done is not None:
                 done()
 
-        self.world.after(self._fsync_ns(), self.learner.life if self.learner else None, write)
+        self.world.after(self.fsync_ns(), self.learner.life if self.learner else None, write)
 
     def _told_by_learner(self, event: ev.Event) -> None:
         self.world.note(self.name, event, type(event).__name__.encode())
@@ -367,32 +354,31 @@ class Host:
             digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in held)
             self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
 
-    # ---- effects: messages and disk ----------------------------------------------------------------------------------
+    # ---- disk, network and time of this life -------------------------------------------------------------------------
 
     def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
         """Call it in `delay_ns`, if this daemon still lives then."""
         self.world.after(delay_ns, self._life, call, *args)
 
-    def _send(self, effect: ev.Send) -> None:
-        self.network.send(self.name, effect.peer, encode_control(effect.message))
-
-    def _fsync_ns(self) -> int:
+    def fsync_ns(self) -> int:
+        """What the next fsync takes, drawn."""
         return self.disk_factor * self.world.draw_ns(self.setup.fsync_ns_min, self.setup.fsync_ns_max)
 
-    def _persist(self, effect: ev.PersistLedger) -> None:
-        self.disk.ledger_queue.append(LedgerWrite(effect.term, effect.voted_for, effect.truncate_from, effect.entries))
-        self._ledger_free_ns = max(self._ledger_free_ns, self.world.now_ns) + self._fsync_ns()
+    def write_ledger(self, write: LedgerWrite, done: Callable[[], None]) -> None:
+        """Append to the ledger, one write after the other; `done` comes when it is durable."""
+        self.disk.ledger_queue.append(write)
+        self._ledger_free_ns = max(self._ledger_free_ns, self.world.now_ns) + self.fsync_ns()
         delay_ns = self._ledger_free_ns - self.world.now_ns
-        answer = ev.LedgerPersisted(effect.token)
         if self.fsync_is_late:
-            self.after(LOCAL_NS, self.post, answer)
+            self.after(LOCAL_NS, done)
             self.after(delay_ns + SECOND // 2, self.disk.fsync_ledger)
             return
-        self.after(delay_ns, self._persisted, answer)
 
-    def _persisted(self, answer: ev.LedgerPersisted) -> None:
-        self.disk.fsync_ledger()
-        self.post(answer)
+        def fsynced() -> None:
+            self.disk.fsync_ledger()
+            done()
+
+        self.after(delay_ns, fsynced)
 
     def write_file(self, write: Callable[[], None], done: Callable[[], None]) -> None:
         """A file that is there once it is fsynced and renamed; `done` comes then."""
@@ -403,16 +389,9 @@ class Host:
             if not self.fsync_is_late:
                 done()
 
-        self.after(self._fsync_ns() + (SECOND // 2 if self.fsync_is_late else 0), fsynced)
+        self.after(self.fsync_ns() + (SECOND // 2 if self.fsync_is_late else 0), fsynced)
         if self.fsync_is_late:
             self.after(LOCAL_NS, done)
-
-    def _store_payload(self, effect: ev.StorePayload) -> None:
-        stored = self.plane.assemble(effect)
-        if stored is None:
-            self.post(ev.PayloadNotStored(effect.ballot, effect.fragment, effect.version))
-        else:
-            self.write_payload(effect.fragment, effect.version, effect.digest, stored)
 
     def write_payload(self, fragment: int, version: int, digest: bytes, stored: StoredPayload) -> None:
         """Write a payload and tell the core when it is durable."""
@@ -421,99 +400,9 @@ class Host:
             lambda: self.post(ev.PayloadStored(fragment, version, digest)),
         )
 
-    # ---- effects: stripes --------------------------------------------------------------------------------------------
-
-    def _take_snapshot(self, effect: ev.TakeSnapshot) -> None:
-        if self.learner is None:
-            self.after(
-                LOCAL_NS, self.post, ev.SnapshotRefused(effect.fragment, effect.version, "no learner is attached")
-            )
-            return
-        self.world.after(LOCAL_NS, self.learner.life, self.learner.ask_snapshot, effect)
-
-    def _send_contribution(self, effect: ev.SendContribution) -> None:
-        snapshot = self._outbox.get(effect.contribution.fragment)
-        if snapshot is None or snapshot.contribution != effect.contribution:
-            self.complain(f"asked to send a contribution that is not in the outbox: {effect.contribution}")
-            return
-        layout = self.setup.layouts[effect.contribution.fragment]
-        for index, stripe in enumerate(effect.stripes):
-            if index in effect.skip:
-                continue
-            low, high = layout.byte_range(stripe.block_start, stripe.block_stop, self.setup.settings.codec_up)
-            header = msg.ContributionStripe(
-                effect.ballot, index, effect.version, effect.contribution, stripe.block_start, stripe.block_stop
-            )
-            body = snapshot.encoded[low:high]
-            if stripe.reducer == self.name:
-                self.plane.keep_contribution(header, body)
-                self.post(ev.ContributionStripeArrived(effect.ballot, index, effect.contribution))
-            else:
-                self.transfer(stripe.reducer, header, body)
-
     def transfer(self, peer: str, header: msg.BulkHeader, body: bytes) -> None:
         """Stream bytes to a peer."""
         self.network.transfer(self.name, peer, encode_begin(0, header, len(body)), body)
-
-    def _reduce(self, effect: ev.ReduceStripe) -> None:
-        self.after(self.world.draw_ns(MS // 2, 4 * MS), self._reduced, effect)
-
-    def _reduced(self, effect: ev.ReduceStripe) -> None:
-        answer = self.plane.reduce(effect)
-        if answer is None:
-            return
-        self.world.note(self.name, answer, answer.digest)
-        self.post(answer)
-        self._post_merged(effect.ballot, effect.stripe, effect.fragment, effect.version, answer.digest)
-
-    def _post_merged(self, ballot: Any, stripe: int, fragment: int, version: int, digest: bytes) -> None:
-        self.post(ev.MergedStripeArrived(ballot, stripe, fragment, version, digest))
-
-    def _send_merged(self, effect: ev.SendMerged) -> None:
-        part = self.plane.merged_part(effect.ballot, effect.stripe)
-        if part is None:
-            self.complain(f"asked to send a merged stripe that is not here: {effect}")
-            return
-        header = msg.MergedStripe(
-            effect.ballot,
-            effect.stripe,
-            effect.fragment,
-            effect.version,
-            effect.digest,
-            effect.block_start,
-            effect.block_stop,
-        )
-        for peer in effect.peers:
-            self.transfer(peer, header, part.encoded)
-
-    def _close_ballot(self, effect: ev.CloseBallot) -> None:
-        self.plane.close(effect)
-
-    # ---- effects: versions -------------------------------------------------------------------------------------------
-
-    def _apply(self, effect: ev.ApplyVersion) -> None:
-        self.after(self.world.draw_ns(MS // 2, 4 * MS), self._applied, effect)
-
-    def _applied(self, effect: ev.ApplyVersion) -> None:
-        body = effect.body
-        if self.plane.apply(body):
-            self._version_ready(body.fragment, body.version, is_on_disk=False)
-
-    def _adopt(self, effect: ev.AdoptState) -> None:
-        self.after(self.world.draw_ns(MS // 2, 4 * MS), self._adopted, effect)
-
-    def _adopted(self, effect: ev.AdoptState) -> None:
-        if self.plane.adopt(effect.fragment, effect.version):
-            self._version_ready(effect.fragment, effect.version, is_on_disk=True)
-
-    def _version_ready(self, fragment: int, version: int, *, is_on_disk: bool) -> None:
-        digest = self.plane.digest(fragment)
-        self.world.note(self.name, f"version {fragment}/{version}", digest)
-        self.post(ev.VersionApplied(fragment, version))
-        self.after(MS, self.post, ev.DigestComputed(fragment, version, digest))
-        if not is_on_disk and version % self.setup.settings.checkpoint_versions == 0:
-            state = self.plane.state(fragment)
-            self.write_file(lambda: self.keep_state(fragment, state, is_pruning=True), lambda: None)
 
     def keep_state(self, fragment: int, state: StoredState, *, is_pruning: bool = False) -> None:
         """A state file is durable: it replaces an older one. Behind an own checkpoint payloads may go; what is fetched
@@ -523,23 +412,3 @@ class Host:
             self.disk.states[fragment] = state
             if is_pruning:
                 self.disk.prune(fragment, self.setup.settings.payload_versions)
-
-    def _offer(self, effect: ev.OfferVersion) -> None:
-        if self.plane.versions[effect.fragment] != effect.version:
-            at = self.plane.versions[effect.fragment]
-            self.complain(f"asked to offer {effect.fragment}/{effect.version} while Theta is at {at}")
-            return
-        if self.learner is None:
-            return
-        offer = Offer(effect.fragment, effect.version, effect.included_snapshot, self.plane.theta[effect.fragment])
-        self.world.after(LOCAL_NS, self.learner.life, self.learner.offer, offer)
-
-    def _stop_learner(self, effect: ev.StopLearner) -> None:
-        if self.learner is not None:
-            self.world.after(LOCAL_NS, self.learner.life, self.learner.stop, effect.reason)
-
-    def _write_final(self, _: ev.WriteFinal) -> None:
-        self.write_file(lambda: setattr(self, "has_final", True), lambda: self.post(ev.FinalWritten()))
-
-    def _note(self, effect: ev.Note) -> None:
-        self.world.note(self.name, effect, effect.kind.encode())

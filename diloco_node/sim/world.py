@@ -21,6 +21,9 @@ MS: int = 1_000_000
 SECOND: int = 1_000_000_000
 """One second in nanoseconds."""
 
+LOCAL_NS: int = 100_000
+"""Between daemon and learner over their Unix socket; first in, first out."""
+
 TRACE_TAIL = 200
 """Lines of the trace that are kept for a report."""
 
