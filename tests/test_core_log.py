@@ -54,16 +54,35 @@ def test_entries_that_are_not_on_disk_are_not_packed(few: int) -> None:
     assert packed(log) == 10 - few
 
 
-def test_entries_that_wait_for_a_lost_payload_are_packed_when_it_is_there_again(few: int) -> None:
+def test_only_entries_whose_payload_is_lost_are_looked_at_again(few: int) -> None:
     entries = chain(20)
-    log = ReplicaLog(entries, lambda entry: entry.index != 7)
-    assert packed(log) == 6 - few
-    assert [id(one) for one in log.waiting] == [id(one) for one in entries[6:]], "else each look at them decodes all"
-    log.find_lost(lambda _: True)
-    log.take_change(1)
-    log.written(1)
-    assert packed(log) == 20 - few
+    looked: list[int] = []
+
+    def may_persist(entry: Entry) -> bool:
+        looked.append(entry.index)
+        return entry.index not in lost
+
+    lost = {7, 15}
+    log = ReplicaLog(entries, may_persist)
+    assert (log.durable_index, looked) == (6, list(range(1, 21)))
+    assert log.waiting == (entries[6], entries[14])
+    assert packed(log) == 20 - few, "waiting for one payload is no reason to keep all that follows as objects"
+    for now_lost, durable in (({15}, 14), ({15}, 14), (set(), 20)):
+        before = len(log.waiting)
+        lost = now_lost
+        looked.clear()
+        log.find_lost(may_persist)
+        assert (len(looked), log.durable_index) == (before, durable)
+    assert log.waiting == ()
     assert log.entries == entries
+
+
+def test_a_lost_payload_of_a_forgotten_entry_is_not_waited_for() -> None:
+    log = ReplicaLog(chain(20), lambda entry: entry.index not in (7, 15))
+    log.truncate(15)
+    assert [entry.index for entry in log.waiting] == [7]
+    log.truncate(7)
+    assert (log.waiting, log.durable_index) == ((), 6)
 
 
 def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: pytest.MonkeyPatch) -> None:

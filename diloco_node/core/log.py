@@ -68,10 +68,8 @@ class ReplicaLog:
     def __init__(self, entries: Sequence[Entry], may_persist: Callable[[Entry], bool] = lambda _: True) -> None:
         self._entries: list[Entry | _Packed] = list(entries)
         self._packed_index = 0
-        # The first entry whose payload the disk has lost; one past the end of what it held if there is none.
-        self._lost_from = 1
-        self._held_index = len(self._entries)
-        self.find_lost(may_persist)
+        # Of what the disk held: entries whose payload it has lost. None is added later, so nobody looks at the others.
+        self._lost = [entry for entry in entries if not may_persist(entry)]
         self._staged: list[Entry] = []
         self._staged_bytes: list[int] = []
         self._durable_index = len(self._entries)
@@ -111,18 +109,13 @@ class ReplicaLog:
     @property
     def durable_index(self) -> int:
         """Up to here the log is on disk, payloads too."""
-        return min(self._durable_index, self._lost_from - 1) if self.has_lost else self._durable_index
-
-    @property
-    def has_lost(self) -> bool:
-        """Whether the disk lacks a payload of an entry that it held at start."""
-        return self._lost_from <= self._held_index
+        return min(self._durable_index, self._lost[0].index - 1) if self._lost else self._durable_index
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """Entries that can't be acknowledged before some payload is there: from the first lost one on, and staged."""
-        lost = self.slice(self._lost_from, len(self._entries)) if self.has_lost else ()
-        return (*lost, *self._staged)
+        """Entries that may lack a payload: those that the disk has lost (as `find_lost` last found), and all that are
+        staged."""
+        return (*self._lost, *self._staged)
 
     @property
     def is_dirty(self) -> bool:
@@ -196,7 +189,7 @@ class ReplicaLog:
         if first > len(self._entries):
             return
         del self._entries[first - 1 :]
-        self._held_index = min(self._held_index, first - 1)
+        self._lost = [entry for entry in self._lost if entry.index < first]
         self._packed_index = min(self._packed_index, first - 1)
         if first <= self._asked_index:
             self._truncate_from = min(self._truncate_from, first) if self._truncate_from else first
@@ -227,9 +220,8 @@ class ReplicaLog:
         self._staged_bytes.clear()
 
     def find_lost(self, may_persist: Callable[[Entry], bool]) -> None:
-        """Look again for the first entry, of those that the disk held at start, whose payload it lacks."""
-        while self.has_lost and may_persist(_whole(self._entries[self._lost_from - 1])):
-            self._lost_from += 1
+        """Look again for which entries, of those that the disk held at start, it lacks the payload."""
+        self._lost = [entry for entry in self._lost if not may_persist(entry)]
 
     def promote(self, may_persist: Callable[[Entry], bool]) -> None:
         """Move staged entries to the log, in order, up to the first that may not be persisted yet."""
@@ -257,8 +249,8 @@ class ReplicaLog:
     # ---- inside ----
 
     def _pack(self) -> None:
-        """Keep old entries as bytes; not those that wait for what the disk has lost, for these are looked at often."""
-        for index in range(self._packed_index, min(self.durable_index, len(self._entries)) - UNPACKED_ENTRIES):
+        """Keep old entries that are on disk as bytes; those whose payload it has lost are at hand in `_lost`."""
+        for index in range(self._packed_index, min(self._durable_index, len(self._entries)) - UNPACKED_ENTRIES):
             one = self.entry(index + 1)
             self._entries[index] = _Packed(one.term, one.hash, encode_entry(one))
             self._packed_index = index + 1
