@@ -49,6 +49,8 @@ REQUEST_TIMEOUT_S: Final = 10.0
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _COUNTERS: Final = struct.Struct("<QQ")
 _CREDENTIALS: Final = struct.Struct("3i")
+_START_TICKS: Final = 19
+"""Field 22 of /proc/PID/stat; the first two, pid and name, are cut off."""
 
 
 def peer_uid(connection: socket.socket) -> int:
@@ -56,6 +58,40 @@ def peer_uid(connection: socket.socket) -> int:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _pid, uid, _gid = _CREDENTIALS.unpack(raw)
     return int(uid)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process of this machine, told from all others.
+
+    Attributes:
+        start_ticks: when the kernel started it, since the machine was booted. boot: which boot.
+    """
+
+    pid: int
+    start_ticks: int
+    boot: str
+
+    def is_older_than(self, other: Process) -> bool:
+        """Whether it was started before the other one, as far as that can be told."""
+        return self.boot == other.boot and self.start_ticks < other.start_ticks
+
+
+def peer_process(connection: socket.socket) -> Process | None:
+    """The process that connected to a Unix socket, as the kernel knows it; None if it is gone or can't be seen here."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _uid, _gid = _CREDENTIALS.unpack(raw)
+    return process_of(pid)
+
+
+def process_of(pid: int) -> Process | None:
+    """The process that has this number now; None if there is none."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return Process(pid, int(after_name[_START_TICKS]), boot)
 
 
 def socket_path(state_dir: Path, name: str) -> Path:
@@ -285,6 +321,11 @@ def read_trained(state_dir: Path) -> tuple[Trained, ...]:
     return tuple(Trained(number, *_read_counter(path)) for number, path in _counter_files(state_dir))
 
 
+def newest_incarnation(state_dir: Path) -> int:
+    """The last life that was allotted; 0 if there was none."""
+    return max((number for number, _ in _counter_files(state_dir)), default=0)
+
+
 def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     """A number for a new life of the learner, higher than every one before; its counter file is durable on return.
 
@@ -295,8 +336,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     Raises:
         StorageError: the file can't be made.
     """
-    files = _counter_files(state_dir)
-    number = max(incarnation_min, files[-1][0] + 1 if files else 1)
+    number = max(incarnation_min, newest_incarnation(state_dir) + 1)
     path = _counter_path(state_dir, number)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

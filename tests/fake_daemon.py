@@ -21,7 +21,7 @@ from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition, MergeRule
-from diloco_node.memory import MemoryStore, allot_incarnation, request_area
+from diloco_node.memory import MemoryStore, Process, allot_incarnation, request_area
 from diloco_node.wire.learner_link import (
     INBOX,
     NEW_PROCESS,
@@ -113,6 +113,9 @@ class FakeDaemon:
         done.result(PATIENCE_S)
 
     # ---- LearnerHandler ----------------------------------------------------------------------------------------------
+
+    def objection(self, attach: Attach, process: Process | None) -> str:
+        return ""
 
     def learner_attached(self, attach: Attach) -> None:
         self.manifest = build_manifest(merge_rules(attach.tensors, MergeRule.RDA), self.fragments)

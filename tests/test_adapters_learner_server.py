@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from diloco_node.adapters.learner_server import LearnerServer
 from diloco_node.core.fragments import TensorSpec
 from diloco_node.core.types import FragmentPosition, MergeRule
 from diloco_node.errors import BindError, ProtocolViolation
+from diloco_node.memory import Process, process_of
 from diloco_node.wire.learner_link import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,
@@ -45,6 +47,12 @@ class Daemon:
     def __init__(self) -> None:
         self.calls: list[object] = []
         self.changed = asyncio.Event()
+        self.refuses: set[int] = set()
+        self.processes: list[Process | None] = []
+
+    def objection(self, attach: Attach, process: Process | None) -> str:
+        self.processes.append(process)
+        return "there is a newer one" if attach.incarnation in self.refuses else ""
 
     def learner_attached(self, attach: Attach) -> None:
         self._note(attach)
@@ -137,6 +145,23 @@ async def test_newer_process_takes_the_place_of_the_older(tmp_path: Path) -> Non
         assert await newer.hear() == Stop("x")
         newer.leave()
         await daemon.wait_for(5)
+
+
+async def test_a_process_that_is_objected_to_leaves_the_attached_one_in_place(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (server, daemon):
+        daemon.refuses.add(5)
+        newer, older = await dial(server), await dial(server)
+        newer.say(ATTACH)
+        await daemon.wait_for(1)
+        older.say(replace(ATTACH, incarnation=5))
+        assert await older.hear() == Refuse("there is a newer one", True)
+        assert await older.is_hung_up()
+        newer.say(REPORT)
+        assert await daemon.wait_for(2) == [ATTACH, REPORT]
+        assert daemon.processes == [process_of(os.getpid())] * 2
+        older.leave()
+        newer.leave()
+        await daemon.wait_for(3)
 
 
 async def test_refused_learner_is_told_why_and_hung_up_on(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from node_kit import MANIFEST
 
 from diloco_node.adapters.certs import init_run
 from diloco_node.adapters.store import RegionStore
+from diloco_node.core.fragments import TensorSpec
 from diloco_node.core.types import Recovered, RunSettings
 from diloco_node.errors import StorageError, SupersededError
 from diloco_node.memory import MemoryStore
@@ -29,8 +30,10 @@ from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     LINK_PROTOCOL,
     NEW_PROCESS,
+    NO_SNAPSHOT,
     TO_DAEMON,
     TO_LEARNER,
+    UNATTACHED,
     Attach,
     InitialState,
     Refuse,
@@ -90,7 +93,9 @@ class Learner:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def attach(cls, spec: NodeSpec, incarnation: int = NEW_PROCESS) -> Learner:
+    async def attach(
+        cls, spec: NodeSpec, incarnation: int = NEW_PROCESS, tensors: tuple[TensorSpec, ...] = MANIFEST.tensors
+    ) -> Learner:
         async with asyncio.timeout(120):
             while True:
                 try:
@@ -98,7 +103,9 @@ class Learner:
                     break
                 except OSError:
                     await asyncio.sleep(0.01)
-        one.say(Attach(LINK_PROTOCOL, 1, MANIFEST.tensors, incarnation, "", 0, 0, 0, (), ()))
+        count = 0 if incarnation == NEW_PROCESS else 2
+        positions, snapshots = (UNATTACHED,) * count, (NO_SNAPSHOT,) * count
+        one.say(Attach(LINK_PROTOCOL, 1, tensors, incarnation, "", 0, 0, 0, positions, snapshots))
         return one
 
     def say(self, message: Any) -> None:
@@ -170,6 +177,55 @@ async def test_the_first_learner_tells_the_model_and_a_second_process_gets_the_s
     assert welcome.incarnation == 2
     assert len(nodes) == 1
     await second.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_an_older_life_that_finds_a_new_daemon_first_or_last_does_not_displace_the_newest(
+    spec: NodeSpec, nodes: list[assembly.Node]
+) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    lives = []
+    for _ in range(2):
+        learner = await Learner.attach(spec)
+        welcome = await learner.hear()
+        assert isinstance(welcome, Welcome)
+        lives.append(welcome.incarnation)
+        await learner.close()
+    assert await end(daemon, running) == 0
+
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    for life, other in (lives, reversed(lives)):
+        learner = await Learner.attach(spec, life)
+        answer = await learner.hear()
+        late = await Learner.attach(spec, other)
+        refused = await late.hear()
+        if life > other:
+            answer, refused = refused, answer
+        assert isinstance(answer, Refuse)
+        assert answer.is_final
+        assert isinstance(refused, Welcome)
+        assert refused.incarnation == max(lives)
+        await learner.close()
+        await late.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_a_process_with_another_model_does_not_displace_the_learner(
+    spec: NodeSpec, nodes: list[assembly.Node]
+) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    other = await Learner.attach(spec, tensors=MANIFEST.tensors[:1])
+    answer = await other.hear()
+    assert isinstance(answer, Refuse)
+    assert "not the run's model" in answer.reason
+    assert daemon.learner_server.is_attached
+    await other.close()
+    await learner.close()
     assert await end(daemon, running) == 0
 
 

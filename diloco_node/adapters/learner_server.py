@@ -1,7 +1,7 @@
 """The daemon's end of the Unix socket to its learner.
 
-One learner at a time. A process that attaches while another is attached wins: it is the one that the supervisor, or the
-operator, has just started. The older gets a final `Refuse`, which makes it exit.
+One learner at a time: the newest process, as the handler finds (`objection`), not the one that attaches last. The other
+gets a final `Refuse`, which makes it exit.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from diloco_node.errors import BindError, ProtocolViolation
-from diloco_node.memory import peer_uid
+from diloco_node.memory import Process, peer_process, peer_uid
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     LINK_PROTOCOL,
@@ -38,6 +38,10 @@ CONNECTIONS_MAX: Final = 8
 
 class LearnerHandler(Protocol):
     """Who gets what the learner says. All calls are made on the event loop, and must not block it."""
+
+    def objection(self, attach: Attach, process: Process | None) -> str:
+        """Why this process may not be the learner, for good; empty if it may. Who is attached stays until then."""
+        ...
 
     def learner_attached(self, attach: Attach) -> None:
         """A learner is connected; answer with `LearnerServer.send(Welcome)` or `refuse`, now or later."""
@@ -157,6 +161,10 @@ class LearnerServer:
                 "diloco-node for both and restart the region",
                 is_final=True,
             )
+            return
+        objection = self._handler.objection(first, peer_process(writer.get_extra_info("socket")))
+        if objection:
+            _say_no(writer, objection, is_final=True)
             return
         self._replace(writer, first.pid)
         self._handler.learner_attached(first)

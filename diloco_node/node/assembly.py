@@ -274,18 +274,30 @@ class Node:
 
     # ---- what the learner says ---------------------------------------------------------------------------------------
 
+    @property
+    def known_incarnation(self) -> int:
+        """The newest life of the own learner that the ledger knows of; -1 if none."""
+        return self.core.history.incarnation(self._spec.region)
+
+    def objection(self, attach: Attach) -> str:
+        """Why a process with this model can't be this region's learner; empty if it can."""
+        difference = describe_difference(self._manifest, merge_rules(attach.tensors, self._spec.settings.merge))
+        if difference:
+            return f"this is not the run's model: {difference}"
+        try:
+            attach.in_fragments(len(self._manifest.fragments))
+        except ProtocolViolation as error:
+            return str(error)
+        return ""
+
     def learner_attached(self, attach: Attach) -> None:
         """Welcome it, or say why not."""
         server = self._daemon.learner_server
-        difference = describe_difference(self._manifest, merge_rules(attach.tensors, self._spec.settings.merge))
-        if difference:
-            server.refuse(f"this is not the run's model: {difference}", is_final=True)
+        objection = self.objection(attach)  # again: the node may not have been there when it was let in
+        if objection:
+            server.refuse(objection, is_final=True)
             return
-        try:
-            attach = attach.in_fragments(len(self._manifest.fragments))
-        except ProtocolViolation as error:
-            server.refuse(str(error), is_final=True)
-            return
+        attach = attach.in_fragments(len(self._manifest.fragments))
         try:
             incarnation = self._incarnation(attach)
             before = tuple(life for life in read_trained(self._spec.state_dir) if life.incarnation < incarnation)
@@ -328,8 +340,7 @@ class Node:
         """The life of the learner that attaches: a new one for a new process. Raises StorageError."""
         if attach.incarnation != NEW_PROCESS:
             return attach.incarnation
-        known = self.core.history.incarnation(self._spec.region)
-        return allot_incarnation(self._spec.state_dir, incarnation_min=known + 1)
+        return allot_incarnation(self._spec.state_dir, incarnation_min=self.known_incarnation + 1)
 
     def learner_said(self, message: ToDaemon) -> None:
         """Anything but Attach and Failed."""

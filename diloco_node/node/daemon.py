@@ -31,8 +31,10 @@ from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.errors import ConfigError, PeersUnreachable, StorageError, SupersededError
+from diloco_node.memory import Process
 from diloco_node.node.assembly import Node
 from diloco_node.node.budget import changed_plan, plan_of_file
+from diloco_node.node.learner_order import LearnerOrder
 from diloco_node.node.manifest_file import load_manifest, save_manifest
 from diloco_node.node.spec import NODE_FILE, NodeSpec
 from diloco_node.node.status import NoteBook, StatusCollector, write_report
@@ -84,6 +86,7 @@ class Daemon:
         self._manifest: Manifest | None = None
         self._node: Node | None = None
         self._building = False
+        self._learner_order = LearnerOrder(spec.state_dir)
         self._waiting_attach: Attach | None = None
 
     async def run(self) -> int:
@@ -215,6 +218,18 @@ class Daemon:
             node.learner_attached(attach)
 
     # ---- the learner -------------------------------------------------------------------------------------------------
+
+    def objection(self, attach: Attach, process: Process | None) -> str:
+        """Why this process may not be the learner; empty if it may, and then it is the one."""
+        known, reason = 0, ""
+        if self._node is not None:
+            known, reason = self._node.known_incarnation, self._node.objection(attach)
+        reason = reason or self._learner_order.objection(attach, process, known_incarnation=known)
+        if reason:
+            self.note(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
+        else:
+            self._learner_order.let_in(process)
+        return reason
 
     def learner_attached(self, attach: Attach) -> None:
         """The first learner of a fresh region tells what the model is; every later one must have the same."""

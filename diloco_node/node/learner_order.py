@@ -1,0 +1,61 @@
+"""Which of two learner processes is the newer one: by the lives that were allotted, and by when they were started.
+
+Never by who comes last: an older process may attach late, for it was stopped, was slow to start, or finds a new daemon
+before the newer one does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from diloco_node.adapters.durable import replace_file
+from diloco_node.errors import StorageError
+from diloco_node.memory import Process, newest_incarnation, process_of
+from diloco_node.wire.learner_link import NEW_PROCESS, Attach
+
+HOLDER_NAME: Final = "learner.process"
+
+log = structlog.get_logger()
+
+
+class LearnerOrder:
+    """Remembers who was let in last, in the state folder: the next daemon must know it, too."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._state_dir = state_dir
+        self._path = state_dir / HOLDER_NAME
+
+    def objection(self, attach: Attach, process: Process | None, *, known_incarnation: int = 0) -> str:
+        """Why this process may not take the learner's place; empty if it may.
+
+        Args:
+            attach: what it said. process: what the kernel says of it; None if that can't be had.
+            known_incarnation: the newest life that the ledger knows of.
+        """
+        newest = max(known_incarnation, newest_incarnation(self._state_dir))
+        if NEW_PROCESS < attach.incarnation < newest:
+            return f"life {attach.incarnation} of this learner was over when life {newest} began"
+        holder = self._read()
+        is_older = holder is not None and process is not None and process.is_older_than(holder)
+        if holder is not None and is_older and process_of(holder.pid) == holder:
+            return f"process {holder.pid} was started later and is this region's learner"
+        return ""
+
+    def let_in(self, process: Process | None) -> None:
+        """This process has the place now."""
+        if process is None:
+            return
+        try:
+            replace_file(self._path, [f"{process.pid} {process.start_ticks} {process.boot}\n".encode()])
+        except StorageError as error:
+            log.warning("which learner came last is not on disk", reason=str(error))
+
+    def _read(self) -> Process | None:
+        try:
+            pid, ticks, boot = self._path.read_text().split()
+            return Process(int(pid), int(ticks), boot)
+        except (OSError, ValueError):
+            return None  # nobody yet, or the disk: then the lives decide alone
