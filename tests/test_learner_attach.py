@@ -27,6 +27,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.checkpoint import read_checkpoint
+from diloco_node.learner.revert import VERSIONS_REVERTED
 from diloco_node.learner.session import StepTimer
 from diloco_node.memory import MemoryStore, Trained, TrainedCounter, read_trained
 from diloco_node.wire.learner_link import (
@@ -426,14 +427,15 @@ def test_optimizer_that_undoes_a_version_is_found_unless_masters_are_given(folde
     def train(daemon: FakeDaemon) -> None:
         masters = optimizer.masters if are_given else None
         with diloco_node.attach(model, masters=masters) as diloco:
-            daemon.commit(0, daemon.theta[0] + np.float32(0.5), -1)
             deadline_s = time.monotonic() + PATIENCE_S
-            left = 3  # steps after the apply was heard of
-            while left:
-                assert time.monotonic() < deadline_s
-                left -= sum(isinstance(message, Applied) for message in list(daemon.said)) >= 3
-                optimizer.step()
-                diloco.step(tokens=1)
+            for version in range(VERSIONS_REVERTED):
+                daemon.commit(0, daemon.theta[0] + np.float32(0.5), -1)
+                left = 3  # steps after the apply was heard of
+                while left:
+                    assert time.monotonic() < deadline_s
+                    left -= sum(isinstance(message, Applied) for message in list(daemon.said)) >= 3 + version
+                    optimizer.step()
+                    diloco.step(tokens=1)
 
     with FakeDaemon(folder) as daemon:
         if are_given:

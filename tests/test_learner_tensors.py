@@ -7,7 +7,7 @@ from diloco_node.core.carry import Anchor, CarryPlan, carry_over
 from diloco_node.core.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
-from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
 from diloco_node.learner.tensors import ModelTensors, unwrap
 
 SEED = 499
@@ -191,41 +191,98 @@ def test_parameter_that_can_not_be_merged_is_named(make: type[nn.Module], what: 
 # ---- RevertCheck -----------------------------------------------------------------------------------------------------
 
 
-def checked(change_after_apply: float) -> RevertCheck:
-    """An apply moved a parameter from 0 to 1 in each value; then it moved by `change_after_apply`."""
-    model = nn.Linear(64, 64, bias=False)
-    tensors = ModelTensors(model)
-    fragment = build_manifest(tensors.specs, 1).fragments[0]
-    check = RevertCheck(tensors)
-    tensors.write(fragment, torch.zeros(fragment.size))
-    check.before(fragment)
-    tensors.write(fragment, torch.ones(fragment.size))
-    check.after(fragment)
-    tensors.write(fragment, torch.full((fragment.size,), 1.0 + change_after_apply))
-    return check
+class Checked:
+    """A model of one fragment, to which versions are applied, with steps of a test's choice after them."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.model = nn.Linear(size, size, bias=False)
+        self.tensors = ModelTensors(self.model)
+        self.fragment = build_manifest(self.tensors.specs, 1).fragments[0]
+        self.check = RevertCheck(self.tensors)
+
+    def write(self, value: float | torch.Tensor) -> None:
+        self.tensors.write(self.fragment, torch.zeros(self.fragment.size) + value)
+
+    def apply(self, before: float | torch.Tensor, after: float | torch.Tensor) -> None:
+        self.write(before)
+        self.check.before(self.fragment)
+        self.write(after)
+        self.check.after(self.fragment)
+
+    def round(self, change: float, *, gradient: float | None = None) -> None:
+        """A version moves each value from 0 to 1; then a step moves it by `change`."""
+        self.apply(0.0, 1.0)
+        self.model.weight.grad = None if gradient is None else torch.full_like(self.model.weight, gradient)
+        self.write(1.0 + change)
+        self.check.verify()
 
 
+@pytest.mark.parametrize("gradient", [None, 0.0, -0.5])
 @pytest.mark.parametrize("change", [-1.0, -1.001, -0.9])
-def test_reverted_parameter_is_found(change: float) -> None:
-    with pytest.raises(LearnerError, match=r"reverted 'weight'.*masters="):
-        checked(change).verify()
+def test_reverted_parameter_is_found_at_the_third_version(change: float, gradient: float | None) -> None:
+    one = Checked()
+    for _ in range(VERSIONS_REVERTED - 1):
+        one.round(change, gradient=gradient)
+    with pytest.raises(LearnerError, match=r"reverted 'weight'.*3 times.*masters="):
+        one.round(change, gradient=gradient)
 
 
 @pytest.mark.parametrize("change", [0.001, -0.3, 5.0])
-def test_trained_parameter_is_not_called_reverted(change: float) -> None:
-    checked(change).verify()
+def test_one_version_that_stays_ends_the_check(change: float) -> None:
+    one = Checked()
+    one.round(-1.0)
+    one.round(change)
+    for _ in range(10):
+        one.round(-1.0)
+
+
+def test_a_learner_at_its_optimum_is_not_called_reverted() -> None:
+    """Every version takes it away from there, and one step back again, to the bit: its gradient leads there."""
+    one = Checked()
+    optimum = (32 * torch.randn(64, 64, generator=torch.Generator().manual_seed(5))).round() / 32
+    optimizer = torch.optim.SGD(one.model.parameters(), lr=1.0)
+    for round_ in range(10):
+        one.apply(optimum.reshape(-1), optimum.reshape(-1) + 2.0 ** -(round_ % 3))
+        optimizer.zero_grad()
+        (0.5 * (one.model.weight - optimum).square().sum()).backward()
+        optimizer.step()
+        assert torch.equal(one.model.weight, optimum)
+        one.check.verify()
+
+
+def test_a_few_values_that_come_back_by_chance_prove_nothing() -> None:
+    one = Checked(3)
+    for _ in range(10):
+        one.round(-1.0)
+
+
+def test_values_that_the_version_left_alone_do_not_count() -> None:
+    """Most of them are where they were before: no version ever took them anywhere."""
+    one = Checked(8)
+    before = torch.zeros(64)
+    after = before.clone()
+    after[:20] = 1e-3
+    for _ in range(10):
+        one.apply(before, after)
+        one.write(after - 5e-4 * (after > 0) + 1.0 * (after == 0))
+        one.check.verify()
+
+
+def test_looking_ends_when_nothing_is_to_be_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Checked(3)
+    for _ in range(LOOKS_MAX):
+        one.round(-1.0)
+    monkeypatch.setattr(one.tensors, "sample", lambda _: pytest.fail("looked again"))
+    one.round(-1.0)
 
 
 def test_boundary_without_an_optimizer_step_proves_nothing() -> None:
-    model = nn.Linear(8, 8, bias=False)
-    tensors = ModelTensors(model)
-    fragment = build_manifest(tensors.specs, 1).fragments[0]
-    check = RevertCheck(tensors)
-    tensors.write(fragment, torch.zeros(64))
-    check.before(fragment)
-    tensors.write(fragment, torch.ones(64))
-    check.after(fragment)
-    check.verify()
-    tensors.write(fragment, torch.zeros(64))
+    one = Checked()
+    for _ in range(VERSIONS_REVERTED - 1):
+        one.round(-1.0)
+    one.apply(0.0, 1.0)
+    one.check.verify()
+    one.check.verify()
+    one.write(0.0)
     with pytest.raises(LearnerError):
-        check.verify()
+        one.check.verify()

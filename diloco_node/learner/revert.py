@@ -2,10 +2,16 @@
 
 An optimizer that keeps its own float32 masters writes them over the parameters at each step. A version that was applied
 to the parameters alone is then gone one step later, and the run would merge the same work for ever without any learner
-getting it. So the first version that moves the parameters is looked at again one step later.
+getting it. So the first versions that move the parameters are looked at again one step later.
+
+A learner that stands at its optimum goes back, too, but its gradient leads it there; and a few values go where they
+like. So what counts is only a version that moved many values, whose step went back without a gradient that led there,
+and several of them. One version that stays is enough to say that all is well.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,8 +20,20 @@ from diloco_node.core.fragments import Fragment
 from diloco_node.errors import LearnerError
 from diloco_node.learner.tensors import ModelTensors
 
-CLOSER = 0.5
+CLOSER: Final = 0.5
 """Reverted means: the parameters are less than half as far from where they were before as from the version."""
+
+VALUES_MIN: Final = 16
+"""A version that moved fewer values proves nothing: an ordinary step may take two or three of them back by chance."""
+
+VERSIONS_REVERTED: Final = 3
+"""So many in a row, with none that stayed."""
+
+LEADS_BACK: Final = 0.5
+"""The gradient explains the way back if the cosine between it and the version's move is larger than this."""
+
+LOOKS_MAX: Final = 64
+"""After so many versions nothing more is to be found out: each look waits for the device."""
 
 
 class RevertCheck:
@@ -25,6 +43,8 @@ class RevertCheck:
         self._tensors = tensors
         self._before: dict[int, Tensor] = {}
         self._pending: list[tuple[Fragment, Tensor, Tensor]] = []
+        self._looks = 0
+        self._reverted = 0
         self._is_done = False
 
     def before(self, fragment: Fragment) -> None:
@@ -45,7 +65,7 @@ class RevertCheck:
         """At the next boundary, before anything is applied: are the applied values still there?
 
         Raises:
-            LearnerError: they were reverted.
+            LearnerError: they were reverted, `VERSIONS_REVERTED` times.
         """
         pending, self._pending = self._pending, []
         for fragment, before, after in pending:
@@ -53,12 +73,28 @@ class RevertCheck:
             if torch.equal(now, after):
                 self._pending.append((fragment, before, after))  # no optimizer step in between: ask again
                 continue
-            self._is_done = True
-            if torch.dist(now, before) < CLOSER * torch.dist(now, after):
-                name = fragment.pieces[0].name
-                raise LearnerError(
-                    f"the optimizer reverted {name!r} one step after a version was applied: it keeps masters of its "
-                    "own. Pass them, attach(..., masters={name: float32 tensor}), so that versions reach them too"
-                )
+            self._look(fragment, before, after, now)
         if self._is_done:
             self._pending.clear()
+
+    def _look(self, fragment: Fragment, before: Tensor, after: Tensor, now: Tensor) -> None:
+        self._looks += 1
+        moved = before != after
+        if int(moved.sum()) >= VALUES_MIN:
+            if torch.dist(now[moved], before[moved]) >= CLOSER * torch.dist(now[moved], after[moved]):
+                self._is_done = True
+            elif not self._leads_back(fragment, (after - before)[moved], moved):
+                self._reverted += 1
+        if self._reverted >= VERSIONS_REVERTED:
+            name = fragment.pieces[0].name
+            raise LearnerError(
+                f"the optimizer reverted {name!r} one step after a version was applied, {self._reverted} times: it "
+                "keeps masters of its own. Pass them, attach(..., masters={name: float32 tensor}), so that versions "
+                "reach them too"
+            )
+        self._is_done = self._is_done or self._looks >= LOOKS_MAX
+
+    def _leads_back(self, fragment: Fragment, move: Tensor, moved: Tensor) -> bool:
+        """Whether the gradient of the step, if it is still there, points from the version to where it was before."""
+        gradient = self._tensors.sample_gradients(fragment)[moved]
+        return bool(torch.dot(gradient, move) > LEADS_BACK * gradient.norm() * move.norm())

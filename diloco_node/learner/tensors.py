@@ -8,7 +8,7 @@ parameter follows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -182,9 +182,16 @@ class ModelTensors:
 
     def sample(self, fragment: Fragment) -> Tensor:
         """The first values of each piece as the *parameters* hold them, masters or not: shape (k,), float32, CPU."""
+        return self._sample(fragment, lambda parameter: parameter.detach())
+
+    def sample_gradients(self, fragment: Fragment) -> Tensor:
+        """Of the same values the gradients, zero where there is none (any more)."""
+        return self._sample(fragment, lambda one: torch.zeros_like(one) if one.grad is None else one.grad.detach())
+
+    def _sample(self, fragment: Fragment, values_of: Callable[[nn.Parameter], Tensor]) -> Tensor:
         parts = []
         for piece in fragment.pieces:
-            values = self._tracked[piece.name].parameter.detach()
+            values = values_of(self._tracked[piece.name].parameter)
             rows = values[piece.row_start : piece.row_stop] if values.dim() else values
             parts.append(rows.reshape(-1)[:SAMPLE_VALUES].float().cpu())
         return torch.cat(parts).clone()
