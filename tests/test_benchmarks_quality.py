@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +199,7 @@ def fake_loss(job: quality.Job) -> float:
     )
 
 
-def test_each_arm_is_tuned_on_the_first_seed_and_measured_on_all():
+def test_each_arm_is_tuned_and_measured_on_all_seeds():
     arms = quality.arms_for(4000)
     asked: list[quality.Job] = []
 
@@ -211,11 +212,23 @@ def test_each_arm_is_tuned_on_the_first_seed_and_measured_on_all():
     assert (sync.rate, sync.outer[0], len(sync.losses)) == (6e-3, 0.7, 2)
     assert cut.rate == 6e-3
     assert {job.rate for job in asked if job.arm.name == "cut_4"} == {6e-3}
-    assert all(job.seed == 1 and job.steps == 700 for job in asked if job.rate != 6e-3)
+    assert all(job.steps == 700 for job in asked if job.rate != 6e-3)
+    assert {(job.rate, job.seed) for job in asked if job.steps == 700} == set(product(quality.RATES, (1, 2)))
     assert {
         job.rounds.outer_lr for job in (one.arm for one in asked if one.steps == 4000) if job.name == "sync_diloco"
     } == {lr for lr, _ in quality.SYNC_OUTER}
-    assert sum(job.seed == 2 for job in asked) == 2
+
+
+def test_the_rate_that_one_seed_likes_best_is_not_chosen():
+    arms = {arm.name: arm for arm in quality.arms_for(4000)}
+    table = {3e-3: (1.5, 1.5), 4e-3: (1.4, 1.5), 6e-3: (1.3, 1.7)}
+    (ours,) = quality.summarise(
+        [arms["ours"]],
+        quality.Plan(4000, 4000, (1, 2)),
+        lambda job: table[job.rate][job.seed - 1],
+        list(arms.values()),
+    )
+    assert (ours.rate, ours.losses) == (4e-3, [1.4, 1.5])
 
 
 def test_of_one_rate_nothing_is_tuned():
