@@ -10,7 +10,8 @@ The real cores, codec and apply rule run in lock-step virtual time, M learners i
 The inner learning rate of every arm is the best of three by the mean of all seeds, at `--tune-steps`, by default at
 full length; then, where an arm's outer optimizer is tuned too, the best pair at that rate, by the same mean. (One seed
 chooses badly: a run scatters by 0.6 %, as much as neighbouring rates differ.)
-Arms that differ from another only by a disturbance which nobody plans (a learner cut off) use that other arm's rate.
+Arms that differ from another only by a disturbance which nobody plans (a learner cut off, or gone wild) use that other
+arm's rate.
 Finished runs are kept in a JSON-lines file, so an interrupted benchmark goes on; `REVISION` is part of their key and
 grows with every change that moves numbers.
 """
@@ -66,6 +67,7 @@ class Arm:
         cut_cycles: how many cycles of H steps the last learner is cut off.
         keep_cut_work: what it learnt meanwhile goes through the carry-over rule, or is thrown away.
         share: rounds are scaled by included / live.
+        outlier: the last learner's outer gradients are made so many times as long in every round; 0: they are not.
         beta2: of AdamW. Learners of batch 8 are better with the built-in trainer's 0.99, a batch of 32 with 0.95, so
             data-parallel gets what is best for it.
         rate_of: the arm whose inner learning rate is taken; "" means that its own is tuned.
@@ -78,6 +80,7 @@ class Arm:
     cut_cycles: int = 0
     keep_cut_work: bool = True
     share: bool = True
+    outlier: float = 0.0
     beta2: float = BETAS[1]
     rate_of: str = ""
     outer_choices: tuple[tuple[float, float], ...] = ()
@@ -97,6 +100,8 @@ class Job:
         arm = asdict(self.arm)
         for cosmetic in ("name", "rate_of", "outer_choices"):
             arm.pop(cosmetic)
+        if not self.arm.outlier:
+            arm.pop("outlier")  # runs from before there was any keep their key
         shape = (LEARNERS, BATCH, CONTEXT, SYNC_EVERY)
         return json.dumps([REVISION, arm, self.rate, self.seed, self.steps, shape], sort_keys=True)
 
@@ -146,6 +151,7 @@ def arms_for(steps: int) -> list[Arm]:
         Arm("half_overwrite", overwrite, included=2),
         Arm("one", ours, included=1),
         Arm("one_overwrite", overwrite, included=1),
+        Arm("outlier", ours, outlier=1000.0, rate_of="ours"),
     ]
     for cycles in (4, 25, 100):
         if (CUT_STARTS_AT * steps / SYNC_EVERY) + cycles + 10 <= steps / SYNC_EVERY:
@@ -203,6 +209,7 @@ def _rounds(job: Job, stack: Stack) -> Rounds:
         cut_steps=cut,
         keep_cut_work=arm.keep_cut_work,
         share=arm.share,
+        outlier=arm.outlier,
     )
 
 

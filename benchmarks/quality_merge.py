@@ -3,7 +3,7 @@
 `Rounds` plays leader, reducers and regions at once. After every inner step of the stack it commits the rounds whose
 overlap is over, hands the new versions to the learners, and opens the rounds that are due. As all regions hold equal
 bytes, there is one copy of the global parameters. What a round does is the production code: `core.fragments`,
-`core.schedule`, `core.weights`, `core.carry`, `codec.kernels`.
+`core.schedule`, `core.weights`, `core.outliers`, `core.carry`, `codec.kernels`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core import schedule, weights
+from diloco_node.core import outliers, schedule, weights
 from diloco_node.core.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.fragments import Fragment, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, MergeRule, RunSettings
@@ -77,6 +77,7 @@ class _Global:
     momentum: F32
     version: int = 0
     clock: FragmentPosition = field(default_factory=lambda: FragmentPosition(0, 0, 0, 0))
+    recent: outliers.RecentRounds = field(default_factory=outliers.RecentRounds)
 
 
 def merge_rule(name: str, rule: MergeRule) -> MergeRule:
@@ -98,6 +99,7 @@ class Rounds:
         cut_steps: the last learner is cut off after step `cut_steps[0]` until `cut_steps[1]`: it trains, contributes
             nothing, gets nothing. None: never.
         keep_cut_work: False throws away what the cut learner did: it returns with the new global parameters.
+        outlier: what the last learner offers is so many times as long as what it learnt; 0: it is what it learnt.
         share: scale rounds that hold carried work back to one cycle (the design); False for comparison.
     """
 
@@ -112,9 +114,11 @@ class Rounds:
         cut_steps: tuple[int, int] | None = None,
         keep_cut_work: bool = True,
         share: bool = True,
+        outlier: float = 0.0,
     ) -> None:
         self.settings, self.theta = settings, theta
         self.tokens_per_step, self.attendance = tokens_per_step, attendance
+        self.outlier = np.float32(outlier)
         self.cut_steps, self.keep_cut_work, self.share = cut_steps, keep_cut_work, share
         specs = [TensorSpec(name, shape, merge_rule(name, settings.merge)) for name, shape in shapes.items()]
         self.fragments = build_manifest(specs, settings.fragments).fragments
@@ -196,7 +200,9 @@ class Rounds:
         copy, blocks = self.copies[m][one.fragment], self._up[one.fragment]
         values = self.theta[m, self._where[one.fragment]]
         encoded = np.empty(blocks.encoded_bytes, np.uint8)
-        norms = kernels.encode_delta(blocks, copy.base, values, encoded)
+        is_wild = self.outlier and m == self.learners - 1
+        offered = copy.base + self.outlier * (values - copy.base) if is_wild else values
+        norms = kernels.encode_delta(blocks, copy.base, offered, encoded)
         tokens = step * self.tokens_per_step
         self._snapshots_taken += 1
         one.snapshots[m] = _Snapshot(values, step, tokens)
@@ -225,13 +231,16 @@ class Rounds:
         weighed = weights.weights(
             one.contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
         )
+        clips = outliers.clips(one.contributions, self.fragments[one.fragment].piece_sizes, state.recent)
+        state.recent.took(one.contributions)
         total = np.zeros(up.values, np.float32)
-        for row, encoded in zip(weights.coefficients(one.contributions, weighed, rules), one.encoded, strict=True):
+        rows = weights.coefficients(one.contributions, weighed, rules, clips)
+        for row, encoded in zip(rows, one.encoded, strict=True):
             kernels.accumulate(up, encoded, 0, up.block_count, np.array(row, np.float32), total)
         merged = np.empty(down.encoded_bytes, np.uint8)
         norms = kernels.encode(down, total, merged)
         share = weights.share(weighed, missed) if self.share and not one.is_last else 1.0
-        factors = weights.factors(one.contributions, weighed, rules, norms.tolist(), share)
+        factors = weights.factors(one.contributions, weighed, rules, clips, norms.tolist(), share=share)
         kernels.outer_step(
             down,
             merged,

@@ -31,6 +31,7 @@ from diloco_node.core.types import (
     EntryBody,
     FinishedBody,
     LearnerStatus,
+    MergeRule,
     RoundBody,
     RunSettings,
 )
@@ -454,6 +455,28 @@ def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> N
     alarms = [note for note in office.notes if note.is_alarm]
     assert len(alarms) == 1
     assert "contribution of b" in alarms[0].text
+
+
+def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alarm_once() -> None:
+    office = Office()
+    opened = office.open()
+    width = pieces(0)
+    for name in REGIONS:
+        norms = ((900.0 if name == "b" else 4.0),) * width
+        office.answer(name, Contributed(opened.ballot, replace(offered(name), squared_norms=norms)))
+    decision = decisions(office.go())[0]
+    # Norms 2, 30 and 2 in each piece; of the second 10 count. RDA's radius is 14/3, a mean adds 1/3 of each.
+    by_rule = {MergeRule.RDA: [14 / 9 / 2, 14 / 9 / 30, 14 / 9 / 2], MergeRule.AVG: [1 / 3, 1 / 9, 1 / 3]}
+    for piece, rule in enumerate(MANIFEST.fragments[0].rules):
+        assert [row[piece] for row in decision.coefficients] == pytest.approx(by_rule[rule])
+    office.hold(opened)
+    office.now_ns = office.leader.wake_at_ns or 0
+    office.report(status(5))
+    again = ballots(office.go())
+    assert again[0].ballot > opened.ballot, "the reducers did not answer"
+    notes = [note for note in office.notes if note.kind == "norms"]
+    assert [note.is_alarm for note in notes] == [True, False]
+    assert notes[0].text == "contribution of b: 15 times as long as usual, 0.333 of it counts"
 
 
 def test_norms_that_no_stripe_has_are_an_alarm_and_the_leader_leads_on() -> None:

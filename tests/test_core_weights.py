@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_node.core import weights as weighing
 from diloco_node.core.types import Contribution, MergeRule
 from diloco_node.core.weights import (
     FLOAT32_MAX,
-    coefficients,
+    WEIGHT_RATIO_MAX,
     cycles,
-    factors,
     refusal,
     share,
     to_float32,
@@ -22,6 +22,18 @@ from diloco_node.errors import PayloadCorrupt
 
 RDA, AVG = MergeRule.RDA, MergeRule.AVG
 NONE_MISSED = (0, 0, 0, 0)
+
+
+def whole(offered, rules):
+    return [(1.0,) * len(rules)] * len(offered)
+
+
+def coefficients(offered, w, rules, clips=None):
+    return weighing.coefficients(offered, w, rules, clips or whole(offered, rules))
+
+
+def factors(offered, w, rules, norms, part, clips=None):
+    return weighing.factors(offered, w, rules, clips or whole(offered, rules), norms, share=part)
 
 
 def contribution(name: str, norms: tuple[float, ...], *, steps: int = 10, tokens: int = 100) -> Contribution:
@@ -90,6 +102,19 @@ def test_when_all_were_away_the_median_is_over_all() -> None:
     assert weights(three, [0, 0, 0], weight_cap=2.0, carry_steps_limit=64) == (40000.0, 10000.0, 20000.0)
 
 
+@pytest.mark.parametrize("tokens", [801, 10_000, 2**62])
+def test_no_claim_of_tokens_outweighs_the_others_without_bound(tokens: int) -> None:
+    honest = [contribution(name, (1.0,)) for name in "abc"]
+    claimed = contribution("d", (1.0,), tokens=tokens)
+    *others, last = weights([*honest, claimed], NONE_MISSED, weight_cap=2.0, carry_steps_limit=64)
+    assert others == [1000.0] * 3
+    assert last == WEIGHT_RATIO_MAX * 1000.0 == 64_000.0
+    eightfold = contribution("d", (1.0,), tokens=800)
+    assert weights([*honest, eightfold], NONE_MISSED, weight_cap=2.0, carry_steps_limit=64)[3] == 64_000.0
+    # Of two nobody knows who is right.
+    assert weights([honest[0], claimed], [0, 0], weight_cap=2.0, carry_steps_limit=64)[1] == weight(tokens, 10)
+
+
 def test_members_without_tokens_still_merge() -> None:
     assert weights([contribution("a", (1.0,), tokens=0)] * 2, [0, 3], weight_cap=2.0, carry_steps_limit=64) == (
         1.0,
@@ -146,6 +171,16 @@ def test_rda_of_two_orthogonal_vectors_by_hand() -> None:
     assert factors(offered, [1.0, 1.0], [RDA], [8.0], 1.0) == (to_float32(math.sqrt(2)),)
     (result,) = merged([[np.array([3.0, 0.0])], [np.array([0.0, 5.0])]], [1.0, 1.0], [RDA], 1.0)
     assert result == pytest.approx(np.array([1.0, 1.0]) * 4 / math.sqrt(2), rel=1e-6)
+
+
+def test_a_clipped_contribution_counts_as_if_it_were_shorter() -> None:
+    # (3, 0) and (0, 500) of which a hundredth counts: as (3, 0) and (0, 5) above.
+    offered, plain = [contribution("a", (9.0,)), contribution("b", (250_000.0,))], [(1.0,), (0.01,)]
+    rows = coefficients(offered, [1.0, 1.0], [RDA], plain)
+    assert rows == ((to_float32(0.5 * 4 / 3),), (to_float32(0.5 * 4 / 500),))
+    assert factors(offered, [1.0, 1.0], [RDA], [8.0], 1.0, plain) == (to_float32(math.sqrt(2)),)
+    assert coefficients(offered, [1.0, 3.0], [AVG], plain) == ((0.25,), (to_float32(0.0075),))
+    assert factors(offered, [1.0, 3.0], [AVG], [8.0], 0.5, plain) == (0.5,)
 
 
 def test_avg_by_hand() -> None:

@@ -62,7 +62,7 @@ class Bench:
         made = [self.offer(name, version - 1, (6 * version - 6, 6 * version)) for name in LEARNERS]
         rules = self.setup.manifest.fragments[0].rules
         raw = weights.weights(made, [0] * len(made), weight_cap=2.0, carry_steps_limit=24)
-        rows = weights.coefficients(made, raw, rules)
+        rows = weights.coefficients(made, raw, rules, [(1.0,) * len(rules)] * len(made))
         middle = self.layout.blocks // 2
         stripes = (Stripe("asia-ne", 0, middle), Stripe("sa-east", middle, self.layout.blocks))
         parts = []
@@ -73,7 +73,7 @@ class Bench:
             parts.append(tensors.reduce_stripe(decoded, spreads, None, Codec.FP32))
         digest = hashlib.sha256(b"".join(hashlib.sha256(part.encoded).digest() for part in parts)).digest()
         norms = self.layout.squared_norms(np.concatenate([part.decoded for part in parts]), 0, self.layout.blocks)
-        factors = weights.factors(made, raw, rules, norms, 1.0)
+        factors = weights.factors(made, raw, rules, [(1.0,) * len(rules)] * len(made), norms, share=1.0)
         members = tuple(Member(one, value) for one, value in zip(made, raw, strict=True))
         return RoundBody(0, version, ballot, members, 1.0, factors, stripes, digest)
 

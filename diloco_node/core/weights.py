@@ -7,11 +7,14 @@ the contributions) and the factor after it (from the norm of the decoded sum). W
 - RDA: `c[m] = w[m] / W * R / |delta_m|` with the radius `R = sum w |delta| / W`, so the sum is R times the mean
   direction; `factor = share * R / |sum|` stretches it back to the radius.
 
+A contribution much longer than anybody's counts in part (`core.outliers`): with the part p of a piece, p * delta takes
+the place of delta in all of this.
+
 A learner that missed n versions brings its last cycle and what it carried of the n before: `cycles(n)` cycles' worth.
 It weighs so much more, and the share scales the round back to one cycle, as all learners make one cycle at a time.
 
 Source: Decoupled DiLoCo (arXiv 2604.21428), section 3.2 (weights) and appendix D.2 (RDA; its weighted form is printed
-with vectors in the radial part, norms are meant). Ours: share, the cap, and the bound on the stretch.
+with vectors in the radial part, norms are meant). Ours: share, the caps, and the bound on the stretch.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from math import isfinite, isnan, sqrt
 from typing import Final
 
 from diloco_node.core.carry import MISSED_KEEP
+from diloco_node.core.outliers import MEMBERS_MIN, Clips
 from diloco_node.core.types import Contribution, MergeRule
 from diloco_node.errors import PayloadCorrupt
 
@@ -44,6 +48,11 @@ mean much shorter than that comes from contributions that oppose each other, and
 length would make a large step of a rounding error. Below the floor the result shrinks in proportion, to zero. So the
 stretch never exceeds `2 * W / sqrt(sum w^2)`, which is `2 * sqrt(M)` for equal weights.
 """
+
+
+WEIGHT_RATIO_MAX: Final = 64.0
+"""Nobody weighs more than this many times the median of three or more members, whatever tokens it claims: as much as an
+island does that has eight times the batch of the others."""
 
 
 def to_float32(value: float) -> float:
@@ -85,6 +94,8 @@ def weights(
     Args:
         versions_missed: per contribution, versions since its learner was last included, the new one not counted.
 
+    With three or more members, nobody weighs more than `WEIGHT_RATIO_MAX` times the same median.
+
     Returns:
         float32-exact, at least 0. All equal to 1 if no contribution has any weight, so that a round never divides by 0.
     """
@@ -96,8 +107,10 @@ def weights(
         return (1.0,) * len(raw)
     is_away = [one.steps > carry_steps_limit for one in contributions]
     usual = [value for value, away in zip(raw, is_away, strict=True) if not away and value > 0.0]
-    cap = weight_cap * _median(usual or raw)
-    return tuple(to_float32(min(value, cap)) if away else value for value, away in zip(raw, is_away, strict=True))
+    median = _median(usual or raw)
+    cap = weight_cap * median
+    most = WEIGHT_RATIO_MAX * median if len(raw) >= MEMBERS_MIN else FLOAT32_MAX
+    return tuple(to_float32(min(value, cap if away else most)) for value, away in zip(raw, is_away, strict=True))
 
 
 def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
@@ -135,7 +148,7 @@ def refusal(contribution: Contribution, pieces: int) -> str:
 
 
 def coefficients(
-    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule]
+    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
 ) -> tuple[tuple[float, ...], ...]:
     """What each contribution's pieces are multiplied by before they are summed.
 
@@ -143,6 +156,7 @@ def coefficients(
         contributions: at least one, sorted by learner (the order of the sum).
         weights: one per contribution, from `weights`.
         rules: one per piece of the fragment.
+        clips: the part of each contribution that counts, from `core.outliers.clips`.
 
     Returns:
         Per contribution, per piece; float32-exact, finite. 0 for a zero outer gradient under RDA.
@@ -150,15 +164,15 @@ def coefficients(
     Raises:
         PayloadCorrupt: a contribution's numbers can't be used (`refusal`).
     """
-    radii = _radii(contributions, weights, rules)
+    radii = _radii(contributions, weights, rules, clips)
     total = sum(weights)
     rows = []
-    for one, own in zip(contributions, weights, strict=True):
+    for one, own, parts in zip(contributions, weights, clips, strict=True):
         row = []
-        for rule, radius, squared in zip(rules, radii, one.squared_norms, strict=True):
+        for rule, radius, squared, part in zip(rules, radii, one.squared_norms, parts, strict=True):
             norm = _norm(squared)
             if rule is MergeRule.AVG:
-                row.append(to_float32(own / total))
+                row.append(to_float32(own / total * part))
             else:
                 row.append(to_float32(own / total * (radius / norm)) if norm > 0.0 else 0.0)
         rows.append(tuple(row))
@@ -169,13 +183,15 @@ def factors(
     contributions: Sequence[Contribution],
     weights: Sequence[float],
     rules: Sequence[MergeRule],
+    clips: Clips,
     merged_squared_norms: Sequence[float],
+    *,
     share: float,
 ) -> tuple[float, ...]:
     """What the decoded sum of each piece is multiplied by: `delta = factor * decode(payload)`.
 
     Args:
-        contributions, weights, rules: the same as for `coefficients`.
+        contributions, weights, rules, clips: the same as for `coefficients`.
         merged_squared_norms: per piece, sum of squares of the decoded merged payload (float64).
         share: from `share`.
 
@@ -187,7 +203,7 @@ def factors(
     """
     if len(merged_squared_norms) != len(rules) or not all(isfinite(n) and n >= 0.0 for n in merged_squared_norms):
         raise PayloadCorrupt(f"squared norms of the merged payload are unusable: {tuple(merged_squared_norms)[:8]}")
-    radii = _radii(contributions, weights, rules)
+    radii = _radii(contributions, weights, rules, clips)
     result = []
     for piece, (rule, radius) in enumerate(zip(rules, radii, strict=True)):
         if rule is MergeRule.AVG:
@@ -202,16 +218,19 @@ def factors(
 
 
 def _radii(
-    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule]
+    contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
 ) -> tuple[float, ...]:
-    """Weighted mean norm per piece."""
+    """Weighted mean norm per piece, as far as it counts."""
     for one in contributions:
         reason = refusal(one, len(rules))
         if reason:
             raise PayloadCorrupt(f"contribution of {one.learner} to fragment {one.fragment}: {reason}")
     total = sum(weights)
     return tuple(
-        sum(own / total * _norm(one.squared_norms[piece]) for one, own in zip(contributions, weights, strict=True))
+        sum(
+            own / total * (_norm(one.squared_norms[piece]) * parts[piece])
+            for one, own, parts in zip(contributions, weights, clips, strict=True)
+        )
         for piece in range(len(rules))
     )
 

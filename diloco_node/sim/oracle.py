@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diloco_node.core import events as ev
-from diloco_node.core import weights
+from diloco_node.core import outliers, weights
 from diloco_node.core.outer import outer_of, outer_step
 from diloco_node.core.types import Ballot, Contribution, GenesisBody, MergeRule, RoundBody
 from diloco_node.sim import tensors
@@ -42,6 +42,7 @@ class Oracle:
         self._residual_of: dict[tuple[Ballot, int], Ballot | None] = {}
         self._residuals: dict[tuple[int, Ballot, Blocks], F32] = {}
         self._versions = [-1] * len(setup.layouts)
+        self._recent = [outliers.RecentRounds() for _ in setup.layouts]
         self._theta: list[F32] = []
         self._momentum: list[F32] = []
         self._digests: dict[tuple[int, int], bytes] = {}
@@ -128,7 +129,10 @@ class Oracle:
         if body.is_last:
             rules = (MergeRule.AVG,) * len(rules)
         member_weights = [member.weight for member in body.members]
-        rows = weights.coefficients(contributions, member_weights, rules)
+        recent = self._recent[body.fragment]
+        clips = outliers.clips(contributions, self._setup.manifest.fragments[body.fragment].piece_sizes, recent)
+        recent.took(contributions)
+        rows = weights.coefficients(contributions, member_weights, rules, clips)
         parts: list[tensors.Reduced] = []
         for index, stripe in enumerate(body.stripes):
             parts.append(self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows))
@@ -138,7 +142,7 @@ class Oracle:
             return
         decoded = np.concatenate([part.decoded for part in parts])
         norms = layout.squared_norms(decoded, 0, layout.blocks)
-        expected = weights.factors(contributions, member_weights, rules, norms, body.share)
+        expected = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
         if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(expected, body.factors, strict=True)):
             self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {expected}")
         self._step(body, decoded)

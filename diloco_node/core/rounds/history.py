@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.account import AccountCore
+from diloco_node.core.outliers import RecentRounds
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, FinishedBody, GenesisBody, RoundBody
 
 INCLUSIONS_KEPT: Final = 64
@@ -36,10 +37,12 @@ class RoundHistory:
         committed_at_ns: per fragment, when this region learnt of it.
         finished: the end of the run, once committed.
         rounds_committed: over all fragments. rounds_included: per learner.
+        recent: per fragment, its last rounds: how long an outer gradient usually is.
         account: whose steps are merged or discarded up to where.
     """
 
     def __init__(self, fragments: int) -> None:
+        self.recent = tuple(RecentRounds() for _ in range(fragments))
         self.genesis: GenesisBody | None = None
         self.versions = [-1] * fragments
         self.version_entries = [0] * fragments
@@ -137,6 +140,7 @@ class RoundHistory:
     def _take_round(self, body: RoundBody) -> None:
         self.versions[body.fragment] = body.version
         self.rounds_committed += 1
+        self.recent[body.fragment].took([member.contribution for member in body.members])
         if body.is_last:
             self._last_rounds.add((body.fragment, body.version))
         for member in body.members:

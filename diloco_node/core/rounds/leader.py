@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
+from diloco_node.core import outliers
 from diloco_node.core import weights as weighing
 from diloco_node.core.fragments import Fragment, Manifest
 from diloco_node.core.liveness import Liveness
@@ -88,6 +89,7 @@ class RoundLeader:
         self._number = 0
         self._is_acting = False
         self._is_stale = True
+        self._outliers: set[tuple[str, int]] = set()
         self._clock = BallotClock(manifest=manifest, settings=settings, liveness=liveness, regions=len(regions))
         self._electorate = Electorate(region=region, regions=regions, history=history, liveness=liveness)
         self._discards = DiscardDesk(history)
@@ -133,6 +135,7 @@ class RoundLeader:
         self.rounds.clear()
         self.proposals.clear()
         self._discards.clear()
+        self._outliers.clear()
         self._agenda = self._new_agenda()
 
     @property
@@ -278,7 +281,7 @@ class RoundLeader:
             self._abandon(one, f"nobody contributes ({reasons})", now_ns=now_ns)
 
     def _decide(self, one: OpenRound, chosen: tuple[Contribution, ...]) -> None:
-        """Fix weights and coefficients; the stripes may still be on their way."""
+        """Fix weights, what of each counts, and coefficients; the stripes may still be on their way."""
         rules = self._rules(one)
         one.weights = weighing.weights(
             chosen,
@@ -286,10 +289,25 @@ class RoundLeader:
             weight_cap=self._settings.weight_cap,
             carry_steps_limit=self._settings.carry_steps_limit,
         )
-        coefficients = weighing.coefficients(chosen, one.weights, rules)
+        recent = self._history.recent[one.fragment]
+        one.clips = outliers.clips(chosen, self._fragments[one.fragment].piece_sizes, recent)
+        self._note_outliers(one, outliers.excess(chosen, one.clips, recent))
+        coefficients = weighing.coefficients(chosen, one.weights, rules, one.clips)
         one.decision = MergeDecided(one.ballot, one.fragment, one.version, chosen, coefficients)
         for reducer in one.reducers:
             self._outbox.send(reducer, one.decision)
+
+    def _note_outliers(self, one: OpenRound, excess: dict[str, str]) -> None:
+        """An alarm when a learner's contributions to a fragment begin to be too long, a line as long as they are."""
+        for name in one.members:
+            said = excess.get(name, "")
+            is_new = bool(said) and (name, one.fragment) not in self._outliers
+            if said:
+                self._outliers.add((name, one.fragment))
+                text = f"contribution of {name}: {said}"
+                self._outbox.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=is_new)
+            else:
+                self._outliers.discard((name, one.fragment))
 
     def _try_propose(self, one: OpenRound, now_ns: int) -> None:
         assert one.decision is not None
@@ -329,7 +347,9 @@ class RoundLeader:
         assert one.decision is not None
         chosen = one.decision.contributions
         share = 1.0 if one.is_last else weighing.share(one.weights, self._versions_missed(chosen, one.version))
-        factors = weighing.factors(chosen, one.weights, self._rules(one), one.merged_squared_norms(), share)
+        factors = weighing.factors(
+            chosen, one.weights, self._rules(one), one.clips, one.merged_squared_norms(), share=share
+        )
         members = tuple(Member(offered, weight) for offered, weight in zip(chosen, one.weights, strict=True))
         one.is_proposed = True
         self.proposals.append(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
+from diloco_node.core.outliers import Clips
 from diloco_node.core.rounds.deadline import Deadline
 from diloco_node.core.types import Ballot, Contribution, Stripe
 from diloco_node.core.weights import SQUARED_NORM_MAX
@@ -34,7 +35,7 @@ class OpenRound:
         contributions: by learner, judged and named in this ballot.
         declined: members that will not contribute, and why.
         held: per learner the stripes whose reducers say that they hold it, in this ballot.
-        decision, weights: once decided.
+        decision, weights, clips: once decided.
         merged: by stripe.
         holders: regions that have the merged payload on disk, with its digest.
         barred: learners that may not be in any ballot of this round, and why.
@@ -54,6 +55,7 @@ class OpenRound:
     held: dict[str, set[int]] = field(default_factory=dict)
     decision: MergeDecided | None = None
     weights: tuple[float, ...] = ()
+    clips: Clips = ()
     merged: dict[int, StripeMerged] = field(default_factory=dict)
     holders: dict[str, bytes] = field(default_factory=dict)
     barred: dict[str, str] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class OpenRound:
         self.attempt += 1
         self.contributions = contributions
         self.declined, self.held, self.merged, self.holders = {}, {}, {}, {}
-        self.decision, self.weights = None, ()
+        self.decision, self.weights, self.clips = None, (), ()
 
     @property
     def fragment(self) -> int:

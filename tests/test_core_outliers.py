@@ -1,0 +1,143 @@
+"""Contributions that are much longer than usual count in part; those of an honest round count whole, to the bit."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_node.core.outliers import (
+    FASTER_MAX,
+    PIECE_RATIO_MAX,
+    RATIO_MAX,
+    ROUNDS_KEPT,
+    Norms,
+    RecentRounds,
+    clips,
+    excess,
+)
+from diloco_node.core.types import Contribution
+
+ONE = (100,)
+
+
+def of(name: str, *norms: float, steps: int = 16) -> Contribution:
+    return Contribution(name, 1, 0, 3, 7, 40, 40 + steps, 100, tuple(norm * norm for norm in norms))
+
+
+def clipped(*offered: Contribution, sizes: tuple[int, ...] = ONE, recent: RecentRounds | None = None) -> list[float]:
+    """Of each contribution the part of its first piece."""
+    return [row[0] for row in clips(offered, sizes, recent or RecentRounds())]
+
+
+def test_five_times_the_median_is_what_counts_of_a_longer_one() -> None:
+    # Norms 1, 2, 3, 40: the lower median is 2, so 10 of the last one's 40 count.
+    offered = [of("a", 1.0), of("b", 2.0), of("c", 3.0), of("d", 40.0)]
+    assert clipped(*offered) == [1.0, 1.0, 1.0, 0.25]
+    assert clipped(*offered[:3], of("d", 10.0)) == [1.0] * 4, "exactly at the limit"
+    assert clipped(*offered[:3], of("d", 10.0 * (1 + 1e-12)))[3] < 1.0
+
+
+def test_beyond_twenty_times_only_the_usual_length_counts() -> None:
+    offered = [of("a", 1.0), of("b", 2.0), of("c", 3.0)]
+    assert clipped(*offered, of("d", 41.0))[3] == 2.0 / 41.0
+    assert clipped(*offered, of("d", 1000.0)) == [1.0, 1.0, 1.0, 0.002]
+    assert clipped(*offered, of("d", 80.0, steps=32))[3] == 0.25, "twice the steps, twice of both"
+
+
+def test_of_two_nobody_knows_who_is_the_outlier() -> None:
+    assert clipped(of("a", 1.0), of("b", 1000.0)) == [1.0, 1.0]
+    assert clipped(of("a", 1000.0)) == [1.0]
+
+
+def test_where_nobody_learnt_anything_there_is_nothing_to_compare_with() -> None:
+    assert clipped(of("a", 0.0), of("b", 0.0), of("c", 7.0)) == [1.0] * 3
+
+
+def test_who_made_more_steps_may_be_longer_but_not_for_ever() -> None:
+    others = [of("a", 1.0), of("b", 1.0), of("c", 1.0)]
+    assert clipped(*others, of("d", 7.5, steps=24))[3] == 1.0, "one and a half times the steps"
+    assert clipped(*others, of("d", 15.0, steps=24))[3] == 0.5
+    for steps in (32, 64, 10**9):
+        assert clipped(*others, of("d", 20.0, steps=steps))[3] == RATIO_MAX * FASTER_MAX / 20.0
+    assert clipped(*others, of("d", 5.0, steps=1))[3] == 1.0, "nor is anybody held down for being slow"
+
+
+def test_a_piece_may_be_as_long_as_one_of_its_size_is_on_average() -> None:
+    # Three pieces of 1, 24 and 75 values. The second is never touched by the others: its fair part of the usual norm of
+    # 2 is 2 * sqrt(0.24), ten times that may come. The first is held to ten times its own median.
+    sizes = (1, 24, 75)
+    others = [of(name, 0.5, 0.0, math.sqrt(3.75)) for name in "abc"]
+    fair = 2.0 * math.sqrt(24 / 100)
+    row = clips([*others, of("d", 0.5, fair, 1.0)], sizes, RecentRounds())[3]
+    assert row == (1.0, 1.0, 1.0)
+    row = clips([*others, of("d", 10.0, 0.0, 0.0)], sizes, RecentRounds())[3]
+    assert row == pytest.approx((PIECE_RATIO_MAX * 0.5 / 10.0, 1.0, 1.0))
+    row = clips([*others, of("d", 20.0, 1.0, 1.0)], sizes, RecentRounds())[3]
+    assert row == pytest.approx((0.25, 1.0, 1.0)), "5 of 20 count, and then all of it is short enough"
+    row = clips([*others, of("d", 0.5, 100.0, 0.0)], sizes, RecentRounds())[3]
+    assert row == pytest.approx((1.0, PIECE_RATIO_MAX * fair / 100.0, 1.0))
+
+
+def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> None:
+    recent = RecentRounds()
+    for _ in range(ROUNDS_KEPT):
+        recent.took([of(name, 1.0) for name in "abcd"])
+    last = [of("a", 0.001, steps=1), of("b", 0.001, steps=1), of("c", 0.001, steps=1), of("d", 1.0)]
+    assert clipped(*last, recent=recent) == [1.0] * 4
+    assert clipped(*last)[3] < 0.02, "nothing is known of the rounds before"
+    assert clipped(*last[:3], of("d", 10.0, steps=1), recent=recent)[3] == 0.5
+
+
+def test_what_is_usual_follows_the_last_rounds_and_no_minority() -> None:
+    recent = RecentRounds()
+    recent.took([of("a", 9.0, 9.0), of("b", 9.0, 9.0)])  # too few to count
+    assert recent.usual([of("a", 1.0, 2.0)]) == Norms(math.sqrt(5.0), (1.0, 2.0))
+    for _ in range(ROUNDS_KEPT):
+        recent.took([of("a", 3.0, 4.0), of("b", 3.0, 4.0), of("c", 1e9, 1e9), of("d", 3.0, 4.0)])
+        assert recent.usual([of("a", 1.0, 2.0)]) == Norms(5.0, (3.0, 4.0))
+    for _ in range(ROUNDS_KEPT // 2 + 1):
+        recent.took([of(name, 0.3, 0.4) for name in "abc"])
+    usual = recent.usual([of("a", 0.0, 0.0)])
+    assert (usual.total, *usual.pieces) == pytest.approx((0.5, 0.3, 0.4))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(3, 8))
+def test_rounds_of_honest_learners_are_never_touched(seed: int, members: int) -> None:
+    """Up to four times the median's length all over, in all proportions of the pieces that such learners have."""
+    rng = random.Random(seed)
+    recent, sizes = RecentRounds(), (64, 4096, 100_000)
+    for _ in range(4):
+        offered = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.5, 2.0) for s in sizes)) for m in range(members)]
+        assert clips(offered, sizes, recent) == ((1.0, 1.0, 1.0),) * members
+        recent.took(offered)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(3, 7), st.floats(0.0, 2.0**100))
+def test_no_minority_makes_itself_longer_than_the_bound(seed: int, members: int, lie: float) -> None:
+    rng = random.Random(seed)
+    sizes = (64, 4096, 100_000)
+    honest = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.5, 2.0) for s in sizes)) for m in range(members)]
+    liars = [
+        of(f"x{m}", *(lie * rng.random() for _ in sizes), steps=10 ** rng.randint(0, 9))
+        for m in range((members - 1) // 2)
+    ]
+    rows = clips([*honest, *liars], sizes, RecentRounds())
+    longest = max(math.sqrt(sum(one.squared_norms)) for one in honest)
+    for one, row in zip(liars, rows[members:], strict=True):
+        length = math.sqrt(sum(s * part * part for s, part in zip(one.squared_norms, row, strict=True)))
+        assert length <= RATIO_MAX * FASTER_MAX * longest * (1 + 1e-9)
+        assert all(0.0 <= part <= 1.0 for part in row)
+
+
+def test_why_is_said_of_those_that_are_clipped_only() -> None:
+    offered = [of("a", 1.0, 1.0), of("b", 1.0, 1.0), of("c", 1.0, 1.0), of("d", 100.0, 0.1), of("e", 50.0, 50.0)]
+    recent = RecentRounds()
+    told = excess(offered, clips(offered, (50, 50), recent), recent)
+    assert list(told) == ["d", "e"]
+    assert told["d"].startswith("70.7 times as long as usual")
+    assert told["e"] == "50 times as long as usual, 0.02 of it counts"
+    assert excess(offered[:3], clips(offered[:3], (50, 50), recent), recent) == {}
