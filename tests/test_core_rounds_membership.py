@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from diloco_node.core.rounds.membership import BEHIND_NS, STALLED_NS_MIN, Electorate, look_around, member_fault
+from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.outbox import Outbox
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.membership import (
+    BEHIND_NS,
+    BEHIND_NS_MAX,
+    STALLED_NS_MIN,
+    Electorate,
+    look_around,
+    member_fault,
+)
 from tests.rounds_kit import (
     GENESIS,
     MS,
     SECOND,
+    Ledger,
     Neighbourhood,
     committed_round,
     contribution,
@@ -117,6 +128,50 @@ def test_region_that_fetches_is_left_out_some_time_after_the_commit() -> None:
 
     assert excluded(SECOND + BEHIND_NS) == ()
     assert excluded(SECOND + BEHIND_NS + 1) == (("b", "its region is 1 ledger entries behind"),)
+
+
+def rounds_applied_late(lag_ns: int, rounds: int) -> tuple[Electorate, Neighbourhood, RoundHistory, int]:
+    """Region b applied so many versions of fragment 0, and told so `lag_ns` after each commit; c did at once."""
+    world, history, ledger = Neighbourhood(), RoundHistory(2), Ledger()
+    electorate = Electorate(region="a", regions=("a", "b", "c"), history=history, liveness=world.liveness)
+    now_ns = 60 * SECOND
+    history.apply(ledger.add(GENESIS), now_ns=now_ns)
+    for version in range(1, rounds + 1):
+        world.hear("b", status(), now_ns=now_ns, applied_index=version)
+        electorate.heard("b", now_ns=now_ns)
+        now_ns += 60 * SECOND
+        body = committed_round(0, version, [contribution("a", steps=(10 * version - 10, 10 * version))])
+        history.apply(ledger.add(body), now_ns=now_ns)
+        world.hear("b", status(), now_ns=now_ns + lag_ns, applied_index=version + 1)
+        electorate.heard("b", now_ns=now_ns + lag_ns)
+    return electorate, world, history, now_ns + lag_ns
+
+
+def test_a_region_that_always_applies_late_is_not_taken_for_one_that_fetches() -> None:
+    late = 3 * SECOND
+    electorate, world, history, now_ns = rounds_applied_late(late, 5)
+    assert electorate.behind_ns("b") == 2 * late
+    assert electorate.behind_ns("c") == BEHIND_NS
+    history.committed_at_ns[0] = now_ns
+    history.version_entries[0] += 1
+    for step, (after_ns, is_left_out) in enumerate(((late + SECOND, False), (2 * late, False), (2 * late + 1, True))):
+        world.hear("b", status(99 + step, f0=position(base=5)), now_ns=now_ns + after_ns, applied_index=6)
+        world.hear("c", status(99 + step, f0=position(base=5)), now_ns=now_ns + after_ns, applied_index=7)
+        found = electorate.look_around(now_ns=now_ns + after_ns)
+        excluded = dict(electorate.members(0, found, now_ns=now_ns + after_ns)[1])
+        assert ("b" in excluded) == is_left_out, after_ns
+
+
+def test_how_long_a_region_may_take_is_bounded_and_no_less_than_the_usual() -> None:
+    assert rounds_applied_late(600 * SECOND, 8)[0].behind_ns("b") == BEHIND_NS_MAX
+    assert rounds_applied_late(1, 8)[0].behind_ns("b") == BEHIND_NS
+    assert rounds_applied_late(SECOND, 0)[0].behind_ns("b") == BEHIND_NS, "nothing is known yet"
+
+
+def test_where_heartbeats_are_rare_nobody_is_behind_before_the_next_one() -> None:
+    rare = Liveness(region="a", regions=("a", "b"), heartbeat_ns=2 * SECOND, outbox=Outbox("a"))
+    electorate = Electorate(region="a", regions=("a", "b"), history=history_of(GENESIS), liveness=rare)
+    assert electorate.behind_ns("b") == rare.silent_ns == SILENT_HEARTBEATS * 2 * SECOND
 
 
 def test_barred_learner_is_excluded_with_its_reason() -> None:

@@ -134,6 +134,11 @@ class Liveness:
                 self._outbox.send(name, beat)
 
     @property
+    def silent_ns(self) -> int:
+        """How long a region that is alive may not be heard."""
+        return self._silent_ns
+
+    @property
     def others(self) -> tuple[str, ...]:
         """All other regions, sorted."""
         return tuple(self._peers)

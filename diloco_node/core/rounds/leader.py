@@ -151,7 +151,9 @@ class RoundLeader:
     # ---- facts -------------------------------------------------------------------------------------------------------
 
     def status_changed(self, region: str, *, now_ns: int) -> None:
-        """A learner reported, came or went."""
+        """A region told about itself: its learner, or what it has applied."""
+        if region != self._region:
+            self._electorate.heard(region, now_ns=now_ns)
         status = self._liveness.learner(region)
         self._agenda.opener.status_changed(region, status, now_ns=now_ns)
         if status is not None:

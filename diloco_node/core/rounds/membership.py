@@ -8,6 +8,7 @@ from typing import Final
 
 from diloco_node.core.liveness import Liveness
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.schedule import StepTime
 from diloco_node.core.types import LearnerStatus
 
 STALLED_STEPS: Final = 8
@@ -17,7 +18,14 @@ STALLED_NS_MIN: Final = 2_000_000_000
 """But never less than this: evaluation and checkpoints take a second or two."""
 
 BEHIND_NS: Final = 1_000_000_000
-"""A region that has not applied a version so long after its commit is fetching it, and would hold up the round."""
+"""A region that has not applied a version so long after its commit is fetching it, and would hold up the round. More
+where heartbeats are rarer, or where it usually takes it longer to apply one and say so."""
+
+BEHIND_NS_MAX: Final = 10_000_000_000
+"""But no more than this: who fetches version after version must not be waited for each time."""
+
+BEHIND_MARGIN: Final = 2
+"""Of the time that it usually takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,24 @@ class Electorate:
         self._history = history
         self._liveness = liveness
         self._incarnations: dict[str, int] = {}
+        self._applied: dict[str, int] = {}
+        self._lag: dict[str, StepTime] = {}
+
+    def heard(self, region: str, *, now_ns: int) -> None:
+        """Another region told how far it is: learn how long it takes it to apply what was committed."""
+        index = self._liveness.applied_index(region)
+        before, self._applied[region] = self._applied.get(region, 0), index
+        history = self._history
+        for version, entry, committed_at_ns in zip(
+            history.versions, history.version_entries, history.committed_at_ns, strict=True
+        ):
+            if version > 0 and 0 < before < entry <= index:
+                self._lag[region] = self._lag.get(region, StepTime()).after(max(0, now_ns - committed_at_ns))
+
+    def behind_ns(self, region: str) -> int:
+        """How long after a commit a region that has not told that it applied it may still be about to."""
+        usual_ns = self._lag.get(region, StepTime()).average_ns
+        return max(BEHIND_NS, self._liveness.silent_ns, min(BEHIND_MARGIN * usual_ns, BEHIND_NS_MAX))
 
     def saw_incarnation(self, learner: str, incarnation: int) -> None:
         """A life of this number is there, or will be the next: older ones are over."""
@@ -170,7 +196,7 @@ class Electorate:
         if status is None:
             return "no learner"
         history = self._history
-        is_recent = now_ns - history.committed_at_ns[fragment] <= BEHIND_NS
+        is_recent = now_ns - history.committed_at_ns[fragment] <= self.behind_ns(region)
         if region != self._region and not is_recent:
             lacks = history.version_entries[fragment] - self._liveness.applied_index(region)
             if lacks > 0:
