@@ -141,22 +141,59 @@ def test_bandwidth_goes_through_the_daemon_that_runs_here(eu: Region, capsys: py
         "congestion_control": {"here": "bbr", "there": None},
         "limit_bytes_per_second": 12_500_000,
         "limited_by": "region",
+        "over": "link",
+        "plain_error": None,
         "tests": [FLOW],
     }
     assert main(["measure", "bandwidth", "us", "-r", "eu", "--reverse", "--warm-up", "0.5"]) == 0
     text = capsys.readouterr().out
     assert "through the running daemon, in its measurement lane; limited to 100 Mbit/s (region)" in text
+    assert "TLS: over the link that the run uses" in text
     assert "TLS, random" in text
     assert "…" not in text
-    assert eu.asked == [{"what": "bandwidth", "peer": "us", "reverse": True, "seconds": 5.0, "warm_up_seconds": 0.5}]
+    asked = {"what": "bandwidth", "peer": "us", "reverse": True, "plain": True, "seconds": 5.0, "warm_up_seconds": 0.5}
+    assert eu.asked == [asked]
+
+
+def test_bandwidth_over_connections_opened_for_it(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    error = "no plain TCP beside it: port 7499 of us at 10.0.0.3 can't be reached"
+    eu.says = lambda _: {
+        "from": "eu",
+        "to": "us",
+        "address": "10.0.0.3:7400",
+        "warm_up_seconds": 1.0,
+        "seconds": 5.0,
+        "rtt_seconds": 0.04,
+        "congestion_control": {"here": "bbr", "there": None},
+        "limit_bytes_per_second": None,
+        "limited_by": "",
+        "over": "own connections",
+        "plain_error": error,
+        "tests": [FLOW],
+    }
+    assert main(["measure", "bandwidth", "us", "--connections", "8,1", "--no-plain"]) == 0
+    text = capsys.readouterr().out
+    assert "TLS: over connections opened for each test" in text
+    assert error in " ".join(text.split())
+    assert (eu.asked[0]["connections"], eu.asked[0]["plain"]) == ([1, 8], False)
 
 
 def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("asia", "eu", "us")
     pairs = [pair_document((a, b), PAIR) for a in names for b in names if a != b]
-    eu.says = lambda _: {"regions": list(names), "pairs": pairs, "failures": [], "seconds": 5.0}
-    assert main(["measure", "mesh", "--out", "mesh.json"]) == 0
-    assert "…" not in capsys.readouterr().out
+    error = {"from": "asia", "to": "eu", "error": "port 7499 of eu can't be reached"}
+    eu.says = lambda _: {
+        "regions": list(names),
+        "pairs": pairs,
+        "failures": [],
+        "plain_errors": [error],
+        "seconds": 5.0,
+    }
+    assert main(["measure", "mesh", "--plain", "--out", "mesh.json"]) == 0
+    assert eu.asked[-1]["plain"] is True
+    text = capsys.readouterr().out
+    assert "…" not in text
+    assert "asia -> eu: no plain TCP beside it: port 7499 of eu can't be reached" in text
     assert len(read_mesh(folder / "mesh.json").goodput) == 6
     eu.says = lambda _: {
         "regions": list(names),
@@ -247,13 +284,11 @@ def test_what_the_daemon_says_is_the_commands_own_error(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("bandwidth", "us", "--plain"), "no plain TCP beside its links"),
-        (("bandwidth", "us", "--connections", "1,4"), "its own connections for bulk"),
-        (("mesh", "--plain"), "no plain TCP beside its links"),
+        (("bandwidth", "us", "--connections", "0"), "write numbers from 1 to 16"),
         (("latency", "us", "-r", "mars"), "'mars' is not in [regions]"),
     ],
 )
-def test_what_a_daemon_does_not_have_is_refused(
+def test_what_there_is_not_is_refused(
     eu: Region, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
 ) -> None:
     assert main(["measure", *arguments]) == 2

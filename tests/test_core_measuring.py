@@ -15,13 +15,19 @@ from diloco_node.wire.tables import CONTROL, HEADERS, MESSAGES
 
 S = g.NS_PER_S
 INT64 = st.integers(-(2**63), 2**63 - 1)
-ASKED = g.MeasurementAsked(3, True, False, S, 5 * S, 10**9)
-LINK = g.LinkAsked(3, "eu", S, 0, 5 * S, 10**9)
+ASKED = g.MeasurementAsked(3, True, False, S, 5 * S, 10**9, 0, False, None)
+TOKEN = b"t" * g.TOKEN_BYTES
+LINK = g.LinkAsked(3, "eu", S, 0, 5 * S, 10**9, False)
 KINDS = typing.get_args(g.MeasuringMessage)
 
 
 def messages() -> st.SearchStrategy[g.MeasuringMessage]:
-    fields = {int: INT64, bool: st.booleans(), str: st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True)}
+    fields: dict[object, st.SearchStrategy[object]] = {
+        int: INT64,
+        bool: st.booleans(),
+        str: st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True),
+        g.AsideOpen | None: st.none() | st.builds(g.AsideOpen, st.binary(max_size=g.TOKEN_BYTES), INT64),
+    }
     return st.one_of(
         *(st.builds(kind, **{k: fields[t] for k, t in typing.get_type_hints(kind).items()}) for kind in KINDS)
     )
@@ -97,6 +103,37 @@ def test_a_measurement_over_the_limits_is_refused(field: str, value: int) -> Non
     for asked in (ASKED, LINK) if hasattr(ASKED, field) else (LINK,):
         with pytest.raises(ProtocolViolation, match=rf"{field} {value}"):
             g.check_asked(dataclasses.replace(asked, **{field: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"connections": -1}, "connections -1; 0 to 8"),
+        ({"connections": g.CONNECTIONS_MAX + 1}, "connections 9; 0 to 8"),
+        ({"connections": 0, "is_plain": True}, "connections 0; 1 to 8"),
+        ({"connections": 0, "aside": g.AsideOpen(TOKEN, 0)}, "its own for a measurement over the link"),
+        ({"connections": 1, "aside": g.AsideOpen(TOKEN[1:], 0)}, "a token of 31 bytes"),
+        ({"connections": 1, "aside": g.AsideOpen(b"", 0)}, "a token of 0 bytes"),
+        ({"connections": 1, "aside": g.AsideOpen(TOKEN, 22)}, "port 22 for a measurement; 0 to 0"),
+        ({"connections": 1, "is_plain": True, "aside": g.AsideOpen(TOKEN, 0)}, "port 0 for a measurement; 1 to 65535"),
+        ({"connections": 1, "is_plain": True, "aside": g.AsideOpen(TOKEN, 65_536)}, "port 65536"),
+    ],
+)
+def test_connections_that_cannot_be_are_refused(changes: dict[str, typing.Any], text: str) -> None:
+    with pytest.raises(ProtocolViolation, match=text):
+        g.check_asked(dataclasses.replace(ASKED, **changes))
+
+
+def test_connections_at_the_limits_are_taken() -> None:
+    for is_plain, port in ((False, 0), (True, 1), (True, g.PORT_MAX)):
+        for connections in (1, g.CONNECTIONS_MAX):
+            for aside in (None, g.AsideOpen(TOKEN, port)):
+                g.check_asked(dataclasses.replace(ASKED, connections=connections, is_plain=is_plain, aside=aside))
+
+
+def test_a_link_with_plain_tcp_beside_it_may_take_twice_the_bytes() -> None:
+    assert g.all_bytes_max(LINK) == g.all_bytes_max(ASKED) == 10**9
+    assert g.all_bytes_max(dataclasses.replace(LINK, is_plain_too=True)) == 2 * 10**9
 
 
 def test_a_measurement_at_the_limits_is_taken() -> None:

@@ -4,191 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.flows import FlowTimes
-from diloco_node.adapters.session import LinkTimes
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage, Probe
-from diloco_node.core.messages import BulkHeader, MergedStripe, Message
-from diloco_node.core.types import Ballot
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.node import flow_ends, measuring
-from diloco_node.node.measure_command import MeasureCommand, parse_asked
-from diloco_node.node.measuring import FlowWanted, Measuring
+from diloco_node.node.measure_command import parse_asked
+from tests.measuring_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, asked, be_patient, idle, wanted
 
-RUN = "run1"
-NAMES = ("a", "b", "c")
-DEADLINE_S = 120.0
-MB = 10**6
-LINKS = LinkTimes(
-    handshake_s=60.0,
-    hello_s=60.0,
-    fallback_s=0.3,
-    backoff_min_s=0.02,
-    backoff_max_s=0.2,
-    violation_backoff_s=0.2,
-    silent_s=60.0,
-)
 BURST_S = 0.25
 """So much of a budget may have been saved up when work begins, and gone before it is booked."""
 
 ATTEMPTS = 5
 
-QUICK = FlowTimes(100_000_000, 400_000_000)
-STRIPE = MergedStripe(Ballot(1, 2), 0, 0, 1, b"", 0, 1)
-
-
-class Region:
-    """A transport with its Measuring, as `Node` joins them; rounds are kept in `rounds`."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pool = ThreadPoolExecutor(3)
-        self.up: set[str] = set()
-        self.rounds: list[BulkHeader] = []
-        self.heard: list[tuple[str, Message]] = []
-        self.changed = asyncio.Event()
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.transport: GrpcTransport
-        self.measuring: Measuring
-
-    async def start(self, folder: Path, peers: dict[str, str | None], budget: BudgetPlan) -> None:
-        loop = asyncio.get_running_loop()
-        self.transport = GrpcTransport(
-            region=self.name,
-            run_id=RUN,
-            epoch=0,
-            settings_digest="",
-            manifest_digest="",
-            identity=load_identity(folder / self.name),
-            listen=("127.0.0.1", 0),
-            peers=peers,
-            handler=self,
-            executor=self.pool,
-            times=LINKS,
-            budget=budget,
-        )
-        self.measuring = Measuring(
-            region=self.name,
-            peers=tuple(sorted(peers)),
-            transport=self.transport,
-            spawn=self.spawn,
-            executor=self.pool,
-            now_ns=lambda: int(loop.time() * 1e9),
-        )
-        await self.transport.start()
-
-    def command(self) -> MeasureCommand:
-        return MeasureCommand(self.measuring, lambda _: (None, ""))
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self.tasks.add(task)
-        return task
-
-    async def stop(self) -> None:
-        await self.transport.stop()
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-        self.pool.shutdown()
-
-    def control_arrived(self, peer: str, message: Message) -> None:
-        self.heard.append((peer, message))
-        if isinstance(message, MeasuringMessage):
-            self.measuring.heard(peer, message)
-        self.changed.set()
-
-    def link_changed(self, peer: str, *, is_up: bool) -> None:
-        if is_up:
-            self.up.add(peer)
-        else:
-            self.up.discard(peer)
-            self.measuring.link_lost(peer)
-        self.changed.set()
-
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
-        if isinstance(header, Probe):
-            return self.measuring.transfer_opened(peer, header, raw_bytes)
-        return memoryview(bytearray(raw_bytes))
-
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        if isinstance(header, Probe):
-            self.measuring.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
-        else:
-            self.rounds.append(header)
-        self.changed.set()
-
-    async def until(self, condition: Callable[[], Any]) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
-
-    def lane(self, peer: str, lane: str = "measurement") -> int:
-        return int(self.transport.budget_status()["peers"][peer]["lanes"][lane]["used_bytes"])
-
-
-class Regions:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        init_run(folder, RUN, list(NAMES))
-        self.all: dict[str, Region] = {}
-
-    async def start(self, names: str = "ab", budget: dict[str, BudgetPlan] | None = None) -> list[Region]:
-        """All linked with all: later ones dial earlier ones."""
-        ports: dict[str, int] = {}
-        for name in names:
-            region = self.all[name] = Region(name)
-            peers = {one: f"127.0.0.1:{ports[one]}" if one in ports else None for one in names if one != name}
-            await region.start(self.folder, peers, (budget or {}).get(name, BudgetPlan()))
-            ports[name] = region.transport.port
-        for region in self.all.values():
-            await region.until(lambda region=region: len(region.up) == len(names) - 1)
-        return list(self.all.values())
-
-    async def stop(self) -> None:
-        for region in self.all.values():
-            await region.stop()
-
 
 @pytest.fixture
 async def regions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Regions]:
-    # Patience with a machine that stands still: an echo or an end that comes late is none that stays away.
-    for module, name in (
-        (measuring, "UNANSWERED_AFTER_S"),
-        (measuring, "ANSWER_S"),
-        (measuring, "START_S"),
-        (measuring, "LATE_S"),
-        (flow_ends, "START_S"),
-        (flow_ends, "LATE_S"),
-    ):
-        monkeypatch.setattr(module, name, DEADLINE_S / 2)
+    be_patient(monkeypatch)
     made = Regions(tmp_path)
     yield made
     await made.stop()
-
-
-def wanted(peer: str = "b", **changes: Any) -> FlowWanted:
-    given = {"is_sending": True, "is_compressible": False, "times": QUICK, "bytes_max": 10**9, **changes}
-    return FlowWanted(peer, **given)
-
-
-async def idle(region: Region) -> None:
-    """Wait until a region has done what peers asked for."""
-    serving = list(region.measuring._serving.values())
-    if serving:
-        await asyncio.wait(serving, timeout=DEADLINE_S)
-    assert region.measuring.describe() == ""
 
 
 # ---- round trips -----------------------------------------------------------------------------------------------------
@@ -462,24 +304,24 @@ async def test_probes_nobody_agreed_to_cost_the_peer_its_link(regions: Regions) 
 
 async def test_more_probes_than_agreed_cost_the_peer_its_link(regions: Regions) -> None:
     a, b = await regions.start()
-    a.transport.send("b", msg.MeasurementAsked(5, True, False, 0, 10 * NS_PER_S, 300_000))
-    await a.until(lambda: ("b", msg.MeasurementReady(5)) in a.heard)
+    a.transport.send("b", asked(5, is_asker_sending=True, span_ns=10 * NS_PER_S, bytes_max=300_000))
+    await a.until(lambda: ("b", msg.MeasurementReady(5, None)) in a.heard)
     await until_lost(a, Probe(5, False))
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "wish",
     [
-        msg.MeasurementAsked(5, False, False, 0, msg.SPAN_NS_MAX + 1, 1000),
-        msg.MeasurementAsked(5, False, False, 0, 1000, msg.BYTES_MAX + 1),
-        msg.LinkAsked(5, "c", 0, 0, 1000, 1000),
+        asked(5, span_ns=msg.SPAN_NS_MAX + 1),
+        asked(5, bytes_max=msg.BYTES_MAX + 1),
+        msg.LinkAsked(5, "c", 0, 0, 1000, 1000, False),
     ],
     ids=["seconds", "bytes", "probes"],
 )
-async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Regions, asked: MeasuringMessage) -> None:
+async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Regions, wish: MeasuringMessage) -> None:
     a, b = await regions.start()
-    a.transport.send("b", asked)
+    a.transport.send("b", wish)
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
     assert b.lane("a") == 0
 
@@ -488,7 +330,7 @@ async def test_a_peer_that_asks_again_and_again_is_told_no(regions: Regions) -> 
     a, b = await regions.start()
     a.measuring._expected["b"].expect(0, 10**6)
     for number in range(50):
-        a.transport.send("b", msg.MeasurementAsked(number, False, False, 0, 60 * NS_PER_S, 10**6))
+        a.transport.send("b", asked(number, span_ns=60 * NS_PER_S, bytes_max=10**6))
     await a.until(lambda: sum(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard) == 49)
     assert sum(isinstance(one, msg.MeasurementReady) for _, one in a.heard) <= 1
     assert len(b.measuring._serving) == 1
@@ -503,7 +345,7 @@ async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> 
     for number in range(900):
         a.transport.send("b", msg.EchoWanted(number))
     await b.until(lambda: len(b.heard) == 900)
-    a.transport.send("b", msg.LinkAsked(7, "nobody", 1, 0, 1, 1))  # its answer comes after all echoes
+    a.transport.send("b", msg.LinkAsked(7, "nobody", 1, 0, 1, 1, False))  # its answer comes after all echoes
     await a.until(lambda: any(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard))
     answered = sum(isinstance(one, msg.EchoAnswered) for _, one in a.heard)
     assert answered == msg.ECHOES_SAVED_MAX
@@ -512,7 +354,7 @@ async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> 
 async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
     a, b = await regions.start()
     for message in (
-        msg.MeasurementReady(1),
+        msg.MeasurementReady(1, None),
         msg.MeasurementDeclined(1, "no"),
         msg.MeasurementStopped(1),
         msg.EchoAnswered(1, 0, 0),
@@ -559,6 +401,41 @@ async def test_latency_and_bandwidth_as_documents(regions: Regions) -> None:
         assert one["cpu_seconds_per_gb"].keys() == {"sender", "receiver"}
 
 
+async def test_bandwidth_with_connections_and_plain_tcp_as_a_document(regions: Regions) -> None:
+    a, _ = await regions.start(budget=dict.fromkeys("ab", BudgetPlan(RateLimits(egress=4 * MB))))
+    quick = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}
+    over_link = await a.command().run(quick, lambda _: None)
+    kinds = [("transport", "random"), ("transport", "int4"), ("plain", "random")]
+    assert [(one["path"], one["body"], one["connections"]) for one in over_link["tests"]] == [
+        (*one, 1) for one in kinds
+    ]
+    assert (over_link["over"], over_link["plain_error"]) == ("link", None)
+    said: list[str] = []
+    own = await a.command().run({**quick, "connections": [2, 1], "reverse": True}, said.append)
+    assert [(one["path"], one["body"], one["connections"]) for one in own["tests"]] == [
+        (*one, count) for count in (1, 2) for one in kinds
+    ]
+    assert (own["over"], own["from"], own["to"]) == ("own connections", "b", "a")
+    assert {*own["tests"][0]} == {*own["tests"][2]} == {*over_link["tests"][0]}
+    assert len(said) == 7
+    for one in (*own["tests"], *over_link["tests"]):
+        assert one["bytes_per_second"] > 0
+        assert one["wire_bytes"] > 0
+
+
+async def test_a_mesh_with_plain_tcp_beside_it(regions: Regions) -> None:
+    every = await regions.start("abc", {name: BudgetPlan(RateLimits(egress=4 * MB)) for name in NAMES})
+    document = (
+        await every[0]
+        .command()
+        .run({"what": "mesh", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}, lambda _: None)
+    )
+    assert document["failures"] == document["plain_errors"] == []
+    assert len(document["pairs"]) == 6
+    for row in document["pairs"]:
+        assert row["plain_bytes_per_second"] > 0
+
+
 async def test_one_command_at_a_time(regions: Regions) -> None:
     a, _ = await regions.start()
     command = a.command()
@@ -589,6 +466,11 @@ async def test_one_command_at_a_time(regions: Regions) -> None:
         ({"bytes_max": msg.BYTES_MAX + 1}, "bytes_max is"),
         ({"load": 1}, "load is 1: true or false"),
         ({"speed": 1}, "'speed' is no part of a measurement"),
+        ({"plain": 1}, "plain is 1: true or false"),
+        ({"connections": [9]}, "connections is [9]: numbers from 1 to 8"),
+        ({"connections": [0]}, "connections is [0]"),
+        ({"connections": [True]}, "connections is [True]"),
+        ({"connections": 4}, "connections is 4"),
     ],
 )
 def test_what_an_operator_asks_for_is_checked(change: dict[str, Any], text: str) -> None:
@@ -600,8 +482,8 @@ def test_what_an_operator_asks_for_is_checked(change: dict[str, Any], text: str)
 
 async def test_tiny_probes_leave_few_marks_and_count_all_the_same() -> None:
     at_ns = [0]
-    asked = msg.MeasurementAsked(1, True, False, 0, 10**9, 10**9)
-    end = flow_ends.ReceivingEnd(asked, now_ns=lambda: at_ns[0])
+    many = asked(1, is_asker_sending=True, span_ns=10**9, bytes_max=10**9)
+    end = flow_ends.ReceivingEnd(many, now_ns=lambda: at_ns[0])
     for _ in range(10_000):
         end.opened(1)
         at_ns[0] += flow_ends.MARK_NS // 100

@@ -25,6 +25,7 @@ from typing import Any
 
 import structlog
 
+from diloco_node.adapters.outbound import BulkOutbound
 from diloco_node.adapters.session import LinkEnvironment, Session
 from diloco_node.adapters.streams import AcceptedStream, DialedStream, Superfluous, Twin, dial
 from diloco_node.core.connections import CONNECTIONS_MAX
@@ -114,9 +115,22 @@ class PeerLink:
 
     async def transfer(self, header: BulkHeader, body: memoryview) -> None:
         """Send a body over the current session. Raises LinkLost."""
+        await self.outbound.transfer(header, body)
+
+    @property
+    def is_dialed(self) -> bool:
+        """Whether the current session is of our own dial. Raises LinkLost when there is none."""
+        return self._current().accepted_dial is None
+
+    @property
+    def outbound(self) -> BulkOutbound:
+        """The bulk of the current session. Raises LinkLost when there is none."""
+        return self._current().outbound
+
+    def _current(self) -> Session:
         if self._session is None:
             raise LinkLost(f"{self.peer}: the link is down" + (f" ({self._error})" if self._error else ""))
-        await self._session.outbound.transfer(header, body)
+        return self._session
 
     def status(self) -> PeerStatus:
         """What the link is doing."""

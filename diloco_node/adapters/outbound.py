@@ -109,9 +109,13 @@ class BulkOutbound:
 
     Args:
         peer: its name. stream: the first bulk connection. executor: for compression of large chunks. pacer: the budget.
+        before: of the link, where these are a measurement's own connections: its rounds and recovery go before them.
     """
 
-    def __init__(self, peer: str, stream: Stream, executor: Executor, pacer: Pacer) -> None:
+    def __init__(
+        self, peer: str, stream: Stream, executor: Executor, pacer: Pacer, *, before: BulkOutbound | None = None
+    ) -> None:
+        self._before = before
         self._peer = peer
         self._bundle = Bundle(peer, stream)
         self._executor = executor
@@ -207,7 +211,7 @@ class BulkOutbound:
                 queue.idle.set()
 
     async def _send(self, lane: BudgetLane, item: _Transfer) -> None:
-        await self._lead(lane)
+        await self.lead(lane)
         if item.is_cancelled:  # meanwhile: its body is not ours any more
             return
         transfer = self._next_transfer  # numbers are in the order of the frames that begin with them
@@ -239,16 +243,22 @@ class BulkOutbound:
                 return False
             raw_bytes = self._pacer.piece_bytes(self._peer)
             following = self._start_encode(item, transfer, offset, raw_bytes) if offset < size else None
-            await self._lead(lane)
+            await self.lead(lane)
             await self._bundle.until_free()  # a turn is taken for what can go at once
             await self._take_turn(lane, len(ready), urgency_of(item.header))
             await self._bundle.write(ready, counts)
             ready = await self._encoded(item, following) if following is not None else None
         return True
 
-    async def _lead(self, lane: BudgetLane) -> None:
+    async def lead(self, lane: BudgetLane) -> None:
         """Wait while a lane before this one has something to send to the peer, but not for ever."""
-        before = [queue.idle for other, queue in self._queues.items() if other < lane and not queue.idle.is_set()]
+        all_queues = [self._queues] if self._before is None else [self._before._queues, self._queues]
+        before = [
+            queue.idle
+            for queues in all_queues
+            for other, queue in queues.items()
+            if other < lane and not queue.idle.is_set()
+        ]
         if before:
             try:
                 async with asyncio.timeout(YIELD_S):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -151,6 +152,8 @@ class Pacer:
         self._grants = IngressGrants(names, now_ns=now_ns())
         self._peers = {name: _PeerState() for name in names}
         self._turns: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
+        # A lane has two who send while a measurement has connections of its own: one piece of them waits at a time.
+        self._lines: defaultdict[tuple[str, BudgetLane], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._release_timer: asyncio.TimerHandle | None = None
         self._grant_timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
@@ -248,16 +251,17 @@ class Pacer:
         if not self._egress.is_limited(peer):
             self._egress.spend(peer, lane, handed_bytes, now_ns=now_ns)
             return
-        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._egress.ask(peer, lane, handed_bytes, urgency, now_ns=now_ns)
-        self._turns[peer, lane] = waiting
-        try:
-            self._release()
-            await waiting
-        finally:
-            if self._turns.get((peer, lane)) is waiting:
-                del self._turns[peer, lane]
-                self._egress.withdraw(peer, lane)
+        async with self._lines[peer, lane]:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._egress.ask(peer, lane, handed_bytes, urgency, now_ns=self._now_ns())
+            self._turns[peer, lane] = waiting
+            try:
+                self._release()
+                await waiting
+            finally:
+                if self._turns.get((peer, lane)) is waiting:
+                    del self._turns[peer, lane]
+                    self._egress.withdraw(peer, lane)
 
     def control_sent(self, peer: str, frame_bytes: int) -> None:
         """A frame of the control lane goes out."""

@@ -289,7 +289,8 @@ class LinkCounters:
         bytes_in: all that came.
         carried_bytes: of what went out for the first time, acknowledgements included, all but what is still on its way.
         rtt_ns, rtt_min_ns: of the living socket that has sent most, which is one of the bulk lane's as soon as it
-            matters: these take turns, and stand in the same queues; 0: not known.
+            matters: these take turns, and stand in the same queues; while a measurement has connections of its own, of
+            the one that has sent most lately; 0: not known.
     """
 
     first_bytes_out: int
@@ -317,6 +318,8 @@ class WireMeter:
         self._ended_framed: dict[str, _Framed] = {}
         self._estimated: dict[str, tuple[int, int]] = {}
         self._paced: dict[int, int | None] = {}
+        self._asides: dict[str, frozenset[int]] = {}
+        self._lately: dict[int, int] = {}
         self._far: set[int] = set()
         self._is_measured = False
         self.goes_by_loss = False
@@ -356,6 +359,8 @@ class WireMeter:
                     seen[counters.cookie] = (peer, counters)
             for cookie in sorted(self._live.keys() - seen.keys()):
                 self._end(*self._live[cookie])
+            before = {cookie: counters.bytes_sent for cookie, (_, counters) in self._live.items()}
+            self._lately = {cookie: one.bytes_sent - before.get(cookie, 0) for cookie, (_, one) in seen.items()}
             self._live = seen
             self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in seen}
             self._far &= seen.keys()
@@ -402,22 +407,31 @@ class WireMeter:
         with self._lock:
             return sorted(address for address, owner in self._peers.items() if owner == peer)
 
+    def set_asides(self, peer: str, cookies: frozenset[int]) -> None:
+        """These sockets of a peer carry a measurement only: they are counted, and paced apart from the others."""
+        with self._lock:
+            self._asides[peer] = cookies
+
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
         """Have the kernel send no faster on the peer's bulk connections together than this; None: no limit.
 
         What the sockets hold already obeys as well, and pieces are spread out over time instead of leaving at once.
+        Those of a measurement together get the same: whatever they hold, the budget lets no more go than the limit.
 
         Args:
             connections: how many carry bulk: those that have sent most as of the last sample. Each gets an equal part.
         """
         rate = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // connections)
         with self._lock:
-            by_use = self._by_use(peer)
+            by_use, asides = self._by_use(peer)
             # One of the others may have been among the busiest before: control must not keep a limit for bulk.
             for counters in by_use[connections:]:
                 self._pace(counters, None)
             for counters in by_use[:connections]:
                 self._pace(counters, rate)
+            for counters in asides:
+                part = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // len(asides))
+                self._pace(counters, part)
 
     def _pace(self, counters: SocketCounters, rate_bytes_per_s: int | None) -> None:
         if self._paced.get(counters.cookie) != rate_bytes_per_s and _pace_socket(
@@ -425,23 +439,26 @@ class WireMeter:
         ):
             self._paced[counters.cookie] = rate_bytes_per_s
 
-    def _by_use(self, peer: str) -> list[SocketCounters]:
-        """A peer's sockets, those that have sent most first."""
+    def _by_use(self, peer: str) -> tuple[list[SocketCounters], list[SocketCounters]]:
+        """A peer's sockets, those that have sent most first: of the link, and of a measurement."""
         live = [counters for owner, counters in self._live.values() if owner == peer]
-        return sorted(live, key=lambda counters: (counters.bytes_sent, counters.cookie), reverse=True)
+        live.sort(key=lambda counters: (counters.bytes_sent, counters.cookie), reverse=True)
+        asides = self._asides.get(peer, frozenset())
+        return [one for one in live if one.cookie not in asides], [one for one in live if one.cookie in asides]
 
     def link(self, peer: str) -> LinkCounters | None:
         """A peer's counters as of the last sample; None if the kernel never told anything."""
         with self._lock:
             if not self._is_measured:
                 return None
-            by_use = self._by_use(peer)
+            by_use, asides = self._by_use(peer)
             total = self._ended_framed.get(peer, _NOTHING)
-        for counters in by_use:
+            lately = self._lately
+        for counters in (*by_use, *asides):
             total = _add(total, counters)
-        if not by_use:
+        if not by_use and not asides:
             return LinkCounters(*total, 0, 0)
-        busiest = by_use[0]
+        busiest = max((*by_use[:1], *asides), key=lambda one: lately.get(one.cookie, 0)) if asides else by_use[0]
         return LinkCounters(*total, busiest.rtt_us * 1000, busiest.rtt_min_us * 1000)
 
 

@@ -13,13 +13,14 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, Final
 
 import structlog
 
+from diloco_node.adapters.asides import AsideEnvironment, Asides
 from diloco_node.adapters.certs import Identity, tls_name
 from diloco_node.adapters.links import PeerLink, PeerStatus
 from diloco_node.adapters.pacing import Pacer
@@ -53,6 +54,7 @@ from diloco_node.errors import (
 )
 from diloco_node.ports import PeerTraffic, TransportHandler
 from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_control, encode_hello
+from diloco_node.wire.measurement import ASIDE_METHOD, decode_aside
 from diloco_node.wire.tables import PROTOCOL_VERSION
 
 _log = structlog.get_logger(__name__)
@@ -82,6 +84,7 @@ class GrpcTransport:
         times: deadlines. seed: of the jitter between dials. budget: see `set_budget`.
         connections: for bulk to each peer that we dial; None: as many as a link is worth (`core.connections`).
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
+        measure_port: takes the plain TCP connections of measurements; 0: a free one each time.
 
     Raises:
         ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate is
@@ -107,6 +110,7 @@ class GrpcTransport:
         budget: BudgetPlan = BudgetPlan(),  # noqa: B008 - frozen
         connections: int | None = None,
         superseded: Callable[[SupersededError], None] | None = None,
+        measure_port: int = 0,
     ) -> None:
         if connections is not None and not 1 <= connections <= CONNECTIONS_MAX:
             raise ConfigError(f"{connections} bulk connections: 1 to {CONNECTIONS_MAX}")
@@ -147,6 +151,21 @@ class GrpcTransport:
             self._link_superseded,
             self.quarantined,
         )
+        self.asides = Asides(
+            AsideEnvironment(
+                identity,
+                self._peers,
+                listen[0],
+                measure_port,
+                self._pacer,
+                self._meter,
+                executor,
+                lambda peer: self._link(peer).outbound,
+                self.give_way,
+                self.reject,
+            )
+        )
+        """Connections of measurements, beside those of the links."""
         self._quarantine = Quarantine(self._peers)
         self._superseded = superseded
         self._superseded_by: set[str] = set()
@@ -171,7 +190,11 @@ class GrpcTransport:
         host, port = self._listen
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._server, self._port = make_server(
-            self._identity, address, self._serve, handshake_s=self._times.handshake_s
+            self._identity,
+            address,
+            self._serve,
+            handshake_s=self._times.handshake_s,
+            lanes=(*Lane, ASIDE_METHOD),
         )
         for index, (peer, where) in enumerate(self._peers.items()):
             self._links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
@@ -265,6 +288,10 @@ class GrpcTransport:
         """What each link is doing, and why it is down if it is."""
         return {peer: link.status() for peer, link in self._links.items()}
 
+    def dials(self, peer: str) -> bool:
+        """Whether the link to a peer is of our own dial. Raises LinkLost when there is none."""
+        return self._link(peer).is_dialed
+
     def drop_link(self, peer: str, reason: str) -> None:
         """End the link to a peer; it is dialed again after the backoff."""
         self._link(peer).drop(reason)
@@ -321,13 +348,16 @@ class GrpcTransport:
 
     # ---- incoming calls ----------------------------------------------------------------------------------------------
 
-    async def _serve(self, lane: Lane, context: Any) -> None:
+    async def _serve(self, lane: Lane | str, context: Any) -> None:
         """Carry one accepted call to its end."""
         who = caller(context)
         stream = AcceptedStream(context, peer=who.region)
         try:
-            link, hello = await self._greet(lane, who, stream)
-            ended = await link.accept(hello, stream)
+            if isinstance(lane, Lane):
+                link, hello = await self._greet(lane, who, stream)
+                ended = await link.accept(hello, stream)
+            else:
+                ended = await self._let_in(who, stream)
         except Superfluous as error:
             await refuse(context, error)
         except PeerError as error:
@@ -340,6 +370,22 @@ class GrpcTransport:
 
     async def _greet(self, lane: Lane, who: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
         """Who calls, and whether we belong together. Raises PeerError."""
+        async with self._handshake(who) as link:
+            hello = decode_hello(await stream.read())
+            await self._check(lane, who, hello, stream)
+        self._meter.assign(who.region, who.address, is_lasting=False)
+        return link, hello
+
+    async def _let_in(self, who: Caller, stream: AcceptedStream) -> PeerError | None:
+        """Carry a connection of a measurement to its end. Raises PeerError."""
+        async with self._handshake(who):
+            token, index = decode_aside(await stream.read())
+        self.asides.find(who.region, token).join(index, stream, who.address)
+        return await stream.until_closed()
+
+    @contextlib.asynccontextmanager
+    async def _handshake(self, who: Caller) -> AsyncIterator[PeerLink]:
+        """Hear what a caller says first, if it may call. Raises PeerError."""
         link = self._links.get(who.region)
         if link is None or who.tls_name != tls_name(who.region, self._hello.run_id):
             raise PeerIncompatible(f"{who.region!a} ({who.tls_name!a}) is not a region of run {self._hello.run_id}")
@@ -350,14 +396,11 @@ class GrpcTransport:
         self._handshakes += 1
         try:
             async with asyncio.timeout(self._times.hello_s):
-                hello = decode_hello(await stream.read())
-                await self._check(lane, who, hello, stream)
+                yield link
         except TimeoutError:
             raise LinkLost(f"{who.region}: no hello within {self._times.hello_s:.0f} s") from None
         finally:
             self._handshakes -= 1
-        self._meter.assign(who.region, who.address, is_lasting=False)
-        return link, hello
 
     async def _check(self, lane: Lane, who: Caller, hello: Hello, stream: AcceptedStream) -> None:
         connection = hello.connection if lane is Lane.BULK else 0

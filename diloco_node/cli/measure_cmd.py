@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from diloco_node.cli.options import ConfigOption
-from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.errors import PeersUnreachable
 
 if TYPE_CHECKING:
     from diloco_node.cli.measure_daemon import Running
@@ -55,7 +55,7 @@ MostOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="A region of run.toml, or HOST:PORT.")]
-PlainOption = Annotated[bool | None, typer.Option("--plain/--no-plain", help="Plain TCP beside it; not by a daemon.")]
+PlainOption = Annotated[bool | None, typer.Option("--plain/--no-plain", help="Plain TCP beside it.")]
 
 
 @app.command()
@@ -143,7 +143,9 @@ def bandwidth(
     connections: Annotated[
         str | None,
         typer.Option(
-            "--connections", metavar="N,...", help="Each a test of its own [default: 1,2,4,8; a daemon has its own]."
+            "--connections",
+            metavar="N,...",
+            help="Each a test of its own [default: 1,2,4,8; through a daemon those of the link].",
         ),
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "-R", help="From the peer to here.")] = False,
@@ -154,7 +156,8 @@ def bandwidth(
 ) -> None:
     """Goodput of the transport (TLS; incompressible, and int4 with zstd) beside plain TCP; CPU; what was sent again.
 
-    Through the daemon of the region if it runs here: in its measurement lane, within its budget, behind all rounds.
+    Through the daemon of the region if it runs here: in its measurement lane, within its budget, behind all rounds;
+    over the link that the run uses, or with --connections over as many opened for each test.
 
     \b
     diloco-node measure bandwidth us-west
@@ -165,8 +168,10 @@ def bandwidth(
     counts = measure_run.parse_connections(connections or CONNECTIONS)
     daemon = _daemon(config, region, peer, alone=alone, certs=certs)
     if daemon is not None:
-        _check_lane(plain, connections)
-        document = _ask(daemon, {"what": "bandwidth", "peer": peer, "reverse": reverse}, seconds, warm_up, most)
+        asked = {"what": "bandwidth", "peer": peer, "reverse": reverse, "plain": plain is not False}
+        if connections is not None:
+            asked["connections"] = counts
+        document = _ask(daemon, asked, seconds, warm_up, most)
     else:
         here = measure_run.Here.find(config, certs, region)
         how_long = measure_run.HowLong(seconds, warm_up)
@@ -184,6 +189,8 @@ def bandwidth(
     console = table_console()
     console.print(bandwidth_title(document))
     console.print(bandwidth_table(document))
+    if document.get("plain_error"):
+        console.print(document["plain_error"])
 
 
 @app.command()
@@ -217,8 +224,7 @@ def mesh(
         measure_run.check_writable(out)  # before minutes are spent
     daemon = _daemon(config, region, None, alone=alone, certs=certs)
     if daemon is not None:
-        _check_lane(plain, None)
-        document = _ask(daemon, {"what": "mesh"}, seconds, warm_up, most)
+        document = _ask(daemon, {"what": "mesh", "plain": plain is True}, seconds, warm_up, most)
     else:
         here = measure_run.Here.find(config, certs, region)
         pairs = here.pairs()
@@ -233,7 +239,10 @@ def mesh(
         from diloco_node.cli.console import table_console
         from diloco_node.cli.measure_view import mesh_table
 
-        table_console().print(mesh_table(document))
+        console = table_console()
+        console.print(mesh_table(document))
+        for one in document.get("plain_errors", ()):
+            console.print(f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}")
     failures = document["failures"]
     if failures:
         first, count = failures[0], len(failures) + len(document["pairs"])
@@ -268,15 +277,3 @@ def _ask(
         asked["bytes_max"] = most * 2**20
     with progress(f"asking the daemon of {daemon.region}") as say:
         return measure(daemon, asked, Progress(say))
-
-
-def _check_lane(plain: bool | None, connections: str | None) -> None:
-    """Refuse what a daemon does not have. Raises ConfigError."""
-    if plain:
-        raise ConfigError(
-            "a running daemon has no plain TCP beside its links: leave --plain out, or measure with --alone"
-        )
-    if connections is not None:
-        raise ConfigError(
-            "a running daemon has its own connections for bulk: leave --connections out, or measure with --alone"
-        )

@@ -75,7 +75,10 @@ def _lane_note(document: Mapping[str, Any]) -> str:
         return ""
     limit = document["limit_bytes_per_second"]
     limited = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
-    return f"\nthrough the running daemon, in its measurement lane{limited}: what rounds leave"
+    over = {"own connections": "connections opened for each test", "link": "the link that the run uses"}[
+        document["over"]
+    ]
+    return f"\nthrough the running daemon, in its measurement lane{limited}: what rounds leave\nTLS: over {over}"
 
 
 # ---- mesh ------------------------------------------------------------------------------------------------------------

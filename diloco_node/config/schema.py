@@ -169,6 +169,7 @@ class RegionSection(Section):
         admin_port: dashboard, metrics and status, on loopback; 0: a free one, written to `admin.port` in its folder.
         admin_host: one more address of this machine to bind for them, for containers: a port published on the host's
             loopback arrives there. Whoever reaches it can read the status, so give it a network that peers are not on.
+        measure_port: takes the plain TCP connections of `measure` while a measurement waits for them; 0: a free one.
         egress, ingress: this region's own ceilings, instead of those of `[budget]`.
     """
 
@@ -176,6 +177,7 @@ class RegionSection(Section):
     listen: HostPort | None = None
     admin_port: Annotated[Whole, Field(ge=0, le=65_535)] = 0
     admin_host: AdminHost = "127.0.0.1"
+    measure_port: Annotated[Whole, Field(ge=0, le=65_535)] = 0
     egress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
     ingress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
 

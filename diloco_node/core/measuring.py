@@ -1,10 +1,14 @@
 """Measurements between running regions: what they say to each other, and what a region agrees to. Pure.
 
 Echoes go through the control lane, `Probe` transfers through the measurement lane of the bulk connection: both are what
-a run uses. The region that asks is the *asker*; it chooses the measurement's number, which is random, so that numbers
-of two askers do not meet. The conversation:
+a run uses. A flow can have connections of its own instead, opened for it and closed after it, of the transport's kind
+or plain TCP (`AsideOpen`); they are in the measurement lane, too. The region that asks is the *asker*; it chooses the
+measurement's number, which is random, so that numbers of two askers do not meet. The conversation:
 
 - `MeasurementAsked` -> `MeasurementReady` or `MeasurementDeclined` (also later, when it fails there)
+- connections of its own: the side that accepted the link waits for them and says how to join, the asker in
+  `MeasurementAsked`, the other one in `MeasurementReady`; whoever dialed the link dials them. The asker's peer is ready
+  when it has dialed all
 - the asker sends: probes -> the other end says `MeasurementReceived` when it has enough; both are done
 - the asker receives: <- probes; the asker says `MeasurementStopped` when it has enough, the answer is `MeasurementSent`
 - `LinkAsked`: measure from where you are to a third region -> `LinkTold` or `MeasurementDeclined`
@@ -33,6 +37,15 @@ BODY_BYTES_MAX: Final = 16 * 2**20
 PROBE_BYTES_MIN: Final = 1
 """Of nothing at all any number would be within what was agreed to."""
 """Of one transfer of probes."""
+
+CONNECTIONS_MAX: Final = 8
+"""Of one test, beside those that the link has."""
+
+TOKEN_BYTES: Final = 32
+PORT_MAX: Final = 65_535
+
+ASIDES_MAX: Final = 3
+"""Tests whose own connections a region has with one peer at once: one that is on, and those whose end is under way."""
 
 ASKED_BYTES_SAVED_MAX: Final = 8 * BYTES_MAX
 ASKED_BYTES_PER_S: Final = 16 * 2**20
@@ -66,10 +79,24 @@ class EchoAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class AsideOpen:
+    """How to join a measurement with connections of its own: once, and soon.
+
+    Attributes:
+        token: TOKEN_BYTES random bytes that each connection names. port: takes plain connections; 0: where the link is.
+    """
+
+    token: bytes
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
 class MeasurementAsked:
     """The asker wants probes to flow between it and the receiver of this message.
 
     Attributes:
+        connections: opened for this flow; 0: over the link's own. is_plain: they are TCP without TLS.
+        aside: where the asker waits for them; None: the receiver of this message is to say where.
         is_asker_sending: who sends. is_compressible: encoded int4 values instead of random bytes.
         warm_up_ns: is not counted, from the first byte that arrives. span_ns: is counted after it.
         bytes_max: not more are sent, the warm-up included.
@@ -81,13 +108,17 @@ class MeasurementAsked:
     warm_up_ns: int
     span_ns: int
     bytes_max: int
+    connections: int
+    is_plain: bool
+    aside: AsideOpen | None
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementReady:
-    """Yes, now."""
+    """Yes, now. `aside`: where the flow's own connections are waited for, if that is here."""
 
     measurement: int
+    aside: AsideOpen | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +178,8 @@ class LinkAsked:
     """Measure from where you are to another region of the run, and tell me.
 
     Attributes:
-        probes_ns: how long to send echoes. warm_up_ns: 0: by the round trip. span_ns, bytes_max: of the flow from you.
+        probes_ns: how long to send echoes. warm_up_ns: 0: by the round trip. span_ns, bytes_max: of each flow from you.
+        is_plain_too: one over plain TCP as well.
     """
 
     measurement: int
@@ -156,6 +188,7 @@ class LinkAsked:
     warm_up_ns: int
     span_ns: int
     bytes_max: int
+    is_plain_too: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +198,7 @@ class LinkTold:
     Attributes:
         p50_ns, p99_ns, jitter_ns: of round trips. answered, unanswered: echoes.
         bytes_per_s, p10, p90: of random bytes. sent_bytes, retransmitted_bytes: as in MeasurementSent.
+        plain_bytes_per_s: over plain TCP; 0: not measured. plain_error: why not, if it was asked for.
     """
 
     measurement: int
@@ -178,6 +212,8 @@ class LinkTold:
     p90: int
     sent_bytes: int
     retransmitted_bytes: int
+    plain_bytes_per_s: int
+    plain_error: str
 
 
 MeasuringMessage = (
@@ -214,9 +250,33 @@ def check_asked(asked: MeasurementAsked | LinkAsked) -> None:
     limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, BYTES_MAX)]
     if isinstance(asked, LinkAsked):
         limits.append(("probes_ns", 1, PROBES_NS_MAX))
+    else:
+        limits.append(("connections", 1 if asked.is_plain else 0, CONNECTIONS_MAX))
     for name, least, most in limits:
         if not least <= getattr(asked, name) <= most:
             raise ProtocolViolation(f"a measurement with {name} {getattr(asked, name)}; {least} to {most} are allowed")
+    if isinstance(asked, MeasurementAsked) and asked.aside is not None:
+        check_aside(asked.aside, asked)
+
+
+def check_aside(aside: AsideOpen, asked: MeasurementAsked) -> None:
+    """Refuse what can't be joined, or joins what nobody wanted.
+
+    Raises:
+        ProtocolViolation: says what is wrong with it.
+    """
+    if not asked.connections:
+        raise ProtocolViolation("connections of its own for a measurement over the link")
+    if len(aside.token) != TOKEN_BYTES:
+        raise ProtocolViolation(f"a token of {len(aside.token)} bytes for a measurement; it has {TOKEN_BYTES}")
+    least, most = (1, PORT_MAX) if asked.is_plain else (0, 0)
+    if not least <= aside.port <= most:
+        raise ProtocolViolation(f"port {aside.port} for a measurement; {least} to {most} are allowed")
+
+
+def all_bytes_max(asked: MeasurementAsked | LinkAsked) -> int:
+    """The most that may flow for what was asked."""
+    return asked.bytes_max * (2 if isinstance(asked, LinkAsked) and asked.is_plain_too else 1)
 
 
 class Allowance:

@@ -113,6 +113,7 @@ class Node:
             seed=spec.seed,
             budget=daemon.budget,
             superseded=daemon.superseded,
+            measure_port=spec.measure_port,
         )
         self._measuring = Measuring(
             region=spec.region,

@@ -1,7 +1,8 @@
 """The two ends of a measured flow between daemons: one sends `Probe` transfers, the other counts what arrives.
 
-Unlike `adapters.flows`, which fills connections of its own, these go over the link that rounds use, in the measurement
-lane and within the budget. All times are integer nanoseconds of one monotonic clock; bytes are raw bytes.
+Unlike the flows of `adapters.flows`, these go over the link that rounds use, or over connections that take turns with
+it (`adapters.asides`), in the measurement lane and within the budget. All times are integer nanoseconds of one
+monotonic clock; bytes are raw bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ LATE_S: Final = 10.0
 
 
 class Bulk(Protocol):
-    """What a sending end needs of the transport; see `GrpcTransport`."""
+    """What a sending end needs of what carries it; see `GrpcTransport` and `asides.Aside`."""
 
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
         """Stream a body; raises LinkLost."""
@@ -50,7 +51,7 @@ class Bulk(Protocol):
         ...
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
-        """What TCP did on the link."""
+        """What TCP did there."""
         ...
 
 
@@ -82,7 +83,8 @@ class SendingEnd:
     """Sends probes to a peer until it is told to stop, or has used up its bytes or its time. `run` once.
 
     Args:
-        transport: of the link. peer: to whom. asked: how much, how long. body: `BODY_BYTES_MAX` bytes to send from.
+        transport: the link, or connections beside it. peer: to whom. asked: how much, how long.
+        body: `BODY_BYTES_MAX` bytes to send from.
         booked: bytes of the measurement lane to this peer until now.
     """
 
@@ -200,12 +202,20 @@ class ReceivingEnd:
 
     def opened(self, raw_bytes: int) -> memoryview:
         """A transfer begins, after the one before has ended: where its bytes go, over and over."""
-        if not self._marks:
-            self._marks.append((self._now_ns(), 0))
-            self._begun.set()
+        self._begin()
         if self._buffer is None or self._buffer.nbytes < raw_bytes:
             self._buffer = memoryview(bytearray(raw_bytes))
         return self._buffer[:raw_bytes]
+
+    def arrived(self, size: int) -> None:
+        """Bytes that are no transfer have arrived."""
+        self._begin()
+        self.closed(size)
+
+    def _begin(self) -> None:
+        if not self._marks:
+            self._marks.append((self._now_ns(), 0))
+            self._begun.set()
 
     def closed(self, raw_bytes: int) -> None:
         """A transfer has arrived whole."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from diloco_node.adapters.flows import CpuUse, Received, Sent
+from diloco_node.adapters.flows import CpuUse, FlowTimes, Received, Sent
 from diloco_node.adapters.measured import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.adapters.probe import FlowMeasured
 from diloco_node.adapters.probe_server import congestion_control
@@ -25,7 +25,9 @@ SECONDS_MIN: Final = 0.1
 LOADED_MORE_NS: Final = NS_PER_S
 """The flow goes on for longer than the echoes, so that the last of them meets it too."""
 
-KEYS: Final = frozenset({"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse"})
+KEYS: Final = frozenset(
+    {"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse", "connections", "plain"}
+)
 
 Say = Callable[[str], None]
 
@@ -38,6 +40,8 @@ class Asked:
         what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.
         warm_ns: None: by the round trip. bytes_max: of each test.
         load: latency also under load. reverse: bandwidth from the peer to here.
+        connections: of each test of bandwidth, opened for it; none: those of the link.
+        plain: bandwidth and mesh over plain TCP as well.
     """
 
     what: str
@@ -47,6 +51,8 @@ class Asked:
     bytes_max: int
     load: bool
     reverse: bool
+    plain: bool
+    connections: tuple[int, ...]
 
 
 def parse_asked(document: Mapping[str, Any], *, region: str, peers: tuple[str, ...]) -> Asked:
@@ -54,7 +60,7 @@ def parse_asked(document: Mapping[str, Any], *, region: str, peers: tuple[str, .
 
     Args:
         document: "what"; "peer" but for a mesh; "seconds"; and if wanted "warm_up_seconds", "bytes_max", "load",
-            "reverse". region: ours. peers: names that there are.
+            "reverse", "plain", "connections" (numbers). region: ours. peers: names that there are.
 
     Raises:
         ConfigError: what is wrong with it.
@@ -76,12 +82,17 @@ def parse_asked(document: Mapping[str, Any], *, region: str, peers: tuple[str, .
     most = document.get("bytes_max", msg.BYTES_MAX)
     if type(most) is not int or not msg.BODY_BYTES_MAX <= most <= msg.BYTES_MAX:
         raise ConfigError(f"bytes_max is {most!r}: {msg.BODY_BYTES_MAX} to {msg.BYTES_MAX} bytes for each test")
-    flags = {name: document.get(name, False) for name in ("load", "reverse")}
+    flags = {name: document.get(name, False) for name in ("load", "reverse", "plain")}
     for name, value in flags.items():
         if type(value) is not bool:
             raise ConfigError(f"{name} is {value!r}: true or false")
     warm_ns = None if warm_up is None else int(warm_up * NS_PER_S)
-    return Asked(what, peer, int(seconds * NS_PER_S), warm_ns, most, **flags)
+    counts = document.get("connections") or []
+    if not isinstance(counts, list) or not all(type(one) is int and 1 <= one <= msg.CONNECTIONS_MAX for one in counts):
+        raise ConfigError(
+            f"connections is {counts!r}: numbers from 1 to {msg.CONNECTIONS_MAX} through a running daemon"
+        )
+    return Asked(what, peer, int(seconds * NS_PER_S), warm_ns, most, **flags, connections=tuple(sorted(set(counts))))
 
 
 def _number(document: Mapping[str, Any], key: str, least: float, most: float) -> float:
@@ -139,14 +150,23 @@ class MeasureCommand:
         say(f"round trips to {peer}")
         times, rtt_ns = await measuring.times(peer, asked.span_ns, asked.warm_ns)
         ends = self._ends(asked)
+        kinds = [("transport", "random"), ("transport", "int4"), *([("plain", "random")] if asked.plain else [])]
+        cases = [
+            FlowCase(ends["from"], ends["to"], *kind, count) for count in asked.connections or [0] for kind in kinds
+        ]
         tests: list[dict[str, Any]] = []
-        for number, body in enumerate(("random", "int4"), start=1):
-            case = FlowCase(ends["from"], ends["to"], "transport", body, 0)
+        plain_error = ""
+        for number, case in enumerate(cases, start=1):
+            if case.path == "plain" and plain_error:
+                continue  # it would be the same again
             last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
-            say(f"test {number} of 2: {case.title}, in the measurement lane{last}")
-            found = await measuring.flow(FlowWanted(peer, not asked.reverse, body == "int4", times, asked.bytes_max))
-            # As many as there were at the end: the warm-up may show that the link is worth more.
-            tests.append(_flow_document(replace(case, connections=measuring.connections(peer)), found))
+            say(f"test {number} of {len(cases)}: {case.title}, in the measurement lane{last}")
+            try:
+                tests.append(await self._test(asked, case, times))
+            except DilocoError as error:
+                if case.path != "plain":
+                    raise
+                plain_error = f"no plain TCP beside it: {error}"
         limit, limited_by = (None, "") if asked.reverse else self._limits(peer)
         return {
             **ends,
@@ -156,8 +176,22 @@ class MeasureCommand:
             "congestion_control": {"here": congestion_control(), "there": None},
             "limit_bytes_per_second": limit,
             "limited_by": limited_by,
+            "over": "own connections" if asked.connections else "link",
+            "plain_error": plain_error or None,
             "tests": tests,
         }
+
+    async def _test(self, asked: Asked, case: FlowCase, times: FlowTimes) -> dict[str, Any]:
+        """One test of bandwidth. 0 connections: over the link's own, and plain TCP over as many."""
+        measuring, peer, is_plain = self._measuring, asked.peer, case.path == "plain"
+        if is_plain and not case.connections:
+            case = replace(case, connections=measuring.connections(peer))
+        found = await measuring.flow(
+            FlowWanted(peer, not asked.reverse, case.body == "int4", times, asked.bytes_max, case.connections, is_plain)
+        )
+        # As many as there were at the end: the warm-up may show that the link is worth more.
+        count = case.connections or measuring.connections(peer)
+        return _flow_document(replace(case, connections=count), found)
 
     def _ends(self, asked: Asked) -> dict[str, Any]:
         region, peer = self._measuring.region, asked.peer
@@ -168,17 +202,26 @@ class MeasureCommand:
         measuring = self._measuring
         names = sorted((measuring.region, *measuring.peers))
         pairs = [(source, target) for source in names for target in names if source != target]
-        measured, failures = [], []
+        measured, failures, plain_errors = [], [], []
         for number, (source, target) in enumerate(pairs, start=1):
             say(f"pair {number} of {len(pairs)}: {source} to {target}")
             try:
-                measured.append(pair_document((source, target), await self._pair(asked, source, target)))
+                found, plain_error = await self._pair(asked, source, target)
+                measured.append(pair_document((source, target), found))
+                if plain_error:
+                    plain_errors.append({"from": source, "to": target, "error": plain_error})
             except DilocoError as error:
                 failures.append({"from": source, "to": target, "error": str(error)})
-        return {"regions": names, "pairs": measured, "failures": failures, "seconds": asked.span_ns / NS_PER_S}
+        return {
+            "regions": names,
+            "pairs": measured,
+            "failures": failures,
+            "plain_errors": plain_errors,
+            "seconds": asked.span_ns / NS_PER_S,
+        }
 
-    async def _pair(self, asked: Asked, source: str, target: str) -> PairMeasured:
-        """From here, to here, or between two others, which one of them measures for us."""
+    async def _pair(self, asked: Asked, source: str, target: str) -> tuple[PairMeasured, str]:
+        """From here, to here, or between two others, which one of them measures for us; why there is no plain TCP."""
         measuring = self._measuring
         probes_ns = min(MESH_PROBES_NS_MAX, asked.span_ns)
         if measuring.region not in (source, target):
@@ -186,14 +229,28 @@ class MeasureCommand:
             if error:
                 raise PeersUnreachable(f"{error}; it can't be asked to measure")
             wanted = msg.LinkAsked(
-                measuring.new_measurement(), target, probes_ns, asked.warm_ns or 0, asked.span_ns, asked.bytes_max
+                measuring.new_measurement(),
+                target,
+                probes_ns,
+                asked.warm_ns or 0,
+                asked.span_ns,
+                asked.bytes_max,
+                asked.plain,
             )
-            return _pair_of(await measuring.far_link(source, wanted))
+            told = await measuring.far_link(source, wanted)
+            return _pair_of(told), told.plain_error
         peer = target if source == measuring.region else source
         echoes = (await measuring.latency(peer, probes_ns / NS_PER_S)).latency
         times, _ = await measuring.times(peer, asked.span_ns, asked.warm_ns)
-        flow = await measuring.flow(FlowWanted(peer, source == measuring.region, False, times, asked.bytes_max))
-        return PairMeasured(
+        wanted_flow = FlowWanted(peer, source == measuring.region, False, times, asked.bytes_max)
+        flow = await measuring.flow(wanted_flow)
+        plain, plain_error = 0, ""
+        if asked.plain:
+            try:
+                plain = (await measuring.flow(replace(wanted_flow, connections=1, is_plain=True))).received.mean
+            except DilocoError as error:
+                plain_error = str(error)
+        pair = PairMeasured(
             p50_ns=echoes.p50_ns,
             p99_ns=echoes.p99_ns,
             jitter_ns=echoes.jitter_ns,
@@ -202,10 +259,11 @@ class MeasureCommand:
             bytes_per_s=flow.received.mean,
             p10=flow.received.p10,
             p90=flow.received.p90,
-            plain_bytes_per_s=0,
+            plain_bytes_per_s=plain,
             sent_bytes=flow.sent.sent_bytes,
             retransmitted_bytes=flow.sent.retransmitted_bytes,
         )
+        return pair, plain_error
 
 
 def _pair_of(told: msg.LinkTold) -> PairMeasured:
@@ -218,7 +276,7 @@ def _pair_of(told: msg.LinkTold) -> PairMeasured:
         told.bytes_per_s,
         told.p10,
         told.p90,
-        0,
+        told.plain_bytes_per_s,
         told.sent_bytes,
         told.retransmitted_bytes,
     )

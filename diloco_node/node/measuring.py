@@ -1,4 +1,4 @@
-"""Measures the links of a running region, over the links themselves; answers peers that ask for it.
+"""Measures the links of a running region, over the links themselves or beside them; answers peers that ask for it.
 
 `core.measuring` has the messages and the limits, `flow_ends` the two ends of a flow, `measure_command` what an operator
 asks for. Nothing here touches rounds: echoes are small control messages, probes go in the lane behind everything else.
@@ -11,9 +11,10 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
+from diloco_node.adapters.asides import JOIN_S, Aside, Asides, Door
 from diloco_node.adapters.flows import FlowTimes, make_body
 from diloco_node.adapters.probe import UNANSWERED_AFTER_S, LatencyMeasured, warm_up_ns
 from diloco_node.adapters.sockets import TcpCounters
@@ -23,7 +24,7 @@ from diloco_node.core.messages import Message
 from diloco_node.core.samples import summarise_rtts
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable, ProtocolViolation
 from diloco_node.node.flow_ends import LATE_S, SENDER_GRACE_S, START_S, Bulk, ReceivingEnd, SendingEnd, SentOverLink
-from diloco_node.node.measure_talk import Echoes, Talk, ended, share_sent_again
+from diloco_node.node.measure_talk import Echoes, T, Talk, ended, share_sent_again
 from diloco_node.wire.measurement import FlowBody
 
 ANSWER_S: Final = 10.0
@@ -39,9 +40,28 @@ ECHOES_SKIPPED: Final = 5
 RTT_PROBE_S: Final = 0.5
 REASON_CHARS_MAX: Final = 500
 
+REASON_S: Final = 1.0
+"""When connections of a measurement break, the peer may be about to say why."""
+
+LINGER_S: Final = 5.0
+"""Connections of a measurement stay open so long for the sender to hear that it is over, and close them."""
+
 
 class MeasuringTransport(Bulk, Protocol):
     """What measuring needs of `GrpcTransport`."""
+
+    @property
+    def asides(self) -> Asides:
+        """Connections beside those of the links."""
+        ...
+
+    def dials(self, peer: str) -> bool:
+        """Whether the link is of our own dial. Raises LinkLost."""
+        ...
+
+    def reject(self, peer: str, error: PeerError) -> None:
+        """Count what a peer did wrong."""
+        ...
 
     def send(self, peer: str, message: Message) -> bool:
         """Queue a control message; False if it was dropped."""
@@ -69,6 +89,8 @@ class FlowWanted:
     is_compressible: bool
     times: FlowTimes
     bytes_max: int
+    connections: int = 0
+    is_plain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +174,13 @@ class Measuring:
         if end is not None and is_whole:
             end.closed(raw_bytes)
 
+    def plain_arrived(self, peer: str, measurement: int, size: int) -> None:
+        """Bytes arrived over plain TCP. Raises ProtocolViolation for more than was agreed to."""
+        self._expected[peer].arrive(measurement, size)
+        end = self._receiving.get((peer, measurement))
+        if end is not None:
+            end.arrived(size)
+
     def link_lost(self, peer: str) -> None:
         """The link is down: what went on over it is over."""
         for key, talk in self._talks.items():
@@ -178,7 +207,7 @@ class Measuring:
             what = f"the link to {asked.region}"
         else:
             what = f"bandwidth {'from' if asked.is_asker_sending else 'to'} {peer}"
-        reason = self._gate.begin(what, asker=peer, bytes_max=asked.bytes_max, now_ns=self._now_ns())
+        reason = self._gate.begin(what, asker=peer, bytes_max=msg.all_bytes_max(asked), now_ns=self._now_ns())
         if reason:
             self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, _cut(f"{self.region} is {reason}")))
             return
@@ -188,49 +217,94 @@ class Measuring:
 
     async def _serve(self, peer: str, asked: msg.MeasurementAsked | msg.LinkAsked) -> None:
         """Do what a peer asked for, and tell it; what goes wrong is told, too."""
-        used = _Used()
+        serving = _Serving()
         answer: MeasuringMessage
-        try:
-            if isinstance(asked, msg.LinkAsked):
-                answer = await self._link_for(asked, used)
-            elif asked.is_asker_sending:
-                answer = await self._receive_for(peer, asked, used)
-            else:
-                answer = await self._send_for(peer, asked, used)
-        except DilocoError as error:
-            answer = msg.MeasurementDeclined(asked.measurement, _cut(str(error)))
-        finally:
-            self._gate.end(used_bytes=used.bytes)  # before the answer: the peer may ask for the next one at once
-        self._transport.send(peer, answer)
-
-    async def _receive_for(self, peer: str, asked: msg.MeasurementAsked, used: _Used) -> msg.MeasurementReceived:
-        with self._receiving_end(peer, asked) as end:
-            self._transport.send(peer, msg.MeasurementReady(asked.measurement))
+        async with serving.stack:
             try:
-                return await end.run()
+                if isinstance(asked, msg.LinkAsked):
+                    answer = await self._link_for(asked, serving)
+                elif asked.is_asker_sending:
+                    answer = await self._receive_for(peer, asked, serving)
+                else:
+                    answer = await self._send_for(peer, asked, serving)
+            except DilocoError as error:
+                answer = msg.MeasurementDeclined(asked.measurement, _cut(str(error)))
             finally:
-                used.bytes = end.used_bytes
+                # Before the answer: the peer may ask for the next one at once.
+                self._gate.end(used_bytes=serving.used_bytes)
+            self._transport.send(peer, answer)
+            if serving.reading is not None:  # until it knows, the peer sends: it must not find its connections broken
+                await asyncio.wait([serving.reading], timeout=LINGER_S)
 
-    async def _send_for(self, peer: str, asked: msg.MeasurementAsked, used: _Used) -> msg.MeasurementSent:
-        end = await self._sending_end(peer, asked)
+    async def _receive_for(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementReceived:
+        with self._receiving_end(peer, asked) as end:
+            try:
+                aside = await self._ready(peer, asked, serving.stack)
+                if aside is None:
+                    return await end.run()
+                serving.reading = asyncio.create_task(self._read(peer, aside), name=f"measurement from {peer}")
+                await serving.stack.enter_async_context(ended(serving.reading))
+                return await _first_of(end.run(), serving.reading)
+            finally:
+                serving.used_bytes = end.used_bytes
+
+    async def _send_for(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementSent:
+        body = await self._body(asked)
         key = (peer, asked.measurement)
+        end = self._sending_end(peer, asked, body, await self._ready(peer, asked, serving.stack))
         self._sending[key] = end
-        self._transport.send(peer, msg.MeasurementReady(asked.measurement))
         try:
             return _told(asked.measurement, await end.run())
         finally:
-            used.bytes = end.used_bytes
+            serving.used_bytes = end.used_bytes
             del self._sending[key]
 
-    async def _link_for(self, asked: msg.LinkAsked, used: _Used) -> msg.LinkTold:
+    async def _ready(self, peer: str, asked: msg.MeasurementAsked, stack: contextlib.AsyncExitStack) -> Aside | None:
+        """Say that we are ready, and have the connections that the asker wants; None: those of the link.
+
+        Raises:
+            PeerError: they can't be had.
+        """
+        asides = self._transport.asides
+        if not asked.connections or asked.aside is not None:
+            aside = None
+            if asked.aside is not None:
+                aside = await stack.enter_async_context(asides.dialed(peer, asked, asked.aside))
+            self._transport.send(peer, msg.MeasurementReady(asked.measurement, None))
+            return aside
+        door = await stack.enter_async_context(asides.door(peer, asked))
+        self._transport.send(peer, msg.MeasurementReady(asked.measurement, door.open))
+        return await stack.enter_async_context(asides.come_in(door))
+
+    async def _read(self, peer: str, aside: Aside) -> None:
+        """Take what arrives beside the link. Raises PeerError, in any case."""
+        try:
+            await aside.receive(self)
+        except PeerError as error:
+            if not isinstance(error, LinkLost):
+                self._transport.reject(peer, error)
+            raise
+
+    async def _link_for(self, asked: msg.LinkAsked, serving: _Serving) -> msg.LinkTold:
         if asked.region not in self.peers:
             raise ConfigError(f"{asked.region} is no peer of {self.region}")
         self._check_link(asked.region)
-        used.bytes = asked.bytes_max  # if it fails nobody knows how much of it went out
+        serving.used_bytes = msg.all_bytes_max(asked)  # if it fails nobody knows how much of it went out
         echoes = (await self._probe(asked.region, asked.probes_ns / NS_PER_S)).latency
         times = FlowTimes(asked.warm_up_ns or warm_up_ns(echoes.p50_ns), asked.span_ns)
         flow = await self._flow(FlowWanted(asked.region, True, False, times, asked.bytes_max))
-        used.bytes = flow.used_bytes
+        plain, plain_error = 0, ""
+        if asked.is_plain_too:
+            try:
+                beside = await self._flow(
+                    FlowWanted(asked.region, True, False, times, asked.bytes_max, 1, is_plain=True)
+                )
+                plain = beside.received.mean
+                serving.used_bytes = flow.used_bytes + beside.used_bytes
+            except DilocoError as error:  # the rest was measured all the same
+                plain_error = _cut(str(error))
+        else:
+            serving.used_bytes = flow.used_bytes
         return msg.LinkTold(
             asked.measurement,
             echoes.p50_ns,
@@ -243,6 +317,8 @@ class Measuring:
             flow.received.p90,
             flow.sent.sent_bytes,
             flow.sent.retransmitted_bytes,
+            plain,
+            plain_error,
         )
 
     def _stop_for(self, peer: str, measurement: int) -> None:
@@ -301,10 +377,11 @@ class Measuring:
     async def far_link(self, source: str, asked: msg.LinkAsked) -> msg.LinkTold:
         """Let a peer measure from there to a third region. Raises as `flow`."""
         self._check_link(source)
-        limit_s = (asked.probes_ns + msg.WARM_UP_NS_MAX + asked.span_ns) / NS_PER_S
+        flow_s = (msg.WARM_UP_NS_MAX + asked.span_ns) / NS_PER_S + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
+        limit_s = asked.probes_ns / NS_PER_S + flow_s + (flow_s + JOIN_S if asked.is_plain_too else 0)
         async with self._talk(source, asked.measurement) as talk:
             self._transport.send(source, asked)
-            return await talk.answer(msg.LinkTold, limit_s + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S)
+            return await talk.answer(msg.LinkTold, limit_s)
 
     @staticmethod
     def new_measurement() -> int:
@@ -386,51 +463,90 @@ class Measuring:
             times.warm_up_ns,
             times.span_ns,
             wanted.bytes_max,
+            wanted.connections,
+            wanted.is_plain,
+            None,
         )
         limit_s = times.total_s + START_S + LATE_S + ANSWER_S
-        async with self._talk(wanted.peer, asked.measurement) as talk:
-            if wanted.is_sending:
-                return await self._flow_out(talk, asked, limit_s)
-            return await self._flow_in(talk, asked, limit_s)
+        async with contextlib.AsyncExitStack() as stack:
+            door = None
+            if asked.connections and not self._transport.dials(wanted.peer):
+                door = await stack.enter_async_context(self._transport.asides.door(wanted.peer, asked))
+                asked = replace(asked, aside=door.open)
+            async with self._talk(wanted.peer, asked.measurement) as talk:
+                if wanted.is_sending:
+                    return await self._flow_out(talk, asked, limit_s, _Opening(stack, door))
+                return await self._flow_in(talk, asked, limit_s, _Opening(stack, door))
 
-    async def _flow_out(self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float) -> FlowOverLink:
-        end = await self._sending_end(talk.peer, asked)
+    async def _flow_out(
+        self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: _Opening
+    ) -> FlowOverLink:
+        body = await self._body(asked)
         self._transport.send(talk.peer, asked)
-        await talk.answer(msg.MeasurementReady, ANSWER_S)
+        end = self._sending_end(talk.peer, asked, body, await self._opened(talk, asked, opening, ANSWER_S))
         sending = asyncio.create_task(end.run(), name=f"measurement to {talk.peer}")
         hearing = asyncio.create_task(talk.answer(msg.MeasurementReceived, limit_s))
         async with ended(sending, hearing):
             await asyncio.wait([sending, hearing], return_when=asyncio.FIRST_COMPLETED)
+            if asked.connections and not hearing.done():
+                await asyncio.wait([hearing], timeout=REASON_S)
             if not hearing.done():
                 sending.result()  # it ends before only by failing
             received = await hearing
             end.stop()
             return FlowOverLink(received, _told(asked.measurement, await sending), end.used_bytes)
 
-    async def _flow_in(self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float) -> FlowOverLink:
+    async def _flow_in(
+        self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: _Opening
+    ) -> FlowOverLink:
         with self._receiving_end(talk.peer, asked) as end:
             self._transport.send(talk.peer, asked)
-            await talk.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)
+            aside = await self._opened(talk, asked, opening, ANSWER_S + BODY_MADE_S)
+            tasks: list[asyncio.Task[Any]] = []
+            if aside is not None:
+                tasks.append(asyncio.create_task(self._read(talk.peer, aside), name=f"measurement from {talk.peer}"))
             receiving = asyncio.create_task(end.run(), name=f"measurement from {talk.peer}")
             hearing = asyncio.create_task(talk.answer(msg.MeasurementSent, limit_s + SENDER_GRACE_S))
-            async with ended(receiving, hearing):
-                await asyncio.wait([receiving, hearing], return_when=asyncio.FIRST_COMPLETED)
+            async with ended(receiving, hearing, *tasks):
+                await asyncio.wait([receiving, hearing, *tasks], return_when=asyncio.FIRST_COMPLETED)
                 if not receiving.done():
-                    hearing.result()  # the sender has failed, and says why
-                    raise LinkLost(f"{talk.peer} ended a measurement by itself")
+                    if asked.connections and not hearing.done():
+                        await asyncio.wait([hearing], timeout=REASON_S)
+                    if hearing.done():
+                        hearing.result()  # the sender has failed, and says why
+                        raise LinkLost(f"{talk.peer} ended a measurement by itself")
+                    tasks[0].result()
                 received = receiving.result()
                 self._transport.send(talk.peer, msg.MeasurementStopped(asked.measurement))
                 return FlowOverLink(received, await hearing, end.used_bytes)
 
-    async def _sending_end(self, peer: str, asked: msg.MeasurementAsked) -> SendingEnd:
-        kind = FlowBody.INT4 if asked.is_compressible else FlowBody.RANDOM
-        body = await asyncio.get_running_loop().run_in_executor(self._executor, make_body, kind)
+    async def _opened(self, talk: Talk, asked: msg.MeasurementAsked, opening: _Opening, limit_s: float) -> Aside | None:
+        """Wait until the peer is ready, and have the connections that we want; None: those of the link.
 
+        Raises:
+            PeersUnreachable: its port for plain TCP can't be reached. PeerError: it says no, or they can't be had.
+        """
+        ready = await talk.answer(msg.MeasurementReady, limit_s + (JOIN_S if asked.connections else 0))
+        if not asked.connections:
+            return None
+        asides = self._transport.asides
+        if opening.door is not None:
+            return await opening.stack.enter_async_context(asides.come_in(opening.door))
+        if ready.aside is None:
+            raise PeerError(f"{talk.peer} does not say where connections of a measurement may come in")
+        msg.check_aside(ready.aside, asked)
+        return await opening.stack.enter_async_context(asides.dialed(talk.peer, asked, ready.aside))
+
+    async def _body(self, asked: msg.MeasurementAsked) -> memoryview:
+        kind = FlowBody.INT4 if asked.is_compressible else FlowBody.RANDOM
+        return await asyncio.get_running_loop().run_in_executor(self._executor, make_body, kind)
+
+    def _sending_end(self, peer: str, asked: msg.MeasurementAsked, body: memoryview, aside: Aside | None) -> SendingEnd:
         def booked() -> int:
             lanes = self._transport.budget_status()["peers"][peer]["lanes"]
             return int(lanes["measurement"]["used_bytes"])
 
-        return SendingEnd(self._transport, peer, asked, body, booked)
+        return SendingEnd(aside or self._transport, peer, asked, body, booked)
 
     @contextlib.contextmanager
     def _receiving_end(self, peer: str, asked: msg.MeasurementAsked) -> Iterator[ReceivingEnd]:
@@ -455,11 +571,35 @@ class Measuring:
             del self._talks[peer, measurement]
 
 
-@dataclass(slots=True)
-class _Used:
-    """Bytes of what a peer asked for."""
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """Connections that are about to be opened for a flow: how long they live, and where they come in, if here."""
 
-    bytes: int = 0
+    stack: contextlib.AsyncExitStack
+    door: Door | None
+
+
+class _Serving:
+    """What a peer asked for, while it is done.
+
+    Attributes:
+        used_bytes: that flowed. stack: what lives as long. reading: takes what arrives beside the link.
+    """
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+        self.stack = contextlib.AsyncExitStack()
+        self.reading: asyncio.Task[None] | None = None
+
+
+async def _first_of(receiving: Coroutine[Any, Any, T], reading: asyncio.Task[None]) -> T:
+    """What was received; or why reading has ended before."""
+    task = asyncio.create_task(receiving)
+    async with ended(task):
+        await asyncio.wait([task, reading], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            reading.result()
+        return await task
 
 
 def _told(measurement: int, found: SentOverLink) -> msg.MeasurementSent:

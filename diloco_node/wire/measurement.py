@@ -9,6 +9,9 @@ bulk lane (`wire.envelope`) after its `StreamJoined`, a plain connection anythin
 | MESSAGE | msgpack message (`MEASUREMENT`) |
 | ECHO | sequence u64: send it back as ECHOED |
 | ECHOED | sequence u64 |
+
+Connections that two daemons open for one measurement (`core.measuring.AsideOpen`) begin with a frame or with bytes of
+their own: the token, and the connection's index.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.measuring import TOKEN_BYTES as ASIDE_TOKEN_BYTES
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.schema import Limits, Schema
 
@@ -40,6 +44,13 @@ _ECHO: Final = struct.Struct("<BQ")
 _PREAMBLE: Final = struct.Struct("<16sQI")
 
 PREAMBLE_BYTES: Final = _PREAMBLE.size
+
+ASIDE_METHOD: Final = "aside"
+"""The call of a connection that a daemon opens for one measurement."""
+
+_ASIDE: Final = struct.Struct(f"<{ASIDE_TOKEN_BYTES}sI")
+
+ASIDE_BYTES: Final = _ASIDE.size
 
 
 class FlowPath(StrEnum):
@@ -300,3 +311,16 @@ def decode_preamble(data: bytes) -> StreamJoined:
     if len(data) != _PREAMBLE.size:
         raise ProtocolViolation(f"a plain connection began with {len(data)} bytes; expected {_PREAMBLE.size}")
     return StreamJoined(*_PREAMBLE.unpack(data))
+
+
+def encode_aside(token: bytes, index: int) -> bytes:
+    """What a connection of a daemon's measurement begins with: `ASIDE_BYTES` bytes."""
+    return _ASIDE.pack(token, index)
+
+
+def decode_aside(data: bytes) -> tuple[bytes, int]:
+    """Token and index that a connection began with. Raises ProtocolViolation when it is of another length."""
+    if len(data) != _ASIDE.size:
+        raise ProtocolViolation(f"a connection of a measurement began with {len(data)} bytes; expected {_ASIDE.size}")
+    token, index = _ASIDE.unpack(data)
+    return token, index

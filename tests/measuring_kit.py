@@ -1,0 +1,198 @@
+"""Regions with real links on loopback that measure each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.adapters.certs import init_run, load_identity
+from diloco_node.adapters.flows import FlowTimes
+from diloco_node.adapters.session import LinkTimes
+from diloco_node.adapters.transport import GrpcTransport
+from diloco_node.core import measuring as msg
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.measuring import MeasuringMessage, Probe
+from diloco_node.core.messages import BulkHeader, MergedStripe, Message
+from diloco_node.core.types import Ballot
+from diloco_node.node import flow_ends, measuring
+from diloco_node.node.measure_command import MeasureCommand
+from diloco_node.node.measuring import FlowWanted, Measuring
+
+RUN = "run1"
+NAMES = ("a", "b", "c")
+DEADLINE_S = 120.0
+MB = 10**6
+LINKS = LinkTimes(
+    handshake_s=60.0,
+    hello_s=60.0,
+    fallback_s=0.3,
+    backoff_min_s=0.02,
+    backoff_max_s=0.2,
+    violation_backoff_s=0.2,
+    silent_s=60.0,
+)
+QUICK = FlowTimes(100_000_000, 400_000_000)
+STRIPE = MergedStripe(Ballot(1, 2), 0, 0, 1, b"", 0, 1)
+
+
+class Region:
+    """A transport with its Measuring, as `Node` joins them; rounds are kept in `rounds`."""
+
+    def __init__(self, name: str, measure_port: int = 0) -> None:
+        self.name = name
+        self.measure_port = measure_port
+        self.pool = ThreadPoolExecutor(3)
+        self.up: set[str] = set()
+        self.rounds: list[BulkHeader] = []
+        self.heard: list[tuple[str, Message]] = []
+        self.changed = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.transport: GrpcTransport
+        self.measuring: Measuring
+
+    async def start(self, folder: Path, peers: dict[str, str | None], budget: BudgetPlan) -> None:
+        loop = asyncio.get_running_loop()
+        self.transport = GrpcTransport(
+            region=self.name,
+            run_id=RUN,
+            epoch=0,
+            settings_digest="",
+            manifest_digest="",
+            identity=load_identity(folder / self.name),
+            listen=("127.0.0.1", 0),
+            peers=peers,
+            handler=self,
+            executor=self.pool,
+            times=LINKS,
+            budget=budget,
+            measure_port=self.measure_port,
+        )
+        self.measuring = Measuring(
+            region=self.name,
+            peers=tuple(sorted(peers)),
+            transport=self.transport,
+            spawn=self.spawn,
+            executor=self.pool,
+            now_ns=lambda: int(loop.time() * 1e9),
+        )
+        await self.transport.start()
+
+    def command(self) -> MeasureCommand:
+        return MeasureCommand(self.measuring, lambda _: (None, ""))
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self.tasks.add(task)
+        return task
+
+    async def stop(self) -> None:
+        await self.transport.stop()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.pool.shutdown()
+
+    def control_arrived(self, peer: str, message: Message) -> None:
+        self.heard.append((peer, message))
+        if isinstance(message, MeasuringMessage):
+            self.measuring.heard(peer, message)
+        self.changed.set()
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        if is_up:
+            self.up.add(peer)
+        else:
+            self.up.discard(peer)
+            self.measuring.link_lost(peer)
+        self.changed.set()
+
+    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+        if isinstance(header, Probe):
+            return self.measuring.transfer_opened(peer, header, raw_bytes)
+        return memoryview(bytearray(raw_bytes))
+
+    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+        if isinstance(header, Probe):
+            self.measuring.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
+        else:
+            self.rounds.append(header)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    def lane(self, peer: str, lane: str = "measurement") -> int:
+        return int(self.transport.budget_status()["peers"][peer]["lanes"][lane]["used_bytes"])
+
+
+class Regions:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        init_run(folder, RUN, list(NAMES))
+        self.all: dict[str, Region] = {}
+        self.measure_ports: dict[str, int] = {}
+
+    async def start(self, names: str = "ab", budget: dict[str, BudgetPlan] | None = None) -> list[Region]:
+        """All linked with all: later ones dial earlier ones."""
+        ports: dict[str, int] = {}
+        for name in names:
+            region = self.all[name] = Region(name, self.measure_ports.get(name, 0))
+            peers = {one: f"127.0.0.1:{ports[one]}" if one in ports else None for one in names if one != name}
+            await region.start(self.folder, peers, (budget or {}).get(name, BudgetPlan()))
+            ports[name] = region.transport.port
+        for region in self.all.values():
+            await region.until(lambda region=region: len(region.up) == len(names) - 1)
+        return list(self.all.values())
+
+    async def stop(self) -> None:
+        for region in self.all.values():
+            await region.stop()
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patience with a machine that stands still: an echo or an end that comes late is none that stays away."""
+    for module, name in (
+        (measuring, "UNANSWERED_AFTER_S"),
+        (measuring, "ANSWER_S"),
+        (measuring, "START_S"),
+        (measuring, "LATE_S"),
+        (flow_ends, "START_S"),
+        (flow_ends, "LATE_S"),
+    ):
+        monkeypatch.setattr(module, name, DEADLINE_S / 2)
+
+
+def asked(number: int, **changes: Any) -> msg.MeasurementAsked:
+    """What a peer would ask for: that we send to it over the link."""
+    given: dict[str, Any] = {
+        "is_asker_sending": False,
+        "is_compressible": False,
+        "warm_up_ns": 0,
+        "span_ns": 1000,
+        "bytes_max": 1000,
+        "connections": 0,
+        "is_plain": False,
+        "aside": None,
+    }
+    return msg.MeasurementAsked(number, **{**given, **changes})
+
+
+def wanted(peer: str = "b", **changes: Any) -> FlowWanted:
+    given = {"is_sending": True, "is_compressible": False, "times": QUICK, "bytes_max": 10**9, **changes}
+    return FlowWanted(peer, **given)
+
+
+async def idle(region: Region) -> None:
+    """Wait until a region has done what peers asked for."""
+    serving = list(region.measuring._serving.values())
+    if serving:
+        await asyncio.wait(serving, timeout=DEADLINE_S)
+    assert region.measuring.describe() == ""
