@@ -62,7 +62,7 @@ async def closed(region: Region) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("connections", [1, 4])
+@pytest.mark.parametrize("connections", [1, 8])
 @pytest.mark.parametrize("is_sending", [True, False], ids=["out", "in"])
 @pytest.mark.parametrize("asker", ["a", "b"], ids=["asker-listens", "asker-dials"])
 async def test_a_flow_over_connections_of_its_own(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.core import reassembly
-from diloco_node.core.connections import CONNECTIONS_MAX
+from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.core.reassembly import Reassembly
 from diloco_node.errors import ProtocolViolation
 
@@ -18,10 +18,10 @@ Chunk = tuple[int, int, int]
 def spread_transfers(draw: st.DrawFn) -> tuple[int, list[list[Chunk]], list[int]]:
     """A transfer cut into chunks (connection, offset, size) by connection, and in which order connections deliver."""
     sizes = draw(st.lists(st.integers(1, 7), min_size=0, max_size=30))
-    lanes: list[list[Chunk]] = [[] for _ in range(CONNECTIONS_MAX)]
+    lanes: list[list[Chunk]] = [[] for _ in range(TRANSFER_CONNECTIONS_MAX)]
     offset = 0
     for size in sizes:
-        connection = draw(st.integers(0, CONNECTIONS_MAX - 1))
+        connection = draw(st.integers(0, TRANSFER_CONNECTIONS_MAX - 1))
         lanes[connection].append((connection, offset, size))
         offset += size
     order = draw(st.permutations([chunk[0] for lane in lanes for chunk in lane]))
@@ -78,7 +78,7 @@ def test_a_chunk_less_is_never_whole_and_one_twice_is_refused(
     again = data.draw(st.sampled_from([chunk for index, chunk in enumerate(chunks) if index != missing] or [None]))
     if again is not None:
         with pytest.raises(ProtocolViolation):
-            parts.take(data.draw(st.integers(0, CONNECTIONS_MAX - 1)), *again[1:])
+            parts.take(data.draw(st.integers(0, TRANSFER_CONNECTIONS_MAX - 1)), *again[1:])
     counts = [len(lane) for lane in lanes]
     counts[chunks[missing][0]] -= 1
     parts.end(counts)
@@ -87,7 +87,7 @@ def test_a_chunk_less_is_never_whole_and_one_twice_is_refused(
 
 
 @settings(max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, CONNECTIONS_MAX - 1), st.integers(0, 40), st.integers(1, 9))))
+@given(st.lists(st.tuples(st.integers(0, TRANSFER_CONNECTIONS_MAX - 1), st.integers(0, 40), st.integers(1, 9))))
 def test_whatever_comes_each_byte_is_taken_once_at_most(chunks: list[Chunk]) -> None:
     parts, seen = Reassembly(40), set[int]()
     for connection, offset, size in chunks:
@@ -124,7 +124,7 @@ def test_a_chunk_that_is_not_the_transfers_is_refused() -> None:
 def test_the_end_must_be_true_of_its_own_connection_at_once() -> None:
     parts = Reassembly(100)
     parts.take(0, 0, 50)
-    with pytest.raises(ProtocolViolation, match="2/0/0/0 announced, 1/0/0/0 came"):
+    with pytest.raises(ProtocolViolation, match="2/0/0/0/0/0/0/0 announced, 1/0/0/0/0/0/0/0 came"):
         parts.end([2])
     parts = Reassembly(100)
     parts.take(0, 0, 50)

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from diloco_node.core.connections import CONNECTIONS_MAX
+from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.core.messages import Payload, VoteAnswered
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.wire import envelope as e
@@ -166,9 +166,9 @@ def test_a_long_reason_is_cut() -> None:
         e.encode_end(1)[:5],
         bytes([e.KIND_ABORT]),
         bytes([e.KIND_ABORT]) + b"x" * (8 + e.REASON_BYTES_MAX + 1),
-        e.encode_end(1, [1] * (CONNECTIONS_MAX + 1)),
+        e.encode_end(1, [1] * (TRANSFER_CONNECTIONS_MAX + 1)),
         e.encode_end(1, [1, 2])[:-1],
-        e.encode_abort(1, "", [1] * (CONNECTIONS_MAX + 1)),
+        e.encode_abort(1, "", [1] * (TRANSFER_CONNECTIONS_MAX + 1)),
         e.encode_abort(1, "", [1, 2])[:-1],
         e.encode_abort(1, "x" * e.REASON_BYTES_MAX, [1, 2]) + b"x",
         e.encode_joined(),

@@ -199,12 +199,12 @@ class AdminServer:
             while not (await asyncio.wait([measuring], timeout=PROGRESS_S))[0]:
                 await _write_line(answer, {"now": now[0]})
             await _write_line(answer, _outcome(measuring))
+            await answer.write_eof()  # who has read the last line may be gone before it
         except ConnectionError:
             return answer  # who asked is gone, and so is the reason to measure
         finally:
             measuring.cancel()
             await asyncio.gather(measuring, return_exceptions=True)
-        await answer.write_eof()
         return answer
 
     def _may_command(self, request: web.Request) -> bool:

@@ -23,6 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.errors import ProtocolViolation
 
 NS_PER_S: Final = 1_000_000_000
@@ -38,7 +39,7 @@ PROBE_BYTES_MIN: Final = 1
 """Of nothing at all any number would be within what was agreed to."""
 """Of one transfer of probes."""
 
-CONNECTIONS_MAX: Final = 8
+CONNECTIONS_MAX: Final = TRANSFER_CONNECTIONS_MAX
 """Of one test, beside those that the link has."""
 
 TOKEN_BYTES: Final = 32

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
-from diloco_node.core.connections import CONNECTIONS_MAX
+from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.errors import ProtocolViolation
 
 ISLANDS_MAX: Final = 4096
@@ -30,8 +30,8 @@ class Reassembly:
         self._raw_bytes = raw_bytes
         self._starts: list[int] = []  # of the islands, ascending; no two of them touch
         self._stops: list[int] = []
-        self._chunks = [0] * CONNECTIONS_MAX
-        self._positions = [0] * CONNECTIONS_MAX  # where the last chunk of each connection ended
+        self._chunks = [0] * TRANSFER_CONNECTIONS_MAX
+        self._positions = [0] * TRANSFER_CONNECTIONS_MAX  # where the last chunk of each connection ended
         self._announced: tuple[int, ...] | None = None
         self.arrived_bytes = 0
 
@@ -86,7 +86,7 @@ class Reassembly:
             ProtocolViolation: what came does not agree with that.
         """
         assert self._announced is None
-        announced = tuple(chunks) + (0,) * (CONNECTIONS_MAX - len(chunks))
+        announced = tuple(chunks) + (0,) * (TRANSFER_CONNECTIONS_MAX - len(chunks))
         if self._chunks[connection] != announced[connection] or any(
             came > said for came, said in zip(self._chunks, announced, strict=True)
         ):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from diloco_node.core.connections import CONNECTIONS_MAX
+from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.wire.schema import Limits, Schema
@@ -320,7 +320,7 @@ def _decode_begin(frame: bytes) -> TransferBegin:
 
 def _decode_end(frame: bytes) -> TransferEnd:
     counts, rest = divmod(len(frame) - _END.size, _COUNT_BYTES)
-    if rest or not 0 <= counts <= CONNECTIONS_MAX:
+    if rest or not 0 <= counts <= TRANSFER_CONNECTIONS_MAX:
         raise ProtocolViolation(f"an end frame of {len(frame)} bytes")
     return TransferEnd(_END.unpack_from(frame)[1], struct.unpack_from(f"<{counts}I", frame, _END.size))
 
@@ -330,7 +330,7 @@ def _decode_abort(frame: bytes) -> TransferAbort:
         raise ProtocolViolation(f"an abort frame of {len(frame)} bytes")
     _, transfer, counts = _ABORT.unpack_from(frame)
     reason_at = _ABORT.size + counts * _COUNT_BYTES
-    if counts > CONNECTIONS_MAX or not reason_at <= len(frame) <= reason_at + REASON_BYTES_MAX:
+    if counts > TRANSFER_CONNECTIONS_MAX or not reason_at <= len(frame) <= reason_at + REASON_BYTES_MAX:
         raise ProtocolViolation(f"an abort frame of {len(frame)} bytes with {counts} counts")
     reason = frame[reason_at:].decode("utf-8", "replace")
     return TransferAbort(transfer, struct.unpack_from(f"<{counts}I", frame, _ABORT.size), reason)
