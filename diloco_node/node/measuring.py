@@ -209,7 +209,7 @@ class Measuring:
             what = f"bandwidth {'from' if asked.is_asker_sending else 'to'} {peer}"
         reason = self._gate.begin(what, asker=peer, bytes_max=msg.all_bytes_max(asked), now_ns=self._now_ns())
         if reason:
-            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, _cut(f"{self.region} is {reason}")))
+            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, _cut(f"{self.region}: {reason}")))
             return
         task = self._spawn(self._serve(peer, asked), f"measurement for {peer}")
         self._serving[key] = task
