@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters import asides
+from diloco_node.adapters import asides, outbound
+from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.sock_diag import read_sockets_to
+from diloco_node.adapters.sockets import WireMeter
 from diloco_node.adapters.streams import dial
 from diloco_node.core import measuring as msg
+from diloco_node.core.budget import BudgetLane
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, Probe
 from diloco_node.errors import LinkLost, PeerError
@@ -157,6 +160,40 @@ async def test_rounds_go_before_it(regions: Regions, is_plain: bool) -> None:
     assert meanwhile < 0.25 * 2 * MB, f"{meanwhile} bytes of a measurement went in front of a round"
     assert (await flow).received.mean > 0
     assert b.rounds == [STRIPE]
+
+
+@KINDS
+async def test_each_piece_waits_while_the_link_has_something_to_send(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch, is_plain: bool
+) -> None:
+    """Also without a budget, where nothing else would put them in order."""
+    a, _ = await regions.start()
+    monkeypatch.setattr(outbound, "YIELD_S", DEADLINE_S)
+    rounds = a.transport._link("b").outbound._queues[BudgetLane.ROUNDS]
+    rounds.idle.clear()  # as while a round is on its way
+    flow = asyncio.create_task(a.measuring.flow(wanted(connections=2, is_plain=is_plain)))
+    async with asyncio.timeout(DEADLINE_S):
+        while not a.transport._pacer._peers["b"].transfers:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert a.lane("b") == 0
+    rounds.idle.set()
+    assert (await flow).received.mean > 0
+
+
+async def test_two_who_send_in_one_lane_take_turns() -> None:
+    """What is left of a measurement over the link, and the next one beside it."""
+    pacer = Pacer(["b"], meter=WireMeter(), send=lambda _peer, _message: None)
+    pacer.set_plan(BudgetPlan(RateLimits(egress=100_000)))
+    turns = [asyncio.create_task(pacer.turn("b", BudgetLane.MEASUREMENT, 5000, ())) for _ in range(3)]
+    await asyncio.sleep(0)
+    turns[1].cancel()
+    async with asyncio.timeout(DEADLINE_S):
+        found = await asyncio.gather(*turns, return_exceptions=True)
+    assert [type(one) for one in found] == [type(None), asyncio.CancelledError, type(None)]
+    assert pacer.status()["peers"]["b"]["lanes"]["measurement"]["used_bytes"] == 2 * 5300
+    pacer.close()
 
 
 @KINDS
@@ -490,7 +527,7 @@ async def test_probes_of_another_measurement_are_a_strike(regions: Regions) -> N
 
 async def test_what_is_no_token_is_refused(regions: Regions) -> None:
     a, b = await regions.start()
-    for first in (b"", b"x", encode_aside(bytes(32), 0) + b"x"):
+    for first in (b"", encode_aside(bytes(32), 0) + b"x"):
         stream = await dial(
             b.transport._identity, "a", f"127.0.0.1:{a.transport.port}", ASIDE_METHOD, timeout_s=DEADLINE_S
         )
@@ -498,6 +535,7 @@ async def test_what_is_no_token_is_refused(regions: Regions) -> None:
         with pytest.raises(LinkLost, match="began with"):
             await stream.read()
         await stream.aclose()
+    assert a.transport.rejections == {("b", "protocol"): 2}, "two strikes; at the third a peer is shut out"
     assert a.up == {"b"}
 
 

@@ -390,6 +390,45 @@ def test_several_busy_sockets_share_the_pace_equally(monkeypatch: pytest.MonkeyP
     assert paced == {2: None, 3: None, 4: None}
 
 
+def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
+    monkeypatch.setattr(sockets, "_pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    meter.assign("b", REMOTE)
+    meter.set_asides("b", frozenset([3, 4]))
+    kernel.now = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
+    meter.sample()
+    meter.pace("b", 3_000_000, connections=1)
+    assert paced == {2: 3_000_000, 3: 1_500_000, 4: 1_500_000}, "the link's own keeps what it has"
+    meter.pace("b", None, connections=1)
+    assert paced == {2: None, 3: None, 4: None}
+    meter.set_asides("b", frozenset())
+    meter.pace("b", 3_000_000, connections=1)
+    assert paced == {2: None, 3: None, 4: 3_000_000}
+
+
+def test_sockets_of_a_measurement_are_counted_and_tell_the_round_trip_while_they_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel, meter = FakeKernel(monkeypatch), WireMeter()
+    meter.assign("b", REMOTE)
+    meter.set_asides("b", frozenset([2]))
+
+    def at(link: int, measurement: int) -> int:
+        kernel.now = [
+            replace(counters(1, sent=link, received=0), rtt_us=10),
+            replace(counters(2, sent=measurement, received=0), rtt_us=20),
+        ]
+        meter.sample()
+        found = meter.link("b")
+        assert found is not None
+        return found.rtt_ns
+
+    assert at(10**6, 1000) == 10_000
+    assert at(10**6 + 10, 2000) == 20_000, "the measurement sends, however much the link has sent before"
+    assert at(10**6 + 5000, 2000) == 10_000, "a round goes before it"
+    assert meter.traffic("b").bytes_out == 10**6 + 7000 + 4 * 52
+
+
 def test_a_descriptor_that_was_closed_under_us_is_no_error() -> None:
     gone = socket.socket()
     fd = gone.fileno()

@@ -301,6 +301,7 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("regions.eu.address=http://foo:80", ["HOST:PORT"]),
         ("regions.eu.address=127.0.0.1:7400", ["regions.us-east.address", "region eu has the same address"]),
         ("regions.eu.admin_port=70000", ["less than or equal to 65535"]),
+        ("regions.eu.measure_port=65536", ["less than or equal to 65535"]),
         ("regions.eu.admin_host=0.0.0.0", ["regions.eu.admin_host", "not all of them", 'admin_host = "172.20.0.2"']),
         ("regions.eu.admin_host=eu", ["regions.eu.admin_host", "as a number"]),
         ("rounds=4", ['rounds is "4"', "must be a table, [rounds]"]),

@@ -88,7 +88,7 @@ def metric(port: int, name: str) -> float:
 
 async def test_links_are_measured_while_the_run_trains(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    demo = Demo(DemoOptions(regions=2, seconds=90.0, folder=folder, is_json=True), folder)
+    demo = Demo(DemoOptions(regions=2, seconds=120.0, folder=folder, is_json=True), folder)
     demo._prepare()
     with (folder / "run.toml").open("a") as file:
         file.write(f'\n[budget]\negress = "{BUDGET_BYTES_PER_S // 10**6}MB/s"\n')
@@ -118,13 +118,19 @@ async def test_links_are_measured_while_the_run_trains(tmp_path: Path) -> None:
         elapsed_s = time.monotonic() - started_s
         assert bandwidth["through"] == "daemon"
         assert (bandwidth["limit_bytes_per_second"], bandwidth["limited_by"]) == (BUDGET_BYTES_PER_S, "region")
-        random, encoded = bandwidth["tests"]
-        for test in (random, encoded):
+        random, encoded, plain = bandwidth["tests"]
+        assert [test["path"] for test in bandwidth["tests"]] == ["transport", "transport", "plain"]
+        assert bandwidth["plain_error"] is None
+        for test in (random, encoded, plain):
             assert test["bytes_per_second"] > 0
             assert test["wire_bytes_per_second"] > 0
             assert 0 <= test["retransmitted_bytes"] <= test["sent_bytes"]
         booked = after["us-east"]["budget"]["peers"]["us-west"]["lanes"]["measurement"]["used_bytes"]
-        assert random["wire_bytes"] + encoded["wire_bytes"] <= booked <= BUDGET_BYTES_PER_S * (elapsed_s + SAVED_S)
+        assert (
+            random["wire_bytes"] + encoded["wire_bytes"] + plain["wire_bytes"]
+            <= booked
+            <= BUDGET_BYTES_PER_S * (elapsed_s + SAVED_S)
+        )
         port = int((folder / "us-east" / "admin.port").read_text())
         assert metric(port, 'diloco_lane_used_bytes_total{lane="measurement",peer="us-west"}') == booked
         assert after["us-west"]["budget"]["peers"]["us-east"]["lanes"]["measurement"]["used_bytes"] == 0
@@ -133,11 +139,24 @@ async def test_links_are_measured_while_the_run_trains(tmp_path: Path) -> None:
             assert after[name]["learner"]["step"] > before[name]["learner"]["step"], "and so did training"
             assert after[name]["rejections"] == []
 
+        own = await measure(
+            folder, "bandwidth", "us-west", "--reverse", "--connections", "1,8", "--seconds", "1", *here
+        )
+        assert own["over"] == "own connections"
+        assert [(test["path"], test["connections"]) for test in own["tests"]] == [
+            (path, count) for count in (1, 8) for path in ("transport", "transport", "plain")
+        ]
+        assert all(test["bytes_per_second"] > 0 for test in own["tests"])
+        after = await statuses(demo)
+        assert after["us-west"]["budget"]["peers"]["us-east"]["lanes"]["measurement"]["used_bytes"] > 0
+        for name in demo.names:
+            assert after[name]["rejections"] == []
+
         latency = await measure(folder, "latency", "us-west", "--load", "--seconds", "1", *here)
         assert [row["load"] for row in latency["rows"]] == ["none", "out", "in"]
         assert all(row["answered"] > 0 for row in latency["rows"])
         mesh = folder / "mesh.json"
-        await measure(folder, "mesh", "--seconds", "1", "--out", str(mesh), *here)
+        await measure(folder, "mesh", "--plain", "--seconds", "1", "--out", str(mesh), *here)
         assert len(read_mesh(mesh).goodput) == 2
 
         deadline_s = time.monotonic() + WAIT_S

@@ -99,3 +99,13 @@ def test_a_flow_at_the_limits_is_taken() -> None:
         dataclasses.replace(FLOW, connections=w.CONNECTIONS_MAX, warm_up_ns=w.WARM_UP_NS_MAX, span_ns=w.SPAN_NS_MAX)
     )
     w.check_flow(dataclasses.replace(FLOW, connections=1, warm_up_ns=0, span_ns=1))
+
+
+@given(st.binary(min_size=w.ASIDE_TOKEN_BYTES, max_size=w.ASIDE_TOKEN_BYTES), st.integers(0, 2**32 - 1))
+def test_what_a_connection_of_a_daemon_begins_with_comes_back_equal(token: bytes, index: int) -> None:
+    data = w.encode_aside(token, index)
+    assert len(data) == w.ASIDE_BYTES
+    assert w.decode_aside(data) == (token, index)
+    for wrong in (data[:-1], data + b"x", b""):
+        with pytest.raises(ProtocolViolation, match=f"began with {len(wrong)} bytes"):
+            w.decode_aside(wrong)

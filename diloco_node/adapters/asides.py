@@ -14,23 +14,16 @@ import contextlib
 import secrets
 import socket
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, Final
 
 import structlog
 
-from diloco_node.adapters.certs import Identity
+from diloco_node.adapters.aside_ends import Aside, AsideEnvironment, PlainAside, TransportAside
 from diloco_node.adapters.flows import SocketsOf
-from diloco_node.adapters.inbound import BulkInbound
-from diloco_node.adapters.outbound import BulkOutbound
-from diloco_node.adapters.pacing import Pacer
-from diloco_node.adapters.sockets import Address, TcpCounters, WireMeter, tcp_of
+from diloco_node.adapters.sockets import Address
 from diloco_node.adapters.streams import DialedStream, Stream, dial
-from diloco_node.core.budget import BudgetLane
-from diloco_node.core.measuring import ASIDES_MAX, TOKEN_BYTES, AsideOpen, MeasurementAsked, Probe
-from diloco_node.core.messages import BulkHeader, Message
+from diloco_node.core.measuring import ASIDES_MAX, TOKEN_BYTES, AsideOpen, MeasurementAsked
 from diloco_node.errors import LinkLost, PeerError, PeersUnreachable, ProtocolViolation
 from diloco_node.wire.measurement import ASIDE_BYTES, ASIDE_METHOD, decode_aside, encode_aside
 
@@ -44,262 +37,6 @@ GREETED_MAX: Final = 16
 """Plain connections that have not named their token yet; others wait in the kernel."""
 
 GREET_S: Final = 2.0
-
-PLAIN_BYTES: Final = 256 * 2**10
-"""Of one write, and of one read: as much as `measure serve` takes."""
-
-_LANE: Final = BudgetLane.MEASUREMENT
-
-
-class Sink(Protocol):
-    """What takes in what arrives; see `node.measuring`."""
-
-    def transfer_opened(self, peer: str, header: Probe, raw_bytes: int) -> memoryview | None:
-        """Where probes go. Raises ProtocolViolation."""
-        ...
-
-    def transfer_closed(self, peer: str, header: Probe, raw_bytes: int, *, is_whole: bool) -> None:
-        """Probes arrived, or broke off."""
-        ...
-
-    def plain_arrived(self, peer: str, measurement: int, size: int) -> None:
-        """Bytes over plain TCP. Raises ProtocolViolation."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class AsideEnvironment:
-    """What asides need of the transport.
-
-    Attributes:
-        identity: ours. addresses: of the peers, `host:port`, None where we can't dial.
-        host, plain_port: where plain connections come in; port 0: a free one each time.
-        before: the bulk of the link to a peer, which goes first; raises LinkLost while there is none.
-        give_way: waits while rounds are on their way on other links.
-        reject: called with (peer, error) for what is the peer's fault.
-    """
-
-    identity: Identity
-    addresses: Mapping[str, str | None]
-    host: str
-    plain_port: int
-    pacer: Pacer
-    meter: WireMeter
-    executor: Executor
-    before: Callable[[str], BulkOutbound]
-    give_way: Callable[[], Awaitable[None]]
-    reject: Callable[[str, PeerError], None]
-
-
-# ---- while they are open ---------------------------------------------------------------------------------------------
-
-
-class Aside:
-    """The connections of one measurement while it lasts. One side calls `transfer`, the other one `receive`.
-
-    Args:
-        peer: the other side. measurement: its number. sockets: that are meant, as the kernel knows them.
-    """
-
-    def __init__(self, peer: str, measurement: int, sockets: SocketsOf, env: AsideEnvironment) -> None:
-        self._peer = peer
-        self._measurement = measurement
-        self._sockets = sockets
-        self._env = env
-        self._lost: LinkLost | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def cookies(self) -> frozenset[int]:
-        """The kernel's numbers of its sockets; none where it does not tell."""
-        return self._sockets.only or frozenset()
-
-    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
-        """Send a body. Raises LinkLost."""
-        raise NotImplementedError
-
-    async def receive(self, sink: Sink) -> None:
-        """Take what arrives. Raises LinkLost when a connection ends, ProtocolViolation and PayloadCorrupt before."""
-        raise NotImplementedError
-
-    async def give_way(self) -> None:
-        """Wait while rounds are on their way elsewhere."""
-        await self._env.give_way()
-
-    async def tcp_now(self, peer: str) -> TcpCounters | None:
-        """What TCP did on these connections alone."""
-        del peer
-        return tcp_of(await asyncio.get_running_loop().run_in_executor(None, self._sockets.read))
-
-    async def close(self) -> None:
-        """End all of them."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work, name=f"aside {self._peer}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _all(self, readers: list[Coroutine[Any, Any, None]]) -> None:
-        """Run readers until one of them ends. Raises the worst of what ended them: a violation before a lost stream."""
-        tasks = [asyncio.create_task(reader, name=f"aside {self._peer}") for reader in readers]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
-            for is_lost in (False, True):
-                for error in errors:
-                    if error is not None and isinstance(error, LinkLost) is is_lost:
-                        raise error
-            # gRPC cancels a read when its call is torn down under us: nobody says why.
-            raise LinkLost(f"{self._peer}: a connection of a measurement was torn down")
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-
-class _TransportAside(Aside):
-    """Connections as those of the link's bulk: the daemon's own parts carry the bytes."""
-
-    def __init__(
-        self, peer: str, measurement: int, streams: list[Stream], sockets: SocketsOf, env: AsideEnvironment
-    ) -> None:
-        super().__init__(peer, measurement, sockets, env)
-        self._streams = streams
-        self._outbound = BulkOutbound(peer, streams[0], env.executor, env.pacer, before=env.before(peer))
-        for stream in streams[1:]:
-            self._outbound.add(stream)
-        self._spawn(self._run())
-
-    async def _run(self) -> None:
-        try:
-            await self._outbound.run()
-        except PeerError as error:
-            self._outbound.close(f"a connection of a measurement broke off ({error})")
-
-    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
-        del peer
-        self._env.meter.count(self._peer, bytes_out=body.nbytes)
-        await self._outbound.transfer(header, body)
-
-    async def receive(self, sink: Sink) -> None:
-        inbound = BulkInbound(self._peer, _ProbesOnly(sink, self._measurement), self._env.executor)
-        try:
-            await self._all([self._read(stream, index, inbound) for index, stream in enumerate(self._streams)])
-        finally:
-            await inbound.close()
-
-    async def _read(self, stream: Stream, index: int, inbound: BulkInbound) -> None:
-        pacer = self._env.pacer
-        while True:
-            await pacer.until_readable(self._peer)
-            frame = await stream.read()
-            pacer.was_read(self._peer, len(frame))
-            self._env.meter.count(self._peer, bytes_in=len(frame))
-            await inbound.feed(frame, index)
-
-    async def close(self) -> None:
-        self._outbound.close("the measurement is over")
-        await super().close()
-        for stream in self._streams:
-            stream.close()
-            if isinstance(stream, DialedStream):
-                await stream.aclose()
-
-
-class _ProbesOnly:
-    """Implements the bulk part of `ports.TransportHandler` for connections that carry one measurement only."""
-
-    def __init__(self, sink: Sink, measurement: int) -> None:
-        self._sink = sink
-        self._measurement = measurement
-
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
-        if not isinstance(header, Probe) or header.measurement != self._measurement:
-            raise ProtocolViolation(f"{header} on a connection of measurement {self._measurement}")
-        return self._sink.transfer_opened(peer, header, raw_bytes)
-
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        assert isinstance(header, Probe)
-        self._sink.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
-
-    def control_arrived(self, peer: str, message: Message) -> None:
-        pass
-
-    def link_changed(self, peer: str, *, is_up: bool) -> None:
-        pass
-
-
-class _PlainAside(Aside):
-    """TCP without TLS, frames or compression. Each connection has one write at a time, each write its turn."""
-
-    def __init__(
-        self, peer: str, measurement: int, connections: list[socket.socket], sockets: SocketsOf, env: AsideEnvironment
-    ) -> None:
-        super().__init__(peer, measurement, sockets, env)
-        self._connections = connections
-        self._before = env.before(peer)
-        self._free: asyncio.Queue[socket.socket] = asyncio.Queue()
-        for connection in connections:
-            self._free.put_nowait(connection)
-
-    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
-        del header
-        pacer, at = self._env.pacer, 0
-        pacer.begin(peer, _LANE, body.nbytes)
-        try:
-            while at < body.nbytes:
-                piece = body[at : at + min(pacer.piece_bytes(peer), PLAIN_BYTES)]
-                await self._before.lead(_LANE)
-                connection = await self._free.get()  # a turn is taken for what can go at once
-                try:
-                    if self._lost is not None:
-                        raise self._lost
-                    await pacer.turn(peer, _LANE, piece.nbytes, ())
-                except BaseException:
-                    self._free.put_nowait(connection)
-                    raise
-                self._spawn(self._write(connection, piece))
-                at += piece.nbytes
-        finally:
-            pacer.end(peer)
-
-    async def _write(self, connection: socket.socket, piece: memoryview) -> None:
-        self._env.meter.count(self._peer, bytes_out=piece.nbytes)
-        try:
-            await asyncio.get_running_loop().sock_sendall(connection, piece)
-        except OSError as error:
-            self._lost = LinkLost(f"{self._peer}: a plain connection broke off ({error.strerror or error})")
-        finally:
-            self._free.put_nowait(connection)
-
-    async def receive(self, sink: Sink) -> None:
-        await self._all([self._read(connection, sink) for connection in self._connections])
-
-    async def _read(self, connection: socket.socket, sink: Sink) -> None:
-        loop, pacer, buffer = asyncio.get_running_loop(), self._env.pacer, bytearray(PLAIN_BYTES)
-        while True:
-            await pacer.until_readable(self._peer)
-            try:
-                size = await loop.sock_recv_into(connection, buffer)
-            except OSError as error:
-                raise LinkLost(f"{self._peer}: a plain connection broke off ({error.strerror or error})") from None
-            if not size:
-                raise LinkLost(f"{self._peer}: a plain connection ended")
-            pacer.was_read(self._peer, size)
-            self._env.meter.count(self._peer, bytes_in=size)
-            sink.plain_arrived(self._peer, self._measurement, size)
-
-    async def close(self) -> None:
-        await super().close()
-        for connection in self._connections:
-            connection.close()
-
-
-# ---- until they are open ---------------------------------------------------------------------------------------------
 
 
 class Door:
@@ -493,7 +230,7 @@ class Asides:
         self, peer: str, asked: MeasurementAsked, connections: list[Any], sockets: SocketsOf
     ) -> AsyncIterator[Aside]:
         try:
-            kind = _PlainAside if asked.is_plain else _TransportAside
+            kind = PlainAside if asked.is_plain else TransportAside
             aside: Aside = kind(peer, asked.measurement, connections, sockets.fixed(), self._env)
         except BaseException:
             await _close_all(connections)
@@ -537,23 +274,33 @@ class Asides:
         return stream
 
     async def _dial_plain(self, peer: str, remotes: tuple[Address, ...], where: AsideOpen, index: int) -> socket.socket:
-        loop, host = asyncio.get_running_loop(), remotes[0][0]
-        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            connection.setblocking(False)
-            async with asyncio.timeout(DIAL_S):
-                await loop.sock_connect(connection, (host, where.port))
-                await loop.sock_sendall(connection, encode_aside(where.token, index))
-        except BaseException as error:
-            connection.close()
-            if not isinstance(error, OSError):
-                raise
-            why = f"no answer in {DIAL_S:.0f} s" if isinstance(error, TimeoutError) else error.strerror or str(error)
-            raise PeersUnreachable(
-                f"port {where.port} of {peer} at {host} can't be reached from {self._env.identity.region} ({why}): "
-                f"open one in its firewall and set measure_port in [regions.{peer}], or measure with `measure serve`"
-            ) from None
-        return connection
+        why: object = ""
+        for host, port in remotes:  # a name may stand for several addresses, not all of which can be reached
+            try:
+                return await _connect(host, port, encode_aside(where.token, index))
+            except OSError as error:
+                is_silent = isinstance(error, TimeoutError)
+                why = f"no answer in {DIAL_S:.0f} s" if is_silent else error.strerror or error
+        raise PeersUnreachable(
+            f"port {where.port} of {peer} at {remotes[-1][0]} can't be reached from {self._env.identity.region} "
+            f"({why}): open one in its firewall and set measure_port in [regions.{peer}], or measure with "
+            "`measure serve`"
+        )
+
+
+async def _connect(host: str, port: int, first: bytes) -> socket.socket:
+    """A plain connection that has said what it is for. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        async with asyncio.timeout(DIAL_S):
+            await loop.sock_connect(connection, (host, port))
+            await loop.sock_sendall(connection, first)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 async def _gather(dials: list[Coroutine[Any, Any, Any]]) -> list[Any]:

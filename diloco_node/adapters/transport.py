@@ -20,7 +20,8 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.adapters.asides import AsideEnvironment, Asides
+from diloco_node.adapters.aside_ends import AsideEnvironment
+from diloco_node.adapters.asides import Asides
 from diloco_node.adapters.certs import Identity, tls_name
 from diloco_node.adapters.links import PeerLink, PeerStatus
 from diloco_node.adapters.pacing import Pacer

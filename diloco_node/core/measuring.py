@@ -50,7 +50,7 @@ ASIDES_MAX: Final = 3
 
 ASKED_BYTES_SAVED_MAX: Final = 24 * BYTES_MAX
 ASKED_BYTES_PER_S: Final = 16 * 2**20
-"""What one peer may have us measure: twice all that `--connections 1,2,4,8` does at once, 134 Mbit/s in the long run."""
+"""What one peer may have us measure: at once twice all of `--connections 1,2,4,8`, 134 Mbit/s in the long run."""
 
 ECHOES_SAVED_MAX: Final = 400
 ECHOES_PER_S: Final = 200

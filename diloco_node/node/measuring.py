@@ -14,17 +14,18 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
-from diloco_node.adapters.asides import JOIN_S, Aside, Asides, Door
+from diloco_node.adapters.aside_ends import Aside
+from diloco_node.adapters.asides import JOIN_S
 from diloco_node.adapters.flows import FlowTimes, make_body
 from diloco_node.adapters.probe import UNANSWERED_AFTER_S, LatencyMeasured, warm_up_ns
 from diloco_node.adapters.sockets import TcpCounters
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage, Probe
-from diloco_node.core.messages import Message
 from diloco_node.core.samples import summarise_rtts
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable, ProtocolViolation
 from diloco_node.node.flow_ends import LATE_S, SENDER_GRACE_S, START_S, Bulk, ReceivingEnd, SendingEnd, SentOverLink
-from diloco_node.node.measure_talk import Echoes, T, Talk, ended, share_sent_again
+from diloco_node.node.measure_opening import Opening, Opens, come_together, first_of, open_aside
+from diloco_node.node.measure_talk import Echoes, Talk, ended, share_sent_again
 from diloco_node.wire.measurement import FlowBody
 
 ANSWER_S: Final = 10.0
@@ -47,13 +48,8 @@ LINGER_S: Final = 5.0
 """Connections of a measurement stay open so long for the sender to hear that it is over, and close them."""
 
 
-class MeasuringTransport(Bulk, Protocol):
+class MeasuringTransport(Bulk, Opens, Protocol):
     """What measuring needs of `GrpcTransport`."""
-
-    @property
-    def asides(self) -> Asides:
-        """Connections beside those of the links."""
-        ...
 
     def dials(self, peer: str) -> bool:
         """Whether the link is of our own dial. Raises LinkLost."""
@@ -61,10 +57,6 @@ class MeasuringTransport(Bulk, Protocol):
 
     def reject(self, peer: str, error: PeerError) -> None:
         """Count what a peer did wrong."""
-        ...
-
-    def send(self, peer: str, message: Message) -> bool:
-        """Queue a control message; False if it was dropped."""
         ...
 
     def tcp(self, peer: str) -> TcpCounters | None:
@@ -239,42 +231,25 @@ class Measuring:
     async def _receive_for(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementReceived:
         with self._receiving_end(peer, asked) as end:
             try:
-                aside = await self._ready(peer, asked, serving.stack)
+                aside = await come_together(self._transport, peer, asked, serving.stack)
                 if aside is None:
                     return await end.run()
                 serving.reading = asyncio.create_task(self._read(peer, aside), name=f"measurement from {peer}")
                 await serving.stack.enter_async_context(ended(serving.reading))
-                return await _first_of(end.run(), serving.reading)
+                return await first_of(end.run(), serving.reading)
             finally:
                 serving.used_bytes = end.used_bytes
 
     async def _send_for(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementSent:
         body = await self._body(asked)
         key = (peer, asked.measurement)
-        end = self._sending_end(peer, asked, body, await self._ready(peer, asked, serving.stack))
+        end = self._sending_end(peer, asked, body, await come_together(self._transport, peer, asked, serving.stack))
         self._sending[key] = end
         try:
             return _told(asked.measurement, await end.run())
         finally:
             serving.used_bytes = end.used_bytes
             del self._sending[key]
-
-    async def _ready(self, peer: str, asked: msg.MeasurementAsked, stack: contextlib.AsyncExitStack) -> Aside | None:
-        """Say that we are ready, and have the connections that the asker wants; None: those of the link.
-
-        Raises:
-            PeerError: they can't be had.
-        """
-        asides = self._transport.asides
-        if not asked.connections or asked.aside is not None:
-            aside = None
-            if asked.aside is not None:
-                aside = await stack.enter_async_context(asides.dialed(peer, asked, asked.aside))
-            self._transport.send(peer, msg.MeasurementReady(asked.measurement, None))
-            return aside
-        door = await stack.enter_async_context(asides.door(peer, asked))
-        self._transport.send(peer, msg.MeasurementReady(asked.measurement, door.open))
-        return await stack.enter_async_context(asides.come_in(door))
 
     async def _read(self, peer: str, aside: Aside) -> None:
         """Take what arrives beside the link. Raises PeerError, in any case."""
@@ -475,15 +450,17 @@ class Measuring:
                 asked = replace(asked, aside=door.open)
             async with self._talk(wanted.peer, asked.measurement) as talk:
                 if wanted.is_sending:
-                    return await self._flow_out(talk, asked, limit_s, _Opening(stack, door))
-                return await self._flow_in(talk, asked, limit_s, _Opening(stack, door))
+                    return await self._flow_out(talk, asked, limit_s, Opening(stack, door))
+                return await self._flow_in(talk, asked, limit_s, Opening(stack, door))
 
     async def _flow_out(
-        self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: _Opening
+        self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: Opening
     ) -> FlowOverLink:
         body = await self._body(asked)
         self._transport.send(talk.peer, asked)
-        end = self._sending_end(talk.peer, asked, body, await self._opened(talk, asked, opening, ANSWER_S))
+        end = self._sending_end(
+            talk.peer, asked, body, await open_aside(self._transport, talk, asked, opening, ANSWER_S)
+        )
         sending = asyncio.create_task(end.run(), name=f"measurement to {talk.peer}")
         hearing = asyncio.create_task(talk.answer(msg.MeasurementReceived, limit_s))
         async with ended(sending, hearing):
@@ -496,12 +473,10 @@ class Measuring:
             end.stop()
             return FlowOverLink(received, _told(asked.measurement, await sending), end.used_bytes)
 
-    async def _flow_in(
-        self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: _Opening
-    ) -> FlowOverLink:
+    async def _flow_in(self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: Opening) -> FlowOverLink:
         with self._receiving_end(talk.peer, asked) as end:
             self._transport.send(talk.peer, asked)
-            aside = await self._opened(talk, asked, opening, ANSWER_S + BODY_MADE_S)
+            aside = await open_aside(self._transport, talk, asked, opening, ANSWER_S + BODY_MADE_S)
             tasks: list[asyncio.Task[Any]] = []
             if aside is not None:
                 tasks.append(asyncio.create_task(self._read(talk.peer, aside), name=f"measurement from {talk.peer}"))
@@ -519,23 +494,6 @@ class Measuring:
                 received = receiving.result()
                 self._transport.send(talk.peer, msg.MeasurementStopped(asked.measurement))
                 return FlowOverLink(received, await hearing, end.used_bytes)
-
-    async def _opened(self, talk: Talk, asked: msg.MeasurementAsked, opening: _Opening, limit_s: float) -> Aside | None:
-        """Wait until the peer is ready, and have the connections that we want; None: those of the link.
-
-        Raises:
-            PeersUnreachable: its port for plain TCP can't be reached. PeerError: it says no, or they can't be had.
-        """
-        ready = await talk.answer(msg.MeasurementReady, limit_s + (JOIN_S if asked.connections else 0))
-        if not asked.connections:
-            return None
-        asides = self._transport.asides
-        if opening.door is not None:
-            return await opening.stack.enter_async_context(asides.come_in(opening.door))
-        if ready.aside is None:
-            raise PeerError(f"{talk.peer} does not say where connections of a measurement may come in")
-        msg.check_aside(ready.aside, asked)
-        return await opening.stack.enter_async_context(asides.dialed(talk.peer, asked, ready.aside))
 
     async def _body(self, asked: msg.MeasurementAsked) -> memoryview:
         kind = FlowBody.INT4 if asked.is_compressible else FlowBody.RANDOM
@@ -571,14 +529,6 @@ class Measuring:
             del self._talks[peer, measurement]
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
-    """Connections that are about to be opened for a flow: how long they live, and where they come in, if here."""
-
-    stack: contextlib.AsyncExitStack
-    door: Door | None
-
-
 class _Serving:
     """What a peer asked for, while it is done.
 
@@ -590,16 +540,6 @@ class _Serving:
         self.used_bytes = 0
         self.stack = contextlib.AsyncExitStack()
         self.reading: asyncio.Task[None] | None = None
-
-
-async def _first_of(receiving: Coroutine[Any, Any, T], reading: asyncio.Task[None]) -> T:
-    """What was received; or why reading has ended before."""
-    task = asyncio.create_task(receiving)
-    async with ended(task):
-        await asyncio.wait([task, reading], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            reading.result()
-        return await task
 
 
 def _told(measurement: int, found: SentOverLink) -> msg.MeasurementSent:
