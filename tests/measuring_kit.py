@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.adapters import asides
 from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.flows import FlowTimes
 from diloco_node.adapters.session import LinkTimes
@@ -164,6 +165,10 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (measuring, "ANSWER_S"),
         (measuring, "START_S"),
         (measuring, "LATE_S"),
+        (measuring, "LINGER_S"),
+        (asides, "JOIN_S"),
+        (asides, "DIAL_S"),
+        (asides, "GREET_S"),
         (flow_ends, "START_S"),
         (flow_ends, "LATE_S"),
     ):
