@@ -156,7 +156,7 @@ def test_bandwidth_goes_through_the_daemon_that_runs_here(eu: Region, capsys: py
 
 
 def test_bandwidth_over_connections_opened_for_it(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    error = "no plain TCP beside it: port 7499 of us at 10.0.0.3 can't be reached"
+    error = "no plain TCP beside it: port 7499 of us at 10.0.0.3 can't be reached: set measure_port in [regions.us]"
     eu.says = lambda _: {
         "from": "eu",
         "to": "us",
@@ -181,7 +181,7 @@ def test_bandwidth_over_connections_opened_for_it(eu: Region, capsys: pytest.Cap
 def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("asia", "eu", "us")
     pairs = [pair_document((a, b), PAIR) for a in names for b in names if a != b]
-    error = {"from": "asia", "to": "eu", "error": "port 7499 of eu can't be reached"}
+    error = {"from": "asia", "to": "eu", "error": "port 7499 of eu is shut: set it in [regions.eu]"}
     eu.says = lambda _: {
         "regions": list(names),
         "pairs": pairs,
@@ -193,7 +193,7 @@ def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsy
     assert eu.asked[-1]["plain"] is True
     text = capsys.readouterr().out
     assert "…" not in text
-    assert "asia -> eu: no plain TCP beside it: port 7499 of eu can't be reached" in text
+    assert "asia -> eu: no plain TCP beside it: port 7499 of eu is shut: set it in [regions.eu]" in text
     assert len(read_mesh(folder / "mesh.json").goodput) == 6
     eu.says = lambda _: {
         "regions": list(names),

@@ -377,6 +377,16 @@ async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: 
     assert a.up == {"b"}
 
 
+async def test_what_a_peer_says_in_its_own_words_is_no_command_to_a_terminal(regions: Regions) -> None:
+    a, b = await regions.start()
+    flow = asyncio.create_task(a.measuring.flow(wanted()))
+    await b.until(lambda: b.measuring.describe())
+    (number,) = (key[1] for key in a.measuring._talks)
+    b.transport.send("a", msg.MeasurementDeclined(number, "no\x1b[2J\nné"))
+    with pytest.raises(PeerError, match=r"b can't: no\?\[2J\?né"):
+        await asyncio.wait_for(flow, DEADLINE_S)
+
+
 # ---- what an operator asks for ---------------------------------------------------------------------------------------
 
 

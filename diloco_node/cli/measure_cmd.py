@@ -187,10 +187,10 @@ def bandwidth(
     from diloco_node.cli.measure_view import bandwidth_table, bandwidth_title
 
     console = table_console()
-    console.print(bandwidth_title(document))
+    console.print(bandwidth_title(document), soft_wrap=True)
     console.print(bandwidth_table(document))
     if document.get("plain_error"):
-        console.print(document["plain_error"])
+        console.print(document["plain_error"], markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -242,7 +242,8 @@ def mesh(
         console = table_console()
         console.print(mesh_table(document))
         for one in document.get("plain_errors", ()):
-            console.print(f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}")
+            text = f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}"
+            console.print(text, markup=False, soft_wrap=True)
     failures = document["failures"]
     if failures:
         first, count = failures[0], len(failures) + len(document["pairs"])

@@ -17,6 +17,7 @@ from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S
 from diloco_node.core.samples import Goodput
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
+from diloco_node.node.measure_talk import printable
 from diloco_node.node.measuring import FlowOverLink, FlowWanted, Measuring
 from diloco_node.wire.measurement import PairMeasured
 
@@ -238,7 +239,7 @@ class MeasureCommand:
                 asked.plain,
             )
             told = await measuring.far_link(source, wanted)
-            return _pair_of(told), told.plain_error
+            return _pair_of(told), printable(told.plain_error)
         peer = target if source == measuring.region else source
         echoes = (await measuring.latency(peer, probes_ns / NS_PER_S)).latency
         times, _ = await measuring.times(peer, asked.span_ns, asked.warm_ns)

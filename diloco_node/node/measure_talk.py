@@ -48,7 +48,7 @@ class Talk:
         if isinstance(found, DilocoError):
             raise found
         if isinstance(found, msg.MeasurementDeclined):
-            raise PeerError(f"{self.peer} can't: {found.reason}")
+            raise PeerError(f"{self.peer} can't: {printable(found.reason)}")
         if not isinstance(found, kind):
             raise PeerError(f"{self.peer} said {type(found).__name__}; expected {kind.__name__}")
         return found
@@ -78,6 +78,11 @@ class Echoes:
                 while len(self.back_ns) < len(self.sent_ns):
                     self._came.clear()
                     await self._came.wait()
+
+
+def printable(text: str) -> str:
+    """What a peer says in its own words, for a terminal: on one line, and without what a terminal would obey."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 @contextlib.asynccontextmanager
