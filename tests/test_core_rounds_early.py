@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived
 from diloco_node.core.rounds.early import EARLY_MAX, EarlyArrivals
-from diloco_node.core.types import Ballot
+from diloco_node.core.types import Ballot, Stripe
 from tests.rounds_kit import contribution
 
 
 def stripe(number: int, fragment: int = 0) -> ContributionStripeArrived:
-    return ContributionStripeArrived(Ballot(1, number), 0, contribution("a", fragment))
+    return ContributionStripeArrived(Ballot(1, number), 0, contribution("a", fragment), (0, 2))
 
 
 def merged(number: int, fragment: int = 0) -> MergedStripeArrived:
-    return MergedStripeArrived(Ballot(1, number), 0, fragment, 1, b"d" * 32)
+    return MergedStripeArrived(Ballot(1, number), 0, fragment, 1, b"d" * 32, Stripe("a", 0, 2))
 
 
 def test_arrivals_are_taken_once_in_their_order() -> None:
@@ -44,6 +46,17 @@ def test_oldest_ballot_is_dropped_when_there_are_too_many() -> None:
     early.keep(merged(4))
     assert early.take(Ballot(1, 1), 0) == []
     assert early.take(Ballot(1, 2), 0) == [stripe(2)]
+
+
+def test_one_sender_pushes_out_nobody_else() -> None:
+    early = EarlyArrivals()
+    early.keep(stripe(1))
+    other = replace(merged(9), cut=Stripe("b", 0, 2))
+    for number in range(3 * EARLY_MAX):
+        early.keep(replace(other, ballot=Ballot(9, number)))
+    assert early.take(Ballot(1, 1), 0) == [stripe(1)]
+    assert sum(len(events) for events in early._arrivals.values()) == EARLY_MAX
+    assert early.take(Ballot(9, 3 * EARLY_MAX - 1), 0), "its newest stay"
 
 
 def test_round_that_is_over_takes_its_arrivals_with_it() -> None:

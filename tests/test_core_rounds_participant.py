@@ -109,9 +109,13 @@ class Place:
         self.participant.snapshot_taken(taken)
         return self.go()
 
-    def stripes(self, names: Iterable[str], ballot: Ballot = FIRST, *, index: int = 1) -> list[Effect]:
+    def stripes(
+        self, names: Iterable[str], ballot: Ballot = FIRST, *, index: int = 1, cut: tuple[Stripe, ...] = STRIPES
+    ) -> list[Effect]:
+        stripe = cut[min(index, len(cut) - 1)]
+        blocks = (stripe.block_start, stripe.block_stop)
         for name in names:
-            self.participant.stripe_arrived(ContributionStripeArrived(ballot, index, contribution(name)))
+            self.participant.stripe_arrived(ContributionStripeArrived(ballot, index, contribution(name), blocks))
         return self.go()
 
     def decide(self, names: str = "abc", ballot: Ballot = FIRST) -> list[Effect]:
@@ -126,7 +130,8 @@ class Place:
 
     def merged(self, indexes: Iterable[int], ballot: Ballot = FIRST) -> list[Effect]:
         for index in indexes:
-            self.participant.merged_arrived(MergedStripeArrived(ballot, index, 0, 1, bytes([index]) * 32))
+            cut = STRIPES[index] if index < len(STRIPES) else STRIPES[0]
+            self.participant.merged_arrived(MergedStripeArrived(ballot, index, 0, 1, bytes([index]) * 32, cut))
         return self.go()
 
 
@@ -307,11 +312,11 @@ def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all(
     cut = (Stripe("a", 0, 1), Stripe("b", 1, 2), Stripe("b", 2, 3), Stripe("c", 3, 5))
     place.open(replace(OPENED, members=("a", "c"), stripes=cut))
     assert place.decide("ac") == []
-    assert place.stripes("a", index=1) == []
-    (order,) = place.stripes("c", index=1)
+    assert place.stripes("a", index=1, cut=cut) == []
+    (order,) = place.stripes("c", index=1, cut=cut)
     assert isinstance(order, ReduceStripe)
     assert (order.stripe, order.block_start, order.block_stop) == (1, 1, 2), "it need not wait for the other stripe"
-    effects = place.stripes("ca", index=2)
+    effects = place.stripes("ca", index=2, cut=cut)
     assert effects[:2] == [Send("a", StripeHeld(FIRST, "c")), Send("a", StripeHeld(FIRST, "a"))]
     assert isinstance(effects[2], ReduceStripe)
     assert told(place.open(replace(OPENED, members=("a", "c"), stripes=cut))) == [
@@ -368,7 +373,7 @@ def test_another_snapshot_is_another_contribution() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
     place.stripes("a")
-    place.participant.stripe_arrived(ContributionStripeArrived(FIRST, 1, contribution("c", snapshot=2)))
+    place.participant.stripe_arrived(ContributionStripeArrived(FIRST, 1, contribution("c", snapshot=2), (2, 4)))
     place.go()
     assert place.decide("ac") == []
     assert any(isinstance(effect, ReduceStripe) for effect in place.stripes("c"))
@@ -407,7 +412,7 @@ def test_whole_payload_is_stored_and_then_vouched_for() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
     assert place.merged([2, 0]) == []
-    assert place.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD)]
+    assert place.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
     assert place.open(replace(OPENED, members=("a", "c"))) == [], "not on disk yet: nothing is said"
     place.replica.payload_stored(0, 1, PAYLOAD)
     place.participant.payload_stored(0, 1, PAYLOAD)
@@ -432,17 +437,52 @@ def test_merged_stripe_of_a_number_that_the_ballot_does_not_have_is_ignored() ->
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
     assert place.merged([0, 99, 2]) == []
-    assert place.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD)]
+    assert place.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
     early = Place()
     assert early.merged([0, 99, 2]) == []
     assert early.open(replace(OPENED, members=("a", "c"))) == []
-    assert early.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD)]
+    assert early.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("blocks", [(2, 3), (0, 4), (3, 4), (0, 2)])
+def test_other_blocks_than_the_ballots_are_no_stripe_of_a_contribution(
+    blocks: tuple[int, int], *, is_early: bool
+) -> None:
+    """A sender that says the right number and sends other blocks would hold up the reduction for ever."""
+    place, opened = Place(), replace(OPENED, members=("a", "c"))
+    wrong = ContributionStripeArrived(FIRST, 1, contribution("c"), blocks)
+    if not is_early:
+        place.open(opened)
+    place.participant.stripe_arrived(wrong)
+    effects = place.open(opened) if is_early else place.go()
+    assert told(effects) == []
+    place.stripes("a")
+    assert place.decide("ac") == []
+    assert any(isinstance(effect, ReduceStripe) for effect in place.stripes("c"))
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+@pytest.mark.parametrize("cut", [Stripe("a", 2, 4), Stripe("c", 2, 4), Stripe("b", 2, 3), Stripe("b", 0, 4)])
+def test_a_merged_stripe_of_another_sender_or_of_other_blocks_is_ignored(cut: Stripe, *, is_early: bool) -> None:
+    place, opened = Place(), replace(OPENED, members=("a", "c"))
+    wrong = MergedStripeArrived(FIRST, 1, 0, 1, b"x" * 32, cut)
+    if is_early:
+        place.participant.merged_arrived(wrong)
+        place.open(opened)
+        assert place.merged([0, 2]) == []
+    else:
+        place.open(opened)
+        place.merged([0, 2])
+        place.participant.merged_arrived(wrong)
+        assert place.go() == []
+    assert place.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
 
 
 def test_merged_stripes_that_overtake_their_ballot_are_remembered() -> None:
     place = Place()
     assert place.merged([0, 1, 2]) == []
-    assert place.open(replace(OPENED, members=("a", "c"))) == [StorePayload(FIRST, 0, 1, PAYLOAD)]
+    assert place.open(replace(OPENED, members=("a", "c"))) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
 
 
 def test_equal_payload_of_a_later_ballot_is_not_stored_twice() -> None:
@@ -560,7 +600,8 @@ def second_round(place: Place, stripes: tuple[Stripe, ...] = STRIPES) -> Ballot 
     place.participant.ballot_opened("a", opened)
     offered = contribution("a", base=1, steps=(10, 20))
     index = next(place for place, stripe in enumerate(stripes) if stripe.reducer == "b")
-    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), index, offered))
+    blocks = (stripes[index].block_start, stripes[index].block_stop)
+    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), index, offered, blocks))
     place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 2, (offered,), ((1.0,) * pieces(0),)))
     (order,) = [effect for effect in place.go() if isinstance(effect, ReduceStripe)]
     return order.residual_of
@@ -603,7 +644,7 @@ def test_residual_is_dropped_when_a_version_lies_between() -> None:
     opened = BallotOpened(Ballot(3, 7), 0, 3, ("a",), STRIPES)
     place.participant.ballot_opened("a", opened)
     offered = contribution("a", base=2, steps=(10, 20))
-    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), 1, offered))
+    place.participant.stripe_arrived(ContributionStripeArrived(Ballot(3, 7), 1, offered, (2, 4)))
     place.participant.merge_decided(MergeDecided(Ballot(3, 7), 0, 3, (offered,), ((1.0,) * pieces(0),)))
     (order,) = [effect for effect in place.go() if isinstance(effect, ReduceStripe)]
     assert order.residual_of is None

@@ -125,7 +125,7 @@ def test_a_commit_frees_the_round_and_keeps_its_residual_only() -> None:
         assert table.keep_merged(ballot, 0, 0, 1, part_of(7), limit_bytes=100)
         table.keep_residual(ballot, 0, 0, 1, np.full(3, float(ballot.number), np.float32))
     table.close(lost, 0, 1, committed=False)
-    assert table.payload(lost, 0, 1) == []
+    assert table.payload(lost, 0, 1, [Stripe("r", 0, 4)]) == []
     assert table.buffered_bytes() == 17
     table.close(won, 0, 1, committed=True)
     assert table.buffered_bytes() == 0
@@ -153,20 +153,22 @@ def test_the_payload_is_in_stripe_order_and_of_one_ballot() -> None:
     for stripe in (2, 0, 1):
         assert table.keep_merged(BALLOT, stripe, 3, 5, part_of(1, stripe), limit_bytes=100)
     assert table.keep_merged(Ballot(9, 9), 3, 3, 5, part_of(1, 99), limit_bytes=100)
-    assert [int(part.encoded[0]) for part in table.payload(BALLOT, 3, 5)] == [0, 1, 2]
+    assert [int(part.encoded[0]) for part in table.payload(BALLOT, 3, 5, [Stripe("r", 0, 4)] * 3)] == [0, 1, 2]
 
 
-def test_a_merged_stripe_that_was_told_is_not_replaced() -> None:
+def test_a_merged_stripe_that_was_told_is_not_replaced_nor_held_off_by_another_sender() -> None:
     table = StripeTable()
+    assert table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 9, sender="s"), limit_bytes=100)
+    assert table.fits(MergedStripe(BALLOT, 0, 0, 1, b"digest", 0, 4), "r")
     assert table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 1), limit_bytes=100)
-    assert not table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 2, sender="s"), limit_bytes=100)
-    assert [int(one.encoded[0]) for one in table.payload(BALLOT, 0, 1)] == [1]
+    assert not table.keep_merged(BALLOT, 0, 0, 1, part_of(5, 2), limit_bytes=100)
+    assert [int(one.encoded[0]) for one in table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)])] == [1]
 
 
 def test_a_question_leaves_nothing_behind() -> None:
     table = StripeTable()
-    assert table.payload(BALLOT, 0, 1) == []
-    assert table.merged(BALLOT, 0, 0, 1) is None
+    assert table.payload(BALLOT, 0, 1, [Stripe("r", 0, 4)]) == []
+    assert table.merged(BALLOT, 0, 0, 1, sender="r") is None
     assert table.contribution(1, name("a"), 0, 4) is None
     assert table._rounds == {}
 

@@ -121,11 +121,16 @@ class SnapshotRefused:
 
 @dataclass(frozen=True, slots=True)
 class ContributionStripeArrived:
-    """A whole stripe of a contribution is in this region's memory (also its own learner's)."""
+    """A whole stripe of a contribution is in this region's memory (also its own learner's).
+
+    Attributes:
+        blocks: [start, stop), as its sender said: only the ballot can tell whether `stripe` is there.
+    """
 
     ballot: Ballot
     stripe: int
     contribution: Contribution
+    blocks: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +146,18 @@ class StripeReduced:
 
 @dataclass(frozen=True, slots=True)
 class MergedStripeArrived:
-    """A merged stripe is in this region's memory and matches its digest (also one that was reduced here)."""
+    """A merged stripe is in this region's memory and matches its digest (also one that was reduced here).
+
+    Attributes:
+        cut: who sent it, and its blocks: what the ballot says of the stripe, if it is the right one.
+    """
 
     ballot: Ballot
     stripe: int
     fragment: int
     version: int
     digest: bytes
+    cut: Stripe
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,12 +351,16 @@ class StorePayload:
     """Write the merged stripes of the ballot, in block order, to disk; fsync; answer PayloadStored.
 
     Or PayloadNotStored, if they are no longer there.
+
+    Attributes:
+        stripes: the ballot's, so that each is taken from its reducer.
     """
 
     ballot: Ballot
     fragment: int
     version: int
     digest: bytes
+    stripes: tuple[Stripe, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Payload, State
-from diloco_node.core.types import Ballot, RoundBody, RunSettings, Stripe
+from diloco_node.core.types import Ballot, Contribution, RoundBody, RunSettings, Stripe
 from diloco_node.errors import DilocoError, LedgerLost, PayloadCorrupt, StorageError
 from diloco_node.node.drafts import Drafts
 from diloco_node.node.fetch import Fetcher
@@ -137,7 +137,7 @@ class Effects:
                 self._send_merged(effect)
             case StorePayload():
                 # The stripes are taken now: the next effect may close the ballot.
-                parts = self.stripes.payload(effect.ballot, effect.fragment, effect.version)
+                parts = self.stripes.payload(effect.ballot, effect.fragment, effect.version, effect.stripes)
                 self._spawn(self._store_payload(effect, parts), f"store {effect.fragment}")
             case ApplyVersion():
                 self._spawn(self._apply(effect), f"apply {effect.body.fragment}")
@@ -222,10 +222,12 @@ class Effects:
         wanted = [(index, stripe) for index, stripe in enumerate(order.stripes) if index not in order.skip]
         wanted.sort(key=lambda one: (one[1].reducer == self._region, one[0]))  # those that have a way to go first
 
-        def copy(stripe: Stripe) -> U8:
+        def copy(stripe: Stripe) -> U8 | PayloadCorrupt:
             # The learner's next snapshot of the fragment, and the first one of a restarted learner, overwrite the
             # outbox, while this may still wait for a slow link.
-            return self._learner.contribution_bytes(fragment, stripe.block_start, stripe.block_stop).copy()
+            start, stop = stripe.block_start, stripe.block_stop
+            copied = self._learner.contribution_bytes(fragment, start, stop).copy()
+            return copied if stripe.reducer != self._region else self._checked(fragment, copied, start, stop)
 
         loop = asyncio.get_running_loop()
         copies = [loop.run_in_executor(self._pool, copy, stripe) for _, stripe in wanted]
@@ -235,13 +237,15 @@ class Effects:
             if self._learner.has_restarted_since(contribution.incarnation):
                 self._note(Note("contribute", "the learner has restarted: not sent", fragment, order.version))
                 return
-            if stripe.reducer == self._region:
+            if isinstance(body, PayloadCorrupt):
+                self._note_corrupt(contribution, index, order.version, body)
+            elif stripe.reducer == self._region:
                 if order.version <= self._replica.versions[fragment]:
                     continue
                 self.stripes.keep_contribution(
                     order.version, contribution, start, stop, body, limit_bytes=self._limit_up(fragment)
                 )
-                self._post(ContributionStripeArrived(order.ballot, index, contribution))
+                self._post(ContributionStripeArrived(order.ballot, index, contribution, (start, stop)))
             else:
                 header = ContributionStripe(order.ballot, index, order.version, contribution, start, stop)
                 self._sending.send(stripe.reducer, header, body)
@@ -285,10 +289,11 @@ class Effects:
         self._post(
             StripeReduced(order.ballot, order.stripe, reduced.squared_norms, reduced.contribution_norms, reduced.digest)
         )
-        self._post(MergedStripeArrived(order.ballot, order.stripe, order.fragment, order.version, reduced.digest))
+        cut = Stripe(self._region, start, stop)
+        self._post(MergedStripeArrived(order.ballot, order.stripe, order.fragment, order.version, reduced.digest, cut))
 
     def _send_merged(self, order: SendMerged) -> None:
-        merged = self.stripes.merged(order.ballot, order.stripe, order.fragment, order.version)
+        merged = self.stripes.merged(order.ballot, order.stripe, order.fragment, order.version, sender=self._region)
         if merged is None:
             return
         header = MergedStripe(
@@ -344,7 +349,7 @@ class Effects:
 
         And whether every block has been looked at: what is in memory was when it came.
         """
-        held = self.stripes.payload(body.ballot, body.fragment, body.version)
+        held = self.stripes.payload(body.ballot, body.fragment, body.version, body.stripes)
         if payload_digest([part.digest for part in held]) == body.payload_digest:
             return [part.encoded for part in held], True
         try:
@@ -404,23 +409,35 @@ class Effects:
                 self._spawn(self._fetcher.arrived(peer, header, body, is_whole=is_whole), f"fetched from {peer}")
 
     async def _contribution_arrived(self, header: ContributionStripe, body: U8) -> None:
-        """Look at every block before it counts as held: one that does not decode must not stall the round later."""
         contribution = header.contribution
         fragment, start, stop = contribution.fragment, header.block_start, header.block_stop
-        try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._pool, squared_norms, self._learner.blocks[fragment], body, start, stop
-            )
-        except PayloadCorrupt as error:
-            text = f"stripe {header.stripe} of the contribution of {contribution.learner}: {error}"
-            self._note(Note("corrupt", text, fragment, header.version, is_alarm=True))
+        body_or_error = await asyncio.get_running_loop().run_in_executor(
+            self._pool, self._checked, fragment, body, start, stop
+        )
+        if isinstance(body_or_error, PayloadCorrupt):
+            self._note_corrupt(contribution, header.stripe, header.version, body_or_error)
             return
         if header.version <= self._replica.versions[fragment]:
             return
         self.stripes.keep_contribution(
             header.version, contribution, start, stop, body, limit_bytes=self._limit_up(fragment)
         )
-        self._post(ContributionStripeArrived(header.ballot, header.stripe, contribution))
+        self._post(ContributionStripeArrived(header.ballot, header.stripe, contribution, (start, stop)))
+
+    def _checked(self, fragment: int, body: U8, start: int, stop: int) -> U8 | PayloadCorrupt:
+        """Look at every block before it counts as held: one that does not decode must not stall the round later.
+
+        The own learner's too: another process wrote it. In a thread.
+        """
+        try:
+            squared_norms(self._learner.blocks[fragment], body, start, stop)
+        except PayloadCorrupt as error:
+            return error
+        return body
+
+    def _note_corrupt(self, contribution: Contribution, stripe: int, version: int, error: PayloadCorrupt) -> None:
+        text = f"stripe {stripe} of the contribution of {contribution.learner}: {error}"
+        self._note(Note("corrupt", text, contribution.fragment, version, is_alarm=True))
 
     async def _merged_arrived(self, peer: str, header: MergedStripe, body: U8) -> None:
         if header.version <= self._replica.versions[header.fragment]:
@@ -442,7 +459,8 @@ class Effects:
             return
         part = MergedPart(body, digest, header.block_start, header.block_stop, peer)
         if self._keep_merged(header.ballot, header.stripe, header.fragment, header.version, part):
-            self._post(MergedStripeArrived(header.ballot, header.stripe, header.fragment, header.version, digest))
+            cut = Stripe(peer, header.block_start, header.block_stop)
+            self._post(MergedStripeArrived(header.ballot, header.stripe, header.fragment, header.version, digest, cut))
 
     def _is_expected(self, peer: str, header: BulkHeader, raw_bytes: int) -> bool:
         match header:

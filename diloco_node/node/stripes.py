@@ -61,13 +61,13 @@ class OpenRoundBytes:
 
     Attributes:
         contributions: encoded stripes by their key; kept from ballot to ballot.
-        merged: merged stripes by (ballot, stripe index).
+        merged: merged stripes by (ballot, stripe index, sender): which sender is right, the ballot says.
         layouts: by ballot, how its stripes are cut and who reduces them, as far as that is known in the shell.
         residuals: by ballot and stripe, what the encoding of a merged stripe reduced here lost.
     """
 
     contributions: dict[ContributionKey, U8] = field(default_factory=dict)
-    merged: dict[tuple[Ballot, int], MergedPart] = field(default_factory=dict)
+    merged: dict[tuple[Ballot, int, str], MergedPart] = field(default_factory=dict)
     layouts: dict[Ballot, tuple[Stripe, ...]] = field(default_factory=dict)
     residuals: dict[tuple[Ballot, int], F32] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ class StripeTable:
     def fits(self, header: MergedStripe, sender: str) -> bool:
         """Whether a merged stripe may be what its reducer made in its ballot, as far as the ballot is known."""
         held = self._held(header.fragment, header.version)
-        if (header.ballot, header.stripe) in held.merged:
+        if (header.ballot, header.stripe, sender) in held.merged:
             return False
         stripes = held.layouts.get(header.ballot)
         if stripes is None:
@@ -139,15 +139,15 @@ class StripeTable:
     def keep_merged(
         self, ballot: Ballot, stripe: int, fragment: int, version: int, part: MergedPart, *, limit_bytes: int
     ) -> bool:
-        """Keep a merged stripe; False if there is one already: what was said of that one holds.
+        """Keep a merged stripe; False if its sender sent one already: what was said of that one holds.
 
         Args:
             limit_bytes: what `part.sender` may have here for the round.
         """
         held = self._open(fragment, version).merged
-        if (ballot, stripe) in held:
+        if (ballot, stripe, part.sender) in held:
             return False
-        held[ballot, stripe] = part
+        held[ballot, stripe, part.sender] = part
         own = [key for key, one in held.items() if one.sender == part.sender]
         total = sum(held[key].encoded.nbytes for key in own)
         for key in own[:-1]:
@@ -167,14 +167,19 @@ class StripeTable:
         held = self._held(contribution.fragment, version)
         return held.contributions.get(contribution_key(contribution, block_start, block_stop))
 
-    def merged(self, ballot: Ballot, stripe: int, fragment: int, version: int) -> MergedPart | None:
+    def merged(self, ballot: Ballot, stripe: int, fragment: int, version: int, *, sender: str) -> MergedPart | None:
         """One merged stripe."""
-        return self._held(fragment, version).merged.get((ballot, stripe))
+        return self._held(fragment, version).merged.get((ballot, stripe, sender))
 
-    def payload(self, ballot: Ballot, fragment: int, version: int) -> list[MergedPart]:
-        """The merged stripes of a ballot in block order (stripes are numbered in block order)."""
+    def payload(self, ballot: Ballot, fragment: int, version: int, stripes: Sequence[Stripe]) -> list[MergedPart]:
+        """The merged stripes of a ballot in block order, as far as they are here.
+
+        Args:
+            stripes: the ballot's; numbered in block order. Each is taken from its reducer.
+        """
         merged = self._held(fragment, version).merged
-        return [merged[key] for key in sorted(merged, key=lambda key: key[1]) if key[0] == ballot]
+        found = (merged.get((ballot, index, stripe.reducer)) for index, stripe in enumerate(stripes))
+        return [part for part in found if part is not None]
 
     def residual(self, fragment: int, ballot: Ballot | None, stripe: int) -> F32 | None:
         """The residual that a committed ballot left for a stripe, if it is to be added."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
+from diloco_node.core.types import Stripe
 from diloco_node.sim.disk import LedgerWrite
 from diloco_node.sim.learner import Offer
 from diloco_node.sim.world import LOCAL_NS, MS
@@ -90,7 +91,8 @@ class Effects:
             body = snapshot.encoded[low:high]
             if stripe.reducer == self._host.name:
                 self._host.plane.keep_contribution(header, body)
-                self._host.post(ev.ContributionStripeArrived(effect.ballot, index, effect.contribution))
+                blocks = (stripe.block_start, stripe.block_stop)
+                self._host.post(ev.ContributionStripeArrived(effect.ballot, index, effect.contribution, blocks))
             else:
                 self._host.transfer(stripe.reducer, header, body)
 
@@ -103,10 +105,10 @@ class Effects:
             return
         self._host.world.note(self._host.name, answer, answer.digest)
         self._host.post(answer)
-        self._post_merged(effect.ballot, effect.stripe, effect.fragment, effect.version, answer.digest)
-
-    def _post_merged(self, ballot: Any, stripe: int, fragment: int, version: int, digest: bytes) -> None:
-        self._host.post(ev.MergedStripeArrived(ballot, stripe, fragment, version, digest))
+        cut = Stripe(self._host.name, effect.block_start, effect.block_stop)
+        self._host.post(
+            ev.MergedStripeArrived(effect.ballot, effect.stripe, effect.fragment, effect.version, answer.digest, cut)
+        )
 
     def _send_merged(self, effect: ev.SendMerged) -> None:
         part = self._host.plane.merged_part(effect.ballot, effect.stripe)

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.types import GenesisBody, Recovered
+from diloco_node.core.types import GenesisBody, Recovered, Stripe
 from diloco_node.sim import tensors
 from diloco_node.sim.dataplane import DataPlane
 from diloco_node.sim.disk import Disk, LedgerWrite, StoredPayload, StoredState
@@ -262,12 +262,18 @@ class Host:
         match begin.header:
             case msg.ContributionStripe() as stripe:
                 if self.plane.keep_contribution(stripe, body):
-                    self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution))
+                    blocks = (stripe.block_start, stripe.block_stop)
+                    self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution, blocks))
             case msg.MergedStripe() as merged:
                 if self.plane.keep_merged(merged, body):
                     self.post(
                         ev.MergedStripeArrived(
-                            merged.ballot, merged.stripe, merged.fragment, merged.version, merged.digest
+                            merged.ballot,
+                            merged.stripe,
+                            merged.fragment,
+                            merged.version,
+                            merged.digest,
+                            Stripe(peer, merged.block_start, merged.block_stop),
                         )
                     )
             case msg.Payload() | msg.State() as fetched:

@@ -8,7 +8,8 @@ from diloco_node.core.events import ContributionStripeArrived, MergedStripeArriv
 from diloco_node.core.types import Ballot
 
 EARLY_MAX: Final = 256
-"""Arrivals that are remembered. Of more the oldest ballots' are dropped: their rounds take a further ballot."""
+"""Arrivals of one sender that are remembered. Of more its oldest ballots' are dropped: their rounds take a further
+ballot."""
 
 Arrival = ContributionStripeArrived | MergedStripeArrived
 
@@ -27,8 +28,15 @@ class EarlyArrivals:
     def keep(self, event: Arrival) -> None:
         """Remember it."""
         self._arrivals.setdefault(event.ballot, []).append(event)
-        while sum(len(events) for events in self._arrivals.values()) > EARLY_MAX:
-            del self._arrivals[min(self._arrivals)]
+        sender = _sender_of(event)
+        counts = {
+            ballot: sum(_sender_of(one) == sender for one in events)
+            for ballot, events in sorted(self._arrivals.items())
+        }
+        while sum(counts.values()) > EARLY_MAX:
+            oldest = next(ballot for ballot, count in counts.items() if count)
+            self._leave(oldest, [one for one in self._arrivals[oldest] if _sender_of(one) != sender])
+            counts[oldest] = 0
 
     def take(self, ballot: Ballot, fragment: int) -> list[Arrival]:
         """What came for a ballot that is known now."""
@@ -37,11 +45,17 @@ class EarlyArrivals:
     def forget(self, fragment: int, ballot: Ballot) -> None:
         """The fragment's round is over with this ballot: drop what came for it and for the ballots before."""
         for older in [one for one in self._arrivals if one <= ballot]:
-            left = [event for event in self._arrivals[older] if _fragment_of(event) != fragment]
-            if left:
-                self._arrivals[older] = left
-            else:
-                del self._arrivals[older]
+            self._leave(older, [event for event in self._arrivals[older] if _fragment_of(event) != fragment])
+
+    def _leave(self, ballot: Ballot, left: list[Arrival]) -> None:
+        if left:
+            self._arrivals[ballot] = left
+        else:
+            del self._arrivals[ballot]
+
+
+def _sender_of(event: Arrival) -> str:
+    return event.cut.reducer if isinstance(event, MergedStripeArrived) else event.contribution.learner
 
 
 def _fragment_of(event: Arrival) -> int:

@@ -243,7 +243,7 @@ class RoundParticipant:
         if version <= self._history.versions[fragment]:
             self._free_late(event.ballot, fragment, version)
         elif one.part is not None and event.ballot == one.part.ballot:
-            is_kept = self._keep_stripe(one, one.part, event.stripe, contribution)
+            is_kept = self._keep_stripe(one, one.part, event)
             if is_kept and self._holds_all(one, one.part, _name(contribution)):
                 self._outbox.send(one.part.leader, StripeHeld(event.ballot, contribution.learner))
         elif one.part is None or event.ballot > one.part.ballot:
@@ -377,7 +377,9 @@ class RoundParticipant:
         if self._is_stored(one, part):
             self._outbox.send(part.leader, PayloadHeld(part.ballot, part.digest))
         else:
-            self._outbox.emit(StorePayload(part.ballot, part.opened.fragment, one.version, part.digest))
+            self._outbox.emit(
+                StorePayload(part.ballot, part.opened.fragment, one.version, part.digest, part.opened.stripes)
+            )
 
     # ---- small decisions, each in one place --------------------------------------------------------------------------
 
@@ -480,18 +482,20 @@ class RoundParticipant:
     def _is_stored(self, one: _Fragment, part: _Part) -> bool:
         return self._replica.has_stored(part.opened.fragment, one.version, part.digest)
 
-    def _keep_stripe(self, one: _Fragment, part: _Part, index: int, contribution: Contribution) -> bool:
-        """Remember a stripe that this region is to reduce; False if it is another region's."""
-        if not 0 <= index < len(part.opened.stripes) or part.opened.stripes[index].reducer != self._region:
+    def _keep_stripe(self, one: _Fragment, part: _Part, event: ContributionStripeArrived) -> bool:
+        """Remember a stripe that this region is to reduce; False if it is another region's, or other blocks."""
+        index, contribution = event.stripe, event.contribution
+        if not 0 <= index < len(part.opened.stripes) or part.opened.stripes[index] != Stripe(
+            self._region, *event.blocks
+        ):
             return False
-        stripe = part.opened.stripes[index]
-        one.arrived[_name(contribution), (stripe.block_start, stripe.block_stop)] = contribution.base_version + 1
+        one.arrived[_name(contribution), event.blocks] = contribution.base_version + 1
         self._dirty.add(part.opened.fragment)
         return True
 
     def _keep_merged(self, part: _Part, event: MergedStripeArrived) -> None:
-        """The sender chose the number; the shell may not have known the ballot's stripes yet."""
-        if 0 <= event.stripe < len(part.opened.stripes):
+        """The sender chose number and blocks; the shell may not have known the ballot's stripes yet."""
+        if 0 <= event.stripe < len(part.opened.stripes) and part.opened.stripes[event.stripe] == event.cut:
             part.merged[event.stripe] = event.digest
 
     def _take_early(self, one: _Fragment, part: _Part) -> None:
@@ -500,7 +504,7 @@ class RoundParticipant:
             if isinstance(event, MergedStripeArrived):
                 self._keep_merged(part, event)
             else:
-                self._keep_stripe(one, part, event.stripe, event.contribution)
+                self._keep_stripe(one, part, event)
         self._say_held(one, part)
 
     def _close(self, one: _Fragment, body: RoundBody) -> None:
