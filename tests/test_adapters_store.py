@@ -599,6 +599,13 @@ def refusing(code: int) -> Callable[..., int]:
     return call
 
 
+def refusing_any(code: int) -> Callable[..., object]:
+    def call(*_args: object, **_kwargs: object) -> object:
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
 @pytest.mark.parametrize(
     ("code", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "read-only"), (errno.EIO, "replace the disk")]
 )
@@ -780,6 +787,42 @@ def test_names_are_on_the_disk_before_they_are_loaded(
     monkeypatch.setattr(store_module, "sync_folder", synced.append)
     load(folder)
     assert {folder, folder / "payloads", folder / "state"} <= set(synced)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
+@pytest.mark.parametrize("what", ["state", "payload"])
+def test_a_file_that_can_not_be_read_now_is_not_called_damaged(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch, what: str, code: int
+) -> None:
+    values, digest = np.arange(100, dtype=np.float32), digest_of(b"x" * 5000)
+    if what == "state":
+        store.store_state(0, 1, values, values, DIGEST)
+    store.store_payload(0, 2, digest, [b"x" * 5000])
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "fromfile", refusing_any(code))
+        with pytest.raises(StorageError, match="can't read"):
+            store.read_state(0, 1) if what == "state" else store.read_payload(0, 2, digest)
+        store.close()
+        with pytest.raises(StorageError, match="can't read"):
+            load(folder)
+    assert store.set_aside == []
+    again = load(folder)
+    assert again.states == (1 if what == "state" else -1, -1)
+    assert again.payloads == {(0, 2, digest)}
+
+
+def test_a_file_that_the_disk_can_not_read_is_set_aside(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = digest_of(b"x" * 5000)
+    store.store_payload(0, 1, digest, [b"x" * 5000])
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "fromfile", refusing_any(errno.EIO))
+        with pytest.raises(StorageError, match=r"set aside.*fetch it from a peer"):
+            store.read_payload(0, 1, digest)
+    assert len(store.set_aside) == 1
+    store.close()
+    assert load(folder).payloads == frozenset()
 
 
 def test_a_folder_that_can_not_be_made_says_so(tmp_path: Path) -> None:

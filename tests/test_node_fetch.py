@@ -310,6 +310,16 @@ async def test_what_is_not_here_is_refused_with_the_reason(
     assert bench.fetcher.serves == 0
 
 
+async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) -> None:
+    def refuse(*_: Any) -> Any:
+        raise StorageError("can't read it: too many open files")
+
+    bench.store.read_payload = refuse  # type: ignore[method-assign]
+    bench.fetcher.wanted("c", PayloadWanted(0, 1, bench.digest))
+    await bench.tasks.finish()
+    assert bench.transport.sent == [("c", Refused(0, 1, "busy"))], "a peer that is gone is not asked for it again"
+
+
 async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
     bench.transport.is_slow = True
     for _ in range(SERVES_MAX + 1):

@@ -10,7 +10,8 @@
     *.damaged     files whose checksum was wrong, set aside for a person to look at
 
 A damaged ledger or vote is refused. A damaged state falls back to its predecessor, a damaged payload counts as missing:
-both can be had from a peer, and `Recovered` says what is there.
+both can be had from a peer, and `Recovered` says what is there. A file that can't be read for another reason (a wrong
+user, too many open files) is an error, and stays what it is.
 """
 
 from __future__ import annotations
@@ -275,11 +276,16 @@ class RegionStore:
     def _read(self, path: Path) -> tuple[tensor_files.TensorHeader, U8]:
         try:
             return tensor_files.read_content(path)
+        except tensor_files.DamagedFile as error:
+            if path.exists():
+                self._put_aside(path)
+            raise tensor_files.DamagedFile(
+                f"{error}; it is set aside as {path.name}.damaged: fetch it from a peer"
+            ) from error
         except StorageError as error:
             if not path.exists():
-                raise StorageError(f"{path} does not exist: fetch it from a peer") from error
-            self._put_aside(path)
-            raise StorageError(f"{error}; it is set aside as {path.name}.damaged: fetch it from a peer") from error
+                raise tensor_files.DamagedFile(f"{path} does not exist: fetch it from a peer") from error
+            raise
 
     def _put_aside(self, path: Path) -> None:
         try:
@@ -292,7 +298,7 @@ class RegionStore:
         for version, path in reversed(self._files(self._states, fragment)):
             try:
                 self._read(path)
-            except StorageError:
+            except tensor_files.DamagedFile:
                 continue
             return version
         return -1
@@ -306,7 +312,7 @@ class RegionStore:
                         header, _ = self._read(path)
                     else:
                         header = tensor_files.read_header(path)
-                except StorageError:
+                except tensor_files.DamagedFile:
                     if path.exists():
                         self._put_aside(path)
                     continue

@@ -12,6 +12,7 @@ nothing has to be hashed while a round waits for the disk. A state's content is 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import re
 import zlib
@@ -38,6 +39,13 @@ _NAME: Final = re.compile(r"f(\d{3,})-v(\d{8,})(?:-([0-9a-f]{16}))?\.bin")
 
 U8 = npt.NDArray[np.uint8]
 F32 = npt.NDArray[np.float32]
+
+
+class DamagedFile(StorageError):
+    """What is in the file is not what was written, or the disk can't read it: another copy is needed.
+
+    Any other StorageError may be over at the next try (too many open files, a wrong user), and the file is still good.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,18 +120,18 @@ def read_header(path: Path) -> TensorHeader:
     """Read the header and check it against its checksum, the file's name and size.
 
     Raises:
-        StorageError: missing, or damaged.
+        DamagedFile: it is. StorageError: missing, or it can't be read now.
     """
     try:
         with path.open("rb") as file:
             data = file.read(HEADER_BYTES)
         size_bytes = path.stat().st_size
     except OSError as error:
-        raise disk_error("read", path, error) from error
+        raise _read_error(path, error) from error
     checksum = int.from_bytes(data[HEADER_BYTES - 4 :], "little")
     is_whole = len(data) == HEADER_BYTES and data.startswith(_MAGIC)
     if not is_whole or zlib.crc32(data[: HEADER_BYTES - 4]) != checksum:
-        raise StorageError(f"{path} is damaged: its header does not match its checksum")
+        raise DamagedFile(f"{path} is damaged: its header does not match its checksum")
     unpacker: Any = msgpack.Unpacker(max_buffer_size=HEADER_BYTES)  # also the most items that an array may claim
     unpacker.feed(data[len(_MAGIC) : HEADER_BYTES - 4])
     kind, fragment, version, digest, content_bytes, checksum, part_bytes = unpacker.unpack()
@@ -131,10 +139,10 @@ def read_header(path: Path) -> TensorHeader:
     is_payload = header.kind == "payload"
     expected = payload_name(header.fragment, header.version, header.digest) if is_payload else None
     if path.name != (expected or state_name(header.fragment, header.version)):
-        raise StorageError(f"{path} holds another thing: {header.kind} {header.fragment} version {header.version}")
+        raise DamagedFile(f"{path} holds another thing: {header.kind} {header.fragment} version {header.version}")
     if size_bytes != HEADER_BYTES + header.content_bytes:
         found = size_bytes - HEADER_BYTES
-        raise StorageError(f"{path} is damaged: {found} bytes of content, its header says {header.content_bytes}")
+        raise DamagedFile(f"{path} is damaged: {found} bytes of content, its header says {header.content_bytes}")
     return header
 
 
@@ -145,16 +153,21 @@ def read_content(path: Path) -> tuple[TensorHeader, U8]:
         The header, and shape (content_bytes,), uint8, owned by the caller.
 
     Raises:
-        StorageError: missing, or damaged.
+        DamagedFile: it is. StorageError: missing, or it can't be read now.
     """
     header = read_header(path)
     try:
         content = np.fromfile(path, dtype=np.uint8, count=header.content_bytes, offset=HEADER_BYTES)
     except OSError as error:
-        raise disk_error("read", path, error) from error
+        raise _read_error(path, error) from error
     if len(content) != header.content_bytes or not _is_intact(header, content):
-        raise StorageError(f"{path} is damaged: its content does not match its checksum")
+        raise DamagedFile(f"{path} is damaged: its content does not match its checksum")
     return header, content
+
+
+def _read_error(path: Path, error: OSError) -> StorageError:
+    said = disk_error("read", path, error)
+    return DamagedFile(str(said)) if error.errno == errno.EIO else said
 
 
 def _bytes_of(values: F32) -> memoryview:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_node.adapters.store import RegionStore
+from diloco_node.adapters.tensor_files import DamagedFile
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
@@ -208,8 +209,10 @@ class Fetcher:
                 held, digest, body = await self._state(message.fragment, version)
                 header = State(message.fragment, held, digest)
             await self._transport.transfer(peer, header, body.data)
-        except StorageError:
+        except DamagedFile:
             self._transport.send(peer, Refused(message.fragment, version, "gone"))
+        except StorageError:  # it is there, and can't be read just now
+            self._transport.send(peer, Refused(message.fragment, version, "busy"))
         except LinkLost:
             pass  # the peer sees the link go too, and asks again when it is back
         finally:
