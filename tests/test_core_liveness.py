@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.events import Send
-from diloco_node.core.liveness import OLD_SEQUENCES_MAX, SENT_KEPT, SILENT_HEARTBEATS
+from diloco_node.core.liveness import OLD_SEQUENCES_MAX, RTT_NS_MAX, SENT_KEPT, SILENT_HEARTBEATS
 from diloco_node.core.messages import Heartbeat
 from tests.rounds_kit import MS, SETTINGS, Neighbourhood, status
 
@@ -72,6 +72,15 @@ def test_round_trip_time_is_what_is_left_of_the_echo_after_the_delay() -> None:
     world.liveness.beat(applied_index=0, digests=(), now_ns=2_000)
     world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=2, echo=2, echo_delay_ns=0), now_ns=2_490)
     assert world.liveness.rtt_ns("b") == 410 + (490 - 410) // 8
+
+
+def test_no_lie_about_an_echo_makes_the_way_longer_than_a_limit() -> None:
+    world = Neighbourhood()
+    world.liveness.beat(applied_index=0, digests=(), now_ns=1_000)
+    world.liveness.heartbeat_arrived("b", replace(BEAT, echo=1, echo_delay_ns=-(2**62)), now_ns=1_710)
+    assert world.liveness.rtt_ns("b") == 0
+    world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=2, echo=1), now_ns=50 * 10**9)
+    assert world.liveness.rtt_ns("b") == RTT_NS_MAX
 
 
 def test_echo_of_an_unknown_heartbeat_measures_nothing() -> None:

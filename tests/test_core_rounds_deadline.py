@@ -9,6 +9,7 @@ import pytest
 from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.fragments import Fragment, Piece
 from diloco_node.core.rounds.deadline import BallotClock, ballot_deadline, encoded_bytes
+from diloco_node.core.schedule import SLOWER_MAX
 from diloco_node.core.types import Codec, MergeRule, Stripe
 from tests.rounds_kit import MANIFEST, MS, SECOND, SETTINGS, Neighbourhood, status
 
@@ -78,6 +79,19 @@ def test_clock_takes_the_slowest_member_the_longest_way_and_earlier_rounds() -> 
     clock.took(0, 5 * SECOND)
     after = clock.deadline(0, ("a", "b"), stripes, attempt=0)
     assert after.duration_ns == pytest.approx(3 * (5 * SECOND + 200 * MS), rel=0.01)
+
+
+def test_nobody_is_believed_to_be_slower_than_so_many_times_the_others() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
+    for told_ns, believed_ns in ((1500 * MS, 1500 * MS), (2**62, SLOWER_MAX * 100 * MS)):
+        world.hear("c", replace(status(), step_time_ns=told_ns), now_ns=1)
+        deadline = clock.deadline(0, ("a", "b", "c"), stripes, attempt=0)
+        assert f"2 steps of {believed_ns / SECOND:.3g} s" in deadline.derivation
+    alone = clock.deadline(0, ("c",), stripes, attempt=0)
+    assert f"2 steps of {2**62 / SECOND:.3g} s" in alone.derivation, "nobody else is waiting"
 
 
 def test_fragment_that_was_never_merged_goes_by_the_slowest_other_and_its_size() -> None:

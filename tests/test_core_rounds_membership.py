@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.history import RoundHistory
@@ -9,10 +11,12 @@ from diloco_node.core.rounds.membership import (
     BEHIND_NS,
     BEHIND_NS_MAX,
     STALLED_NS_MIN,
+    STALLED_STEPS,
     Electorate,
     look_around,
     member_fault,
 )
+from diloco_node.core.schedule import SLOWER_MAX
 from tests.rounds_kit import (
     GENESIS,
     MS,
@@ -111,6 +115,21 @@ def test_member_needs_a_step_since_its_last_inclusion() -> None:
 def test_member_of_a_life_that_is_over_is_refused() -> None:
     assert fault(incarnation_min=2) == "its incarnation is over"
     assert fault(incarnation_min=2, is_recent=True) == "its incarnation is over"
+
+
+def test_a_learner_that_says_its_steps_take_for_ever_is_not_waited_for_for_ever() -> None:
+    world = Neighbourhood(regions=("a", "b", "c"))
+    world.all_hear(status(), now_ns=0)
+    slow = replace(status(), step_time_ns=2**62)
+    world.hear("b", slow, now_ns=0)
+    limit_ns = STALLED_STEPS * SLOWER_MAX * 100 * MS
+    for now_ns, is_there in ((limit_ns, True), (limit_ns + 1, False)):
+        world.liveness.own_learner(status(now_ns), now_ns=now_ns)
+        world.hear("b", slow, now_ns=now_ns)
+        world.hear("c", status(now_ns), now_ns=now_ns)
+        found = look_around("a", ("a", "b", "c"), world.liveness, now_ns=now_ns)
+        assert ("b" in found.learners) == is_there
+    assert found.away == (("b", "its learner makes no steps"),)
 
 
 def test_region_that_fetches_is_left_out_some_time_after_the_commit() -> None:

@@ -19,6 +19,9 @@ SENT_KEPT: Final = 256
 OLD_SEQUENCES_MAX: Final = 3
 """So many heartbeats with old numbers in a row are not stragglers: the peer's process is a new one."""
 
+RTT_NS_MAX: Final = 2_000_000_000
+"""No way is longer; a peer that answers an old heartbeat, or lies about its delay, would make ballots wait for it."""
+
 _RTT_SHIFT: Final = 3
 
 
@@ -204,8 +207,9 @@ class Liveness:
         if sent_at_ns is None:
             return
         sample_ns = now_ns - sent_at_ns - beat.echo_delay_ns
-        if sample_ns < 0:
+        if sample_ns < 0 or beat.echo_delay_ns < 0:
             return
+        sample_ns = min(sample_ns, RTT_NS_MAX)
         known.rtt_ns = sample_ns if known.rtt_ns == 0 else known.rtt_ns + ((sample_ns - known.rtt_ns) >> _RTT_SHIFT)
 
     def _set_learner(self, region: str, status: LearnerStatus | None, now_ns: int) -> None:

@@ -102,6 +102,10 @@ def earliest_open_ns(last_open_ns: int | None, *, sync_every: int, fragments: in
     return last_open_ns + -(-sync_every * step_time_ns // fragments)
 
 
+SLOWER_MAX: Final = 16
+"""A learner is believed to be so many times slower than the median, but not more."""
+
+
 def median_step_time_ns(averages_ns: Sequence[int]) -> int:
     """Median of the live learners' averages; 0 if none is known.
 
@@ -113,6 +117,19 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
     if not known:
         return 0
     return (known[(len(known) - 1) // 2] + known[len(known) // 2]) // 2
+
+
+def believed_step_time_ns(told_ns: int, averages_ns: Sequence[int]) -> int:
+    """What one learner says of its steps, but not more than `SLOWER_MAX` times the others'.
+
+    Rounds wait for members in proportion to this: without a bound one that says a year would hold them up for years.
+
+    Args:
+        told_ns: of this learner. averages_ns: of all, this one too; any order, 0 means unknown.
+    """
+    known = sorted(average for average in averages_ns if average > 0)
+    # The lower one of the middle two: of two learners one may be wrong.
+    return max(0, min(told_ns, SLOWER_MAX * known[(len(known) - 1) // 2])) if known else 0
 
 
 @dataclass(frozen=True, slots=True)

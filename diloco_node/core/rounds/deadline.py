@@ -7,7 +7,7 @@ from typing import Final
 
 from diloco_node.core.fragments import Fragment, Manifest
 from diloco_node.core.liveness import Liveness
-from diloco_node.core.schedule import StepTime
+from diloco_node.core.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, RunSettings, Stripe
 
 MARGIN: Final = 3
@@ -116,6 +116,7 @@ class BallotClock:
     ) -> Deadline:
         """For a ballot with these members and stripes; attempt 0 is the round's first."""
         statuses = [self._liveness.learner(name) for name in members]
+        step_times = [status.step_time_ns for status in statuses if status is not None]
         up_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_up)
         down_bytes = encoded_bytes(self._fragments[fragment], self._settings.codec_down)
         reducers = len({one.reducer for one in stripes})
@@ -124,7 +125,7 @@ class BallotClock:
         return ballot_deadline(
             minimum_ns=self._settings.ballot_deadline_min_ns,
             attempt=attempt,
-            step_time_ns=max((status.step_time_ns for status in statuses if status is not None), default=0),
+            step_time_ns=believed_step_time_ns(max(step_times, default=0), step_times),
             rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(one.reducer for one in stripes))),
             transfer_bytes=busiest_bytes,
             rate_bytes_per_s=busiest_bytes * _NS_PER_S // usual_ns if usual_ns else self._told_rate(members, stripes),

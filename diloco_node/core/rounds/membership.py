@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.liveness import Liveness
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.schedule import StepTime
+from diloco_node.core.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.types import LearnerStatus
 
 STALLED_STEPS: Final = 8
@@ -71,8 +71,9 @@ def look_around(
     ]
     reducers = tuple(name for name in central if name not in shunned) or tuple(central) or (leader,)
     learners, away = [], []
+    told = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
     for name in sorted(regions):
-        reason = "not reachable" if name not in reachable else stall_reason(name, liveness, now_ns=now_ns)
+        reason = "not reachable" if name not in reachable else stall_reason(name, liveness, told, now_ns=now_ns)
         if reason:
             away.append((name, reason))
         else:
@@ -80,15 +81,20 @@ def look_around(
     return Surroundings(reachable, reducers, tuple(learners), tuple(away))
 
 
-def stall_reason(region: str, liveness: Liveness, *, now_ns: int) -> str:
-    """Why a region's learner is not to be waited for; empty if it steps."""
+def stall_reason(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> str:
+    """Why a region's learner is not to be waited for; empty if it steps.
+
+    Args:
+        step_times_ns: of all learners, as they say.
+    """
     status = liveness.learner(region)
     if status is None:
         return "no learner"
     if status.finished:
         return "its learner has stopped"
     stepped_at_ns = liveness.stepped_at_ns(region)
-    if stepped_at_ns is None or now_ns - stepped_at_ns > max(STALLED_NS_MIN, STALLED_STEPS * status.step_time_ns):
+    step_time_ns = believed_step_time_ns(status.step_time_ns, step_times_ns)
+    if stepped_at_ns is None or now_ns - stepped_at_ns > max(STALLED_NS_MIN, STALLED_STEPS * step_time_ns):
         return "its learner makes no steps"
     return ""
 
