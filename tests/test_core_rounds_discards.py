@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from diloco_node.core.rounds.discards import BOOKING_MAX, DiscardDesk, DiscardReporter
+from typing import Any
+
+import pytest
+
+from diloco_node.core.rounds.discards import BOOKING_MAX, REPORTED_MAX, DiscardDesk, DiscardReporter
 from diloco_node.core.types import DiscardedBody
 from tests.rounds_kit import GENESIS, Ledger, committed_round, contribution, history_of, position, status
 
@@ -25,6 +29,30 @@ def test_report_ends_when_the_ledger_has_it() -> None:
     while reporter.bodies():
         history.apply(ledger.add(reporter.bodies()[0]), now_ns=0)
     assert len(ledger.entries) == 2
+
+
+def test_a_life_that_is_booked_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, ledger = history_of(), Ledger()
+    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    looked: list[int] = []
+    real = history.account.discards_due
+
+    def counted(learner: str, incarnation: int, **kwargs: Any) -> tuple[DiscardedBody, ...]:
+        looked.append(incarnation)
+        return real(learner, incarnation, **kwargs)
+
+    monkeypatch.setattr(history.account, "discards_due", counted)
+    lives = 3 * REPORTED_MAX
+    reporter.attached(status(0, incarnation=lives + 1), tuple((life, life % 2, 64) for life in range(1, lives + 1)))
+    assert len(reporter.bodies()) == REPORTED_MAX
+    assert len(looked) == REPORTED_MAX - 1, "two fragments of every second life: the rest is asked for later"
+    while bodies := reporter.bodies():
+        for body in bodies:
+            history.apply(ledger.add(body), now_ns=0)
+    assert len(ledger.entries) == lives, "one step of every second life, in both fragments"
+    looked.clear()
+    assert reporter.bodies() == ()
+    assert looked == []
 
 
 def test_what_a_living_learner_carries_is_not_reported() -> None:

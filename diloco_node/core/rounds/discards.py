@@ -50,16 +50,20 @@ class DiscardReporter:
         """What is not booked yet, by incarnation and fragment. Empty when all is."""
         found: list[DiscardedBody] = []
         for incarnation, (steps, tokens) in sorted(self._trained.items()):
-            found.extend(
-                self._history.account.discards_due(
-                    self._region,
-                    incarnation,
-                    steps=steps,
-                    tokens=tokens,
-                    fragments=self._fragments,
-                    reason="the learner died",
-                )
+            if len(found) >= REPORTED_MAX:
+                break
+            due = self._history.account.discards_due(
+                self._region,
+                incarnation,
+                steps=steps,
+                tokens=tokens,
+                fragments=self._fragments,
+                reason="the learner died",
             )
+            found.extend(due)
+            if not due:
+                # What is booked stays booked; a learner that dies again and again must not make each heartbeat longer.
+                del self._trained[incarnation]
         if self._learner is not None:
             found.extend(self._overwritten(self._learner))
         return tuple(found[:REPORTED_MAX])
