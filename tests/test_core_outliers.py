@@ -92,9 +92,20 @@ def test_members_that_made_a_step_or_two_do_not_make_the_others_outliers() -> No
     assert clipped(*last[:3], of("d", 10.0, steps=1), recent=recent)[3] == 0.5
 
 
+@pytest.mark.parametrize("names", ["a", "ab"])
+def test_where_rounds_have_few_members_the_last_one_does_not_cut_those_that_bring_a_whole_cycle(names: str) -> None:
+    recent = RecentRounds()
+    for _ in range(ROUNDS_KEPT):
+        recent.took([of(name, 1.0) for name in names])
+    last = [of("a", 0.001, steps=1), of("b", 0.001, steps=1), of("c", 1.0), of("d", 1.0)]
+    assert clipped(*last, recent=recent) == [1.0] * 4
+    recent.took([of("a", 1e9)])
+    assert clipped(*last, recent=recent) == [1.0] * 4, "one wild round is not what is usual"
+    assert clipped(*last[:3], of("d", 20.0), recent=recent)[3] == 0.5
+
+
 def test_what_is_usual_follows_the_last_rounds_and_no_minority() -> None:
     recent = RecentRounds()
-    recent.took([of("a", 9.0, 9.0), of("b", 9.0, 9.0)])  # too few to count
     assert recent.usual([of("a", 1.0, 2.0)]) == Norms(math.sqrt(5.0), (1.0, 2.0))
     for _ in range(ROUNDS_KEPT):
         recent.took([of("a", 3.0, 4.0), of("b", 3.0, 4.0), of("c", 1e9, 1e9), of("d", 3.0, 4.0)])

@@ -55,14 +55,15 @@ class Norms:
 
 
 class RecentRounds:
-    """The last rounds of one fragment, as far as they had enough members. Costs nothing until it is asked."""
+    """The last rounds of one fragment, whoever was in them: also where each round has one or two members, the last round
+    of the run has all. Costs nothing until it is asked."""
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[Contribution, ...] | Norms] = deque(maxlen=ROUNDS_KEPT)
 
     def took(self, contributions: Sequence[Contribution]) -> None:
         """A round was committed."""
-        if len(contributions) >= MEMBERS_MIN:
+        if contributions:
             self._rounds.append(tuple(contributions))
 
     def usual(self, contributions: Sequence[Contribution]) -> Norms:
