@@ -55,8 +55,10 @@ class Norms:
 
 
 class RecentRounds:
-    """The last rounds of one fragment, whoever was in them: also where each round has one or two members, the last round
-    of the run has all. Costs nothing until it is asked."""
+    """The last rounds of one fragment, whoever was in them: where each has one or two members, the run's last one has all.
+
+    Costs nothing until it is asked.
+    """
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[Contribution, ...] | Norms] = deque(maxlen=ROUNDS_KEPT)
