@@ -20,9 +20,10 @@ from diloco_node.adapters.sock_diag import read_sockets_to
 from diloco_node.adapters.sockets import WireMeter
 from diloco_node.adapters.streams import dial
 from diloco_node.core import measuring as msg
-from diloco_node.core.budget import BudgetLane
+from diloco_node.core.budget import BudgetLane, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, Probe
+from diloco_node.core.messages import IngressGranted
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.node import measuring
 from diloco_node.wire.envelope import encode_begin
@@ -128,6 +129,19 @@ async def test_it_keeps_to_the_receivers_grant(regions: Regions, is_plain: bool)
     started_s = loop.time()
     await a.measuring.flow(wanted(connections=2, is_plain=is_plain, times=FlowTimes(200_000_000, NS_PER_S)))
     assert a.lane("b") <= RATE * (loop.time() - started_s + BURST_S)
+    assert b.transport.rejections == {}
+
+
+@KINDS
+async def test_who_does_not_keep_to_the_grant_is_not_read_faster(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch, is_plain: bool
+) -> None:
+    a, b = await regions.start(budget={"b": BudgetPlan(RateLimits(ingress=RATE))})
+    a.transport._pacer._egress.set_limit("b", LimitSource.GRANT, None, now_ns=0)
+    monkeypatch.setattr(a.transport._pacer, "heard", lambda _peer, message: isinstance(message, IngressGranted))
+    times = FlowTimes(NS_PER_S // 2, 3 * NS_PER_S // 2)
+    found = await a.measuring.flow(wanted(connections=2, is_plain=is_plain, times=times))
+    assert found.received.mean < 1.5 * RATE, "half a second of it may have been saved up"
     assert b.transport.rejections == {}
 
 
@@ -511,6 +525,7 @@ async def test_rounds_over_a_connection_of_a_measurement_are_a_strike(regions: R
 
 async def test_probes_of_another_measurement_are_a_strike(regions: Regions) -> None:
     a, b = await regions.start()
+    a.measuring._expected["b"].expect(6, 10**6)  # one before, whose last probes may still come over the link
     b.transport.send("a", asked(5, is_asker_sending=True, span_ns=60 * NS_PER_S, connections=1))
     door = await ready_of(b, 5)
     stream = await dial(b.transport._identity, "a", f"127.0.0.1:{a.transport.port}", ASIDE_METHOD, timeout_s=DEADLINE_S)
