@@ -55,7 +55,7 @@ class Norms:
 
 
 class RecentRounds:
-    """The last rounds of one fragment, whoever was in them: where each has one or two members, the run's last one has all.
+    """The last rounds of one fragment, whoever was in them: where each has one or two members, the last one has all.
 
     Costs nothing until it is asked.
     """
