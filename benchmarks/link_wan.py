@@ -1,13 +1,20 @@
 """The link between two regions over a shaped WAN, beside iperf3 with four streams on the same link in the same run.
 
-    python benchmarks/link_wan.py --rate 2Gbit/s --rtt 40ms [--loss 1%] [--seconds 10] [--connections 1,4] [--json]
+    python benchmarks/link_wan.py --rate 2Gbit/s --rtt 40ms [--loss 1%] [--arms ours,bare,iperf3]
+        [--connections 1,4] [--seconds 8] [--json]
 
-Root: two network namespaces joined by the user-space router of `diloco_node.wan`. The daemon's own transport (gRPC,
-mutual TLS, no budget) sends random bytes one way for some seconds, over each number of bulk connections that
-`--connections` names ("auto": as many as it takes by itself); then iperf3 does, four streams, and by `--turns` all
-again. Goodput is counted where it arrives, after a warm-up, CPU time per side in user and system mode of
-the whole process. The router needs a core of its own at some Gbit/s; what it used is shown, and how late it was:
-where it is late, both figures are the machine's and not the link's, and only their ratio says something.
+Root: two network namespaces joined by the user-space router of `diloco_node.wan`. In turns, each for some seconds:
+
+- ours: the daemon's own transport (gRPC, mutual TLS, no budget) sends random bytes one way, over each number of bulk
+  connections that `--connections` names ("auto": as many as it takes by itself);
+- bare: one stream of grpc.aio with mutual TLS and messages of 1 MiB, with the same heap settings and nothing else of
+  ours: what the transport costs beyond it is ours to answer for;
+- iperf3: four streams.
+
+All are counted in the same way (`link_count`): what the sender's kernel knows to have arrived, and the processor time
+of both processes, over a window of the same length after the same warm-up. The router needs a core of its own at some
+Gbit/s; what it used is shown, and how late it was: where it is late, the figures are the machine's and not the link's,
+and only their ratios say something.
 """
 
 from __future__ import annotations
@@ -15,7 +22,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -24,12 +33,16 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from link import RUN, Receiver, cpu_seconds, run_loop
+import grpc
+import link_count
+from link import RUN, Receiver, run_loop
 
 from diloco_node.adapters.certs import init_run, load_identity
+from diloco_node.adapters.streams import dial, make_server
 from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.errors import LinkLost
@@ -42,8 +55,20 @@ BODY_BYTES = 8 * 2**20
 IN_FLIGHT = 4
 """Transfers that are asked for at a time: the link must not run dry between two."""
 
+MESSAGE_BYTES = 2**20
+"""Of a bare stream."""
+
+DRAIN_S = 1.0
+"""After the last write, for what is still on its way."""
+
+SPARE_S = 2.0
+"""What a flow runs longer than it is counted: it does not begin at once."""
+
+ENDING_S = 90.0
+
 PORT = 7400
 IPERF_PORT = 5201
+IPERF = "iperf3"
 AUTO = "auto"
 STREAMS = 4
 CONNECT_S = 20.0
@@ -66,11 +91,11 @@ egress = "{rate}"
 
 
 class Side(Receiver):
-    """One end; the receiving one notes when whole transfers came, and what the processor had done until then."""
+    """One end; the receiving one adds up what came."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.marks: list[tuple[float, float]] = []
+        self.body_bytes = 0
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview:
         """One buffer for all: what arrives is not looked at."""
@@ -79,9 +104,9 @@ class Side(Receiver):
         return memoryview(self.buffer)
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        """Note it."""
+        """Count it."""
         if is_whole:
-            self.marks.append((time.monotonic(), cpu_seconds()))
+            self.body_bytes += len(buffer)
 
 
 def transport_of(
@@ -106,129 +131,147 @@ def transport_of(
     return transport
 
 
-async def receive(folder: Path, addresses: dict[str, str]) -> None:
-    """Receive until standard input ends; print the marks."""
+async def receive(folder: Path, addresses: dict[str, str], connections: str) -> int:
+    """Receive until standard input ends; the bytes of whole transfers that came."""
     side = Side()
-    transport = transport_of(folder, "b", addresses, side, AUTO)
+    transport = transport_of(folder, "b", addresses, side, connections)
     await transport.start()
-    print("ready", flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    await _until_told()
     await transport.stop()
-    print(json.dumps(side.marks), flush=True)
+    return side.body_bytes
 
 
-async def send(folder: Path, addresses: dict[str, str], seconds: float, connections: str) -> None:
-    """Send for so long; print (seconds, CPU seconds) marks of this end, and over how many connections at the end."""
+async def send(folder: Path, addresses: dict[str, str], seconds: float, connections: str) -> int:
+    """Send for so long; over how many connections at the end."""
     side = Side()
     transport = transport_of(folder, "a", addresses, side, connections)
     await transport.start()
     await asyncio.wait_for(side.up.wait(), CONNECT_S)
     body = memoryview(os.urandom(BODY_BYTES))
     ends_s = time.monotonic() + seconds
-    marks: list[tuple[float, float]] = []
 
     async def one() -> None:
         while time.monotonic() < ends_s:
             await transport.transfer("b", Payload(0, 0, b""), body)
-            marks.append((time.monotonic(), cpu_seconds()))
 
     with contextlib.suppress(LinkLost):
         await asyncio.gather(*(one() for _ in range(IN_FLIGHT)))
     used = transport.peer_status()["b"].connections
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(DRAIN_S)
     await transport.stop()
-    print(json.dumps({"marks": marks, "connections": used}), flush=True)
+    return used
 
 
-def figures(marks: Sequence[Sequence[float]], *, warm_up_s: float) -> dict[str, float]:
-    """Goodput and CPU time per GB from the marks of whole transfers after a warm-up.
+async def receive_bare(folder: Path, addresses: dict[str, str], _connections: str) -> int:
+    """As `receive`, with gRPC alone."""
+    body_bytes = 0
 
-    Args:
-        marks: (monotonic seconds, CPU seconds) at the end of each transfer of BODY_BYTES.
-        warm_up_s: from the first mark on.
+    async def serve(_lane: str, context: Any) -> None:
+        nonlocal body_bytes
+        while (message := await context.read()) is not grpc.aio.EOF:
+            body_bytes += len(message)
 
-    Raises:
-        ValueError: fewer than two transfers came after the warm-up.
-    """
-    counted = [mark for mark in marks if mark[0] >= marks[0][0] + warm_up_s]
-    if len(counted) < 2:
-        raise ValueError(f"{len(counted)} transfers of {BODY_BYTES >> 20} MiB after the warm-up: measure for longer")
-    count = (len(counted) - 1) * BODY_BYTES
-    return {
-        "bits_per_s": 8 * count / (counted[-1][0] - counted[0][0]),
-        "cpu_seconds_per_gb": (counted[-1][1] - counted[0][1]) / (count / 1e9),
-        "bytes": float(count),
-    }
+    server, _ = make_server(load_identity(folder / "b"), f"{addresses['b']}:{PORT}", serve, handshake_s=CONNECT_S)
+    await server.start()
+    await _until_told()
+    await server.stop(None)
+    return body_bytes
 
 
-def run_ours(
-    folder: Path, places: Sequence[Place], seconds: float, warm_up_s: float, connections: str
-) -> dict[str, float]:
-    """Two processes, one per namespace."""
+async def send_bare(folder: Path, addresses: dict[str, str], seconds: float, _connections: str) -> int:
+    """As `send`, with gRPC alone: one stream on one connection."""
+    stream = await dial(load_identity(folder / "a"), "b", f"{addresses['b']}:{PORT}", "bulk", timeout_s=CONNECT_S)
+    # As many bytes as a body of ours: one message over and over would stay in the processor's cache.
+    messages = itertools.cycle([os.urandom(MESSAGE_BYTES) for _ in range(BODY_BYTES // MESSAGE_BYTES)])
+    ends_s = time.monotonic() + seconds
+    while time.monotonic() < ends_s:
+        await stream.write(next(messages))
+    await asyncio.sleep(DRAIN_S)
+    await stream.aclose()
+    return 1
+
+
+async def _until_told() -> None:
+    print("ready", flush=True)
+    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+ENDS = {("ours", "send"): send, ("ours", "receive"): receive, ("bare", "send"): send_bare} | {
+    ("bare", "receive"): receive_bare
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """How long each arm is counted, and how long it runs before; in seconds."""
+
+    counted_s: float
+    warm_up_s: float
+
+    @property
+    def run_s(self) -> float:
+        """How long to send."""
+        return self.warm_up_s + self.counted_s + SPARE_S
+
+
+def run_grpc(arm: str, folder: Path, places: Sequence[Place], spans: Spans, connections: str) -> dict[str, float]:
+    """Ours or bare: two processes, one per namespace. Raises SystemExit when one fails."""
     addresses = json.dumps({place.region: place.address for place in places})
-    command = [sys.executable, str(Path(__file__).resolve())]
-    ends = [["ip", "netns", "exec", place.namespace, *command] for place in places]
-    receiver = subprocess.Popen(
-        [*ends[1], "receive", str(folder), addresses], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    program = [sys.executable, str(Path(__file__).resolve())]
+    sending, receiving = (
+        ["ip", "netns", "exec", place.namespace, *program, arm, end, str(folder), addresses, str(spans.run_s)]
+        for place, end in zip(places, ("send", "receive"), strict=True)
     )
-    assert receiver.stdout is not None
-    try:
+    with contextlib.ExitStack() as stack:
+        receiver = stack.enter_context(_started([*receiving, connections], takes_input=True))
+        assert receiver.stdout is not None
         receiver.stdout.readline()
-        sent = subprocess.run(
-            [*ends[0], "send", str(folder), addresses, str(seconds + warm_up_s), connections],
-            capture_output=True,
-            text=True,
-            timeout=seconds + warm_up_s + 90,
-            check=False,
+        sender = stack.enter_context(_started([*sending, connections]))
+        watch = link_count.Watch(
+            places[0].namespace, (places[1].address, PORT), sender=sender.pid, receiver=receiver.pid
         )
-        if sent.returncode:
-            raise SystemExit(f"the sender failed:\n{sent.stderr[-2000:]}")
-        output, _ = receiver.communicate(timeout=30)
-    finally:
-        if receiver.poll() is None:
-            receiver.kill()
-            receiver.wait()
-    there = figures(json.loads(output.splitlines()[-1]), warm_up_s=warm_up_s)
-    told = json.loads(sent.stdout.splitlines()[-1])
-    here = figures(told["marks"], warm_up_s=warm_up_s)
-    return {
-        "bits_per_s": there["bits_per_s"],
-        "cpu_seconds_per_gb_out": here["cpu_seconds_per_gb"],
-        "cpu_seconds_per_gb_in": there["cpu_seconds_per_gb"],
-        "connections": told["connections"],
-    }
+        told, _ = sender.communicate(timeout=spans.run_s + ENDING_S)
+        watch.close()
+        received, _ = receiver.communicate(timeout=ENDING_S)
+    if sender.returncode or receiver.returncode:
+        raise SystemExit(f"{arm} failed: exit codes {sender.returncode} and {receiver.returncode}")
+    framing = watch.samples[-1].arrived / int(received.splitlines()[-1])
+    counted = link_count.figures(watch.samples, warm_up_s=spans.warm_up_s, seconds=spans.counted_s, framing=framing)
+    return {**counted, "connections": int(told.splitlines()[-1])}
 
 
-def run_iperf(places: Sequence[Place], seconds: float, warm_up_s: float, streams: int) -> dict[str, float]:
+def run_iperf(places: Sequence[Place], spans: Spans, streams: int) -> dict[str, float]:
     """iperf3 from a to b. Raises SystemExit when it fails."""
-    ends = [["ip", "netns", "exec", place.namespace, "iperf3"] for place in places]
-    server = subprocess.Popen([*ends[1], "-s", "-1", "-p", str(IPERF_PORT)], stdout=subprocess.DEVNULL)
-    try:
+    ends = [["ip", "netns", "exec", place.namespace, "iperf3", "-p", str(IPERF_PORT)] for place in places]
+    client = [*ends[0], "-c", places[1].address, "-P", str(streams), "-t", str(math.ceil(spans.run_s))]
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_started([*ends[1], "-s", "-1"]))
         time.sleep(0.5)
-        command = [*ends[0], "-c", places[1].address, "-p", str(IPERF_PORT), "-P", str(streams), "-J"]
-        done = subprocess.run(
-            [*command, "-t", str(round(seconds)), "-O", str(round(warm_up_s))],
-            capture_output=True,
-            text=True,
-            timeout=seconds + warm_up_s + 60,
-            check=False,
+        sender = stack.enter_context(_started(client))
+        watch = link_count.Watch(
+            places[0].namespace, (places[1].address, IPERF_PORT), sender=sender.pid, receiver=server.pid
         )
-        if done.returncode:
-            raise SystemExit(f"iperf3 failed: {done.stdout[-500:]} {done.stderr[-500:]}")
-        server.wait(timeout=10)
+        said, _ = sender.communicate(timeout=spans.run_s + ENDING_S)
+        watch.close()
+        if sender.returncode:
+            raise SystemExit(f"iperf3 failed: {said[-500:]}")
+        server.communicate(timeout=ENDING_S)
+    counted = link_count.figures(watch.samples, warm_up_s=spans.warm_up_s, seconds=spans.counted_s)
+    return {**counted, "connections": streams}
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], *, takes_input: bool = False) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive the block."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE if takes_input else subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
     finally:
-        if server.poll() is None:
-            server.kill()
-            server.wait()
-    end = json.loads(done.stdout)["end"]
-    rate = end["sum_received"]["bits_per_second"]
-    share = end["cpu_utilization_percent"]
-    return {
-        "bits_per_s": rate,
-        "cpu_seconds_per_gb_out": share["host_total"] / 100 / (rate / 8e9),
-        "cpu_seconds_per_gb_in": share["remote_total"] / 100 / (rate / 8e9),
-        "retransmits": float(end["sum_sent"]["retransmits"]),
-    }
+        if process.poll() is None:
+            process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager
@@ -254,21 +297,23 @@ def shaped(options: argparse.Namespace, folder: Path) -> Iterator[EmulationState
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Both, in turns; medians and the ratio turn by turn."""
-    turns: list[dict[str, Any]] = []
+    """All arms, in turns; medians and the ratios turn by turn."""
+    turns: list[dict[str, dict[str, float]]] = []
+    spans = Spans(options.seconds, options.warm_up)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         init_run(folder, RUN, ["a", "b"])
         with shaped(options, folder) as state:
-            places = state.places()
             for _ in range(options.turns):
-                ours = {}
-                for count in options.connections.split(","):
+                turn: dict[str, dict[str, float]] = {}
+                for arm, count in arms(options):
                     before = emulation.command(state, {"do": "status"})
-                    one = run_ours(folder, places, options.seconds, options.warm_up, count)
-                    ours[count] = one | _router(before, emulation.command(state, {"do": "status"}))
-                iperf = run_iperf(places, options.seconds, options.warm_up, options.streams)
-                turns.append({"ours": ours, "iperf3": iperf})
+                    if arm == IPERF:
+                        one = run_iperf(state.places(), spans, options.streams)
+                    else:
+                        one = run_grpc(arm, folder, state.places(), spans, count)
+                    turn[f"{arm} {count}".strip()] = one | _router(before, emulation.command(state, {"do": "status"}))
+                turns.append(turn)
     return {
         "rate": options.rate,
         "rtt": options.rtt,
@@ -278,15 +323,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "turns": turns,
-        "ours": {count: _medians(turns, count) for count in options.connections.split(",")},
+        "medians": {arm: _medians(turns, arm) for arm in turns[0]},
     }
 
 
-def _medians(turns: Sequence[dict[str, Any]], count: str) -> dict[str, float]:
-    ratios = [turn["ours"][count]["bits_per_s"] / turn["iperf3"]["bits_per_s"] for turn in turns]
-    keys = ("bits_per_s", "cpu_seconds_per_gb_out", "cpu_seconds_per_gb_in", "connections")
-    medians = {key: statistics.median([turn["ours"][count][key] for turn in turns]) for key in keys}
-    return {"share_of_iperf3": statistics.median(ratios), **medians}
+def arms(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """What runs in each turn: (arm, connections)."""
+    return [
+        (arm, count)
+        for arm in options.arms.split(",")
+        for count in (options.connections.split(",") if arm == "ours" else [""])
+    ]
+
+
+def _medians(turns: Sequence[dict[str, dict[str, float]]], arm: str) -> dict[str, float]:
+    """Of one arm: its figures, and their ratios to those of the others in the same turn."""
+    found = {key: statistics.median([turn[arm][key] for turn in turns]) for key in turns[0][arm]}
+    if IPERF in turns[0]:
+        found["share_of_iperf3"] = statistics.median(
+            [turn[arm]["bits_per_s"] / turn[IPERF]["bits_per_s"] for turn in turns]
+        )
+    if "bare" in turns[0]:
+        for side in ("out", "in"):
+            key = f"cpu_seconds_per_gb_{side}"
+            found[f"cpu_of_bare_{side}"] = statistics.median([turn[arm][key] / turn["bare"][key] for turn in turns])
+    return found
 
 
 def _router(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
@@ -301,33 +362,32 @@ def lines(result: dict[str, Any]) -> list[str]:
     shown = [
         f"{result['rate']}, round trip {result['rtt']}, loss {result['loss']}, TCP {result['congestion_control']}, "
         f"{result['cpus']} cores, load {result['load_average']:.1f}",
-        f"{'':<8}{'conn.':>6}{'Mbit/s':>9}{'CPU-s/GB out':>14}{'in':>7}{'router cores':>14}{'late':>8}",
+        f"{'':<12}{'conn.':>6}{'Mbit/s':>9}{'again':>8}{'CPU-s/GB out':>14}{'in':>7}{'router cores':>14}{'late':>8}",
     ]
     for turn in result["turns"]:
-        rows = [("ours", one) for one in turn["ours"].values()]
-        for name, one in [*rows, ("iperf3", {"connections": result["streams"], **turn["iperf3"]})]:
-            cores, late = one.get("router_cores"), one.get("router_packets_late")
+        for name, one in turn.items():
             shown.append(
-                f"{name:<8}{one['connections']:>6}{one['bits_per_s'] / 1e6:>9.0f}{one['cpu_seconds_per_gb_out']:>14.2f}"
-                f"{one['cpu_seconds_per_gb_in']:>7.2f}{'' if cores is None else format(cores, '.2f'):>14}"
-                f"{'' if late is None else format(late, '.0f'):>8}"
+                f"{name:<12}{one['connections']:>6}{one['bits_per_s'] / 1e6:>9.0f}{one['sent_again']:>8.1%}"
+                f"{one['cpu_seconds_per_gb_out']:>14.2f}{one['cpu_seconds_per_gb_in']:>7.2f}"
+                f"{one['router_cores']:>14.2f}{one['router_packets_late']:>8.0f}"
             )
-    for count, one in result["ours"].items():
-        shown.append(
-            f"connections {count}: {one['share_of_iperf3']:.1%} of iperf3 with {result['streams']} streams "
-            "(median of the turns)"
-        )
+    for name, one in result["medians"].items():
+        said = []
+        if "share_of_iperf3" in one and name != IPERF:
+            said.append(f"{one['share_of_iperf3']:.1%} of iperf3 with {result['streams']} streams")
+        if "cpu_of_bare_out" in one and name != "bare":
+            said.append(f"{one['cpu_of_bare_out']:.2f} and {one['cpu_of_bare_in']:.2f} of bare gRPC's CPU out and in")
+        if said:
+            shown.append(f"{name}: {', '.join(said)} (medians of the turns)")
     return shown
 
 
 def main() -> int:
-    """Command line; `send` and `receive` are the two ends, started inside the namespaces."""
-    if len(sys.argv) > 3 and sys.argv[1] in ("send", "receive"):
-        folder, addresses = Path(sys.argv[2]), json.loads(sys.argv[3])
-        if sys.argv[1] == "receive":
-            run_loop(receive(folder, addresses))
-        else:
-            run_loop(send(folder, addresses, float(sys.argv[4]), sys.argv[5]))
+    """Command line; with an arm and `send` or `receive` it is one of the two ends, started inside the namespaces."""
+    if len(sys.argv) > 6 and (end := ENDS.get((sys.argv[1], sys.argv[2]))) is not None:
+        folder, addresses, seconds, connections = Path(sys.argv[3]), json.loads(sys.argv[4]), *sys.argv[5:7]
+        more = (float(seconds), connections) if sys.argv[2] == "send" else (connections,)
+        print(run_loop(end(folder, addresses, *more)), flush=True)
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="2Gbit/s", help="in and out of both ends [2Gbit/s]")
@@ -336,7 +396,8 @@ def main() -> int:
     parser.add_argument("--queue-ms", type=int, default=50, help="how long the lines' queues are [50]")
     parser.add_argument("--seconds", type=float, default=8.0, help="that count, of each [8]")
     parser.add_argument("--warm-up", type=float, default=3.0, help="seconds before [3]")
-    parser.add_argument("--turns", type=int, default=2, help="ours and iperf3, so often [2]")
+    parser.add_argument("--turns", type=int, default=2, help="all arms, so often [2]")
+    parser.add_argument("--arms", default="ours,iperf3", help="of ours, bare, iperf3 [ours,iperf3]")
     parser.add_argument("--connections", default=AUTO, help="ours for bulk, as 1,2,4,auto [auto]")
     parser.add_argument("--buffer-mib", type=int, help="TCP's largest buffers; Linux has 4 and 6 by itself [128]")
     parser.add_argument("--streams", type=int, default=STREAMS, help="of iperf3 [4]")

@@ -1,4 +1,4 @@
-"""The pure parts of benchmarks/wan.py and link_wan.py: scaling, what logs add up to, the report; and one learner."""
+"""The pure parts of benchmarks/wan.py: scaling, what logs add up to, the report; and one learner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-import link_wan
 import wan
 import wan_learner
 import wan_scale
@@ -141,8 +140,6 @@ def test_topology_and_settings_of_the_benchmark_are_valid() -> None:
     topology = parse_topology(text, name="scaled")
     assert topology.rtt_ns(name, "us-west") == 8_000_000
     assert topology.rate(name, "us-west") == parse_rate(f"{rate}bit/s")
-    text = link_wan.TOPOLOGY.format(queue_ms=50, rtt="40ms", loss="1%", rate="5Gbit/s")
-    assert parse_topology(text, name="link").rate("a", "b") == parse_rate("5Gbit/s")
 
 
 def spec(folder: Path, **changes: Any) -> wan_learner.Spec:
@@ -171,16 +168,6 @@ def test_learner_logs_each_step_and_writes_the_parameters_of_rank_0(
     assert sorted(taken) == ["10.npy", "20.npy", "30.npy"], "of steps before the last one"
     assert not np.array_equal(taken["10.npy"], taken["20.npy"])
     assert wan.read_logs(tmp_path, 1, steps=3) == [records[:3]]
-
-
-def test_whole_transfers_after_the_warm_up_count() -> None:
-    size = link_wan.BODY_BYTES
-    marks = [[10.0, 1.0], [11.0, 2.0], [12.0, 2.5], [12.5, 3.0], [13.0, 3.5]]
-    found = link_wan.figures(marks, warm_up_s=2.0)
-    assert found["bits_per_s"] == pytest.approx(2 * size * 8 / 1.0)
-    assert found["cpu_seconds_per_gb"] == pytest.approx(1.0 / (2 * size / 1e9))
-    with pytest.raises(ValueError, match="measure for longer"):
-        link_wan.figures(marks, warm_up_s=2.9)
 
 
 def test_fragments_of_the_benchmark_are_balanced() -> None:
