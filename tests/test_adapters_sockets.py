@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import socket
@@ -19,6 +20,8 @@ from diloco_node.adapters import sockets
 from diloco_node.adapters.sockets import SocketCounters, WireMeter, arrived_bytes, plain_ip, read_sockets
 from diloco_node.ports import PeerTraffic
 
+PACED = (socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE)
+BOUNDED = (socket.IPPROTO_TCP, sockets._TCP_NOTSENT_LOWAT)
 REMOTE = ("10.0.0.2", 7400)
 
 
@@ -261,29 +264,31 @@ def test_wire_bytes_agree_with_the_interface_within_a_tenth(tmp_path: object) ->
     assert abs(int(back) - without_link_layer) < 0.1 * without_link_layer
 
 
-def test_the_busiest_socket_of_a_peer_is_paced_and_the_others_are_not(
+def test_sockets_of_the_bulk_lane_are_paced_and_bounded_and_control_is_not(
     connection: tuple[socket.socket, socket.socket],
 ) -> None:
-    near, far = connection
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.create_connection(listening.getsockname()) as idle:
+    control, far = connection
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         meter = WireMeter()
         meter.assign("b", far.getsockname())
-        meter.assign("b", idle.getpeername())
-        meter.pace("b", 1_000_000)  # before the first sample nothing is known
-        send(near, far, b"x" * 100_000)
-        meter.sample()
-        unlimited = near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8)
-        meter.pace("b", 1_000_000)
-        assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == sockets._PACE.pack(1_000_000)
-        assert idle.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == unlimited
-        with listening.accept()[0] as other_end:
-            send(idle, other_end, b"x" * 200_000)
-        meter.sample()
-        meter.pace("b", 2_000_000)
-        assert idle.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == sockets._PACE.pack(2_000_000)
-        assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == unlimited, "now it is the idle one"
-        meter.pace("b", None)
-        assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) == unlimited
+        meter.assign("b", listening.getsockname())
+        meter.opened("b", is_bulk=False)
+        with socket.create_connection(listening.getsockname()) as bulk:
+            meter.pace("b", 1_000_000)  # before it is told what it is for nothing is known of it
+            meter.opened("b", is_bulk=True)
+            send(control, far, b"x" * 100_000)
+            meter.sample()
+            before = [control.getsockopt(*option, 8) for option in (PACED, BOUNDED)]
+            unlimited = [bulk.getsockopt(*option, 8) for option in (PACED, BOUNDED)]
+            meter.pace("b", 1_000_000)
+            meter.bound("b", 70_000)
+            assert bulk.getsockopt(*PACED, 8) == sockets._PACE.pack(1_000_000)
+            assert bulk.getsockopt(*BOUNDED, 8) == sockets._LOWAT.pack(70_000)
+            assert [control.getsockopt(*option, 8) for option in (PACED, BOUNDED)] == before, "it has sent more"
+            meter.pace("b", None)
+            meter.bound("b", None)
+            assert bulk.getsockopt(*PACED, 8) == unlimited[0]
+            assert bulk.getsockopt(*BOUNDED, 8) == sockets._LOWAT.pack(2**32 - 1)
 
 
 def test_a_socket_that_has_been_replaced_is_not_paced(connection: tuple[socket.socket, socket.socket]) -> None:
@@ -376,18 +381,56 @@ def test_the_smaller_of_the_two_buffer_limits_counts(tmp_path: Path, monkeypatch
     assert sockets.buffer_bytes() == sockets.BUFFER_BYTES_USUAL
 
 
-def test_several_busy_sockets_share_the_pace_equally(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bulk_connection_that_has_just_joined_is_paced_and_not_control_that_has_sent_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
     monkeypatch.setattr(sockets, "_pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
-    kernel.now = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
-    meter.sample()
-    meter.pace("b", 3_000_000, connections=3)
-    assert paced == {2: 1_000_000, 3: 1_000_000, 4: 1_000_000}, "not the control connection"
+    control, first, further = (
+        counters(cookie, sent=sent, received=0) for cookie, sent in ((7, 10_000), (3, 900_000), (9, 0))
+    )
+    for opened, is_bulk in (([control], False), ([control, first], True), ([control, first, further], True)):
+        kernel.now = list(opened)
+        meter.opened("b", is_bulk=is_bulk)
     meter.pace("b", 3_000_000, connections=2)
-    assert paced == {2: 1_500_000, 3: None, 4: 1_500_000}
-    meter.pace("b", None, connections=2)
-    assert paced == {2: None, 3: None, 4: None}
+    assert paced == {3: 1_500_000, 9: 1_500_000}
+    meter.pace("b", 3_000_000)
+    assert paced == {3: 3_000_000, 9: 3_000_000}, "where one leads each may take all of it"
+    kernel.now = [control, further]
+    meter.sample()
+    kernel.now = [control, further, counters(3, sent=0, received=0)]
+    meter.opened("b", is_bulk=False)
+    paced.clear()
+    meter.pace("b", None)
+    assert paced == {9: None}, "what a number once was does not count"
+
+
+def test_lane_of_an_incoming_call_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
+    monkeypatch.setattr(sockets, "_pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    callers = [("10.0.0.2", port) for port in (5001, 5002, 5003)]
+    for remote, is_bulk in zip(callers, (False, True, True), strict=True):
+        meter.assign("b", remote, is_lasting=False, is_bulk=is_bulk)
+    kernel.now = [counters(cookie, sent=1, received=0, remote=remote) for cookie, remote in enumerate(callers, start=1)]
+    meter.opened("b", is_bulk=True)  # one that we dial ourselves, and that is not there: these are not it
+    meter.pace("b", 2_000_000, connections=2)
+    assert paced == {2: 1_000_000, 3: 1_000_000}
+
+
+def test_round_trip_is_that_of_the_socket_that_sends_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, meter = FakeKernel(monkeypatch), WireMeter()
+    meter.assign("b", REMOTE)
+    for sent, rtt_us in (((10_000_000, 0), 40_000), ((10_000_000, 1_000_000), 70_000)):
+        for step in range(1, 12):
+            kernel.now = [
+                dataclasses.replace(counters(1, sent=sent[0], received=0), rtt_us=40_000),
+                dataclasses.replace(counters(2, sent=sent[1] * step, received=0), rtt_us=70_000),
+            ]
+            meter.sample()
+        link = meter.link("b")
+        assert link is not None
+        assert link.rtt_ns == rtt_us * 1000
 
 
 def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,7 @@ class Asides:
 
     async def _dial_transport(self, peer: str, address: str, where: AsideOpen, index: int) -> DialedStream:
         stream = await dial(self._env.identity, peer, address, ASIDE_METHOD, timeout_s=DIAL_S)
+        self._env.meter.opened(peer, is_bulk=False)
         try:
             await stream.write(encode_aside(where.token, index))
         except BaseException:

@@ -208,6 +208,7 @@ class PeerLink:
             for lane in Lane:
                 timeout_s = env.times.handshake_s
                 streams[lane] = await dial(env.identity, self.peer, self._address, lane, timeout_s=timeout_s)
+                env.meter.opened(self.peer, is_bulk=lane is Lane.BULK)
             if self._session is not None:
                 raise Superfluous("the peer's session came up first")
             self._is_hello_sent = True
@@ -226,6 +227,7 @@ class PeerLink:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
         times = self._env.times
         stream = await dial(self._env.identity, self.peer, address, Lane.BULK, timeout_s=times.handshake_s)
+        self._env.meter.opened(self.peer, is_bulk=True)
         ours = self._hello(Lane.BULK, dial_number, connection)
         try:
             async with asyncio.timeout(times.hello_s):

@@ -19,7 +19,7 @@ import structlog
 from diloco_node.adapters.sockets import TcpCounters, WireMeter, buffer_bytes
 from diloco_node.core.budget import LATE_NS, NS_PER_S, PIECE_BYTES_MAX, BudgetLane, EgressBudget, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.connections import connections_wanted
+from diloco_node.core.connections import connections_wanted, spare_wanted
 from diloco_node.core.delay import LONG_RTT_NS, DelayCut
 from diloco_node.core.grants import UNLIMITED, WANTS_MOST, IngressGrants
 from diloco_node.core.measuring import Probe
@@ -67,6 +67,15 @@ PING_HASTY_S: Final = 0.02
 PACE_PPM: Final = 950_000
 """The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
 
+UNSENT_S: Final = 0.02
+UNSENT_BYTES_MIN: Final = 512 * 2**10
+"""What may wait in a connection where there are spares, at most: the next chunk comes later than the last one left."""
+
+PACE_BOUNDED_PPM: Final = 1_000_000
+"""Where little may wait in a socket, pieces alone keep to the limit. BBR goes 1 % below what it reached: held to a rate
+it was 3 to 4 % below that.
+"""
+
 LOSS_BYTES_MIN: Final = 4 * 2**20
 """Before so many bytes were sent nothing is known of a link's loss."""
 
@@ -100,7 +109,8 @@ class _PeerState:
         sent_bytes, sampled_ns: the kernel's counter at the last sample, for the rate since.
         carried_bytes: likewise. rtt_min_ns: 0: not known.
         is_paced: the kernel holds its bulk connections to the limit for delay.
-        connections: for bulk. received_bytes, received_ns: as sent_bytes. busiest_bytes_per_s: what the busier
+        connections: for bulk. sharing: of these, how many are needed at a time; it never falls. has_spares: there are
+            more, and one leads. received_bytes, received_ns: as sent_bytes. busiest_bytes_per_s: what the busier
             direction carried, fading.
         began: set when something is on its way after idle time.
     """
@@ -119,6 +129,8 @@ class _PeerState:
     one_way: OneWayQueue = field(default_factory=OneWayQueue)
     is_paced: bool = False
     connections: int = 1
+    sharing: int = 1
+    has_spares: bool = False
     received_bytes: int = 0
     received_ns: int = 0
     busiest_bytes_per_s: int = 0
@@ -322,27 +334,48 @@ class Pacer:
 
     def has_connections(self, peer: str, count: int) -> None:
         """So many carry bulk now."""
-        self._peers[peer].connections = count
+        state = self._peers[peer]
+        state.connections = count
+        self._follow_connections(peer, state)
+
+    def has_spares(self, peer: str) -> bool:
+        """Whether one of the bulk connections leads and the others are spare; else they share the load."""
+        return self._peers[peer].has_spares
 
     def connections_wanted(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
-        state, limits = self._peers[peer], self._plan.limits_at(self._minute_of_day())
-        own = self._plan.peer_limits(peer)
+        needed, is_spare_wanted = self._connections_needed(peer, self._peers[peer])
+        return needed + (needed == 1 and is_spare_wanted)
+
+    def _connections_needed(self, peer: str, state: _PeerState) -> tuple[int, bool]:
+        """How many there must be, and whether one more pays."""
+        limits, own = self._plan.limits_at(self._minute_of_day()), self._plan.peer_limits(peer)
         ways = [_least(limits.egress, own.egress), _least(limits.ingress, own.ingress)]
-        tcp = self._meter.tcp(peer) if self._meter.goes_by_loss else None
-        return connections_wanted(
-            rtt_min_ns=state.rtt_min_ns,
+        tcp = self._meter.tcp(peer)
+        lost_ppm, rtt_min_ns, carried = _lost_ppm(tcp) if tcp else 0, state.rtt_min_ns, state.busiest_bytes_per_s
+        needed = connections_wanted(
+            rtt_min_ns=rtt_min_ns,
             ceiling_bytes_per_s=None if None in ways else max(way for way in ways if way is not None),
-            carried_bytes_per_s=state.busiest_bytes_per_s,
+            carried_bytes_per_s=carried,
             buffer_bytes=buffer_bytes(),
-            lost_ppm=_lost_ppm(tcp) if tcp is not None else 0,
+            lost_ppm=lost_ppm if self._meter.goes_by_loss else 0,
         )
+        is_spare_wanted = spare_wanted(rtt_min_ns=rtt_min_ns, carried_bytes_per_s=carried, lost_ppm=lost_ppm)
+        return needed, is_spare_wanted and not self._meter.goes_by_loss
+
+    def _follow_connections(self, peer: str, state: _PeerState) -> None:
+        """Who shares the load, where there are several."""
+        if state.connections == 1:
+            return
+        needed, is_spare_wanted = self._connections_needed(peer, state)
+        state.sharing = max(state.sharing, needed)
+        state.has_spares = state.sharing == 1 and (is_spare_wanted or state.has_spares)
 
     def lost(self, peer: str) -> None:
         """A session has ended."""
         state, now_ns = self._peers[peer], self._now_ns()
         state.told_wanted, state.is_granted = 0, False
-        state.connections, state.busiest_bytes_per_s = 1, 0
+        state.connections, state.sharing, state.has_spares, state.busiest_bytes_per_s = 1, 1, False, 0
         state.delay.reset()
         state.is_paced = False
         state.one_way.reset()
@@ -480,6 +513,7 @@ class Pacer:
         state.rtt_min_ns = link.rtt_min_ns
         if not state.transfers:
             return
+        self._follow_connections(peer, state)
         if is_first:
             state.delay.begin(rtt_min_ns=state.rtt_min_ns, now_ns=at_ns)
         state.rate_bytes_per_s = max(sent, state.rate_bytes_per_s - state.rate_bytes_per_s // 8)
@@ -505,15 +539,21 @@ class Pacer:
         self._egress.set_limit(peer, LimitSource.DELAY, rate, now_ns=now_ns)
         # While no rate is known to be too much, pieces alone keep to it: BBR, held back for three round trips, takes
         # that for the line's rate, leaves its start-up, and from then on grows by a quarter in eight round trips.
-        pace = rate * PACE_PPM // 1_000_000 if rate is not None and not state.delay.is_searching else None
+        # What is sent again is in the kernel's rate as well, and no part of ours.
+        tcp = self._meter.tcp(peer)
+        ppm = (PACE_BOUNDED_PPM if state.has_spares else PACE_PPM) + (_lost_ppm(tcp) if tcp is not None else 0)
+        pace = rate * ppm // 1_000_000 if rate is not None and not state.delay.is_searching else None
         ceiling = self._could_send(peer)
         if state.rtt_min_ns >= LONG_RTT_NS and ceiling < WANTS_MOST:
             # What the socket held back while BBR looked for the least round trip must not leave at the line's rate. As
             # payload that is a little more than the ceiling: what was held back gets away.
             pace = min(pace or ceiling, ceiling)
         if pace is not None or state.is_paced:
-            self._meter.pace(peer, pace, connections=state.connections)
+            self._meter.pace(peer, pace, connections=1 if state.has_spares else state.connections)
             state.is_paced = pace is not None
+        if state.has_spares:
+            # Else half a second of bulk would wait in the leader's socket, and nobody sees that it stands still.
+            self._meter.bound(peer, max(UNSENT_BYTES_MIN, int((rate or state.rate_bytes_per_s) * UNSENT_S)))
 
     def close(self) -> None:
         """Drop the timers."""

@@ -3,8 +3,8 @@
 gRPC does not show its sockets, but they are file descriptors of ours: `/proc/self/fd` lists them and `TCP_INFO` tells
 what each sent (with retransmissions) and received, in payload bytes and in segments. Headers are added per segment, so
 that the sum is what the interface carries. Nothing is opened, duplicated or closed here: a second descriptor of a
-socket would outlive gRPC's own in its epoll set. All that is ever set is how fast one sends (`WireMeter.pace`), and
-by which congestion control on a far link.
+socket would outlive gRPC's own in its epoll set. All that is ever set is how fast one sends (`WireMeter.pace`), how
+much may wait in it (`WireMeter.bound`), and by which congestion control on a far link.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ ESTIMATED_OVERHEAD: Final = 1.06
 
 FORGET_AFTER_SAMPLES: Final = 2
 
+USE_FADING: Final = 4
+"""A fourth of what a socket has sent of late is forgotten with each sample."""
+
 Address = tuple[str, int]
 
 _Framed = tuple[int, int, int, int]
 _NOTHING: Final[_Framed] = (0, 0, 0, 0)
 """First and other bytes out, bytes in, carried bytes."""
+
+_TCP_NOTSENT_LOWAT: Final = 25
+_LOWAT: Final = struct.Struct("=I")
+_LOWAT_UNLIMITED: Final = 2**32 - 1
 
 _SO_MAX_PACING_RATE: Final = 47
 _PACE: Final = struct.Struct("=Q")
@@ -246,6 +253,12 @@ def _pace_socket(fd: int, cookie: int, rate_bytes_per_s: int | None) -> bool:
     return _set_option(fd, cookie, socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE.pack(rate))
 
 
+def _bound_socket(fd: int, cookie: int, unsent_bytes: int | None) -> bool:
+    """Have the kernel call this socket full while so much was not sent; whether it was still the same one."""
+    bound = _LOWAT_UNLIMITED if unsent_bytes is None else unsent_bytes
+    return _set_option(fd, cookie, socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _LOWAT.pack(bound))
+
+
 def _set_option(fd: int, cookie: int, level: int, option: int, value: bytes) -> bool:
     try:
         view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
@@ -288,9 +301,8 @@ class LinkCounters:
         other_bytes_out: acknowledgements and retransmissions.
         bytes_in: all that came.
         carried_bytes: of what went out for the first time, acknowledgements included, all but what is still on its way.
-        rtt_ns, rtt_min_ns: of the living socket that has sent most, which is one of the bulk lane's as soon as it
-            matters: these take turns, and stand in the same queues; while a measurement has connections of its own, of
-            the one that has sent most lately; 0: not known.
+        rtt_ns, rtt_min_ns: of the living socket that has sent most of late, which is one of the bulk lane's as soon as
+            it matters; 0: not known.
     """
 
     first_bytes_out: int
@@ -317,27 +329,45 @@ class WireMeter:
         self._ended: dict[str, tuple[int, int]] = {}
         self._ended_framed: dict[str, _Framed] = {}
         self._estimated: dict[str, tuple[int, int]] = {}
+        self._lanes: dict[int, bool] = {}  # cookie -> whether it is one of the bulk lane's
+        self._bulk_remotes: set[Address] = set()  # of incoming calls
+        self._use: dict[int, int] = {}  # bytes sent of late, fading
         self._paced: dict[int, int | None] = {}
         self._asides: dict[str, frozenset[int]] = {}
-        self._lately: dict[int, int] = {}
+        self._bounds: dict[int, int | None] = {}
         self._far: set[int] = set()
         self._is_measured = False
         self.goes_by_loss = False
         """A far socket stayed with the host's congestion control: it is taken for one that goes by loss."""
 
-    def assign(self, peer: str, remote: Address, *, is_lasting: bool = True) -> None:
+    def assign(self, peer: str, remote: Address, *, is_lasting: bool = True, is_bulk: bool = False) -> None:
         """Sockets to this remote address belong to the peer.
 
         Args:
             peer: its name. remote: IP address and port.
             is_lasting: an address that we dial. Not lasting is the far end of an incoming call: its port will be used
                 for something else, so it is forgotten some samples after its socket is gone.
+            is_bulk: that call is of the bulk lane; for an address that we dial see `opened`.
         """
         address = (plain_ip(remote[0]), remote[1])
         with self._lock:
             self._peers[address] = peer
             if not is_lasting:
                 self._passing[address] = 0
+                if is_bulk:
+                    self._bulk_remotes.add(address)
+
+    def opened(self, peer: str, *, is_bulk: bool) -> None:
+        """We have just opened a connection to a peer; call it once for each, before the next one is opened.
+
+        gRPC does not show its sockets. But a peer's are opened one after the other, so the one to an address that we
+        dial, and that was not there at the last call, is this one.
+        """
+        self.sample()
+        with self._lock:
+            for cookie, (owner, counters) in self._live.items():
+                if owner == peer and counters.remote not in self._passing:
+                    self._lanes.setdefault(cookie, is_bulk)
 
     def count(self, peer: str, *, bytes_out: int = 0, bytes_in: int = 0) -> None:
         """What was handed to or came from gRPC, for the estimate where the kernel does not tell."""
@@ -359,9 +389,14 @@ class WireMeter:
                     seen[counters.cookie] = (peer, counters)
             for cookie in sorted(self._live.keys() - seen.keys()):
                 self._end(*self._live[cookie])
-            before = {cookie: counters.bytes_sent for cookie, (_, counters) in self._live.items()}
-            self._lately = {cookie: one.bytes_sent - before.get(cookie, 0) for cookie, (_, one) in seen.items()}
+            for cookie, (_, counters) in seen.items():
+                before = self._live[cookie][1].bytes_sent if cookie in self._live else 0
+                use = self._use.get(cookie, 0)
+                self._use[cookie] = use - use // USE_FADING + counters.bytes_sent - before
             self._live = seen
+            for kept in (self._use, self._lanes, self._bounds):
+                for cookie in kept.keys() - seen.keys():
+                    del kept[cookie]
             self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in seen}
             self._far &= seen.keys()
             for cookie, (_, counters) in sorted(seen.items()):
@@ -383,6 +418,7 @@ class WireMeter:
             self._passing[address] = 0 if address in remotes else misses + 1
             if self._passing[address] > FORGET_AFTER_SAMPLES:
                 del self._passing[address], self._peers[address]
+                self._bulk_remotes.discard(address)
 
     def traffic(self, peer: str) -> PeerTraffic:
         """Wire bytes with a peer as of the last sample, or the estimate if the kernel never told anything."""
@@ -413,22 +449,19 @@ class WireMeter:
             self._asides[peer] = cookies
 
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
-        """Have the kernel send no faster on the peer's bulk connections together than this; None: no limit.
+        """Have the kernel send no faster on the peer's bulk connections than this; None: no limit.
 
         What the sockets hold already obeys as well, and pieces are spread out over time instead of leaving at once.
         Those of a measurement together get the same: whatever they hold, the budget lets no more go than the limit.
 
         Args:
-            connections: how many carry bulk: those that have sent most as of the last sample. Each gets an equal part.
+            connections: how many share the load: each of all there are gets such a part of the rate.
         """
         rate = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // connections)
         with self._lock:
-            by_use, asides = self._by_use(peer)
-            # One of the others may have been among the busiest before: control must not keep a limit for bulk.
-            for counters in by_use[connections:]:
-                self._pace(counters, None)
-            for counters in by_use[:connections]:
+            for counters in self._bulk(peer):
                 self._pace(counters, rate)
+            asides = [one for one in self._of(peer) if one.cookie in self._asides.get(peer, ())]
             for counters in asides:
                 part = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // len(asides))
                 self._pace(counters, part)
@@ -439,26 +472,43 @@ class WireMeter:
         ):
             self._paced[counters.cookie] = rate_bytes_per_s
 
-    def _by_use(self, peer: str) -> tuple[list[SocketCounters], list[SocketCounters]]:
-        """A peer's sockets, those that have sent most first: of the link, and of a measurement."""
-        live = [counters for owner, counters in self._live.values() if owner == peer]
-        live.sort(key=lambda counters: (counters.bytes_sent, counters.cookie), reverse=True)
+    def bound(self, peer: str, unsent_bytes: int | None) -> None:
+        """Have the kernel take no more for the peer's bulk connections, each, while so much was not sent; None: any."""
+        with self._lock:
+            for counters in self._bulk(peer):
+                if self._bounds.get(counters.cookie) != unsent_bytes and _bound_socket(
+                    counters.fd, counters.cookie, unsent_bytes
+                ):
+                    self._bounds[counters.cookie] = unsent_bytes
+
+    def _bulk(self, peer: str) -> list[SocketCounters]:
+        """A peer's sockets of the bulk lane: control must not keep a limit for bulk."""
         asides = self._asides.get(peer, frozenset())
-        return [one for one in live if one.cookie not in asides], [one for one in live if one.cookie in asides]
+        return [
+            one
+            for one in self._of(peer)
+            if one.cookie not in asides and (self._lanes.get(one.cookie, False) or one.remote in self._bulk_remotes)
+        ]
+
+    def _of(self, peer: str) -> list[SocketCounters]:
+        return [counters for _, (owner, counters) in sorted(self._live.items()) if owner == peer]
+
+    def _by_use(self, peer: str) -> list[SocketCounters]:
+        """A peer's sockets, those of a measurement as well, those that have sent most of late first."""
+        return sorted(self._of(peer), key=lambda counters: (self._use[counters.cookie], counters.cookie), reverse=True)
 
     def link(self, peer: str) -> LinkCounters | None:
         """A peer's counters as of the last sample; None if the kernel never told anything."""
         with self._lock:
             if not self._is_measured:
                 return None
-            by_use, asides = self._by_use(peer)
+            by_use = self._by_use(peer)
             total = self._ended_framed.get(peer, _NOTHING)
-            lately = self._lately
-        for counters in (*by_use, *asides):
+        for counters in by_use:
             total = _add(total, counters)
-        if not by_use and not asides:
+        if not by_use:
             return LinkCounters(*total, 0, 0)
-        busiest = max((*by_use[:1], *asides), key=lambda one: lately.get(one.cookie, 0)) if asides else by_use[0]
+        busiest = by_use[0]
         return LinkCounters(*total, busiest.rtt_us * 1000, busiest.rtt_min_us * 1000)
 
 

@@ -374,7 +374,7 @@ class GrpcTransport:
         async with self._handshake(who) as link:
             hello = decode_hello(await stream.read())
             await self._check(lane, who, hello, stream)
-        self._meter.assign(who.region, who.address, is_lasting=False)
+        self._meter.assign(who.region, who.address, is_lasting=False, is_bulk=lane is Lane.BULK)
         return link, hello
 
     async def _let_in(self, who: Caller, stream: AcceptedStream) -> PeerError | None:
