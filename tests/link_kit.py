@@ -34,7 +34,7 @@ FULL_GROWTH: Final = 1.25
 FIRST_WINDOW_BYTES: Final = 14_480
 SOCKET_BYTES: Final = 4 * 2**20
 PACE_SHARE: Final = 0.99
-"""Of the limit, headers included: `adapters.pacing.PACE_PPM` without them."""
+"""Of the limit, headers included: `adapters.link_watch.PACE_PPM` without them."""
 
 
 class BbrSocket:

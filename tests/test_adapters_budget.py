@@ -21,7 +21,8 @@ from typing import Any
 import pytest
 
 from diloco_node.adapters.certs import init_run, load_identity
-from diloco_node.adapters.pacing import PACE_PPM, PING_BUSY_S, Pacer
+from diloco_node.adapters.link_watch import PACE_PPM
+from diloco_node.adapters.pacing import PING_BUSY_S, Pacer
 from diloco_node.adapters.sockets import LinkCounters, WireMeter
 from diloco_node.adapters.streams import dial
 from diloco_node.adapters.transport import GrpcTransport

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.adapters import bundle, pacing
+from diloco_node.adapters import bundle, link_watch
+from diloco_node.adapters.bulk_lanes import lane_of
 from diloco_node.adapters.bundle import Bundle
 from diloco_node.adapters.inbound import DECODING_MAX, BulkInbound
 from diloco_node.adapters.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
@@ -109,7 +110,7 @@ async def test_near_links_stay_with_one(mesh: Mesh) -> None:
     a, _, _, at_b = await mesh.pair()
     await a.transfer("b", HEADER, memoryview(os.urandom(32 * MIB)))
     await at_b.until(lambda: at_b.closed)
-    await eventually(lambda: a._pacer._peers["b"].rtt_min_ns)
+    await eventually(lambda: a._pacer._peers["b"].link.rtt_min_ns)
     assert a._pacer.connections_wanted("b") == 1
     assert a.peer_status()["b"].connections == 1
 
@@ -117,9 +118,9 @@ async def test_near_links_stay_with_one(mesh: Mesh) -> None:
 async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pacing, "buffer_bytes", lambda: 8 * MIB)
+    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 8 * MIB)
     a, at_a, _, at_b = await mesh.pair()
-    state = a._pacer._peers["b"]
+    state = a._pacer._peers["b"].link
     a.set_budget(BudgetPlan(RateLimits(egress=10**9, ingress=10**6)))
     sampled, a._pacer._take_counters = a._pacer._take_counters, lambda *_: None  # type: ignore[method-assign]
     state.rtt_min_ns = 12_000_000
@@ -137,7 +138,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
 
 async def test_where_congestion_control_goes_by_loss_a_lossy_far_link_gets_all(mesh: Mesh) -> None:
     a, _, _, _ = await mesh.pair()
-    a._pacer._peers["b"].rtt_min_ns = 40_000_000
+    a._pacer._peers["b"].link.rtt_min_ns = 40_000_000
     a._meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
     assert a._pacer.connections_wanted("b") == 1
     a._meter.goes_by_loss = True
@@ -147,9 +148,9 @@ async def test_where_congestion_control_goes_by_loss_a_lossy_far_link_gets_all(m
 
 
 async def test_a_lossy_far_link_gets_a_spare_that_no_other_needs(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "buffer_bytes", lambda: 128 * MIB)
+    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 128 * MIB)
     a, _, _, at_b = await mesh.pair()
-    state = a._pacer._peers["b"]
+    state = a._pacer._peers["b"].link
     a._pacer._take_counters = lambda *_: None  # type: ignore[method-assign]
     a._meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
     state.rtt_min_ns, state.busiest_bytes_per_s = 40_000_000, 100 * MIB
@@ -158,10 +159,10 @@ async def test_a_lossy_far_link_gets_a_spare_that_no_other_needs(mesh: Mesh, mon
     bodies = [memoryview(os.urandom(3 * MIB)) for _ in range(4)]
     await asyncio.gather(*(a.transfer("b", HEADER, body) for body in bodies))
     await at_b.until(lambda: len(at_b.closed) == 4)
-    monkeypatch.setattr(pacing, "buffer_bytes", lambda: 4 * MIB)
+    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 4 * MIB)
     a._pacer.has_connections("b", 2)
     assert not a._pacer.has_spares("b"), "now both are needed"
-    monkeypatch.setattr(pacing, "buffer_bytes", lambda: 128 * MIB)
+    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 128 * MIB)
     a._pacer.has_connections("b", 2)
     assert not a._pacer.has_spares("b"), "what was needed once will be again"
 
@@ -769,7 +770,7 @@ async def test_an_aborted_transfer_gives_its_buffer_back_and_skips_what_still_co
 async def test_a_transfer_that_is_cancelled_before_its_turn_is_not_read_any_more() -> None:
     halves = Halves(1, 0, random.Random(1), ThreadPoolExecutor(1))
     before = MergedStripe(Ballot(1, 1), 0, 0, 1, b"", 0, 1)
-    queue = halves.out._queues[pacing.lane_of(HEADER)]
+    queue = halves.out._queues[lane_of(HEADER)]
     async with halves.running():
         running = asyncio.create_task(halves.out.transfer(before, memoryview(bytes(10))))
         body = memoryview(bytearray(100))
@@ -791,7 +792,7 @@ async def test_all_who_wait_for_a_place_hear_that_the_link_is_lost() -> None:
     async with halves.running():
         count = 3 * TRANSFERS_WAITING_MAX
         work = [asyncio.create_task(halves.out.transfer(HEADER, memoryview(b"x"))) for _ in range(count)]
-        await eventually(lambda: halves.out._queues[pacing.lane_of(HEADER)].waiting.full())
+        await eventually(lambda: halves.out._queues[lane_of(HEADER)].waiting.full())
         halves.out.close("gone")
         done, waiting = await asyncio.wait(work, timeout=DEADLINE_S)
     assert not waiting

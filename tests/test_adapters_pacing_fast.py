@@ -104,7 +104,7 @@ class FarLink(FakeMeter):
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds * 10)):
             self.now_ns += 100 * MS
-            self.sent += (self.pacer._peers["b"].delay.rate_bytes_per_s or 10**7) // 10
+            self.sent += (self.pacer._peers["b"].link.delay.rate_bytes_per_s or 10**7) // 10
             for _ in range(4):
                 self.pacer.echoed("b", sent_ns=self.now_ns, arrived_ns=self.now_ns + self.queue_ns)
             self.pacer._sampled()
@@ -138,7 +138,7 @@ async def test_a_way_that_has_become_longer_is_measured_anew_after_a_few_cuts() 
     link.run(3)
     link.queue_ns = 50 * MS
     link.run(30)
-    assert 1 <= link.pacer._peers["b"].delay.cuts <= IN_VAIN_CUTS + 2
+    assert 1 <= link.pacer._peers["b"].link.delay.cuts <= IN_VAIN_CUTS + 2
     link.pacer.close()
 
 
@@ -173,7 +173,7 @@ async def test_what_went_out_before_a_transfer_began_is_no_part_of_its_rate(paus
         link.sent += 10_000 * ms
 
     link.work()
-    state = link.pacer._peers["b"]
+    state = link.pacer._peers["b"].link
     for _ in range(20):
         carry(100)
         link.pacer._sampled()

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from diloco_node.adapters.pacing import lane_of
+from diloco_node.adapters.bulk_lanes import lane_of
 from diloco_node.codec.payload import decompress_chunk
 from diloco_node.core.budget import BudgetLane
 from diloco_node.core.messages import BulkHeader

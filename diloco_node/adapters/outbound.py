@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from diloco_node.adapters.bulk_lanes import lane_of, urgency_of
 from diloco_node.adapters.bundle import Bundle
-from diloco_node.adapters.pacing import Pacer, lane_of, urgency_of
+from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.streams import Stream
 from diloco_node.codec.payload import CompressionPolicy, compress_chunk
 from diloco_node.core.budget import BudgetLane

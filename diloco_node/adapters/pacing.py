@@ -1,7 +1,7 @@
 """Carries the bandwidth budget out on the event loop: pieces wait here for their turn, and grants go back and forth.
 
 The decisions are made in `core.budget` (what goes out), `core.grants` (what peers may send us) and `core.delay` (links
-whose queue grows). This module has the clock, the timers, the futures, and reads the kernel's counters.
+whose queue grows). This module has the clock, the timers and the futures; `link_watch` has what the kernel counted.
 """
 
 from __future__ import annotations
@@ -16,22 +16,12 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.adapters.sockets import TcpCounters, WireMeter, buffer_bytes
+from diloco_node.adapters.link_watch import LinkWatch
+from diloco_node.adapters.sockets import WireMeter
 from diloco_node.core.budget import LATE_NS, NS_PER_S, PIECE_BYTES_MAX, BudgetLane, EgressBudget, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.connections import connections_wanted, spare_wanted
-from diloco_node.core.delay import LONG_RTT_NS, DelayCut
 from diloco_node.core.grants import UNLIMITED, WANTS_MOST, IngressGrants
-from diloco_node.core.measuring import Probe
-from diloco_node.core.messages import (
-    BulkHeader,
-    ContributionStripe,
-    IngressGranted,
-    IngressWanted,
-    MergedStripe,
-    Message,
-)
-from diloco_node.core.oneway import RECENT_NS, OneWayQueue, hasty_ns
+from diloco_node.core.messages import IngressGranted, IngressWanted, Message
 
 _log = structlog.get_logger(__name__)
 
@@ -40,9 +30,6 @@ SAMPLE_BUSY_S: Final = 0.1
 SAMPLE_HASTY_S: Final = 0.05
 """Between two readings of the kernel's counters, which take about 0.3 ms; busy: something is limited or on its way;
 hasty: a limit for delay changes fast."""
-
-SAMPLE_NS_MIN: Final = 10_000_000
-"""Over a shorter time no rate is measured."""
 
 TIMER_S: Final = 0.001
 """Timers of the loop have this grain: one that is set to less would fire early, and again."""
@@ -64,39 +51,10 @@ PING_BUSY_S: Final = 0.05
 PING_HASTY_S: Final = 0.02
 """Between two pings to a peer that is not near, while something is on its way to it, or its limit changes fast."""
 
-PACE_PPM: Final = 950_000
-"""The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
-
-UNSENT_S: Final = 0.02
-UNSENT_BYTES_MIN: Final = 512 * 2**10
-"""What may wait in a connection where there are spares, at most: the next chunk comes later than the last one left."""
-
-PACE_BOUNDED_PPM: Final = 1_000_000
-"""Where little may wait in a socket, pieces alone keep to the limit. BBR goes 1 % below what it reached: held to a rate
-it was 3 to 4 % below that.
-"""
-
-LOSS_BYTES_MIN: Final = 4 * 2**20
-"""Before so many bytes were sent nothing is known of a link's loss."""
-
 PIECE_S: Final = 0.02
 PIECE_FREE_BYTES_MIN: Final = 64 * 2**10
 PIECE_FIRST_BYTES: Final = 128 * 2**10
 """Without a limit a piece is 20 ms of what the link carries: what was handed over can't be held back any more."""
-
-
-def lane_of(header: BulkHeader) -> BudgetLane:
-    """What a transfer is for."""
-    if isinstance(header, Probe):
-        return BudgetLane.MEASUREMENT
-    return BudgetLane.ROUNDS if isinstance(header, (ContributionStripe, MergedStripe)) else BudgetLane.RECOVERY
-
-
-def urgency_of(header: BulkHeader) -> tuple[int, ...]:
-    """Its order within the lane: ballots are numbered as they are opened, and their deadlines come in that order."""
-    if isinstance(header, (ContributionStripe, MergedStripe)):
-        return (header.ballot.term, header.ballot.number)
-    return ()
 
 
 @dataclass(slots=True)
@@ -104,36 +62,19 @@ class _PeerState:
     """What the shell knows of one peer.
 
     Attributes:
+        link: what the kernel counted, and what follows from it.
         transfers: that are queued or on their way. idle: the timer that will tell the peer that there are none.
-        told_wanted: the last IngressWanted on this link.
-        sent_bytes, sampled_ns: the kernel's counter at the last sample, for the rate since.
-        carried_bytes: likewise. rtt_min_ns: 0: not known.
-        is_paced: the kernel holds its bulk connections to the limit for delay.
-        connections: for bulk. sharing: of these, how many are needed at a time; it never falls. has_spares: there are
-            more, and one leads. received_bytes, received_ns: as sent_bytes. busiest_bytes_per_s: what the busier
-            direction carried, fading.
+        told_wanted: the last IngressWanted on this link. is_granted: the peer shares out what it may receive.
+        read_bytes: of bulk frames.
         began: set when something is on its way after idle time.
     """
 
+    link: LinkWatch
     transfers: int = 0
     idle: asyncio.TimerHandle | None = None
     told_wanted: int = 0
     is_granted: bool = False
-    sent_bytes: int = 0
-    sampled_ns: int = 0
-    rate_bytes_per_s: int = 0
-    rtt_min_ns: int = 0
-    carried_bytes: int = 0
     read_bytes: int = 0
-    delay: DelayCut = field(default_factory=DelayCut)
-    one_way: OneWayQueue = field(default_factory=OneWayQueue)
-    is_paced: bool = False
-    connections: int = 1
-    sharing: int = 1
-    has_spares: bool = False
-    received_bytes: int = 0
-    received_ns: int = 0
-    busiest_bytes_per_s: int = 0
     began: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -162,7 +103,7 @@ class Pacer:
         self._plan = BudgetPlan()
         self._egress = EgressBudget(names, now_ns=now_ns())
         self._grants = IngressGrants(names, now_ns=now_ns())
-        self._peers = {name: _PeerState() for name in names}
+        self._peers = {name: _PeerState(LinkWatch(name, meter)) for name in names}
         self._turns: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
         # A lane has two who send while a measurement has connections of its own: one piece of them waits at a time.
         self._lines: defaultdict[tuple[str, BudgetLane], asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -217,23 +158,23 @@ class Pacer:
         """How many bytes of a body to put into one frame."""
         if self._egress.is_limited(peer):
             return self._egress.piece_bytes(peer)
-        rate = self._peers[peer].rate_bytes_per_s
+        rate = self._peers[peer].link.rate_bytes_per_s
         return min(max(int(rate * PIECE_S), PIECE_FREE_BYTES_MIN), PIECE_BYTES_MAX) if rate else PIECE_FIRST_BYTES
 
     def is_fast(self, peer: str) -> bool:
         """Whether the link is so fast, and nothing limits it, that compressing costs more time than it saves."""
-        return 0 < self._peers[peer].rtt_min_ns < FAST_RTT_NS and not self._egress.is_limited(peer)
+        return 0 < self._peers[peer].link.rtt_min_ns < FAST_RTT_NS and not self._egress.is_limited(peer)
 
     def begin(self, peer: str, lane: BudgetLane, raw_bytes: int) -> None:
         """A transfer was asked for."""
         state = self._peers[peer]
         if not state.transfers:
             now_ns = self._now_ns()
-            if now_ns - state.sampled_ns >= SAMPLE_BUSY_S * NS_PER_S:
+            if now_ns - state.link.sampled_ns >= SAMPLE_BUSY_S * NS_PER_S:
                 # The idle time before is no part of its rate. Nor is what went out before: the counters from now on.
                 self._meter.sample()
                 self._sampled()
-            state.delay.begin(rtt_min_ns=state.rtt_min_ns, now_ns=now_ns)
+            state.link.delay.begin(rtt_min_ns=state.link.rtt_min_ns, now_ns=now_ns)
             self._follow_delay(peer, state, now_ns)
             state.began.set()
         state.transfers += 1
@@ -305,7 +246,7 @@ class Pacer:
 
     def _follow_lateness(self, now_ns: int) -> None:
         """Let what late timers miss follow at once, but not into the queue of a link that has one."""
-        is_queueing = any(state.delay.has_cut_lately(now_ns=now_ns) for state in self._peers.values())
+        is_queueing = any(state.link.delay.has_cut_lately(now_ns=now_ns) for state in self._peers.values())
         self._egress.set_lateness(LATE_NS if is_queueing else self._late_ns, now_ns=now_ns)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
@@ -334,52 +275,27 @@ class Pacer:
 
     def has_connections(self, peer: str, count: int) -> None:
         """So many carry bulk now."""
-        state = self._peers[peer]
-        state.connections = count
-        self._follow_connections(peer, state)
+        self._peers[peer].link.has_connections(count, ceiling_bytes_per_s=self._ceiling(peer))
 
     def has_spares(self, peer: str) -> bool:
         """Whether one of the bulk connections leads and the others are spare; else they share the load."""
-        return self._peers[peer].has_spares
+        return self._peers[peer].link.has_spares
 
     def connections_wanted(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
-        needed, is_spare_wanted = self._connections_needed(peer, self._peers[peer])
-        return needed + (needed == 1 and is_spare_wanted)
+        return self._peers[peer].link.connections_wanted(ceiling_bytes_per_s=self._ceiling(peer))
 
-    def _connections_needed(self, peer: str, state: _PeerState) -> tuple[int, bool]:
-        """How many there must be, and whether one more pays."""
+    def _ceiling(self, peer: str) -> int | None:
+        """The most that may go in either direction; None: no limit in one of them."""
         limits, own = self._plan.limits_at(self._minute_of_day()), self._plan.peer_limits(peer)
         ways = [_least(limits.egress, own.egress), _least(limits.ingress, own.ingress)]
-        tcp = self._meter.tcp(peer)
-        lost_ppm, rtt_min_ns, carried = _lost_ppm(tcp) if tcp else 0, state.rtt_min_ns, state.busiest_bytes_per_s
-        needed = connections_wanted(
-            rtt_min_ns=rtt_min_ns,
-            ceiling_bytes_per_s=None if None in ways else max(way for way in ways if way is not None),
-            carried_bytes_per_s=carried,
-            buffer_bytes=buffer_bytes(),
-            lost_ppm=lost_ppm if self._meter.goes_by_loss else 0,
-        )
-        is_spare_wanted = spare_wanted(rtt_min_ns=rtt_min_ns, carried_bytes_per_s=carried, lost_ppm=lost_ppm)
-        return needed, is_spare_wanted and not self._meter.goes_by_loss
-
-    def _follow_connections(self, peer: str, state: _PeerState) -> None:
-        """Who shares the load, where there are several."""
-        if state.connections == 1:
-            return
-        needed, is_spare_wanted = self._connections_needed(peer, state)
-        state.sharing = max(state.sharing, needed)
-        state.has_spares = state.sharing == 1 and (is_spare_wanted or state.has_spares)
+        return None if None in ways else max(way for way in ways if way is not None)
 
     def lost(self, peer: str) -> None:
         """A session has ended."""
         state, now_ns = self._peers[peer], self._now_ns()
         state.told_wanted, state.is_granted = 0, False
-        state.connections, state.sharing, state.has_spares, state.busiest_bytes_per_s = 1, 1, False, 0
-        state.delay.reset()
-        state.is_paced = False
-        state.one_way.reset()
-        state.rtt_min_ns = 0
+        state.link.lost()
         for source in (LimitSource.GRANT, LimitSource.DELAY):
             self._egress.set_limit(peer, source, None, now_ns=now_ns)
         self._grants.lost(peer, now_ns=now_ns)
@@ -409,12 +325,12 @@ class Pacer:
 
     def echoed(self, peer: str, sent_ns: int, arrived_ns: int) -> None:
         """A ping of ours came back, with the peer's clock."""
-        self._peers[peer].one_way.echoed(sent_ns=sent_ns, arrived_ns=arrived_ns, now_ns=self._now_ns())
+        self._peers[peer].link.one_way.echoed(sent_ns=sent_ns, arrived_ns=arrived_ns, now_ns=self._now_ns())
 
     async def until_ping(self, peer: str, idle_s: float) -> None:
         """Wait until it is time for another ping: after `idle_s`, sooner while a queue could grow towards the peer."""
         state = self._peers[peer]
-        if state.transfers and not 0 < state.rtt_min_ns < FAST_RTT_NS:
+        if state.transfers and not 0 < state.link.rtt_min_ns < FAST_RTT_NS:
             await asyncio.sleep(min(_ping_s(state), idle_s))
             return
         state.began.clear()
@@ -456,7 +372,7 @@ class Pacer:
         loop = asyncio.get_running_loop()
         while True:
             if self._is_watching():
-                is_hasty = any(state.delay.is_hasty for state in self._peers.values())
+                is_hasty = any(state.link.delay.is_hasty for state in self._peers.values())
                 await asyncio.sleep(SAMPLE_HASTY_S if is_hasty else SAMPLE_BUSY_S)
             elif await self._is_woken_within(SAMPLE_IDLE_S):
                 continue
@@ -478,7 +394,7 @@ class Pacer:
 
     def _is_watching(self) -> bool:
         is_limited = self._egress.region_rate_bytes_per_s is not None or self._grants.rate_bytes_per_s is not None
-        return is_limited or any(state.transfers or state.delay.rate_bytes_per_s for state in self._peers.values())
+        return is_limited or any(state.transfers or state.link.delay.rate_bytes_per_s for state in self._peers.values())
 
     def _sampled(self, at_ns: int | None = None) -> None:
         """Take what the kernel counted until `at_ns` (None: now)."""
@@ -500,60 +416,14 @@ class Pacer:
             return
         self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
         self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
-        elapsed_ns = at_ns - state.sampled_ns
-        if elapsed_ns < SAMPLE_NS_MIN:
-            return  # work began while the counters were read
-        sent = max(0, link.first_bytes_out - state.sent_bytes) * NS_PER_S // elapsed_ns if state.sampled_ns else 0
-        carried = max(0, link.carried_bytes - state.carried_bytes) * NS_PER_S // elapsed_ns if state.sampled_ns else 0
-        state.sent_bytes, state.carried_bytes, state.sampled_ns = link.first_bytes_out, link.carried_bytes, at_ns
-        received = max(0, link.bytes_in - state.received_bytes) * NS_PER_S // max(elapsed_ns, at_ns - state.received_ns)
-        state.busiest_bytes_per_s = max(carried, received, state.busiest_bytes_per_s * 7 // 8)
-        state.received_bytes, state.received_ns = link.bytes_in, at_ns
-        is_first = not state.rtt_min_ns
-        state.rtt_min_ns = link.rtt_min_ns
-        if not state.transfers:
-            return
-        self._follow_connections(peer, state)
-        if is_first:
-            state.delay.begin(rtt_min_ns=state.rtt_min_ns, now_ns=at_ns)
-        state.rate_bytes_per_s = max(sent, state.rate_bytes_per_s - state.rate_bytes_per_s // 8)
-        if link.rtt_min_ns:
-            state.delay.measured(
-                rtt_ns=link.rtt_ns,
-                rtt_min_ns=link.rtt_min_ns,
-                queue_ns=state.one_way.queue_ns(
-                    now_ns=now_ns, recent_ns=hasty_ns(link.rtt_min_ns) if state.delay.is_hasty else RECENT_NS
-                ),
-                sent_bytes_per_s=sent,
-                carried_bytes_per_s=carried,
-                now_ns=at_ns,
-            )
-            if state.delay.is_in_vain:
-                # The way has become longer, or others fill the line: what we measure from is no longer true.
-                state.one_way.reset()
-                state.delay.begin_again()
+        ceiling = self._ceiling(peer)
+        if state.link.taken(link, is_busy=state.transfers > 0, ceiling_bytes_per_s=ceiling, at_ns=at_ns, now_ns=now_ns):
             self._follow_delay(peer, state, now_ns)
 
     def _follow_delay(self, peer: str, state: _PeerState, now_ns: int) -> None:
-        rate = state.delay.rate_bytes_per_s
-        self._egress.set_limit(peer, LimitSource.DELAY, rate, now_ns=now_ns)
-        # While no rate is known to be too much, pieces alone keep to it: BBR, held back for three round trips, takes
-        # that for the line's rate, leaves its start-up, and from then on grows by a quarter in eight round trips.
-        # What is sent again is in the kernel's rate as well, and no part of ours.
-        tcp = self._meter.tcp(peer)
-        ppm = (PACE_BOUNDED_PPM if state.has_spares else PACE_PPM) + (_lost_ppm(tcp) if tcp is not None else 0)
-        pace = rate * ppm // 1_000_000 if rate is not None and not state.delay.is_searching else None
+        self._egress.set_limit(peer, LimitSource.DELAY, state.link.delay.rate_bytes_per_s, now_ns=now_ns)
         ceiling = self._could_send(peer)
-        if state.rtt_min_ns >= LONG_RTT_NS and ceiling < WANTS_MOST:
-            # What the socket held back while BBR looked for the least round trip must not leave at the line's rate. As
-            # payload that is a little more than the ceiling: what was held back gets away.
-            pace = min(pace or ceiling, ceiling)
-        if pace is not None or state.is_paced:
-            self._meter.pace(peer, pace, connections=1 if state.has_spares else state.connections)
-            state.is_paced = pace is not None
-        if state.has_spares:
-            # Else half a second of bulk would wait in the leader's socket, and nobody sees that it stands still.
-            self._meter.bound(peer, max(UNSENT_BYTES_MIN, int((rate or state.rate_bytes_per_s) * UNSENT_S)))
+        state.link.hold(ceiling if ceiling < WANTS_MOST else None)
 
     def close(self) -> None:
         """Drop the timers."""
@@ -604,7 +474,7 @@ class Pacer:
             "limited_by": use.limited_by,
             "granted_bytes_per_s": self._grants.granted(peer) or None,
             "overhead": use.overhead_ppm / 1_000_000,
-            "delay_cuts": state.delay.cuts,
+            "delay_cuts": state.link.delay.cuts,
             "correction_bytes": use.correction_bytes,
             "lanes": {
                 lane.name.lower(): {"wanted_bytes": one.wanted_bytes, "used_bytes": one.used_bytes}
@@ -614,16 +484,11 @@ class Pacer:
 
 
 def _ping_s(state: _PeerState) -> float:
-    return PING_HASTY_S if state.delay.is_hasty else PING_BUSY_S
+    return PING_HASTY_S if state.link.delay.is_hasty else PING_BUSY_S
 
 
 def _least(*rates: int | None) -> int | None:
     return min((rate for rate in rates if rate is not None), default=None)
-
-
-def _lost_ppm(tcp: TcpCounters) -> int:
-    """0 before so much was sent that a share says something."""
-    return tcp.retransmitted_bytes * 1_000_000 // tcp.sent_bytes if tcp.sent_bytes >= LOSS_BYTES_MIN else 0
 
 
 def _local_minute() -> int:

@@ -1,0 +1,193 @@
+"""What the kernel counted of one peer's connections, and what follows from it: rates, the limit for delay, how many
+connections there should be, and how the kernel is to hold them back.
+
+No clock and no timer: `pacing` says when something was counted.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diloco_node.adapters.sockets import LinkCounters, TcpCounters, WireMeter, buffer_bytes
+from diloco_node.core.budget import NS_PER_S
+from diloco_node.core.connections import connections_wanted, spare_wanted
+from diloco_node.core.delay import LONG_RTT_NS, DelayCut
+from diloco_node.core.oneway import RECENT_NS, OneWayQueue, hasty_ns
+
+SAMPLE_NS_MIN: Final = 10_000_000
+"""Over a shorter time no rate is measured."""
+
+PACE_PPM: Final = 950_000
+"""The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
+
+UNSENT_S: Final = 0.02
+UNSENT_BYTES_MIN: Final = 512 * 2**10
+"""What may wait in a connection where there are spares, at most: the next chunk comes later than the last one left."""
+
+PACE_BOUNDED_PPM: Final = 1_000_000
+"""Where little may wait in a socket, pieces alone keep to the limit. BBR goes 1 % below what it reached: held to a rate
+it was 3 to 4 % below that.
+"""
+
+LOSS_BYTES_MIN: Final = 4 * 2**20
+"""Before so many bytes were sent nothing is known of a link's loss."""
+
+
+class LinkWatch:
+    """One peer. Call `taken` for each sample while there is a session, then `hold`; `lost` at its end.
+
+    Args:
+        peer: its name. meter: the kernel's counters.
+
+    Attributes:
+        delay: the limit for delay. one_way: the queue in our own direction.
+        sampled_ns: when the last sample was taken; 0: never.
+        rate_bytes_per_s: what is sent, fading. busiest_bytes_per_s: what the busier direction carried, fading.
+        rtt_min_ns: the least round trip; 0: not known.
+        has_spares: there are more connections than are needed, and one leads.
+    """
+
+    def __init__(self, peer: str, meter: WireMeter) -> None:
+        self._peer = peer
+        self._meter = meter
+        self._sent_bytes = self._carried_bytes = self._received_bytes = 0
+        self._received_ns = 0
+        self._connections = self._needed = 1  # what is needed never falls
+        self._is_paced = False
+        self.delay = DelayCut()
+        self.one_way = OneWayQueue()
+        self.sampled_ns = 0
+        self.rate_bytes_per_s = 0
+        self.busiest_bytes_per_s = 0
+        self.rtt_min_ns = 0
+        self.has_spares = False
+
+    def lost(self) -> None:
+        """The session has ended; the next one may take another way."""
+        self._connections = self._needed = 1
+        self._is_paced = self.has_spares = False
+        self.busiest_bytes_per_s = self.rtt_min_ns = 0
+        self.delay.reset()
+        self.one_way.reset()
+
+    # ---- connections -------------------------------------------------------------------------------------------------
+
+    def connections_wanted(self, *, ceiling_bytes_per_s: int | None) -> int:
+        """How many bulk connections the link is worth, by what is known of it now.
+
+        Args:
+            ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
+        """
+        needed, is_spare_wanted = self._connections_needed(ceiling_bytes_per_s)
+        return needed + (needed == 1 and is_spare_wanted)
+
+    def _connections_needed(self, ceiling_bytes_per_s: int | None) -> tuple[int, bool]:
+        """How many there must be, and whether one more pays."""
+        lost_ppm = self._lost_ppm()
+        needed = connections_wanted(
+            rtt_min_ns=self.rtt_min_ns,
+            ceiling_bytes_per_s=ceiling_bytes_per_s,
+            carried_bytes_per_s=self.busiest_bytes_per_s,
+            buffer_bytes=buffer_bytes(),
+            lost_ppm=lost_ppm if self._meter.goes_by_loss else 0,
+        )
+        is_spare_wanted = not self._meter.goes_by_loss and spare_wanted(
+            rtt_min_ns=self.rtt_min_ns, carried_bytes_per_s=self.busiest_bytes_per_s, lost_ppm=lost_ppm
+        )
+        return needed, is_spare_wanted
+
+    def has_connections(self, count: int, *, ceiling_bytes_per_s: int | None) -> None:
+        """So many carry bulk now."""
+        self._connections = count
+        self._follow_connections(ceiling_bytes_per_s)
+
+    def _follow_connections(self, ceiling_bytes_per_s: int | None) -> None:
+        """Who shares the load, where there are several."""
+        if self._connections > 1:
+            needed, is_spare_wanted = self._connections_needed(ceiling_bytes_per_s)
+            self._needed = max(self._needed, needed)
+            self.has_spares = self._needed == 1 and (is_spare_wanted or self.has_spares)
+
+    def _lost_ppm(self) -> int:
+        """Of the bytes sent, those sent again; 0 before so much was sent that a share says something."""
+        tcp: TcpCounters | None = self._meter.tcp(self._peer)
+        if tcp is None or tcp.sent_bytes < LOSS_BYTES_MIN:
+            return 0
+        return tcp.retransmitted_bytes * 1_000_000 // tcp.sent_bytes
+
+    # ---- rates and the queue -----------------------------------------------------------------------------------------
+
+    def taken(
+        self, link: LinkCounters, *, is_busy: bool, ceiling_bytes_per_s: int | None, at_ns: int, now_ns: int
+    ) -> bool:
+        """Take what was counted.
+
+        Args:
+            is_busy: something is on its way. ceiling_bytes_per_s: see `connections_wanted`.
+            at_ns: until when it was counted; now_ns may be later.
+
+        Returns:
+            Whether the limit for delay may have changed.
+        """
+        elapsed_ns = at_ns - self.sampled_ns
+        if elapsed_ns < SAMPLE_NS_MIN:
+            return False  # work began while the counters were read
+        is_known = self.sampled_ns > 0
+        sent = max(0, link.first_bytes_out - self._sent_bytes) * NS_PER_S // elapsed_ns if is_known else 0
+        carried = max(0, link.carried_bytes - self._carried_bytes) * NS_PER_S // elapsed_ns if is_known else 0
+        self._sent_bytes, self._carried_bytes, self.sampled_ns = link.first_bytes_out, link.carried_bytes, at_ns
+        received = max(0, link.bytes_in - self._received_bytes) * NS_PER_S
+        received //= max(elapsed_ns, at_ns - self._received_ns)
+        self.busiest_bytes_per_s = max(carried, received, self.busiest_bytes_per_s * 7 // 8)
+        self._received_bytes, self._received_ns = link.bytes_in, at_ns
+        is_first = not self.rtt_min_ns
+        self.rtt_min_ns = link.rtt_min_ns
+        if not is_busy:
+            return False
+        self._follow_connections(ceiling_bytes_per_s)
+        if is_first:
+            self.delay.begin(rtt_min_ns=self.rtt_min_ns, now_ns=at_ns)
+        self.rate_bytes_per_s = max(sent, self.rate_bytes_per_s - self.rate_bytes_per_s // 8)
+        if not link.rtt_min_ns:
+            return False
+        self._measured(link, sent, carried, at_ns=at_ns, now_ns=now_ns)
+        return True
+
+    def _measured(self, link: LinkCounters, sent: int, carried: int, *, at_ns: int, now_ns: int) -> None:
+        recent_ns = hasty_ns(link.rtt_min_ns) if self.delay.is_hasty else RECENT_NS
+        self.delay.measured(
+            rtt_ns=link.rtt_ns,
+            rtt_min_ns=link.rtt_min_ns,
+            queue_ns=self.one_way.queue_ns(now_ns=now_ns, recent_ns=recent_ns),
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=carried,
+            now_ns=at_ns,
+        )
+        if self.delay.is_in_vain:
+            # The way has become longer, or others fill the line: what we measure from is no longer true.
+            self.one_way.reset()
+            self.delay.begin_again()
+
+    # ---- the kernel --------------------------------------------------------------------------------------------------
+
+    def hold(self, egress_bytes_per_s: int | None) -> None:
+        """Have the kernel hold the bulk connections to the limit for delay, and to what may be sent at most."""
+        rate = self.delay.rate_bytes_per_s
+        # While no rate is known to be too much, pieces alone keep to it: BBR, held back for three round trips, takes
+        # that for the line's rate, leaves its start-up, and from then on grows by a quarter in eight round trips.
+        pace = rate * self._pace_ppm() // 1_000_000 if rate is not None and not self.delay.is_searching else None
+        if self.rtt_min_ns >= LONG_RTT_NS and egress_bytes_per_s is not None:
+            # What the socket held back while BBR looked for the least round trip must not leave at the line's rate. As
+            # payload that is a little more than the ceiling: what was held back gets away.
+            pace = min(pace or egress_bytes_per_s, egress_bytes_per_s)
+        if pace is not None or self._is_paced:
+            self._meter.pace(self._peer, pace, connections=1 if self.has_spares else self._connections)
+            self._is_paced = pace is not None
+        if self.has_spares:
+            # Else half a second of bulk would wait in the leader's socket, and nobody sees that it stands still.
+            unsent_bytes = int((rate or self.rate_bytes_per_s) * UNSENT_S)
+            self._meter.bound(self._peer, max(UNSENT_BYTES_MIN, unsent_bytes))
+
+    def _pace_ppm(self) -> int:
+        """Of the limit; what is sent again is in the kernel's rate as well, and no part of ours."""
+        return (PACE_BOUNDED_PPM if self.has_spares else PACE_PPM) + self._lost_ppm()
