@@ -41,6 +41,7 @@ import grpc
 import link_count
 from link import RUN, Receiver, run_loop
 
+from diloco_node.adapters import sockets
 from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.streams import dial, make_server
 from diloco_node.adapters.transport import GrpcTransport
@@ -69,6 +70,7 @@ ENDING_S = 90.0
 PORT = 7400
 IPERF_PORT = 5201
 IPERF = "iperf3"
+WITHOUT_BBR = "LINK_WAN_WITHOUT_BBR"
 AUTO = "auto"
 STREAMS = 4
 CONNECT_S = 20.0
@@ -386,6 +388,8 @@ def main() -> int:
     """Command line; with an arm and `send` or `receive` it is one of the two ends, started inside the namespaces."""
     if len(sys.argv) > 6 and (end := ENDS.get((sys.argv[1], sys.argv[2]))) is not None:
         folder, addresses, seconds, connections = Path(sys.argv[3]), json.loads(sys.argv[4]), *sys.argv[5:7]
+        if os.environ.get(WITHOUT_BBR):
+            sockets.FAR_CONGESTION_CONTROL = b"none such"
         more = (float(seconds), connections) if sys.argv[2] == "send" else (connections,)
         print(run_loop(end(folder, addresses, *more)), flush=True)
         return 0
@@ -402,8 +406,14 @@ def main() -> int:
     parser.add_argument("--buffer-mib", type=int, help="TCP's largest buffers; Linux has 4 and 6 by itself [128]")
     parser.add_argument("--streams", type=int, default=STREAMS, help="of iperf3 [4]")
     parser.add_argument("--congestion", help="TCP's, in both namespaces: reno, or what the host allows [its own]")
+    parser.add_argument(
+        "--without-bbr", action="store_true", help="as if the hosts had none; and reno in both namespaces"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args()
+    if options.without_bbr:
+        options.congestion = "reno"
+        os.environ[WITHOUT_BBR] = "1"  # for the ends, which are processes of their own
     if os.geteuid() != 0:
         sys.stderr.write("benchmarks/link_wan.py makes network namespaces: run it as root\n")
         return 2

@@ -114,11 +114,16 @@ class TokenBucket:
         self._at_ns = now_ns
         self._late_ns = LATE_NS
         self._lost = 0
+        self._follow()
 
     @property
     def rate_bytes_per_s(self) -> int | None:
         """The ceiling; None: no limit."""
         return self._rate
+
+    def _follow(self) -> None:
+        """The rate or the lateness changed: what it may hold is asked for some times for each piece."""
+        self._burst = burst_bytes(self._rate, self._late_ns) if self._rate is not None else 0
 
     def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
         """Change the ceiling from now on; what was saved up shrinks to the new burst, debts stay."""
@@ -126,21 +131,23 @@ class TokenBucket:
         if self._rate is None:
             self._level = 0
         self._rate = _checked(rate_bytes_per_s)
+        self._follow()
         if self._rate is not None:
-            self._level = min(self._level, burst_bytes(self._rate, self._late_ns) * NS_PER_S)
+            self._level = min(self._level, self._burst * NS_PER_S)
 
     def set_lateness(self, late_ns: int, *, now_ns: int) -> None:
         """Save up for timers that are so late."""
         self._accrue(now_ns)
         self._late_ns = late_ns
+        self._follow()
         if self._rate is not None:
-            self._level = min(self._level, burst_bytes(self._rate, late_ns) * NS_PER_S)
+            self._level = min(self._level, self._burst * NS_PER_S)
 
     def ready_at_ns(self, size_bytes: int, *, now_ns: int) -> int:
         """When a piece of this size may go, `now_ns` if at once. One over the burst goes when the bucket is full."""
         if self._rate is None:
             return now_ns
-        needed = min(size_bytes, burst_bytes(self._rate, self._late_ns)) * NS_PER_S
+        needed = min(size_bytes, self._burst) * NS_PER_S
         missing = needed - self._level_at(now_ns)
         return now_ns if missing <= 0 else now_ns + -(-missing // self._rate)
 
@@ -162,7 +169,7 @@ class TokenBucket:
     def _level_at(self, now_ns: int) -> int:
         assert self._rate is not None
         earned = self._rate * max(0, now_ns - self._at_ns)
-        return min(self._level + earned, burst_bytes(self._rate, self._late_ns) * NS_PER_S)
+        return min(self._level + earned, self._burst * NS_PER_S)
 
     def lost_bytes(self, *, now_ns: int) -> int:
         """What could have been sent since start and was not, because the bucket was full; 0 without a limit."""
