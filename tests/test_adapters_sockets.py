@@ -438,15 +438,17 @@ def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeyp
     monkeypatch.setattr(sockets, "_pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
     meter.set_asides("b", frozenset([3, 4]))
-    kernel.now = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
-    meter.sample()
+    all_four = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
+    for last, is_bulk in ((1, False), (2, True), (4, True)):  # the last two are none of the link's, whoever asks
+        kernel.now = all_four[:last]
+        meter.opened("b", is_bulk=is_bulk)
     meter.pace("b", 3_000_000, connections=1)
     assert paced == {2: 3_000_000, 3: 1_500_000, 4: 1_500_000}, "the link's own keeps what it has"
     meter.pace("b", None, connections=1)
     assert paced == {2: None, 3: None, 4: None}
     meter.set_asides("b", frozenset())
     meter.pace("b", 3_000_000, connections=1)
-    assert paced == {2: None, 3: None, 4: 3_000_000}
+    assert paced == {2: 3_000_000, 3: 3_000_000, 4: 3_000_000}
 
 
 def test_sockets_of_a_measurement_are_counted_and_tell_the_round_trip_while_they_send(

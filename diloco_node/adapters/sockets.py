@@ -33,9 +33,6 @@ ESTIMATED_OVERHEAD: Final = 1.06
 
 FORGET_AFTER_SAMPLES: Final = 2
 
-USE_FADING: Final = 4
-"""A fourth of what a socket has sent of late is forgotten with each sample."""
-
 Address = tuple[str, int]
 
 _Framed = tuple[int, int, int, int]
@@ -331,7 +328,7 @@ class WireMeter:
         self._estimated: dict[str, tuple[int, int]] = {}
         self._lanes: dict[int, bool] = {}  # cookie -> whether it is one of the bulk lane's
         self._bulk_remotes: set[Address] = set()  # of incoming calls
-        self._use: dict[int, int] = {}  # bytes sent of late, fading
+        self._lately: dict[int, int] = {}  # bytes sent between the last two samples
         self._paced: dict[int, int | None] = {}
         self._asides: dict[str, frozenset[int]] = {}
         self._bounds: dict[int, int | None] = {}
@@ -389,12 +386,10 @@ class WireMeter:
                     seen[counters.cookie] = (peer, counters)
             for cookie in sorted(self._live.keys() - seen.keys()):
                 self._end(*self._live[cookie])
-            for cookie, (_, counters) in seen.items():
-                before = self._live[cookie][1].bytes_sent if cookie in self._live else 0
-                use = self._use.get(cookie, 0)
-                self._use[cookie] = use - use // USE_FADING + counters.bytes_sent - before
+            before = {cookie: counters.bytes_sent for cookie, (_, counters) in self._live.items()}
+            self._lately = {cookie: one.bytes_sent - before.get(cookie, 0) for cookie, (_, one) in seen.items()}
             self._live = seen
-            for kept in (self._use, self._lanes, self._bounds):
+            for kept in (self._lanes, self._bounds):
                 for cookie in kept.keys() - seen.keys():
                     del kept[cookie]
             self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in seen}
@@ -494,8 +489,12 @@ class WireMeter:
         return [counters for _, (owner, counters) in sorted(self._live.items()) if owner == peer]
 
     def _by_use(self, peer: str) -> list[SocketCounters]:
-        """A peer's sockets, those of a measurement as well, those that have sent most of late first."""
-        return sorted(self._of(peer), key=lambda counters: (self._use[counters.cookie], counters.cookie), reverse=True)
+        """A peer's sockets, those of a measurement as well: those that have sent most of late first."""
+
+        def use(counters: SocketCounters) -> tuple[int, int, int]:
+            return self._lately[counters.cookie], counters.bytes_sent, counters.cookie
+
+        return sorted(self._of(peer), key=use, reverse=True)
 
     def link(self, peer: str) -> LinkCounters | None:
         """A peer's counters as of the last sample; None if the kernel never told anything."""
