@@ -615,6 +615,20 @@ async def test_a_chunk_that_waits_for_the_leader_goes_over_another_when_the_time
     await made.close()
 
 
+async def test_whether_the_leader_carries_the_load_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "LEAD_S", 1e9)
+    monkeypatch.setattr(bundle, "PASSED_BY_S", 1e9)
+    pipes, counts = [Pipe(1000), Pipe(bundle.FIT_WINDOW_FRAMES + bundle.FIT_FOR_FRAMES)], list[int]()
+    made = await leading(pipes, counts)
+    for turn in range(bundle.FIT_FOR_FRAMES):
+        await asyncio.wait_for(made.write(b"x", counts), DEADLINE_S)
+        await eventually(lambda turn=turn: pipes[1].written == bundle.FIT_WINDOW_FRAMES + turn + 1)
+    await made.write(b"held up", counts)
+    await asyncio.wait_for(made.write(b"y", counts), DEADLINE_S)
+    assert counts[0] == 1, "it takes no more, and is not waited for while that is not known anew"
+    await made.close()
+
+
 async def test_a_leader_that_is_new_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bundle, "LEAD_S", 1e9)
     monkeypatch.setattr(bundle, "PASSED_BY_S", 1e9)

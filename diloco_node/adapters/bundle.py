@@ -32,6 +32,9 @@ FIT_WINDOW_FRAMES: Final = 32
 FIT_FRAMES: Final = 27
 """A leader that took so many of the last frames, though it was not waited for, carries the load."""
 
+FIT_FOR_FRAMES: Final = 256
+"""Then that is asked again: what was all of the load while the limit was low may be a part of it now."""
+
 PASSED_BY_S: Final = 0.05
 """A leader that has not taken a chunk in so long stands still: at full rate that takes a hundredth of a second."""
 
@@ -50,6 +53,7 @@ class Bundle:
         self._leader = 0
         self._leads_since_s = 0.0
         self._is_fit = False  # the leader carries the load
+        self._fit_frames = 0  # since it was found to
         self._led: deque[bool] = deque(maxlen=FIT_WINDOW_FRAMES)  # which of the last frames it took
         self._busy_since_s: dict[int, float] = {}
         self._passing: asyncio.TimerHandle | None = None
@@ -189,10 +193,15 @@ class Bundle:
 
     def _unfit(self) -> None:
         self._is_fit = False
+        self._fit_frames = 0
         self._led.clear()
 
     def _took(self, connection: int) -> None:
         """A connection got a frame: see whether the leader gets nearly all."""
+        if self._is_fit:
+            self._fit_frames += 1
+            if self._fit_frames >= FIT_FOR_FRAMES:
+                self._unfit()
         self._led.append(connection == self._leader)
         if len(self._led) == FIT_WINDOW_FRAMES and sum(self._led) >= FIT_FRAMES:
             self._is_fit = True
