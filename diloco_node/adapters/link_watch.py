@@ -54,6 +54,7 @@ class LinkWatch:
         self._received_ns = 0
         self._connections = self._needed = 1  # what is needed never falls
         self._is_paced = False
+        self._searched = (0, 0)  # bytes sent, and again, until the search for the link's rate was over
         self.delay = DelayCut()
         self.one_way = OneWayQueue()
         self.sampled_ns = 0
@@ -67,6 +68,7 @@ class LinkWatch:
         self._connections = self._needed = 1
         self._is_paced = self.has_spares = False
         self.busiest_bytes_per_s = self.rtt_min_ns = 0
+        self._searched = (0, 0)
         self.delay.reset()
         self.one_way.reset()
 
@@ -92,7 +94,9 @@ class LinkWatch:
             lost_ppm=lost_ppm if self._meter.goes_by_loss else 0,
         )
         is_spare_wanted = not self._meter.goes_by_loss and spare_wanted(
-            rtt_min_ns=self.rtt_min_ns, carried_bytes_per_s=self.busiest_bytes_per_s, lost_ppm=lost_ppm
+            rtt_min_ns=self.rtt_min_ns,
+            carried_bytes_per_s=self.busiest_bytes_per_s,
+            lost_ppm=self._lost_ppm(*self._searched),
         )
         return needed, is_spare_wanted
 
@@ -108,12 +112,18 @@ class LinkWatch:
             self._needed = max(self._needed, needed)
             self.has_spares = self._needed == 1 and (is_spare_wanted or self.has_spares)
 
-    def _lost_ppm(self) -> int:
-        """Of the bytes sent, those sent again; 0 before so much was sent that a share says something."""
+    def _lost_ppm(self, sent_before: int = 0, again_before: int = 0) -> int:
+        """Of the bytes sent since, those sent again; 0 before so much was sent that a share says something."""
         tcp: TcpCounters | None = self._meter.tcp(self._peer)
-        if tcp is None or tcp.sent_bytes < LOSS_BYTES_MIN:
+        if tcp is None or tcp.sent_bytes - sent_before < LOSS_BYTES_MIN:
             return 0
-        return tcp.retransmitted_bytes * 1_000_000 // tcp.sent_bytes
+        return max(0, tcp.retransmitted_bytes - again_before) * 1_000_000 // (tcp.sent_bytes - sent_before)
+
+    def _note_search(self) -> None:
+        """A search overflows the line's queue at its end, where nothing else is lost: that calls for no spare."""
+        tcp = self._meter.tcp(self._peer)
+        if tcp is not None and (self.delay.is_searching or self.delay.is_hasty):
+            self._searched = (tcp.sent_bytes, tcp.retransmitted_bytes)
 
     # ---- rates and the queue -----------------------------------------------------------------------------------------
 
@@ -144,6 +154,7 @@ class LinkWatch:
         self.rtt_min_ns = link.rtt_min_ns
         if not is_busy:
             return False
+        self._note_search()
         self._follow_connections(ceiling_bytes_per_s)
         if is_first:
             self.delay.begin(rtt_min_ns=self.rtt_min_ns, now_ns=at_ns)

@@ -33,6 +33,9 @@ LOSSY_PPM: Final = 1_000
 """From this part of the bytes sent again a link is lossy: one connection by reno gets 9 Mbit/s out of 40 ms then."""
 
 
+SPARE_LOSSY_PPM: Final = 5_000
+"""And from this part on it gets a spare: the search for a link's rate loses some where nothing else does."""
+
 SPARE_BYTES_MIN: Final = 2**20
 """A link that has less on its way at a time gets no spare: there is little to lose."""
 
@@ -46,7 +49,7 @@ def spare_wanted(*, rtt_min_ns: int, carried_bytes_per_s: int, lost_ppm: int) ->
         rtt_min_ns, carried_bytes_per_s: see `connections_wanted`. lost_ppm: of the bytes sent, those sent again.
     """
     on_its_way = carried_bytes_per_s * rtt_min_ns // NS_PER_S
-    return rtt_min_ns >= FAR_NS and lost_ppm >= LOSSY_PPM and on_its_way >= SPARE_BYTES_MIN
+    return rtt_min_ns >= FAR_NS and lost_ppm >= SPARE_LOSSY_PPM and on_its_way >= SPARE_BYTES_MIN
 
 
 def connections_wanted(
