@@ -20,9 +20,10 @@ from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.measuring import MeasuringMessage, Probe
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
-from diloco_node.node import flow_ends, measuring
+from diloco_node.node import flow_ends, measure_asking, measure_echo, measure_serving
+from diloco_node.node.measure_asking import FlowWanted
 from diloco_node.node.measure_command import MeasureCommand
-from diloco_node.node.measuring import FlowWanted, Measuring
+from diloco_node.node.measuring import Measuring
 
 RUN = "run1"
 NAMES = ("a", "b", "c")
@@ -114,12 +115,12 @@ class Region:
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
         if isinstance(header, Probe):
-            return self.measuring.transfer_opened(peer, header, raw_bytes)
+            return self.measuring.ends.transfer_opened(peer, header, raw_bytes)
         return memoryview(bytearray(raw_bytes))
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
         if isinstance(header, Probe):
-            self.measuring.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
+            self.measuring.ends.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
         else:
             self.rounds.append(header)
         self.changed.set()
@@ -161,11 +162,11 @@ class Regions:
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience with a machine that stands still: an echo or an end that comes late is none that stays away."""
     for module, name in (
-        (measuring, "UNANSWERED_AFTER_S"),
-        (measuring, "ANSWER_S"),
-        (measuring, "START_S"),
-        (measuring, "LATE_S"),
-        (measuring, "LINGER_S"),
+        (measure_echo, "UNANSWERED_AFTER_S"),
+        (measure_asking, "ANSWER_S"),
+        (measure_asking, "START_S"),
+        (measure_asking, "LATE_S"),
+        (measure_serving, "LINGER_S"),
         (asides, "JOIN_S"),
         (asides, "DIAL_S"),
         (asides, "GREET_S"),
@@ -197,7 +198,7 @@ def wanted(peer: str = "b", **changes: Any) -> FlowWanted:
 
 async def idle(region: Region) -> None:
     """Wait until a region has done what peers asked for."""
-    serving = list(region.measuring._serving.values())
+    serving = list(region.measuring._for_peers._serving.values())
     if serving:
         await asyncio.wait(serving, timeout=DEADLINE_S)
     assert region.measuring.describe() == ""

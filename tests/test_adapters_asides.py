@@ -25,7 +25,7 @@ from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, Probe
 from diloco_node.core.messages import IngressGranted
 from diloco_node.errors import LinkLost, PeerError
-from diloco_node.node import measuring
+from diloco_node.node import measure_serving
 from diloco_node.wire.envelope import encode_begin
 from diloco_node.wire.measurement import ASIDE_METHOD, encode_aside
 from tests.measuring_kit import DEADLINE_S, MB, STRIPE, FlowTimes, Region, Regions, asked, be_patient, idle, wanted
@@ -103,7 +103,7 @@ async def test_a_flow_over_connections_of_its_own(
     after = (sender.transport.traffic()[receiver.name].bytes_out, receiver.transport.traffic()[sender.name].bytes_in)
     assert after[0] - before[0] >= arrived, "counted at the sender"
     assert after[1] - before[1] >= arrived, "and at the receiver"
-    assert asking.measuring.connections(peer.name) == 1, "the link's own are as they were"
+    assert asking.measuring.links.connections(peer.name) == 1, "the link's own are as they were"
     assert a.up == {"b"}
     assert a.transport.rejections == b.transport.rejections == {}
 
@@ -373,7 +373,7 @@ async def test_a_peer_has_so_many_connections_open_and_no_more(
 ) -> None:
     """Who lets go neither of the last measurement nor of the one before is told to wait."""
     a, b = await regions.start()
-    monkeypatch.setattr(measuring, "LINGER_S", DEADLINE_S)
+    monkeypatch.setattr(measure_serving, "LINGER_S", DEADLINE_S)
     async with contextlib.AsyncExitStack() as stack:
         for number in range(msg.ASIDES_MAX):
             b.transport.send("a", asked(number, is_asker_sending=True, span_ns=1, connections=1, is_plain=True))
@@ -525,7 +525,7 @@ async def test_rounds_over_a_connection_of_a_measurement_are_a_strike(regions: R
 
 async def test_probes_of_another_measurement_are_a_strike(regions: Regions) -> None:
     a, b = await regions.start()
-    a.measuring._expected["b"].expect(6, 10**6)  # one before, whose last probes may still come over the link
+    a.measuring.ends._expected["b"].expect(6, 10**6)  # one before, whose last probes may still come over the link
     b.transport.send("a", asked(5, is_asker_sending=True, span_ns=60 * NS_PER_S, connections=1))
     door = await ready_of(b, 5)
     stream = await dial(b.transport._identity, "a", f"127.0.0.1:{a.transport.port}", ASIDE_METHOD, timeout_s=DEADLINE_S)

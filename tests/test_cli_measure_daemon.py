@@ -26,7 +26,7 @@ from diloco_node.core.samples import summarise_rtts
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.memory import socket_path
 from diloco_node.node import measure_command
-from diloco_node.node.measuring import FlowOverLink
+from diloco_node.node.measure_asking import FlowOverLink
 from diloco_node.wire.measurement import PairMeasured
 
 COLUMNS = 100

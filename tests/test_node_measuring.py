@@ -15,7 +15,7 @@ from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage, Probe
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
-from diloco_node.node import flow_ends, measuring
+from diloco_node.node import flow_ends, measure_echo
 from diloco_node.node.measure_command import parse_asked
 from tests.measuring_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, asked, be_patient, idle, wanted
 
@@ -76,7 +76,7 @@ async def test_echoes_that_stay_away_are_told(regions: Regions, monkeypatch: pyt
 
     monkeypatch.setattr(b.measuring._gate, "may_echo", may_echo)
     for patience_s in (0.5, 5.0, 50.0):
-        monkeypatch.setattr(measuring, "UNANSWERED_AFTER_S", patience_s)
+        monkeypatch.setattr(measure_echo, "UNANSWERED_AFTER_S", patience_s)
         answered = 0
         one = (await a.measuring.latency("b", 0.3)).latency
         assert one.answered + one.unanswered == 30
@@ -86,7 +86,7 @@ async def test_echoes_that_stay_away_are_told(regions: Regions, monkeypatch: pyt
     else:
         raise AssertionError(f"{one.unanswered} echoes of 30 stayed away; every second one was held back")
     monkeypatch.setattr(b.measuring._gate, "may_echo", lambda *_args, **_kwargs: False)
-    monkeypatch.setattr(measuring, "UNANSWERED_AFTER_S", 0.2)
+    monkeypatch.setattr(measure_echo, "UNANSWERED_AFTER_S", 0.2)
     with pytest.raises(LinkLost, match="none of 30 echoes came back"):
         await a.measuring.latency("b", 0.3)
 
@@ -328,20 +328,20 @@ async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Region
 
 async def test_a_peer_that_asks_again_and_again_is_told_no(regions: Regions) -> None:
     a, b = await regions.start()
-    a.measuring._expected["b"].expect(0, 10**6)
+    a.measuring.ends._expected["b"].expect(0, 10**6)
     for number in range(50):
         a.transport.send("b", asked(number, span_ns=60 * NS_PER_S, bytes_max=10**6))
     await a.until(lambda: sum(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard) == 49)
     assert sum(isinstance(one, msg.MeasurementReady) for _, one in a.heard) <= 1
-    assert len(b.measuring._serving) == 1
+    assert len(b.measuring._for_peers._serving) == 1
     a.transport.send("b", msg.MeasurementStopped(0))
     await idle(b)
 
 
 async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> None:
     a, b = await regions.start()
-    now_ns = b.measuring._now_ns()
-    b.measuring._now_ns = lambda: now_ns
+    now_ns = b.measuring._echoes._now_ns()
+    b.measuring._echoes._now_ns = lambda: now_ns
     for number in range(900):
         a.transport.send("b", msg.EchoWanted(number))
     await b.until(lambda: len(b.heard) == 900)
@@ -367,7 +367,7 @@ async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
 
 async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: Regions) -> None:
     a, b = await regions.start()
-    talks = a.measuring._talks
+    talks = a.measuring._asking._talks
     flow = asyncio.create_task(a.measuring.flow(wanted()))
     await b.until(lambda: b.measuring.describe())
     (number,) = (key[1] for key in talks)
@@ -381,7 +381,7 @@ async def test_what_a_peer_says_in_its_own_words_is_no_command_to_a_terminal(reg
     a, b = await regions.start()
     flow = asyncio.create_task(a.measuring.flow(wanted()))
     await b.until(lambda: b.measuring.describe())
-    (number,) = (key[1] for key in a.measuring._talks)
+    (number,) = (key[1] for key in a.measuring._asking._talks)
     b.transport.send("a", msg.MeasurementDeclined(number, "no\x1b[2J\nné"))
     with pytest.raises(PeerError, match=r"b can't: no\?\[2J\?né"):
         await asyncio.wait_for(flow, DEADLINE_S)

@@ -28,7 +28,7 @@ _LANE: Final = BudgetLane.MEASUREMENT
 
 
 class Sink(Protocol):
-    """What takes in what arrives; see `node.measuring`."""
+    """What takes in what arrives; see `node.local_ends`."""
 
     def transfer_opened(self, peer: str, header: Probe, raw_bytes: int) -> memoryview | None:
         """Where probes go. Raises ProtocolViolation."""

@@ -263,13 +263,13 @@ class Node:
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
         """See ports.TransportHandler."""
         if isinstance(header, Probe):
-            return self._measuring.transfer_opened(peer, header, raw_bytes)
+            return self._measuring.ends.transfer_opened(peer, header, raw_bytes)
         return self.effects.transfer_opened(peer, header, raw_bytes)
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
         """See ports.TransportHandler."""
         if isinstance(header, Probe):
-            self._measuring.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
+            self._measuring.ends.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
             return
         self.effects.transfer_closed(peer, header, buffer, is_whole=is_whole)
 

@@ -17,8 +17,9 @@ from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S
 from diloco_node.core.samples import Goodput
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
+from diloco_node.node.measure_asking import FlowOverLink, FlowWanted, new_measurement
 from diloco_node.node.measure_talk import printable
-from diloco_node.node.measuring import FlowOverLink, FlowWanted, Measuring
+from diloco_node.node.measuring import Measuring
 from diloco_node.wire.measurement import PairMeasured
 
 MESH_PROBES_NS_MAX: Final = 3 * NS_PER_S // 2
@@ -186,18 +187,18 @@ class MeasureCommand:
         """One test of bandwidth. 0 connections: over the link's own, and plain TCP over as many."""
         measuring, peer, is_plain = self._measuring, asked.peer, case.path == "plain"
         if is_plain and not case.connections:
-            case = replace(case, connections=measuring.connections(peer))
+            case = replace(case, connections=measuring.links.connections(peer))
         found = await measuring.flow(
             FlowWanted(peer, not asked.reverse, case.body == "int4", times, asked.bytes_max, case.connections, is_plain)
         )
         # As many as there were at the end: the warm-up may show that the link is worth more.
-        count = case.connections or measuring.connections(peer)
+        count = case.connections or measuring.links.connections(peer)
         return _flow_document(replace(case, connections=count), found)
 
     def _ends(self, asked: Asked) -> dict[str, Any]:
         region, peer = self._measuring.region, asked.peer
         source, target = (peer, region) if asked.reverse else (region, peer)
-        return {"from": source, "to": target, "address": self._measuring.address(peer)}
+        return {"from": source, "to": target, "address": self._measuring.links.address(peer)}
 
     async def _mesh(self, asked: Asked, say: Say) -> dict[str, Any]:
         measuring = self._measuring
@@ -226,11 +227,11 @@ class MeasureCommand:
         measuring = self._measuring
         probes_ns = min(MESH_PROBES_NS_MAX, asked.span_ns)
         if measuring.region not in (source, target):
-            error = measuring.link_error(source)
+            error = measuring.links.error(source)
             if error:
                 raise PeersUnreachable(f"{error}; it can't be asked to measure")
             wanted = msg.LinkAsked(
-                measuring.new_measurement(),
+                new_measurement(),
                 target,
                 probes_ns,
                 asked.warm_ns or 0,

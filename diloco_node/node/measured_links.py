@@ -1,0 +1,66 @@
+"""The links that can be measured: what measuring needs of the transport, and why there is no link to a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from diloco_node.adapters.sockets import TcpCounters
+from diloco_node.errors import PeerError, PeersUnreachable
+from diloco_node.node.flow_ends import Bulk
+from diloco_node.node.measure_opening import Opens
+
+
+class MeasuringTransport(Bulk, Opens, Protocol):
+    """What measuring needs of `GrpcTransport`."""
+
+    def dials(self, peer: str) -> bool:
+        """Whether the link is of our own dial. Raises LinkLost."""
+        ...
+
+    def reject(self, peer: str, error: PeerError) -> None:
+        """Count what a peer did wrong."""
+        ...
+
+    def tcp(self, peer: str) -> TcpCounters | None:
+        """What TCP did on the link, as of late."""
+        ...
+
+    def budget_status(self) -> dict[str, Any]:
+        """Ceilings, and what each lane used."""
+        ...
+
+    def peer_status(self) -> Mapping[str, Any]:
+        """What each link is doing."""
+        ...
+
+
+class MeasuredLinks:
+    """The links of one region, as measuring sees them."""
+
+    def __init__(self, region: str, transport: MeasuringTransport) -> None:
+        self.region = region
+        self._transport = transport
+
+    def address(self, peer: str) -> str | None:
+        """Where we would dial a peer; None if only it can dial us."""
+        found: str | None = self._transport.peer_status()[peer].address
+        return found
+
+    def connections(self, peer: str) -> int:
+        """How many connections the link to a peer has for bulk now."""
+        return int(self._transport.peer_status()[peer].connections)
+
+    def error(self, peer: str) -> str:
+        """Why there is no link to a peer, for people; empty when there is one."""
+        status = self._transport.peer_status()[peer]
+        if status.state.value == "up":
+            return ""
+        where = f" at {status.address}" if status.address else ""
+        return f"{self.region} has no link to {peer}{where}: {status.error or status.state.value}"
+
+    def check(self, peer: str) -> None:
+        """That there is a link. Raises PeersUnreachable."""
+        error = self.error(peer)
+        if error:
+            raise PeersUnreachable(error)
