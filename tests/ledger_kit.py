@@ -1,0 +1,122 @@
+"""Ledger cores for tests, one at a time: made, elected, and what came out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from diloco_node.core.entries import ZERO_HASH, seal
+from diloco_node.core.events import (
+    Effect,
+    LedgerPersisted,
+    MessageArrived,
+    Note,
+    PersistLedger,
+    Send,
+    TimerFired,
+)
+from diloco_node.core.ledger import LedgerCore
+from diloco_node.core.messages import (
+    AppendAsked,
+    Message,
+    VoteAnswered,
+)
+from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
+
+HEARTBEAT_NS = 199
+TIMEOUT_NS = 997
+
+
+def a_round(version: int, fragment: int = 0) -> RoundBody:
+    return RoundBody(fragment, version, Ballot(1, version), (), 1.0, (), (), bytes([version % 256]) * 32)
+
+
+def a_discard(number: int) -> DiscardedBody:
+    return DiscardedBody("a", 1, 0, number, number + 1, 7, "test")
+
+
+def chain(*terms: int, bodies: Callable[[int, int], EntryBody] | None = None) -> tuple[Entry, ...]:
+    """Entries of these terms, from index 1."""
+    entries: list[Entry] = []
+    for index, term in enumerate(terms, start=1):
+        body = bodies(index, term) if bodies else LeaderBody(f"leader-of-{term}")
+        entries.append(seal(index, term, entries[-1].hash if entries else ZERO_HASH, body))
+    return tuple(entries)
+
+
+def a_core(
+    region: str = "a",
+    voters: tuple[str, ...] = ("a", "b", "c"),
+    *,
+    entries: tuple[Entry, ...] = (),
+    term: int | None = None,
+    voted_for: str = "",
+    has_payload: Callable[[EntryBody], bool] = lambda body: True,
+    cls: type[LedgerCore] = LedgerCore,
+    now_ns: int = 0,
+    seed: int = 1,
+) -> LedgerCore:
+    return cls(
+        region=region,
+        voters=voters,
+        heartbeat_ns=HEARTBEAT_NS,
+        election_timeout_ns=TIMEOUT_NS,
+        term=term if term is not None else (entries[-1].term if entries else 0),
+        voted_for=voted_for,
+        entries=entries,
+        seed=seed,
+        now_ns=now_ns,
+        has_payload=has_payload,
+    )
+
+
+def sends(effects: list[Effect]) -> list[tuple[str, Message]]:
+    return [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
+
+
+def writes(effects: list[Effect]) -> list[PersistLedger]:
+    return [effect for effect in effects if isinstance(effect, PersistLedger)]
+
+
+def alarms(effects: list[Effect]) -> list[str]:
+    return [effect.text for effect in effects if isinstance(effect, Note) and effect.is_alarm]
+
+
+def arrive(core: LedgerCore, peer: str, message: Message, now_ns: int = 0) -> list[Effect]:
+    return core.handle(MessageArrived(peer, message), now_ns=now_ns)
+
+
+def write_all(core: LedgerCore, effects: list[Effect], now_ns: int = 0) -> list[Effect]:
+    """Answer every write in the effects, and those that follow; returns all effects that came of it."""
+    out: list[Effect] = []
+    todo = writes(effects)
+    while todo:
+        new = core.handle(LedgerPersisted(todo.pop(0).token), now_ns=now_ns)
+        todo += writes(new)
+        out += new
+    return out
+
+
+def a_candidate(**kwargs: object) -> tuple[LedgerCore, list[Effect]]:
+    """A core of three that has won the pre-vote; and the effects of that."""
+    core = a_core(**kwargs)  # type: ignore[arg-type]
+    now_ns = core.wake_at_ns
+    core.handle(TimerFired(), now_ns=now_ns)
+    return core, arrive(core, "b", VoteAnswered(core.term + 1, True, True), now_ns)
+
+
+def a_leader(**kwargs: object) -> tuple[LedgerCore, list[Effect], int]:
+    """A core of three that leads; the effects of its election; the time."""
+    core, effects = a_candidate(**kwargs)
+    now_ns = core.wake_at_ns - 1
+    write_all(core, effects, now_ns)
+    effects = arrive(core, "b", VoteAnswered(core.term, False, True), now_ns)
+    assert core.is_leader
+    return core, effects, now_ns
+
+
+def asked(
+    entries: tuple[Entry, ...], first: int, last: int, *, term: int, sequence: int = 1, commit: int = 0
+) -> AppendAsked:
+    """A leader's message with entries first..last of its log."""
+    previous = entries[first - 2].hash if first > 1 else ZERO_HASH
+    return AppendAsked(term, sequence, first - 1, previous, entries[first - 1 : last], commit)
