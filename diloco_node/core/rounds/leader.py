@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
-from diloco_node.core import outliers
 from diloco_node.core import weights as weighing
 from diloco_node.core.fragments import Fragment, Manifest
 from diloco_node.core.liveness import Liveness
@@ -19,7 +18,6 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     DiscardReported,
-    MergeDecided,
     PayloadHeld,
     StripeHeld,
     StripeMerged,
@@ -30,20 +28,18 @@ from diloco_node.core.rounds.deadline import BallotClock, encoded_bytes
 from diloco_node.core.rounds.discards import DiscardDesk
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.membership import Electorate, Surroundings
+from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.next_ballot import plan_next, reducers_to_shun
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opening
 from diloco_node.core.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.types import (
     Ballot,
-    CarryMode,
     Contribution,
     DiscardedBody,
     Entry,
     EntryBody,
     FinishedBody,
-    Member,
-    MergeRule,
     RoundBody,
     RunSettings,
     Stripe,
@@ -89,10 +85,10 @@ class RoundLeader:
         self._number = 0
         self._is_acting = False
         self._is_stale = True
-        self._outliers: set[tuple[str, int]] = set()
         self._clock = BallotClock(manifest=manifest, settings=settings, liveness=liveness, regions=len(regions))
         self._electorate = Electorate(region=region, regions=regions, history=history, liveness=liveness)
         self._discards = DiscardDesk(history)
+        self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, outbox=outbox)
         self._agenda = self._new_agenda()
 
     # ---- coming and going --------------------------------------------------------------------------------------------
@@ -135,7 +131,7 @@ class RoundLeader:
         self.rounds.clear()
         self.proposals.clear()
         self._discards.clear()
-        self._outliers.clear()
+        self._merges.clear()
         self._agenda = self._new_agenda()
 
     @property
@@ -207,7 +203,7 @@ class RoundLeader:
             case Declined():
                 self._declined(one, peer, message.reason)
             case StripeHeld():
-                self._stripe_held(one, peer, message.learner)
+                one.stripes_held(peer, message.learner)
             case StripeMerged():
                 self._stripe_merged(one, peer, message)
             case PayloadHeld():
@@ -283,33 +279,10 @@ class RoundLeader:
             self._abandon(one, f"nobody contributes ({reasons})", now_ns=now_ns)
 
     def _decide(self, one: OpenRound, chosen: tuple[Contribution, ...]) -> None:
-        """Fix weights, what of each counts, and coefficients; the stripes may still be on their way."""
-        rules = self._rules(one)
-        one.weights = weighing.weights(
-            chosen,
-            self._versions_missed(chosen, one.version),
-            weight_cap=self._settings.weight_cap,
-            carry_steps_limit=self._settings.carry_steps_limit,
-        )
-        recent = self._history.recent[one.fragment]
-        one.clips = outliers.clips(chosen, self._fragments[one.fragment].piece_sizes, recent)
-        self._note_outliers(one, outliers.excess(chosen, one.clips, recent))
-        coefficients = weighing.coefficients(chosen, one.weights, rules, one.clips)
-        one.decision = MergeDecided(one.ballot, one.fragment, one.version, chosen, coefficients)
+        self._merges.decide(one, chosen)
+        assert one.decision is not None
         for reducer in one.reducers:
             self._outbox.send(reducer, one.decision)
-
-    def _note_outliers(self, one: OpenRound, excess: dict[str, str]) -> None:
-        """An alarm when a learner's contributions to a fragment begin to be too long, a line as long as they are."""
-        for name in one.members:
-            said = excess.get(name, "")
-            is_new = bool(said) and (name, one.fragment) not in self._outliers
-            if said:
-                self._outliers.add((name, one.fragment))
-                text = f"contribution of {name}: {said}"
-                self._outbox.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=is_new)
-            else:
-                self._outliers.discard((name, one.fragment))
 
     def _try_propose(self, one: OpenRound, now_ns: int) -> None:
         assert one.decision is not None
@@ -324,7 +297,7 @@ class RoundLeader:
         if liars:
             self._bar(one, liars, now_ns)
             return
-        holders = self._holders(one)
+        holders = one.payload_holders()
         if self._region in holders and 2 * len(holders) > len(self._regions):
             self._propose(one)
 
@@ -332,11 +305,8 @@ class RoundLeader:
         """Whether the round waits for nothing but this region's disk."""
         if not one.is_merged:
             return False
-        holders = self._holders(one)
+        holders = one.payload_holders()
         return self._region not in holders and 2 * len(holders) > len(self._regions)
-
-    def _holders(self, one: OpenRound) -> list[str]:
-        return [name for name, digest in sorted(one.holders.items()) if digest == one.digest]
 
     def _bar(self, one: OpenRound, liars: tuple[str, ...], now_ns: int) -> None:
         for name in liars:
@@ -346,35 +316,8 @@ class RoundLeader:
         self._next_ballot(one, text, now_ns=now_ns)
 
     def _propose(self, one: OpenRound) -> None:
-        assert one.decision is not None
-        chosen = one.decision.contributions
-        share = 1.0 if one.is_last else weighing.share(one.weights, self._versions_missed(chosen, one.version))
-        factors = weighing.factors(
-            chosen, one.weights, self._rules(one), one.clips, one.merged_squared_norms(), share=share
-        )
-        members = tuple(Member(offered, weight) for offered, weight in zip(chosen, one.weights, strict=True))
         one.is_proposed = True
-        self.proposals.append(
-            RoundBody(
-                one.fragment, one.version, one.ballot, members, share, factors, one.stripes, one.digest, one.is_last
-            )
-        )
-
-    def _rules(self, one: OpenRound) -> tuple[MergeRule, ...]:
-        """Per piece; the last round is a plain mean (`core.outer.outer_of`)."""
-        rules = self._fragments[one.fragment].rules
-        return (MergeRule.AVG,) * len(rules) if one.is_last else rules
-
-    def _versions_missed(self, chosen: tuple[Contribution, ...], version: int) -> tuple[int, ...]:
-        """Per contribution, versions over which its learner carried steps; 0 where nothing was carried over any.
-
-        A learner that gave its steps up after a long cut has carried nothing over the versions before that: its
-        contribution holds a cycle like anybody's, and what it kept of those after it.
-        """
-        if self._settings.carry is not CarryMode.CARRY:
-            return (0,) * len(chosen)
-        since = [self._history.carried_since(offered) for offered in chosen]
-        return tuple(0 if one is None else version - 1 - one for one in since)
+        self.proposals.append(self._merges.body(one))
 
     # ---- answers -----------------------------------------------------------------------------------------------------
 
@@ -408,11 +351,6 @@ class RoundLeader:
         if peer in one.members and peer not in one.contributions and peer not in one.declined:
             one.declined[peer] = reason
             self._outbox.note("declined", f"{peer}: {reason}", fragment=one.fragment, version=one.version)
-
-    def _stripe_held(self, one: OpenRound, peer: str, learner: str) -> None:
-        stripes = {index for index, stripe in enumerate(one.stripes) if stripe.reducer == peer}
-        if learner in one.members:
-            one.held.setdefault(learner, set()).update(stripes)
 
     def _stripe_merged(self, one: OpenRound, peer: str, report: StripeMerged) -> None:
         if one.decision is None or report.stripe in one.merged:

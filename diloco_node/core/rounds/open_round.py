@@ -117,6 +117,10 @@ class OpenRound:
         """Of the merged payload, once `is_merged`."""
         return payload_digest([self.merged[index].digest for index in range(len(self.stripes))])
 
+    def payload_holders(self) -> list[str]:
+        """Regions that have this very payload on disk, sorted; once `is_merged`."""
+        return [name for name, digest in sorted(self.holders.items()) if digest == self.digest]
+
     def late_reducers(self) -> tuple[str, ...]:
         """Those that have not told about each of their merged stripes, each once, in the order of the stripes."""
         late = (stripe.reducer for index, stripe in enumerate(self.stripes) if index not in self.merged)
@@ -125,6 +129,12 @@ class OpenRound:
     def missing_members(self) -> tuple[str, ...]:
         """Members that have neither contributed nor declined."""
         return tuple(one for one in self.members if one not in self.contributions and one not in self.declined)
+
+    def stripes_held(self, reducer: str, learner: str) -> None:
+        """A member's contribution has arrived at a reducer."""
+        stripes = {index for index, stripe in enumerate(self.stripes) if stripe.reducer == reducer}
+        if learner in self.members:
+            self.held.setdefault(learner, set()).update(stripes)
 
     def is_held(self, learner: str, stripes: Sequence[int] | None = None) -> bool:
         """Whether a contribution has arrived at all reducers, or at those of the given stripes."""
