@@ -6,8 +6,6 @@ its learner contributed keeps its name and bytes from ballot to ballot, until th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -26,76 +24,14 @@ from diloco_node.core.messages import (
     MergeDecided,
     PayloadHeld,
     StripeHeld,
-    StripeMerged,
 )
 from diloco_node.core.outbox import Outbox
 from diloco_node.core.replica import Replica
 from diloco_node.core.rounds.early import EarlyArrivals
+from diloco_node.core.rounds.followed import Block, FollowedBallot, FollowedRound, Name, name_of
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings, Stripe
-
-_Block = tuple[int, int]
-_Name = tuple[str, int, int]
-
-
-def _name(contribution: Contribution) -> _Name:
-    return contribution.learner, contribution.incarnation, contribution.snapshot
-
-
-@dataclass(slots=True)
-class _Part:
-    """This region's part in the current ballot of one round.
-
-    Attributes:
-        leader: who opened it. opened: what it said.
-        has_contributed, declined: its learner's answer in this ballot.
-        decision: what to merge, once decided.
-        reducing: stripes whose reduction was started, and the order of their sum (places in the decision).
-        reduced: those that are done.
-        merged: digests of merged stripes that are here. digest: of the payload, once it is being stored.
-    """
-
-    leader: str
-    opened: BallotOpened
-    has_contributed: bool = False
-    declined: str = ""
-    decision: MergeDecided | None = None
-    reducing: dict[int, list[int]] = field(default_factory=dict)
-    reduced: dict[int, StripeReduced] = field(default_factory=dict)
-    merged: dict[int, bytes] = field(default_factory=dict)
-    digest: bytes = b""
-    is_lost: bool = False
-
-    @property
-    def ballot(self) -> Ballot:
-        return self.opened.ballot
-
-    @property
-    def opened_reducers(self) -> tuple[str, ...]:
-        return tuple(stripe.reducer for stripe in self.opened.stripes)
-
-
-@dataclass(slots=True)
-class _Fragment:
-    """What outlives a ballot.
-
-    Attributes:
-        version: of the round that the rest is about.
-        part: the current ballot; None before one was opened.
-        pending: the learner's contribution to this round.
-        asked: the base against which a snapshot was asked for; None while none is being taken.
-        arrived: contributions and block ranges that are in this region's memory, in the order in which they came, with
-            the version that they are for.
-        residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
-    """
-
-    version: int = -1
-    part: _Part | None = None
-    pending: Contribution | None = None
-    asked: int | None = None
-    arrived: dict[tuple[_Name, _Block], int] = field(default_factory=dict)
-    residual: tuple[int, Ballot, dict[int, _Block]] | None = None
 
 
 class RoundParticipant:
@@ -119,7 +55,7 @@ class RoundParticipant:
         self._replica = replica
         self._outbox = outbox
         self._learner: LearnerStatus | None = None
-        self._fragments = [_Fragment() for _ in range(fragments)]
+        self._fragments = [FollowedRound() for _ in range(fragments)]
         self._early = EarlyArrivals()
         self._committed: list[list[RoundBody]] = [[] for _ in range(fragments)]
         self._dirty: set[int] = set()
@@ -153,15 +89,14 @@ class RoundParticipant:
                 found.append((fragment, one.version, one.part.ballot, self._waits_for(one, one.part)))
         return found
 
-    def _waits_for(self, one: _Fragment, part: _Part) -> str:
+    def _waits_for(self, one: FollowedRound, part: FollowedBallot) -> str:
         if part.digest:
             return "waits for the commit" if self._is_stored(one, part) else "writes the payload"
         if self._region in part.opened.members and not part.has_contributed and not part.declined:
             return "waits for the learner's snapshot" if one.asked is not None else "waits for the learner"
-        if part.decision is None and self._region in part.opened_reducers:
+        if part.decision is None and part.own_stripes(self._region):
             return f"waits for the decision of {part.leader}"
-        lacking = (stripe.reducer for index, stripe in enumerate(part.opened.stripes) if index not in part.merged)
-        return f"waits for merged stripes of {', '.join(dict.fromkeys(lacking))}"
+        return f"waits for merged stripes of {', '.join(part.lacking_reducers())}"
 
     # ---- the learner -------------------------------------------------------------------------------------------------
 
@@ -215,7 +150,7 @@ class RoundParticipant:
             self._outbox.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
         if opened.version > one.version:
             one.version, one.pending, one.asked = opened.version, None, None
-        one.part = _Part(leader, opened)
+        one.part = FollowedBallot(leader, opened)
         self._take_early(one, one.part)
         self._dirty.add(opened.fragment)
 
@@ -230,7 +165,7 @@ class RoundParticipant:
             self._dirty.add(decision.fragment)
             return
         for _, reduced in sorted(part.reduced.items()):
-            self._say_merged(part, reduced)
+            self._outbox.send(part.leader, part.report_of(reduced))
 
     # ---- bytes -------------------------------------------------------------------------------------------------------
 
@@ -243,9 +178,10 @@ class RoundParticipant:
         if version <= self._history.versions[fragment]:
             self._free_late(event.ballot, fragment, version)
         elif one.part is not None and event.ballot == one.part.ballot:
-            is_kept = self._keep_stripe(one, one.part, event)
-            if is_kept and self._holds_all(one, one.part, _name(contribution)):
-                self._outbox.send(one.part.leader, StripeHeld(event.ballot, contribution.learner))
+            if one.keep_stripe(one.part, event, self._region):
+                self._dirty.add(fragment)
+                if one.holds_all(one.part, name_of(contribution), self._region):
+                    self._outbox.send(one.part.leader, StripeHeld(event.ballot, contribution.learner))
         elif one.part is None or event.ballot > one.part.ballot:
             self._early.keep(event)
 
@@ -255,7 +191,7 @@ class RoundParticipant:
         if event.version <= self._history.versions[event.fragment]:
             self._free_late(event.ballot, event.fragment, event.version)
         elif one.part is not None and one.part.ballot == event.ballot:
-            self._keep_merged(one.part, event)
+            one.part.keep_merged(event)
             self._dirty.add(event.fragment)
         elif one.part is None or event.ballot > one.part.ballot:
             self._early.keep(event)
@@ -267,7 +203,7 @@ class RoundParticipant:
             if part is not None and part.ballot == event.ballot and event.stripe in part.reducing:
                 part.reduced[event.stripe] = event
                 stripe = part.opened.stripes[event.stripe]
-                self._say_merged(part, event)
+                self._outbox.send(part.leader, part.report_of(event))
                 self._outbox.emit(
                     SendMerged(
                         event.ballot,
@@ -326,7 +262,7 @@ class RoundParticipant:
                 self._reduce(one, one.part)
                 self._hold(one, one.part)
 
-    def _contribute(self, one: _Fragment, part: _Part) -> None:
+    def _contribute(self, one: FollowedRound, part: FollowedBallot) -> None:
         opened = part.opened
         if self._region not in opened.members or part.has_contributed or part.declined or one.asked is not None:
             return
@@ -343,16 +279,18 @@ class RoundParticipant:
             one.asked = self._learner.positions[opened.fragment].base_version
             self._outbox.emit(TakeSnapshot(opened.fragment, one.version, one.asked))
 
-    def _reduce(self, one: _Fragment, part: _Part) -> None:
+    def _reduce(self, one: FollowedRound, part: FollowedBallot) -> None:
         if part.decision is None:
             return
-        for index, stripe in self._own_stripes(part):
+        for index, stripe in part.own_stripes(self._region):
             if index not in part.reducing:
                 self._try_reduce(one, part, part.decision, index, stripe)
 
-    def _try_reduce(self, one: _Fragment, part: _Part, decision: MergeDecided, index: int, stripe: Stripe) -> None:
+    def _try_reduce(
+        self, one: FollowedRound, part: FollowedBallot, decision: MergeDecided, index: int, stripe: Stripe
+    ) -> None:
         blocks = (stripe.block_start, stripe.block_stop)
-        if any((_name(named), blocks) not in one.arrived for named in decision.contributions):
+        if any((name_of(named), blocks) not in one.arrived for named in decision.contributions):
             return
         order = self._order_of_sum(decision.contributions, list(one.arrived))
         part.reducing[index] = order
@@ -370,7 +308,7 @@ class RoundParticipant:
             )
         )
 
-    def _hold(self, one: _Fragment, part: _Part) -> None:
+    def _hold(self, one: FollowedRound, part: FollowedBallot) -> None:
         if part.digest or len(part.merged) < len(part.opened.stripes):
             return
         part.digest = payload_digest([part.merged[index] for index in range(len(part.opened.stripes))])
@@ -413,7 +351,7 @@ class RoundParticipant:
             return "no steps since the last inclusion"
         return ""
 
-    def _order_of_sum(self, named: tuple[Contribution, ...], arrived: list[tuple[_Name, _Block]]) -> list[int]:
+    def _order_of_sum(self, named: tuple[Contribution, ...], arrived: list[tuple[Name, Block]]) -> list[int]:
         """The order in which contributions are added: by learner, for float32 sums depend on it.
 
         Args:
@@ -423,91 +361,46 @@ class RoundParticipant:
         del arrived
         return sorted(range(len(named)), key=lambda place: named[place].learner)
 
-    def _residual_of(self, fragment: int, stripe: int, blocks: _Block) -> Ballot | None:
+    def _residual_of(self, fragment: int, stripe: int, blocks: Block) -> Ballot | None:
         """The ballot whose residual is added: the one that committed the version before, over the same blocks here."""
-        one = self._fragments[fragment]
-        if not self._settings.error_feedback or one.residual is None:
-            return None
-        version, ballot, ranges = one.residual
-        return ballot if version == one.version - 1 and ranges.get(stripe) == blocks else None
+        return self._fragments[fragment].residual_of(stripe, blocks) if self._settings.error_feedback else None
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _say_again(self, one: _Fragment, part: _Part) -> None:
+    def _say_again(self, one: FollowedRound, part: FollowedBallot) -> None:
         """Everything that was said in this ballot; any of it may have been lost."""
         if part.has_contributed and one.pending is not None:
             self._outbox.send(part.leader, Contributed(part.ballot, one.pending))
         if part.declined:
             self._outbox.send(part.leader, Declined(part.ballot, part.declined))
-        if any(index not in part.reduced for index, _ in self._own_stripes(part)):
+        if any(index not in part.reduced for index, _ in part.own_stripes(self._region)):
             self._say_held(one, part)
         for _, reduced in sorted(part.reduced.items()):
-            self._say_merged(part, reduced)
+            self._outbox.send(part.leader, part.report_of(reduced))
         if part.digest and self._is_stored(one, part):
             self._outbox.send(part.leader, PayloadHeld(part.ballot, part.digest))
 
-    def _say_held(self, one: _Fragment, part: _Part) -> None:
-        whole = {name[0] for name, _ in one.arrived if self._holds_all(one, part, name)}
-        for learner in sorted(whole & set(part.opened.members)):
+    def _say_held(self, one: FollowedRound, part: FollowedBallot) -> None:
+        for learner in one.held_members(part, self._region):
             self._outbox.send(part.leader, StripeHeld(part.ballot, learner))
 
-    def _holds_all(self, one: _Fragment, part: _Part, name: _Name) -> bool:
-        """Whether everything of a contribution that is to be reduced here has arrived."""
-        own = [(stripe.block_start, stripe.block_stop) for _, stripe in self._own_stripes(part)]
-        return bool(own) and all((name, blocks) in one.arrived for blocks in own)
-
-    def _own_stripes(self, part: _Part) -> list[tuple[int, Stripe]]:
-        """What this region reduces, with the places in the ballot."""
-        return [(index, one) for index, one in enumerate(part.opened.stripes) if one.reducer == self._region]
-
-    def _say_merged(self, part: _Part, reduced: StripeReduced) -> None:
-        """Tell the leader, with the norms in the order in which it named the contributions."""
-        order = part.reducing[reduced.stripe]
-        norms = dict(zip(order, reduced.contribution_norms, strict=True))
-        self._outbox.send(
-            part.leader,
-            StripeMerged(
-                part.ballot,
-                reduced.stripe,
-                reduced.squared_norms,
-                tuple(norms[place] for place in range(len(order))),
-                reduced.digest,
-            ),
-        )
-
-    def _decline(self, part: _Part, reason: str) -> None:
+    def _decline(self, part: FollowedBallot, reason: str) -> None:
         part.declined = reason
         self._outbox.send(part.leader, Declined(part.ballot, reason))
 
-    def _is_stored(self, one: _Fragment, part: _Part) -> bool:
+    def _is_stored(self, one: FollowedRound, part: FollowedBallot) -> bool:
         return self._replica.has_stored(part.opened.fragment, one.version, part.digest)
 
-    def _keep_stripe(self, one: _Fragment, part: _Part, event: ContributionStripeArrived) -> bool:
-        """Remember a stripe that this region is to reduce; False if it is another region's, or other blocks."""
-        index, contribution = event.stripe, event.contribution
-        if not 0 <= index < len(part.opened.stripes) or part.opened.stripes[index] != Stripe(
-            self._region, *event.blocks
-        ):
-            return False
-        one.arrived[_name(contribution), event.blocks] = contribution.base_version + 1
-        self._dirty.add(part.opened.fragment)
-        return True
-
-    def _keep_merged(self, part: _Part, event: MergedStripeArrived) -> None:
-        """The sender chose number and blocks; the shell may not have known the ballot's stripes yet."""
-        if 0 <= event.stripe < len(part.opened.stripes) and part.opened.stripes[event.stripe] == event.cut:
-            part.merged[event.stripe] = event.digest
-
-    def _take_early(self, one: _Fragment, part: _Part) -> None:
+    def _take_early(self, one: FollowedRound, part: FollowedBallot) -> None:
         """A new ballot: what came before its announcement, and what is held from the ballots before."""
         for event in self._early.take(part.ballot, part.opened.fragment):
             if isinstance(event, MergedStripeArrived):
-                self._keep_merged(part, event)
-            else:
-                self._keep_stripe(one, part, event)
+                part.keep_merged(event)
+            elif one.keep_stripe(part, event, self._region):
+                self._dirty.add(part.opened.fragment)
         self._say_held(one, part)
 
-    def _close(self, one: _Fragment, body: RoundBody) -> None:
+    def _close(self, one: FollowedRound, body: RoundBody) -> None:
         part = one.part
         one.residual = None
         is_followed = part is not None and one.version == body.version
@@ -515,9 +408,7 @@ class RoundParticipant:
             if part.ballot != body.ballot:
                 self._outbox.emit(CloseBallot(part.ballot, body.fragment, body.version, committed=False))
             elif part.reduced:
-                stripes = part.opened.stripes
-                ranges = {index: (stripes[index].block_start, stripes[index].block_stop) for index in part.reduced}
-                one.residual = (body.version, body.ballot, ranges)
+                one.residual = (body.version, body.ballot, part.reduced_blocks())
         if is_followed or one.arrived or self._early.has_any:
             self._outbox.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
 

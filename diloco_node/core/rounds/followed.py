@@ -1,0 +1,126 @@
+"""What a region knows of a round that it follows: the current ballot, and what outlives it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived, StripeReduced
+from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
+from diloco_node.core.types import Ballot, Contribution, Stripe
+
+Block = tuple[int, int]
+Name = tuple[str, int, int]
+
+
+def name_of(contribution: Contribution) -> Name:
+    """What stays the same from ballot to ballot."""
+    return contribution.learner, contribution.incarnation, contribution.snapshot
+
+
+@dataclass(slots=True)
+class FollowedBallot:
+    """This region's part in the current ballot of one round.
+
+    Attributes:
+        leader: who opened it. opened: what it said.
+        has_contributed, declined: its learner's answer in this ballot.
+        decision: what to merge, once decided.
+        reducing: stripes whose reduction was started, and the order of their sum (places in the decision).
+        reduced: those that are done.
+        merged: digests of merged stripes that are here. digest: of the payload, once it is being stored.
+        is_lost: its merged stripes went before they were written.
+    """
+
+    leader: str
+    opened: BallotOpened
+    has_contributed: bool = False
+    declined: str = ""
+    decision: MergeDecided | None = None
+    reducing: dict[int, list[int]] = field(default_factory=dict)
+    reduced: dict[int, StripeReduced] = field(default_factory=dict)
+    merged: dict[int, bytes] = field(default_factory=dict)
+    digest: bytes = b""
+    is_lost: bool = False
+
+    @property
+    def ballot(self) -> Ballot:
+        """Its number."""
+        return self.opened.ballot
+
+    def own_stripes(self, region: str) -> list[tuple[int, Stripe]]:
+        """What a region reduces, with the places in the ballot."""
+        return [(index, one) for index, one in enumerate(self.opened.stripes) if one.reducer == region]
+
+    def lacking_reducers(self) -> tuple[str, ...]:
+        """Those whose merged stripes are not here, each once, in the order of the stripes."""
+        lacking = (stripe.reducer for index, stripe in enumerate(self.opened.stripes) if index not in self.merged)
+        return tuple(dict.fromkeys(lacking))
+
+    def keep_merged(self, event: MergedStripeArrived) -> None:
+        """The sender chose number and blocks; the shell may not have known the ballot's stripes yet."""
+        if 0 <= event.stripe < len(self.opened.stripes) and self.opened.stripes[event.stripe] == event.cut:
+            self.merged[event.stripe] = event.digest
+
+    def report_of(self, reduced: StripeReduced) -> StripeMerged:
+        """For the leader, with the norms in the order in which it named the contributions."""
+        order = self.reducing[reduced.stripe]
+        norms = dict(zip(order, reduced.contribution_norms, strict=True))
+        return StripeMerged(
+            self.ballot,
+            reduced.stripe,
+            reduced.squared_norms,
+            tuple(norms[place] for place in range(len(order))),
+            reduced.digest,
+        )
+
+    def reduced_blocks(self) -> dict[int, Block]:
+        """The blocks of what was reduced here, by stripe."""
+        stripes = self.opened.stripes
+        return {index: (stripes[index].block_start, stripes[index].block_stop) for index in self.reduced}
+
+
+@dataclass(slots=True)
+class FollowedRound:
+    """The round of one fragment that this region follows; what outlives its ballots.
+
+    Attributes:
+        version: of the round that the rest is about.
+        part: the current ballot; None before one was opened.
+        pending: the learner's contribution to this round.
+        asked: the base against which a snapshot was asked for; None while none is being taken.
+        arrived: contributions and block ranges that are in this region's memory, in the order in which they came, with
+            the version that they are for.
+        residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
+    """
+
+    version: int = -1
+    part: FollowedBallot | None = None
+    pending: Contribution | None = None
+    asked: int | None = None
+    arrived: dict[tuple[Name, Block], int] = field(default_factory=dict)
+    residual: tuple[int, Ballot, dict[int, Block]] | None = None
+
+    def keep_stripe(self, part: FollowedBallot, event: ContributionStripeArrived, region: str) -> bool:
+        """Remember a stripe that a region is to reduce; False if it is another region's, or other blocks."""
+        index, contribution = event.stripe, event.contribution
+        if not 0 <= index < len(part.opened.stripes) or part.opened.stripes[index] != Stripe(region, *event.blocks):
+            return False
+        self.arrived[name_of(contribution), event.blocks] = contribution.base_version + 1
+        return True
+
+    def holds_all(self, part: FollowedBallot, name: Name, region: str) -> bool:
+        """Whether everything of a contribution that a region is to reduce has arrived."""
+        own = [(stripe.block_start, stripe.block_stop) for _, stripe in part.own_stripes(region)]
+        return bool(own) and all((name, blocks) in self.arrived for blocks in own)
+
+    def held_members(self, part: FollowedBallot, region: str) -> list[str]:
+        """Members of whose contributions that is so, sorted."""
+        whole = {name[0] for name, _ in self.arrived if self.holds_all(part, name, region)}
+        return sorted(whole & set(part.opened.members))
+
+    def residual_of(self, stripe: int, blocks: Block) -> Ballot | None:
+        """The ballot that committed the version before, if it has left a residual over the same blocks here."""
+        if self.residual is None:
+            return None
+        version, ballot, ranges = self.residual
+        return ballot if version == self.version - 1 and ranges.get(stripe) == blocks else None
