@@ -147,26 +147,6 @@ async def test_where_congestion_control_goes_by_loss_a_lossy_far_link_gets_all(m
     assert a._pacer.connections_wanted("b") == 1, "too little was sent to tell"
 
 
-async def test_a_lossy_far_link_gets_a_spare_that_no_other_needs(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 128 * MIB)
-    a, _, _, at_b = await mesh.pair()
-    state = a._pacer._peers["b"].link
-    a._pacer._take_counters = lambda *_: None  # type: ignore[method-assign]
-    a._meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
-    state.rtt_min_ns, state.busiest_bytes_per_s = 40_000_000, 100 * MIB
-    await eventually(lambda: a.peer_status()["b"].connections == 2)
-    assert a._pacer.has_spares("b")
-    bodies = [memoryview(os.urandom(3 * MIB)) for _ in range(4)]
-    await asyncio.gather(*(a.transfer("b", HEADER, body) for body in bodies))
-    await at_b.until(lambda: len(at_b.closed) == 4)
-    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 4 * MIB)
-    a._pacer.has_connections("b", 2)
-    assert not a._pacer.has_spares("b"), "now both are needed"
-    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 128 * MIB)
-    a._pacer.has_connections("b", 2)
-    assert not a._pacer.has_spares("b"), "what was needed once will be again"
-
-
 async def test_a_cancelled_transfer_leaves_no_chunk_for_the_next(mesh: Mesh) -> None:
     a, _, _, at_b = await wide_pair(mesh, 3)
     for turn in range(5):
@@ -564,94 +544,6 @@ async def test_frames_take_turns_where_all_are_free_and_the_first_is_waited_for(
     pipes[0].room.release()
     await asyncio.wait_for(second, DEADLINE_S)
     assert list(pipes[0].frames)[-2:] == [b"begin", b"end"]
-
-
-async def leading(pipes: list[Pipe], counts: list[int]) -> Bundle:
-    """One that leads and is known to carry the load: the last one."""
-    made = Bundle("b", pipes[0], has_spares=lambda: True)
-    for pipe in pipes[1:]:
-        made.add(pipe)
-    for turn in range(bundle.FIT_WINDOW_FRAMES):
-        await made.write(b"x", counts)
-        await eventually(lambda turn=turn: sum(pipe.written for pipe in pipes) == turn + 1)
-    return made
-
-
-async def test_one_leads_and_what_it_does_not_take_waits_for_it_unless_it_stands_still(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bundle, "LEAD_S", 1e9)
-    monkeypatch.setattr(bundle, "PASSED_BY_S", 1e9)
-    pipes, counts = [Pipe(100), Pipe(bundle.FIT_WINDOW_FRAMES)], list[int]()
-    made = await leading(pipes, counts)
-    assert counts == [0, bundle.FIT_WINDOW_FRAMES]
-    await made.write(b"held up", counts)
-    waiting = asyncio.create_task(made.write(b"y", counts))
-    await asyncio.sleep(0)
-    assert not waiting.done(), "the other one is free, but spare"
-    monkeypatch.setattr(bundle, "PASSED_BY_S", 0.0)
-    made._pass_by()
-    await asyncio.wait_for(waiting, DEADLINE_S)
-    assert counts == [1, bundle.FIT_WINDOW_FRAMES + 1]
-    monkeypatch.setattr(bundle, "PASSED_BY_S", 1e9)
-    await asyncio.wait_for(made.write(b"z", counts), DEADLINE_S)
-    assert counts == [2, bundle.FIT_WINDOW_FRAMES + 1], "it is not known to carry the load any more"
-    await made.close()
-
-
-async def test_a_chunk_that_waits_for_the_leader_goes_over_another_when_the_time_has_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bundle, "LEAD_S", 1e9)
-    monkeypatch.setattr(bundle, "PASSED_BY_S", 0.05)
-    pipes, counts = [Pipe(100), Pipe(bundle.FIT_WINDOW_FRAMES)], list[int]()
-    made = await leading(pipes, counts)
-    await made.write(b"held up", counts)
-    for _ in range(3):
-        await asyncio.wait_for(made.until_free(), DEADLINE_S)
-        await asyncio.wait_for(made.write(b"y", counts), DEADLINE_S)
-        await eventually(lambda: 0 in made._free)
-    assert pipes[0].written == 3
-    await made.close()
-
-
-async def test_whether_the_leader_carries_the_load_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "LEAD_S", 1e9)
-    monkeypatch.setattr(bundle, "PASSED_BY_S", 1e9)
-    pipes, counts = [Pipe(1000), Pipe(bundle.FIT_WINDOW_FRAMES + bundle.FIT_FOR_FRAMES)], list[int]()
-    made = await leading(pipes, counts)
-    for turn in range(bundle.FIT_FOR_FRAMES):
-        await asyncio.wait_for(made.write(b"x", counts), DEADLINE_S)
-        await eventually(lambda turn=turn: pipes[1].written == bundle.FIT_WINDOW_FRAMES + turn + 1)
-    await made.write(b"held up", counts)
-    await asyncio.wait_for(made.write(b"y", counts), DEADLINE_S)
-    assert counts[0] == 1, "it takes no more, and is not waited for while that is not known anew"
-    await made.close()
-
-
-async def test_a_leader_that_is_new_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "LEAD_S", 1e9)
-    monkeypatch.setattr(bundle, "PASSED_BY_S", 1e9)
-    pipes, counts = [Pipe(1000), Pipe(0)], list[int]()
-    made = Bundle("b", pipes[0], has_spares=lambda: True)
-    made.add(pipes[1])
-    for turn in range(100):
-        if turn % 4 == 0:
-            pipes[1].room.release()
-            await eventually(lambda: 1 in made._free)
-        await asyncio.wait_for(made.write(b"x", counts), DEADLINE_S)
-        await eventually(lambda: 0 in made._free)
-    assert counts[1] >= 25, "it gets one whenever it is free"
-    assert sum(counts) == 100
-    await made.close()
-
-
-async def test_the_lead_goes_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bundle, "LEAD_S", 0.0)
-    pipes, counts = [Pipe(1000) for _ in range(3)], list[int]()
-    made = await leading(pipes, counts)
-    assert sorted(counts) == [10, 11, 11]
-    await made.close()
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.connections import (
-    CONNECTIONS_MAX,
-    FAR_NS,
-    LOSSY_PPM,
-    SPARE_BYTES_MIN,
-    SPARE_LOSSY_PPM,
-    connections_wanted,
-    spare_wanted,
-)
+from diloco_node.core.connections import CONNECTIONS_MAX, FAR_NS, LOSSY_PPM, connections_wanted
 
 MS = 1_000_000
 MIB = 2**20
@@ -68,15 +60,6 @@ def test_a_lossy_far_link_gets_all_of_them_whatever_it_carries() -> None:
     assert wanted(100 * MS, lost_ppm=LOSSY_PPM - 1) == 1
     assert wanted(FAR_NS, lost_ppm=LOSSY_PPM) == CONNECTIONS_MAX
     assert wanted(FAR_NS - 1, lost_ppm=10 * LOSSY_PPM) == 1, "near"
-
-
-def test_a_far_lossy_link_with_much_on_its_way_gets_a_spare() -> None:
-    rate = SPARE_BYTES_MIN * 10  # in a tenth of a second exactly enough
-    assert spare_wanted(rtt_min_ns=100 * MS, carried_bytes_per_s=rate, lost_ppm=SPARE_LOSSY_PPM)
-    assert not spare_wanted(rtt_min_ns=100 * MS, carried_bytes_per_s=rate - 1, lost_ppm=SPARE_LOSSY_PPM)
-    assert not spare_wanted(rtt_min_ns=100 * MS, carried_bytes_per_s=rate, lost_ppm=SPARE_LOSSY_PPM - 1)
-    assert spare_wanted(rtt_min_ns=FAR_NS, carried_bytes_per_s=100 * rate, lost_ppm=SPARE_LOSSY_PPM)
-    assert not spare_wanted(rtt_min_ns=FAR_NS - 1, carried_bytes_per_s=100 * rate, lost_ppm=SPARE_LOSSY_PPM), "near"
 
 
 RATES = st.integers(0, 10**12)

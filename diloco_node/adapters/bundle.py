@@ -2,19 +2,13 @@
 
 So a connection that is held up takes less, and nobody decides which one a chunk goes over. Where all of them are free
 they take turns: each is paced to its share of the link's rate.
-
-Or one leads and the others are spare. BBR holds a connection to four packets for a fifth of a second and a round trip
-every ten seconds, to see the least round trip, except where it has just been idle. So the lead goes round: each is
-idle before its ten seconds are over, and what stands still all the same is passed by. Where the leader is known to
-carry the load a spare is not used for less than that: BBR forgets within ten round trips how fast it was on one that
-carries a little. One that has just been opened is not known to, and what it does not take at once the others get.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Final
 
 from diloco_node.adapters.streams import Stream
@@ -25,38 +19,16 @@ RATE_FLOOR_BYTES_PER_S: Final = 50_000
 
 STALL_MIN_S: Final = 5.0
 
-LEAD_S: Final = 8.5
-"""For so long one leads: more than half of BBR's ten seconds, so that these end while another one does."""
-
-FIT_WINDOW_FRAMES: Final = 32
-FIT_FRAMES: Final = 27
-"""A leader that took so many of the last frames, though it was not waited for, carries the load."""
-
-FIT_FOR_FRAMES: Final = 256
-"""Then that is asked again: what was all of the load while the limit was low may be a part of it now."""
-
-PASSED_BY_S: Final = 0.05
-"""A leader that has not taken a chunk in so long stands still: at full rate that takes a hundredth of a second."""
-
 
 class Bundle:
     """Connections to one peer, with one write at a time on each. `add` at any time, `close` once.
 
     Args:
         peer: its name. first: the connection that has always been there.
-        has_spares: whether one leads and the others are spare, at this moment; else all share the load.
     """
 
-    def __init__(self, peer: str, first: Stream, *, has_spares: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, peer: str, first: Stream) -> None:
         self._peer = peer
-        self._has_spares = has_spares
-        self._leader = 0
-        self._leads_since_s = 0.0
-        self._is_fit = False  # the leader carries the load
-        self._fit_frames = 0  # since it was found to
-        self._led: deque[bool] = deque(maxlen=FIT_WINDOW_FRAMES)  # which of the last frames it took
-        self._busy_since_s: dict[int, float] = {}
-        self._passing: asyncio.TimerHandle | None = None
         self._streams = [first]
         self._free: deque[int] = deque([0])
         self._waiting: deque[tuple[bool, asyncio.Future[int]]] = deque()  # (only the first will do, which it gets)
@@ -70,15 +42,12 @@ class Bundle:
     def add(self, stream: Stream) -> int:
         """Use one more from now on. Returns its index."""
         self._streams.append(stream)
-        connection = len(self._streams) - 1
-        # Where one leads this is the one: it has to learn how fast it can be.
-        self._lead(connection)
-        self._release(connection)
-        return connection
+        self._release(len(self._streams) - 1)
+        return len(self._streams) - 1
 
     async def until_free(self) -> None:
         """Wait until a frame could be handed over at once; somebody else may be faster."""
-        if self._choice() is None:
+        if not self._free:
             self._release(await self._held(self._ask()), is_next=True)
 
     async def write(self, frame: bytes, counts: list[int]) -> None:
@@ -91,7 +60,6 @@ class Bundle:
             LinkLost: the write failed, where this waits for it.
         """
         connection = await self._held(self._ask())
-        self._took(connection)
         counts += [0] * (connection + 1 - len(counts))
         counts[connection] += 1
         if len(self._streams) > 1:
@@ -115,8 +83,6 @@ class Bundle:
 
     async def close(self) -> None:
         """Give up the writes that have not returned."""
-        if self._passing is not None:
-            self._passing.cancel()
         writes = list(self._writes)
         for task in writes:
             task.cancel()
@@ -127,12 +93,13 @@ class Bundle:
     def _ask(self, *, is_first: bool = False) -> asyncio.Future[int]:
         """A place in the line for the next connection that is free, or for the first one."""
         place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        choice = 0 if is_first and 0 in self._free else None if is_first else self._choice()
-        if choice is not None:
-            self._give(choice, place)
+        if is_first and 0 in self._free:
+            self._free.remove(0)
+            place.set_result(0)
+        elif self._free and not is_first:
+            place.set_result(self._free.popleft())
         else:
             self._waiting.append((is_first, place))
-            self._watch_leader()
         return place
 
     async def _held(self, place: asyncio.Future[int]) -> int:
@@ -144,76 +111,15 @@ class Bundle:
             raise
 
     def _release(self, connection: int, *, is_next: bool = False) -> None:
-        self._busy_since_s.pop(connection, None)
+        for index, (is_first, place) in enumerate(self._waiting):
+            if not place.done() and (connection == 0 or not is_first):
+                del self._waiting[index]
+                place.set_result(connection)
+                return
         if is_next:
             self._free.appendleft(connection)
         else:
             self._free.append(connection)
-        self._serve()
-
-    def _serve(self) -> None:
-        """Give what is free to those who wait for it, in the order in which they came."""
-        left: deque[tuple[bool, asyncio.Future[int]]] = deque()
-        while self._waiting and self._free:
-            is_first, place = self._waiting.popleft()
-            if place.done():
-                continue
-            choice = (0 if 0 in self._free else None) if is_first else self._choice()
-            if choice is None:
-                left.append((is_first, place))
-            else:
-                self._give(choice, place)
-        self._waiting.extendleft(reversed(left))
-        if any(not is_first for is_first, _ in left):
-            self._watch_leader()
-
-    def _give(self, connection: int, place: asyncio.Future[int]) -> None:
-        self._free.remove(connection)
-        self._busy_since_s[connection] = asyncio.get_running_loop().time()
-        place.set_result(connection)
-
-    def _choice(self) -> int | None:
-        """The free connection that a chunk should go over; None: it should wait."""
-        if len(self._streams) == 1 or not self._has_spares():
-            return self._free[0] if self._free else None
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._leads_since_s >= LEAD_S:
-            self._lead((self._leader + 1) % len(self._streams))
-        if self._leader in self._free:
-            return self._leader
-        if now_s - self._busy_since_s.get(self._leader, now_s) >= PASSED_BY_S:
-            self._unfit()
-        if self._is_fit:
-            return None
-        return min(self._free, key=lambda one: (one - self._leader) % len(self._streams), default=None)
-
-    def _lead(self, connection: int) -> None:
-        self._leader, self._leads_since_s = connection, asyncio.get_running_loop().time()
-        self._unfit()
-
-    def _unfit(self) -> None:
-        self._is_fit = False
-        self._fit_frames = 0
-        self._led.clear()
-
-    def _took(self, connection: int) -> None:
-        """A connection got a frame: see whether the leader gets nearly all."""
-        if self._is_fit:
-            self._fit_frames += 1
-            if self._fit_frames >= FIT_FOR_FRAMES:
-                self._unfit()
-        self._led.append(connection == self._leader)
-        if len(self._led) == FIT_WINDOW_FRAMES and sum(self._led) >= FIT_FRAMES:
-            self._is_fit = True
-
-    def _watch_leader(self) -> None:
-        """A chunk waits for the leader, though others are free: look again when it counts as standing still."""
-        if self._passing is None and self._free:
-            self._passing = asyncio.get_running_loop().call_later(PASSED_BY_S, self._pass_by)
-
-    def _pass_by(self) -> None:
-        self._passing = None
-        self._serve()
 
     # ---- writes ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from diloco_node.adapters.sockets import LinkCounters, TcpCounters, WireMeter, buffer_bytes
 from diloco_node.core.budget import NS_PER_S
-from diloco_node.core.connections import connections_wanted, spare_wanted
+from diloco_node.core.connections import connections_wanted
 from diloco_node.core.delay import LONG_RTT_NS, DelayCut
 from diloco_node.core.oneway import RECENT_NS, OneWayQueue, hasty_ns
 
@@ -19,15 +19,6 @@ SAMPLE_NS_MIN: Final = 10_000_000
 
 PACE_PPM: Final = 950_000
 """The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
-
-UNSENT_S: Final = 0.02
-UNSENT_BYTES_MIN: Final = 512 * 2**10
-"""What may wait in a connection where there are spares, at most: the next chunk comes later than the last one left."""
-
-PACE_BOUNDED_PPM: Final = 1_000_000
-"""Where little may wait in a socket, pieces alone keep to the limit. BBR goes 1 % below what it reached: held to a rate
-it was 3 to 4 % below that.
-"""
 
 LOSS_BYTES_MIN: Final = 4 * 2**20
 """Before so many bytes were sent nothing is known of a link's loss."""
@@ -44,7 +35,6 @@ class LinkWatch:
         sampled_ns: when the last sample was taken; 0: never.
         rate_bytes_per_s: what is sent, fading. busiest_bytes_per_s: what the busier direction carried, fading.
         rtt_min_ns: the least round trip; 0: not known.
-        has_spares: there are more connections than are needed, and one leads.
     """
 
     def __init__(self, peer: str, meter: WireMeter) -> None:
@@ -52,23 +42,20 @@ class LinkWatch:
         self._meter = meter
         self._sent_bytes = self._carried_bytes = self._received_bytes = 0
         self._received_ns = 0
-        self._connections = self._needed = 1  # what is needed never falls
+        self._connections = 1
         self._is_paced = False
-        self._searched = (0, 0)  # bytes sent, and again, until the search for the link's rate was over
         self.delay = DelayCut()
         self.one_way = OneWayQueue()
         self.sampled_ns = 0
         self.rate_bytes_per_s = 0
         self.busiest_bytes_per_s = 0
         self.rtt_min_ns = 0
-        self.has_spares = False
 
     def lost(self) -> None:
         """The session has ended; the next one may take another way."""
-        self._connections = self._needed = 1
-        self._is_paced = self.has_spares = False
+        self._connections = 1
+        self._is_paced = False
         self.busiest_bytes_per_s = self.rtt_min_ns = 0
-        self._searched = (0, 0)
         self.delay.reset()
         self.one_way.reset()
 
@@ -80,60 +67,32 @@ class LinkWatch:
         Args:
             ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
         """
-        needed, is_spare_wanted = self._connections_needed(ceiling_bytes_per_s)
-        return needed + (needed == 1 and is_spare_wanted)
-
-    def _connections_needed(self, ceiling_bytes_per_s: int | None) -> tuple[int, bool]:
-        """How many there must be, and whether one more pays."""
-        lost_ppm = self._lost_ppm()
-        needed = connections_wanted(
+        return connections_wanted(
             rtt_min_ns=self.rtt_min_ns,
             ceiling_bytes_per_s=ceiling_bytes_per_s,
             carried_bytes_per_s=self.busiest_bytes_per_s,
             buffer_bytes=buffer_bytes(),
-            lost_ppm=lost_ppm if self._meter.goes_by_loss else 0,
+            lost_ppm=self._lost_ppm() if self._meter.goes_by_loss else 0,
         )
-        is_spare_wanted = not self._meter.goes_by_loss and spare_wanted(
-            rtt_min_ns=self.rtt_min_ns,
-            carried_bytes_per_s=self.busiest_bytes_per_s,
-            lost_ppm=self._lost_ppm(*self._searched),
-        )
-        return needed, is_spare_wanted
 
-    def has_connections(self, count: int, *, ceiling_bytes_per_s: int | None) -> None:
+    def has_connections(self, count: int) -> None:
         """So many carry bulk now."""
         self._connections = count
-        self._follow_connections(ceiling_bytes_per_s)
 
-    def _follow_connections(self, ceiling_bytes_per_s: int | None) -> None:
-        """Who shares the load, where there are several."""
-        if self._connections > 1:
-            needed, is_spare_wanted = self._connections_needed(ceiling_bytes_per_s)
-            self._needed = max(self._needed, needed)
-            self.has_spares = self._needed == 1 and (is_spare_wanted or self.has_spares)
-
-    def _lost_ppm(self, sent_before: int = 0, again_before: int = 0) -> int:
-        """Of the bytes sent since, those sent again; 0 before so much was sent that a share says something."""
+    def _lost_ppm(self) -> int:
+        """Of the bytes sent, those sent again; 0 before so much was sent that a share says something."""
         tcp: TcpCounters | None = self._meter.tcp(self._peer)
-        if tcp is None or tcp.sent_bytes - sent_before < LOSS_BYTES_MIN:
+        if tcp is None or tcp.sent_bytes < LOSS_BYTES_MIN:
             return 0
-        return max(0, tcp.retransmitted_bytes - again_before) * 1_000_000 // (tcp.sent_bytes - sent_before)
-
-    def _note_search(self) -> None:
-        """A search overflows the line's queue at its end, where nothing else is lost: that calls for no spare."""
-        tcp = self._meter.tcp(self._peer)
-        if tcp is not None and (self.delay.is_searching or self.delay.is_hasty):
-            self._searched = (tcp.sent_bytes, tcp.retransmitted_bytes)
+        return tcp.retransmitted_bytes * 1_000_000 // tcp.sent_bytes
 
     # ---- rates and the queue -----------------------------------------------------------------------------------------
 
-    def taken(
-        self, link: LinkCounters, *, is_busy: bool, ceiling_bytes_per_s: int | None, at_ns: int, now_ns: int
-    ) -> bool:
+    def taken(self, link: LinkCounters, *, is_busy: bool, at_ns: int, now_ns: int) -> bool:
         """Take what was counted.
 
         Args:
-            is_busy: something is on its way. ceiling_bytes_per_s: see `connections_wanted`.
+            is_busy: something is on its way.
             at_ns: until when it was counted; now_ns may be later.
 
         Returns:
@@ -154,8 +113,6 @@ class LinkWatch:
         self.rtt_min_ns = link.rtt_min_ns
         if not is_busy:
             return False
-        self._note_search()
-        self._follow_connections(ceiling_bytes_per_s)
         if is_first:
             self.delay.begin(rtt_min_ns=self.rtt_min_ns, now_ns=at_ns)
         self.rate_bytes_per_s = max(sent, self.rate_bytes_per_s - self.rate_bytes_per_s // 8)
@@ -192,13 +149,9 @@ class LinkWatch:
             # payload that is a little more than the ceiling: what was held back gets away.
             pace = min(pace or egress_bytes_per_s, egress_bytes_per_s)
         if pace is not None or self._is_paced:
-            self._meter.pace(self._peer, pace, connections=1 if self.has_spares else self._connections)
+            self._meter.pace(self._peer, pace, connections=self._connections)
             self._is_paced = pace is not None
-        if self.has_spares:
-            # Else half a second of bulk would wait in the leader's socket, and nobody sees that it stands still.
-            unsent_bytes = int((rate or self.rate_bytes_per_s) * UNSENT_S)
-            self._meter.bound(self._peer, max(UNSENT_BYTES_MIN, unsent_bytes))
 
     def _pace_ppm(self) -> int:
         """Of the limit; what is sent again is in the kernel's rate as well, and no part of ours."""
-        return (PACE_BOUNDED_PPM if self.has_spares else PACE_PPM) + self._lost_ppm()
+        return PACE_PPM + self._lost_ppm()

@@ -118,7 +118,7 @@ class BulkOutbound:
     ) -> None:
         self._before = before
         self._peer = peer
-        self._bundle = Bundle(peer, stream, has_spares=partial(pacer.has_spares, peer))
+        self._bundle = Bundle(peer, stream)
         self._executor = executor
         self._pacer = pacer
         # Whether zstd pays depends on the codec, which goes with the kind of transfer.

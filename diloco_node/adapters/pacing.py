@@ -275,11 +275,7 @@ class Pacer:
 
     def has_connections(self, peer: str, count: int) -> None:
         """So many carry bulk now."""
-        self._peers[peer].link.has_connections(count, ceiling_bytes_per_s=self._ceiling(peer))
-
-    def has_spares(self, peer: str) -> bool:
-        """Whether one of the bulk connections leads and the others are spare; else they share the load."""
-        return self._peers[peer].link.has_spares
+        self._peers[peer].link.has_connections(count)
 
     def connections_wanted(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
@@ -416,8 +412,7 @@ class Pacer:
             return
         self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
         self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
-        ceiling = self._ceiling(peer)
-        if state.link.taken(link, is_busy=state.transfers > 0, ceiling_bytes_per_s=ceiling, at_ns=at_ns, now_ns=now_ns):
+        if state.link.taken(link, is_busy=state.transfers > 0, at_ns=at_ns, now_ns=now_ns):
             self._follow_delay(peer, state, now_ns)
 
     def _follow_delay(self, peer: str, state: _PeerState, now_ns: int) -> None:

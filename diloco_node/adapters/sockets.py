@@ -3,8 +3,8 @@
 gRPC does not show its sockets, but they are file descriptors of ours: `/proc/self/fd` lists them and `TCP_INFO` tells
 what each sent (with retransmissions) and received, in payload bytes and in segments. Headers are added per segment, so
 that the sum is what the interface carries. Nothing is opened, duplicated or closed here: a second descriptor of a
-socket would outlive gRPC's own in its epoll set. All that is ever set is how fast one sends (`WireMeter.pace`), how
-much may wait in it (`WireMeter.bound`), and by which congestion control on a far link.
+socket would outlive gRPC's own in its epoll set. All that is ever set is how fast one sends (`WireMeter.pace`), and
+by which congestion control on a far link.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ Address = tuple[str, int]
 _Framed = tuple[int, int, int, int]
 _NOTHING: Final[_Framed] = (0, 0, 0, 0)
 """First and other bytes out, bytes in, carried bytes."""
-
-_TCP_NOTSENT_LOWAT: Final = 25
-_LOWAT: Final = struct.Struct("=I")
-_LOWAT_UNLIMITED: Final = 2**32 - 1
 
 _SO_MAX_PACING_RATE: Final = 47
 _PACE: Final = struct.Struct("=Q")
@@ -250,12 +246,6 @@ def _pace_socket(fd: int, cookie: int, rate_bytes_per_s: int | None) -> bool:
     return _set_option(fd, cookie, socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE.pack(rate))
 
 
-def _bound_socket(fd: int, cookie: int, unsent_bytes: int | None) -> bool:
-    """Have the kernel call this socket full while so much was not sent; whether it was still the same one."""
-    bound = _LOWAT_UNLIMITED if unsent_bytes is None else unsent_bytes
-    return _set_option(fd, cookie, socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, _LOWAT.pack(bound))
-
-
 def _set_option(fd: int, cookie: int, level: int, option: int, value: bytes) -> bool:
     try:
         view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
@@ -331,7 +321,6 @@ class WireMeter:
         self._lately: dict[int, int] = {}  # bytes sent between the last two samples
         self._paced: dict[int, int | None] = {}
         self._asides: dict[str, frozenset[int]] = {}
-        self._bounds: dict[int, int | None] = {}
         self._far: set[int] = set()
         self._is_measured = False
         self.goes_by_loss = False
@@ -389,9 +378,7 @@ class WireMeter:
             before = {cookie: counters.bytes_sent for cookie, (_, counters) in self._live.items()}
             self._lately = {cookie: one.bytes_sent - before.get(cookie, 0) for cookie, (_, one) in seen.items()}
             self._live = seen
-            for kept in (self._lanes, self._bounds):
-                for cookie in kept.keys() - seen.keys():
-                    del kept[cookie]
+            self._lanes = {cookie: is_bulk for cookie, is_bulk in self._lanes.items() if cookie in seen}
             self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in seen}
             self._far &= seen.keys()
             for cookie, (_, counters) in sorted(seen.items()):
@@ -466,15 +453,6 @@ class WireMeter:
             counters.fd, counters.cookie, rate_bytes_per_s
         ):
             self._paced[counters.cookie] = rate_bytes_per_s
-
-    def bound(self, peer: str, unsent_bytes: int | None) -> None:
-        """Have the kernel take no more for the peer's bulk connections, each, while so much was not sent; None: any."""
-        with self._lock:
-            for counters in self._bulk(peer):
-                if self._bounds.get(counters.cookie) != unsent_bytes and _bound_socket(
-                    counters.fd, counters.cookie, unsent_bytes
-                ):
-                    self._bounds[counters.cookie] = unsent_bytes
 
     def _bulk(self, peer: str) -> list[SocketCounters]:
         """A peer's sockets of the bulk lane: control must not keep a limit for bulk."""

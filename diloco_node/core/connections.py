@@ -4,8 +4,7 @@ What a connection has on its way stands in its socket's buffers, at both ends, u
 these bound its rate, whatever the line has. So there are as many connections as the bandwidth-delay product needs, one
 where the buffers are large enough. More than that don't help: they start up against each other, a chunk on the slowest
 holds up all that follows, and the work is the same. Where congestion control goes by loss, a connection's share of a
-lossy line is small whatever its buffers hold, and there are as many as there may be. Where it is BBR, one connection
-alone leaves a lossy line idle for a third of a second every ten seconds, so there is a spare (see `adapters.bundle`).
+lossy line is small whatever its buffers hold, and there are as many as there may be.
 """
 
 from __future__ import annotations
@@ -31,25 +30,6 @@ FREE_FACTOR: Final = 2
 
 LOSSY_PPM: Final = 1_000
 """From this part of the bytes sent again a link is lossy: one connection by reno gets 9 Mbit/s out of 40 ms then."""
-
-
-SPARE_LOSSY_PPM: Final = 5_000
-"""And from this part on it gets a spare: the search for a link's rate loses some where nothing else does."""
-
-SPARE_BYTES_MIN: Final = 2**20
-"""A link that has less on its way at a time gets no spare: there is little to lose."""
-
-
-def spare_wanted(*, rtt_min_ns: int, carried_bytes_per_s: int, lost_ppm: int) -> bool:
-    """Whether one more connection than is needed pays, where congestion control is BBR and one is needed.
-
-    On a line without loss what waits in its queue, and a least round trip that is seen now and then, do as well.
-
-    Args:
-        rtt_min_ns, carried_bytes_per_s: see `connections_wanted`. lost_ppm: of the bytes sent, those sent again.
-    """
-    on_its_way = carried_bytes_per_s * rtt_min_ns // NS_PER_S
-    return rtt_min_ns >= FAR_NS and lost_ppm >= SPARE_LOSSY_PPM and on_its_way >= SPARE_BYTES_MIN
 
 
 def connections_wanted(

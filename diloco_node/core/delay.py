@@ -45,10 +45,6 @@ CUT_DENOMINATOR: Final = 5
 CRUISE_PPM: Final = 950_000
 """Of what was carried, when the queue is gone."""
 
-DRAINED_PPM: Final = 970_000
-"""And after a hasty cut, of what was carried while its queue stood: that is a median, and little below the line's rate.
-"""
-
 DRAIN_NS: Final = 400_000_000
 """So fast a queue is drained: after a cut for 20 ms the rate is 5 % lower than it will be then; never below a half."""
 
@@ -308,7 +304,7 @@ class DelayCut:
         """The queue of a hasty cut is gone: go on with what was carried while it stood."""
         if self._carried.full:
             self._too_much = self._carried.full
-            self._cruise = max(self._too_much * DRAINED_PPM // PPM, RATE_BYTES_PER_S_MIN)
+            self._cruise = max(self._too_much * CRUISE_PPM // PPM, RATE_BYTES_PER_S_MIN)
         elif self._at_ns < self._cut_at_ns + rtt_ns:
             # Before the cut could be seen: the sender or the machine stood still. What the link carries is not known.
             self._too_much, self._growth_ppm = 0, HASTY_PPM_PER_S
@@ -338,7 +334,7 @@ class DelayCut:
         is_far = rate * PPM <= self._too_much * NEAR_LOW_PPM
         # Else of a second: BBR's probe is a quarter more in an eighth of the time, and that is not the limit's doing.
         sent = sent_bytes_per_s if is_far or self.is_hasty else self._carried.sent
-        if 40 * sent < (34 if self.is_searching else 37) * rate:
+        if 20 * sent < 17 * rate:
             # Something else limits: how much more the link would carry is not known.
             if self._at_ns - self._grown_at_ns > CARRIED_NS:
                 self._grown_ppm = 0
