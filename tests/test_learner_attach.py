@@ -523,11 +523,11 @@ def test_sigterm_before_the_daemon_is_there_ends_quietly(folder: Path) -> None:
 def test_a_loop_that_was_asked_to_stop_before_the_daemon_was_there_may_still_use_everything(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Asked(attach_module._TerminateFlag):
+    class Asked(attach_module.TerminateFlag):
         def install(self) -> None:
             self.is_set = True
 
-    monkeypatch.setattr(attach_module, "_TerminateFlag", Asked)
+    monkeypatch.setattr(attach_module, "TerminateFlag", Asked)
     toy = Toy()
     with diloco_node.attach(toy.model, toy.optimizer) as diloco:
         assert diloco.should_stop

@@ -15,17 +15,13 @@ daemon and all ranks apply the same values at the same boundary. FSDP and tensor
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
 import os
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -35,8 +31,10 @@ from diloco_node.core.fragments import Manifest, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, Progress, Stateful, read_newest
+from diloco_node.learner.loss import LateLoss, finite
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.session import Session
+from diloco_node.learner.signals import TerminateFlag, die_with_supervisor
 from diloco_node.learner.tensors import ModelTensors, host_values
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome, merge_rules
 
@@ -46,8 +44,6 @@ CHECKPOINT_EVERY_S: Final = 60.0
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
 the daemon a tenth of a millisecond."""
-
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def attach(
@@ -119,13 +115,13 @@ class Diloco:
         self._checkpoint_every_s = checkpoint_every_s
         self._blocked_ns = 0
         self._reported_ns = 0
-        self._loss = _LateLoss()
+        self._loss = LateLoss()
         self._val_loss: float | None = None
         self._val_loss_global: float | None = None
         self._session: Session | None = None
         self._writer: CheckpointWriter | None = None
         self._is_closed = False
-        self._terminate = _TerminateFlag()
+        self._terminate = TerminateFlag()
         self._ranks = Ranks()
         self._manifest: Manifest | None = None
         self._saved_at_s = time.monotonic()
@@ -251,8 +247,8 @@ class Diloco:
 
     def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
         """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
-        self._val_loss = _finite(val_loss)
-        self._val_loss_global = _finite(val_loss_global)
+        self._val_loss = finite(val_loss)
+        self._val_loss_global = finite(val_loss_global)
         if self._session is not None and self.steps:
             self._report(self._session)
 
@@ -364,7 +360,7 @@ class Diloco:
                     stacklevel=4,
                 )
             return
-        _die_with_supervisor()
+        die_with_supervisor()
         self._terminate.install()
         if self._ranks.is_first:
             if not memory:
@@ -448,67 +444,6 @@ class Diloco:
             self._writer = None
 
 
-class _LateLoss:
-    """The loss of a step not long ago, read without waiting for the device."""
-
-    def __init__(self) -> None:
-        self._newest: float | None = None
-        self._host: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
-
-    def offer(self, loss: Tensor | float | None) -> None:
-        if loss is None:
-            return
-        if isinstance(loss, Tensor) and loss.dim():
-            loss = loss.detach().float().mean()
-        if not isinstance(loss, Tensor) or loss.device.type == "cpu":
-            self._newest = _finite(float(loss.detach() if isinstance(loss, Tensor) else loss))
-        elif loss.device.type == "cuda" and self._event is None:
-            self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
-            self._host.copy_(loss.detach(), non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def newest(self) -> float | None:
-        if self._event is not None and self._host is not None and self._event.query():  # type: ignore[no-untyped-call]
-            self._newest = _finite(float(self._host))
-            self._event = None
-        return self._newest
-
-
-class _TerminateFlag:
-    """SIGTERM asks the loop to end at a boundary, where the script has not its own handler."""
-
-    def __init__(self) -> None:
-        self.is_set = False
-        self._before: Any = None
-        self._pid = os.getpid()
-
-    def install(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == self._pid:
-            self.is_set = True
-        else:
-            # A process that the loop has forked: who ends a pool of workers waits until they are gone.
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-
-    def restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
-            self._before = None
-
-
-def _die_with_supervisor() -> None:
-    """A learner whose parent is the supervisor must not outlive it, even if its loop never looks at `should_stop`."""
-    if os.environ.get("DILOCO_SUPERVISOR_PID") == str(os.getppid()):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-
-
 def _count(tokens: Any) -> int:
     """What a loop counts, as the integer that everybody downstream expects.
 
@@ -522,10 +457,6 @@ def _count(tokens: Any) -> int:
     if count < 0:
         raise LearnerError(f"step(tokens={count}): a step can't train less than no token")
     return count
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _in_words(error: BaseException) -> str:
