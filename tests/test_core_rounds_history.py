@@ -21,6 +21,15 @@ def test_versions_begin_with_genesis_and_grow_with_rounds() -> None:
     assert history.rounds_included == {"a": 1}
 
 
+def test_how_long_contributions_are_is_remembered_for_each_fragment_by_itself() -> None:
+    of_one = contribution("a", 1)
+    long = replace(of_one, squared_norms=tuple(100.0 for _ in of_one.squared_norms))
+    short = replace(of_one, squared_norms=tuple(1.0 for _ in of_one.squared_norms))
+    history = history_of(GENESIS, committed_round(1, 1, [long]))
+    assert history.recent[1].usual([short]).pieces == tuple(10.0 for _ in of_one.squared_norms)
+    assert history.recent[0].usual([short]).pieces == tuple(1.0 for _ in of_one.squared_norms)
+
+
 def test_end_of_the_run_is_remembered() -> None:
     assert history_of(GENESIS).finished is None
     assert history_of(GENESIS, FinishedBody((0, 0), "enough")).finished == FinishedBody((0, 0), "enough")

@@ -1,0 +1,76 @@
+"""What follows from what the kernel counted of a link: how its bulk connections are held, by how many they share."""
+
+from __future__ import annotations
+
+from diloco_node.adapters.link_watch import LOSS_BYTES_MIN, PACE_PPM, LinkWatch
+from diloco_node.adapters.sockets import LinkCounters, TcpCounters, WireMeter
+from diloco_node.core.delay import LONG_RTT_NS
+
+MS = 1_000_000
+
+
+class Meter(WireMeter):
+    """Remembers what the kernel was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paces: list[tuple[int | None, int]] = []
+        self.told: TcpCounters | None = None
+
+    def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
+        self.paces.append((rate_bytes_per_s, connections))
+
+    def tcp(self, peer: str) -> TcpCounters | None:
+        return self.told
+
+
+def cut_watch(meter: Meter) -> LinkWatch:
+    """A far link whose rate has been cut once."""
+    watch = LinkWatch("b", meter)
+    sent = 0
+    for step in range(1, 40):
+        sent += 10**6
+        queue_ns = 0 if step < 20 or watch.delay.cuts else 80 * MS
+        watch.one_way.echoed(sent_ns=step * 100 * MS, arrived_ns=step * 100 * MS + queue_ns, now_ns=step * 100 * MS)
+        counters = LinkCounters(sent, 0, 0, sent, LONG_RTT_NS + queue_ns, LONG_RTT_NS)
+        watch.taken(counters, is_busy=True, at_ns=step * 100 * MS, now_ns=step * 100 * MS)
+    assert watch.delay.cuts
+    return watch
+
+
+def test_connections_share_the_pace_and_lose_it_with_the_link() -> None:
+    meter = Meter()
+    watch = cut_watch(meter)
+    rate = watch.delay.rate_bytes_per_s
+    assert rate is not None
+    watch.hold(None)
+    watch.has_connections(3)
+    watch.hold(None)
+    assert meter.paces == [(rate * PACE_PPM // 1_000_000, 1), (rate * PACE_PPM // 1_000_000, 3)]
+    watch.lost()
+    watch.hold(None)
+    assert len(meter.paces) == 2, "there is nothing to hold any more"
+
+
+def test_a_ceiling_holds_a_far_link_and_no_near_one() -> None:
+    meter = Meter()
+    watch = LinkWatch("b", meter)
+    watch.rtt_min_ns = LONG_RTT_NS - 1
+    watch.hold(10**6)
+    assert meter.paces == []
+    watch.rtt_min_ns = LONG_RTT_NS
+    watch.hold(10**6)
+    watch.hold(None)
+    watch.hold(None)
+    assert meter.paces == [(10**6, 1), (None, 1)], "taken away once"
+
+
+def test_what_is_sent_again_is_added_to_the_pace_once_enough_was_sent() -> None:
+    meter = Meter()
+    watch = cut_watch(meter)
+    rate = watch.delay.rate_bytes_per_s
+    assert rate is not None
+    for sent, ppm in ((LOSS_BYTES_MIN - 1, 0), (LOSS_BYTES_MIN, 250_000)):
+        meter.told = TcpCounters(sent, LOSS_BYTES_MIN // 4, LONG_RTT_NS)
+        watch.hold(None)
+        assert meter.paces[-1] == (rate * (PACE_PPM + ppm) // 1_000_000, 1)
