@@ -318,6 +318,59 @@ def test_a_bad_value_is_one_clear_error(run_toml: Path, assignment: str, parts: 
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("assignments", "message"),
+    [
+        (["measure_port=7400"], "regions.eu.measure_port is 7400 (--set {0}): regions.eu.address ({file}:18) takes"),
+        (["measure_port=7500"], "regions.eu.measure_port is 7500 (--set {0}): regions.eu.admin_port ({file}:19) takes"),
+        (["admin_port=7400"], "regions.eu.admin_port is 7400 (--set {0}): regions.eu.address ({file}:18) takes"),
+        (["listen=[::]:7500"], "regions.eu.admin_port is 7500 ({file}:19): regions.eu.listen (--set {0}) takes"),
+        (["listen=localhost:7500"], "regions.eu.admin_port is 7500 ({file}:19): regions.eu.listen (--set {0}) takes"),
+        (
+            ["listen=10.0.0.1:7400", "measure_port=7400"],
+            "regions.eu.measure_port is 7400 (--set {1}): regions.eu.listen (--set {0}) takes",
+        ),
+        (
+            ["listen=10.0.0.1:7500", "admin_host=10.0.0.1"],
+            "regions.eu.admin_port is 7500 ({file}:19): regions.eu.listen (--set {0}) takes",
+        ),
+        (
+            ["listen=10.0.0.1:7400", "admin_host=10.0.0.1", "measure_port=7500"],
+            "regions.eu.measure_port is 7500 (--set {2}): regions.eu.admin_port ({file}:19) takes",
+        ),
+    ],
+)
+def test_a_port_that_a_region_needs_twice_is_refused(run_toml: Path, assignments: list[str], message: str) -> None:
+    keys = [f"regions.eu.{one}" for one in assignments]
+    with pytest.raises(ConfigError) as caught:
+        load(run_toml, *keys)
+    begins = message.format(*keys, file=run_toml)
+    assert str(caught.value) == f"{begins} that port; choose another one, or 0 for a free one"
+
+
+def test_a_port_wanted_twice_is_found_across_sources(run_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_REGIONS__EU__MEASURE_PORT", "7600")
+    assert load(run_toml).regions["eu"].measure_port == 7600
+    with pytest.raises(
+        ConfigError, match=r"measure_port is 7600 \(DILOCO_.*\): regions.eu.admin_port \(--admin-port\)"
+    ):
+        load_config(run_toml, [Flag("regions.eu.admin_port", 7600, "--admin-port")])
+
+
+@pytest.mark.parametrize(
+    "assignments",
+    [
+        ["measure_port=0", "admin_port=0"],
+        ["listen=10.0.0.1:7500"],  # admin is on loopback
+        ["listen=10.0.0.1:7400", "measure_port=7500"],
+        ["listen=0.0.0.0:7401", "measure_port=7400"],  # the address is of a router before it
+        ["admin_host=10.0.0.1"],
+    ],
+)
+def test_a_port_that_is_bound_once_at_each_place_is_taken(run_toml: Path, assignments: list[str]) -> None:
+    load(run_toml, *(f"regions.eu.{one}" for one in assignments))
+
+
 def test_an_error_in_the_file_names_its_line(run_toml: Path) -> None:
     run_toml.write_text(TEXT.replace("sync_every = 16", "sync_every = true"))
     with pytest.raises(ConfigError, match=rf"rounds.sync_every is true \({run_toml}:7\): it must be a whole number"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -289,6 +290,7 @@ def _check_whole(config: NodeConfig) -> None:
     if len(regions) > REGIONS_MAX:
         raise ConfigError(f"there are {len(regions)} regions; at most {REGIONS_MAX} are supported")
     _check_addresses(config)
+    _check_ports(config)
     _check_budget(config)
     if rounds.quorum_min > len(regions):
         _refuse(config, "rounds.quorum_min", f"there are {len(regions)} regions; 0 means a majority of those alive")
@@ -332,6 +334,39 @@ def _check_addresses(config: NodeConfig) -> None:
         if region.address is not None and region.address in seen:
             _refuse(config, f"regions.{name}.address", f"region {seen[region.address]} has the same address")
         seen[region.address or name] = name
+
+
+def _check_ports(config: NodeConfig) -> None:
+    """A port that a region needs twice: the second one to bind it would fail, `measure_port` long after the start."""
+    for name, own in config.regions.items():
+        prefix = f"regions.{name}"
+        host, port = config.listen(name)
+        wanted = [(f"{prefix}.{'address' if own.listen is None else 'listen'}", host, port)]
+        wanted += [
+            (f"{prefix}.admin_port", one, own.admin_port) for one in dict.fromkeys(("127.0.0.1", own.admin_host))
+        ]
+        wanted.append((f"{prefix}.measure_port", host, own.measure_port))
+        for index, (key, host, port) in enumerate(wanted):
+            for other, other_host, other_port in wanted[:index]:
+                if port and port == other_port and key != other and _is_same_place(host, other_host):
+                    reason = (
+                        f"{other} ({config.origin(other)}) takes that port; choose another one, or 0 for a free one"
+                    )
+                    _refuse(config, key, reason)
+
+
+def _is_same_place(host: str, other: str) -> bool:
+    """Whether one port can't be had at both. Names but localhost are not looked up: this may be another machine."""
+    hosts = {"127.0.0.1" if one == "localhost" else one for one in (host, other)}
+    return len(hosts) == 1 or any(_is_everywhere(one) for one in hosts)
+
+
+def _is_everywhere(host: str) -> bool:
+    """Whether it stands for all interfaces, of both families: so does gRPC take either."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def _refuse(config: NodeConfig, key: str, reason: str) -> None:
