@@ -22,6 +22,7 @@ from diloco_node.cli.main import main
 from diloco_node.cli.measure_run import own_folder
 from diloco_node.cli.plan_inputs import read_mesh
 from diloco_node.cli.processes import free_ports
+from diloco_node.errors import LinkLost
 
 COLUMNS = 100
 QUICK = ("--seconds", "0.2", "--warm-up", "0.1")
@@ -174,6 +175,31 @@ def test_bandwidth_the_other_way_in_a_table(capsys: pytest.CaptureFixture[str]) 
     assert "plain TCP" in text
     assert "…" not in text
     assert "plain TCP" not in shown(capsys, "bandwidth", "us", "-r", "asia", "--connections", "1", "--no-plain", *QUICK)
+
+
+@pytest.mark.usefixtures("ends")
+def test_what_was_measured_before_a_test_failed_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = probe.ProbeSession.flow
+
+    async def breaks(session: probe.ProbeSession, *given: Any, **how: Any) -> probe.FlowMeasured:
+        if how["connections"] == 2 and how["body"] == "int4":
+            raise LinkLost("us: the stream ended")
+        return await flow(session, *given, **how)
+
+    monkeypatch.setattr(probe.ProbeSession, "flow", breaks)
+    asked = ("measure", "bandwidth", "us", "-r", "asia", "--connections", "1,2", "--no-plain", *QUICK)
+    assert main([*asked, "--json"]) == 5
+    said = capsys.readouterr()
+    document = json.loads(said.out)
+    assert [(one["body"], one["connections"]) for one in document["tests"]] == [
+        ("random", 1),
+        ("int4", 1),
+        ("random", 2),
+    ]
+    assert [(one["body"], one["connections"]) for one in document["failures"]] == [("int4", 2)]
+    assert "1 of 4 tests could not be carried out, the first: us: the stream ended" in said.err
 
 
 @pytest.mark.usefixtures("ends")

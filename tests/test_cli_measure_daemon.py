@@ -178,6 +178,38 @@ def test_bandwidth_over_connections_opened_for_it(eu: Region, capsys: pytest.Cap
     assert (eu.asked[0]["connections"], eu.asked[0]["plain"]) == ([1, 8], False)
 
 
+def test_what_was_measured_before_a_test_failed_is_kept(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = {"from": "eu", "to": "us"}
+    failures = [
+        {**ends, "path": "transport", "body": "int4", "connections": 1, "error": "us can't: busy"},
+        {**ends, "path": "transport", "body": "random", "connections": 8, "error": "the link to us went down"},
+        {**ends, "path": "plain", "body": "random", "connections": 8, "error": "the link to us went down"},
+    ]
+    eu.says = lambda _: {
+        **ends,
+        "address": "10.0.0.3:7400",
+        "warm_up_seconds": 1.0,
+        "seconds": 5.0,
+        "rtt_seconds": 0.04,
+        "congestion_control": {"here": "bbr", "there": None},
+        "limit_bytes_per_second": None,
+        "limited_by": "",
+        "over": "own connections",
+        "plain_error": None,
+        "tests": [FLOW],
+        "failures": failures,
+    }
+    assert main(["measure", "bandwidth", "us", "--connections", "1,8"]) == 5
+    told = capsys.readouterr()
+    assert ["TLS,", "random", "1", "80.0"] in [line.split()[:4] for line in told.out.splitlines()]
+    assert "not measured: TLS, int4+zstd (1): us can't: busy\n" in told.out
+    assert "not measured: TLS, random (8); plain TCP (8): the link to us went down\n" in told.out
+    assert "3 of 4 tests could not be carried out, the first: us can't: busy" in told.err
+    assert main(["measure", "bandwidth", "us", "--connections", "1,8", "--json"]) == 5
+    document = json.loads(capsys.readouterr().out)
+    assert (document["tests"], document["failures"]) == ([FLOW], failures)
+
+
 def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("asia", "eu", "us")
     pairs = [pair_document((a, b), PAIR) for a in names for b in names if a != b]

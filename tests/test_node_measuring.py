@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage, Probe
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.node import flow_ends, measure_echo
+from diloco_node.node.measure_asking import FlowOverLink, FlowWanted
 from diloco_node.node.measure_command import parse_asked
 from tests.measuring_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, asked, be_patient, idle, wanted
 
@@ -219,7 +221,7 @@ async def test_a_peer_that_is_busy_says_with_what(regions: Regions) -> None:
     a, b, c = await regions.start("abc", {"c": BudgetPlan(RateLimits(egress=1 * MB))})
     flow = asyncio.create_task(c.measuring.flow(wanted("b", times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
-    with pytest.raises(PeerError, match=r"b can't: b: busy with another measurement: bandwidth from c \(asked by c"):
+    with pytest.raises(PeerError, match=r"b can't: busy with another measurement: bandwidth from c \(asked by c"):
         await a.measuring.flow(wanted("b"))
     with pytest.raises(PeerError, match=r"c is busy with another measurement: bandwidth to b \(since"):
         await c.measuring.latency("a", 0.1)
@@ -431,6 +433,28 @@ async def test_bandwidth_with_connections_and_plain_tcp_as_a_document(regions: R
     for one in (*own["tests"], *over_link["tests"]):
         assert one["bytes_per_second"] > 0
         assert one["wire_bytes"] > 0
+
+
+async def test_what_fails_late_in_a_series_leaves_what_was_measured(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await regions.start()
+    command = a.command()
+    flow = a.measuring.flow
+
+    async def is_busy_at_the_end(wanted: FlowWanted) -> FlowOverLink:
+        with contextlib.ExitStack() as stack:
+            if (wanted.connections, wanted.is_compressible) == (2, True):
+                stack.enter_context(b.measuring._turn("what b does itself"))
+            return await flow(wanted)
+
+    monkeypatch.setattr(a.measuring, "flow", is_busy_at_the_end)
+    asked = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "connections": [1, 2]}
+    found = await command.run(asked, lambda _: None)
+    assert [(one["body"], one["connections"]) for one in found["tests"]] == [("random", 1), ("int4", 1), ("random", 2)]
+    ((body, count, error),) = [(one["body"], one["connections"], one["error"]) for one in found["failures"]]
+    assert (body, count) == ("int4", 2)
+    assert "busy with another measurement: what b does itself" in error
 
 
 async def test_a_mesh_with_plain_tcp_beside_it(regions: Regions) -> None:

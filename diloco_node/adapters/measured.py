@@ -9,6 +9,7 @@ from diloco_node.core.samples import NS_PER_S, seconds_per_gb
 
 if TYPE_CHECKING:
     from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured
+    from diloco_node.errors import DilocoError
     from diloco_node.wire.measurement import PairMeasured
 
 Pair = tuple[str, str]
@@ -72,6 +73,18 @@ def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
         },
         "sent_bytes": sent.sent_bytes,
         "retransmitted_bytes": sent.retransmitted_bytes,
+    }
+
+
+def failure_document(case: FlowCase, error: DilocoError) -> dict[str, Any]:
+    """A test that could not be carried out, and why; 0 connections: over those of the link."""
+    return {
+        "from": case.source,
+        "to": case.target,
+        "path": case.path,
+        "body": case.body,
+        "connections": case.connections,
+        "error": str(error),
     }
 
 

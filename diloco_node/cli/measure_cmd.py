@@ -182,15 +182,22 @@ def bandwidth(
         )
     if as_json:
         typer.echo(json.dumps(document, indent=1))
-        return
-    from diloco_node.cli.console import table_console
-    from diloco_node.cli.measure_view import bandwidth_table, bandwidth_title
+    else:
+        from diloco_node.cli.console import table_console
+        from diloco_node.cli.measure_view import bandwidth_table, bandwidth_title, failure_lines
 
-    console = table_console()
-    console.print(bandwidth_title(document), soft_wrap=True)
-    console.print(bandwidth_table(document))
-    if document.get("plain_error"):
-        console.print(document["plain_error"], markup=False, soft_wrap=True)
+        console = table_console()
+        console.print(bandwidth_title(document), soft_wrap=True)
+        console.print(bandwidth_table(document))
+        for line in (*failure_lines(document), document.get("plain_error")):
+            if line:
+                console.print(line, markup=False, soft_wrap=True)
+    failures = document.get("failures")
+    if failures:
+        raise PeersUnreachable(
+            f"{len(failures)} of {len(failures) + len(document['tests'])} tests could not be carried out, the first: "
+            f"{failures[0]['error']}"
+        )
 
 
 @app.command()

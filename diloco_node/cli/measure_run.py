@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeersUnreachable
+from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 
 if TYPE_CHECKING:
     from diloco_node.adapters.certs import Identity
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from diloco_node.adapters.measured import FlowCase
     from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured, ProbeSession
     from diloco_node.config import NodeConfig
-    from diloco_node.wire.measurement import PairAsked, PairMeasured
+    from diloco_node.wire.measurement import PairAsked, PairMeasured, SessionOpened
 
 T = TypeVar("T")
 
@@ -186,17 +186,38 @@ async def latency(here: Here, peer: str, how_long: HowLong, *, is_loaded: bool) 
 async def bandwidth(
     here: Here, peer: str, counts: Sequence[int], how_long: HowLong, *, is_reverse: bool, is_plain_too: bool
 ) -> dict[str, Any]:
-    """Goodput to a peer (or from it) on each path. Raises PeersUnreachable, IdentityError, PeerError."""
-    from diloco_node.adapters.measured import FlowCase
+    """Goodput to a peer (or from it) on each path.
+
+    Raises:
+        PeersUnreachable, IdentityError, PeerError: nothing could be measured. What fails later is in the document.
+    """
+    from diloco_node.adapters.measured import FlowCase, flow_document
+    from diloco_node.adapters.probe_server import congestion_control
+    from diloco_node.adapters.series import run_series
 
     name, address = await here.resolve(peer)
     kinds = [("transport", "random"), ("transport", "int4"), *([("plain", "random")] if is_plain_too else [])]
     source, target = (name, here.name) if is_reverse else (here.name, name)
     cases = [FlowCase(source, target, *kind, count) for count in counts for kind in kinds]
-    document = await _with_session(
-        here, name, address, lambda one: _flows(one, cases, how_long, is_sending=not is_reverse)
-    )
-    return {"from": source, "to": target, "address": address, **document}
+    with progress(f"round trips to {name}") as say:
+        (times, rtt_ns), opened = await _with_session(here, name, address, lambda one: _beginning(one, how_long))
+
+        async def test(case: FlowCase) -> dict[str, Any]:
+            """In a session of its own: after a test that failed nobody knows what the other end still wants to say."""
+            flow = partial(_flow, case=case, times=times, is_sending=not is_reverse)
+            return flow_document(case, await _with_session(here, name, address, flow))
+
+        found = await run_series(cases, test, say)
+    return {
+        "from": source,
+        "to": target,
+        "address": address,
+        "warm_up_seconds": times.warm_up_ns / 1e9,
+        "seconds": how_long.seconds,
+        "rtt_seconds": rtt_ns / 1e9,
+        "congestion_control": {"here": congestion_control(), "there": opened.congestion_control},
+        **found,
+    }
 
 
 async def _with_session(
@@ -219,32 +240,11 @@ async def _times(session: ProbeSession, how_long: HowLong) -> tuple[FlowTimes, i
     return FlowTimes(warm_ns, int(how_long.seconds * NS_PER_S)), rtt_ns
 
 
-async def _flows(
-    session: ProbeSession, wanted: Sequence[FlowCase], how_long: HowLong, *, is_sending: bool
-) -> dict[str, Any]:
-    from diloco_node.adapters.measured import flow_document
-    from diloco_node.adapters.probe_server import congestion_control
-
-    tests: list[dict[str, Any]] = []
-    cases = [case for case in wanted if case.path != "plain" or session.opened.plain_port]
-    with progress(f"round trips to {session.peer}") as say:
-        times, rtt_ns = await _times(session, how_long)
-        for number, case in enumerate(cases, start=1):
-            last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
-            say(f"test {number} of {len(cases)}: {case.title}, connections: {case.connections}{last}")
-            tests.append(flow_document(case, await _flow(session, case, times, is_sending=is_sending)))
-    return {
-        "warm_up_seconds": times.warm_up_ns / 1e9,
-        "seconds": how_long.seconds,
-        "rtt_seconds": rtt_ns / 1e9,
-        "congestion_control": {"here": congestion_control(), "there": session.opened.congestion_control},
-        "tests": tests,
-    }
-
-
-async def _flow(session: ProbeSession, case: FlowCase, times: FlowTimes, *, is_sending: bool) -> FlowMeasured:
+async def _flow(session: ProbeSession, *, case: FlowCase, times: FlowTimes, is_sending: bool) -> FlowMeasured:
     from diloco_node.wire.measurement import FlowBody, FlowPath
 
+    if case.path == "plain" and not session.opened.plain_port:
+        raise PeerError(f"{session.peer} takes none (`measure serve --no-plain`)")
     return await session.flow(
         times,
         is_sending=is_sending,
@@ -252,6 +252,11 @@ async def _flow(session: ProbeSession, case: FlowCase, times: FlowTimes, *, is_s
         body=FlowBody(case.body),
         connections=case.connections,
     )
+
+
+async def _beginning(session: ProbeSession, how_long: HowLong) -> tuple[tuple[FlowTimes, int], SessionOpened]:
+    """What holds for all flows: see `_times`, and what the peer says of itself."""
+    return await _times(session, how_long), session.opened
 
 
 async def _loaded_latency(session: ProbeSession, *, how_long: HowLong, is_sending: bool) -> LatencyMeasured:

@@ -58,6 +58,16 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
     return table
 
 
+def failure_lines(document: Mapping[str, Any]) -> list[str]:
+    """What could not be measured and why: one line for tests that failed for the same reason."""
+    cases: dict[str, list[str]] = {}
+    for row in document.get("failures", ()):
+        case = FlowCase(row["from"], row["to"], row["path"], row["body"], row["connections"])
+        over = f" ({case.connections})" if case.connections else ""
+        cases.setdefault(row["error"], []).append(f"{case.title}{over}")
+    return [f"not measured: {'; '.join(titles)}: {error}" for error, titles in cases.items()]
+
+
 def bandwidth_title(document: Mapping[str, Any]) -> str:
     """What was measured, in a line above the table."""
     control = document["congestion_control"]

@@ -13,6 +13,7 @@ from diloco_node.adapters.flows import CpuUse, FlowTimes, Received, Sent
 from diloco_node.adapters.measured import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.adapters.probe import FlowMeasured
 from diloco_node.adapters.probe_server import congestion_control
+from diloco_node.adapters.series import run_series
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S
 from diloco_node.core.samples import Goodput
@@ -156,19 +157,7 @@ class MeasureCommand:
         cases = [
             FlowCase(ends["from"], ends["to"], *kind, count) for count in asked.connections or [0] for kind in kinds
         ]
-        tests: list[dict[str, Any]] = []
-        plain_error = ""
-        for number, case in enumerate(cases, start=1):
-            if case.path == "plain" and plain_error:
-                continue  # it would be the same again
-            last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
-            say(f"test {number} of {len(cases)}: {case.title}, in the measurement lane{last}")
-            try:
-                tests.append(await self._test(asked, case, times))
-            except DilocoError as error:
-                if case.path != "plain":
-                    raise
-                plain_error = f"no plain TCP beside it: {error}"
+        found = await run_series(cases, lambda case: self._test(asked, case, times), say)
         limit, limited_by = (None, "") if asked.reverse else self._limits(peer)
         return {
             **ends,
@@ -179,8 +168,7 @@ class MeasureCommand:
             "limit_bytes_per_second": limit,
             "limited_by": limited_by,
             "over": "own connections" if asked.connections else "link",
-            "plain_error": plain_error or None,
-            "tests": tests,
+            **found,
         }
 
     async def _test(self, asked: Asked, case: FlowCase, times: FlowTimes) -> dict[str, Any]:

@@ -79,7 +79,6 @@ class MeasurementsForPeers:
     def __init__(
         self,
         *,
-        region: str,
         transport: MeasuringTransport,
         gate: msg.MeasuringGate,
         ends: LocalEnds,
@@ -87,7 +86,6 @@ class MeasurementsForPeers:
         spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
         now_ns: Callable[[], int],
     ) -> None:
-        self._region = region
         self._transport = transport
         self._gate = gate
         self._ends = ends
@@ -109,7 +107,7 @@ class MeasurementsForPeers:
             what = f"bandwidth {'from' if asked.is_asker_sending else 'to'} {peer}"
         reason = self._gate.begin(what, asker=peer, bytes_max=msg.all_bytes_max(asked), now_ns=self._now_ns())
         if reason:
-            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, _cut(f"{self._region}: {reason}")))
+            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, _cut(reason)))
             return
         task = self._spawn(self._serve(peer, asked), f"measurement for {peer}")
         self._serving[key] = task

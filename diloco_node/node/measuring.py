@@ -57,7 +57,6 @@ class Measuring:
         self._echoes = EchoProbe(transport, self._gate, now_ns=now_ns)
         self._asking = AskingPeers(transport, self.ends)
         self._for_peers = MeasurementsForPeers(
-            region=region,
             transport=transport,
             gate=self._gate,
             ends=self.ends,
