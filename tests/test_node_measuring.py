@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.adapters.congestion import own_congestion_controls
 from diloco_node.adapters.flows import FlowTimes
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
@@ -395,6 +396,8 @@ async def test_what_a_peer_says_in_its_own_words_is_no_command_to_a_terminal(reg
 async def test_latency_and_bandwidth_as_documents(regions: Regions) -> None:
     a, _ = await regions.start(budget=dict.fromkeys("ab", BudgetPlan(RateLimits(egress=4 * MB))))
     command = a.command()
+    ours = own_congestion_controls()
+    usual = ours.usual if ours is not None else None
     quick = {"peer": "b", "seconds": 0.3, "warm_up_seconds": 0.1}
     latency = await command.run({"what": "latency", "load": True, **quick}, lambda _: None)
     assert [row["load"] for row in latency["rows"]] == ["none", "out", "in"]
@@ -402,6 +405,7 @@ async def test_latency_and_bandwidth_as_documents(regions: Regions) -> None:
     for reverse, ends in ((False, ("a", "b")), (True, ("b", "a"))):
         found = await command.run({"what": "bandwidth", "reverse": reverse, **quick}, lambda _: None)
         assert (found["from"], found["to"], found["through"]) == (*ends, "daemon")
+        assert found["congestion_control"] == dict.fromkeys(("here", "there"), usual)
         assert [(one["path"], one["body"], one["connections"]) for one in found["tests"]] == [
             ("transport", "random", 1),
             ("transport", "int4", 1),

@@ -25,9 +25,15 @@ from typing import Any
 
 import structlog
 
+from diloco_node.adapters.congestion import (
+    METADATA_KEY,
+    CongestionControls,
+    decode_congestion_controls,
+    own_congestion_controls,
+)
 from diloco_node.adapters.outbound import BulkOutbound
 from diloco_node.adapters.session import LinkEnvironment, Session
-from diloco_node.adapters.streams import AcceptedStream, DialedStream, Superfluous, Twin, dial
+from diloco_node.adapters.streams import AcceptedStream, DialedStream, Metadata, Superfluous, Twin, dial
 from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.messages import BulkHeader
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
@@ -63,6 +69,7 @@ class PeerStatus:
         error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
         control_dropped: control messages that found no link, or a full queue.
         connections: that carry bulk now; 0 while there is no session.
+        congestion: by what the peer's sockets go, if it has told.
     """
 
     state: LinkState
@@ -71,6 +78,7 @@ class PeerStatus:
     error: str
     control_dropped: int
     connections: int
+    congestion: CongestionControls | None = None
 
 
 class PeerLink:
@@ -99,6 +107,7 @@ class PeerLink:
         self._down.set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._dropped = 0
+        self._congestion: CongestionControls | None = None
         self._error = ""
         self._refused_since_s: float | None = None
         self._state = LinkState.WAITING
@@ -136,7 +145,9 @@ class PeerLink:
         """What the link is doing."""
         since_s = asyncio.get_running_loop().time() - self._since_s
         connections = self._session.connections if self._session is not None else 0
-        return PeerStatus(self._state, self._address, since_s, self._error, self._dropped, connections)
+        return PeerStatus(
+            self._state, self._address, since_s, self._error, self._dropped, connections, self._congestion
+        )
 
     def drop(self, reason: str) -> None:
         """End the current session, if there is one."""
@@ -207,13 +218,16 @@ class PeerLink:
         try:
             for lane in Lane:
                 timeout_s = env.times.handshake_s
-                streams[lane] = await dial(env.identity, self.peer, self._address, lane, timeout_s=timeout_s)
+                streams[lane] = await dial(
+                    env.identity, self.peer, self._address, lane, timeout_s=timeout_s, metadata=_metadata(lane)
+                )
                 env.meter.opened(self.peer, is_bulk=lane is Lane.BULK)
             if self._session is not None:
                 raise Superfluous("the peer's session came up first")
             self._is_hello_sent = True
             async with asyncio.timeout(env.times.hello_s):
                 instance = await self._exchange_hellos(streams, dial_number)
+                self._heard_of_congestion(await streams[Lane.CONTROL].told(METADATA_KEY))
         except BaseException as error:
             for stream in streams.values():
                 await stream.aclose()
@@ -268,6 +282,9 @@ class PeerLink:
     def _hello(self, lane: Lane, dial_number: int, connection: int = 0) -> Hello:
         return replace(self._env.hello, lane=lane, dial=dial_number, connection=connection)
 
+    def _heard_of_congestion(self, told: str) -> None:
+        self._congestion = decode_congestion_controls(told)
+
     # ---- accepting ---------------------------------------------------------------------------------------------------
 
     async def accept(self, hello: Hello, stream: AcceptedStream) -> PeerError | None:
@@ -282,6 +299,9 @@ class PeerLink:
         if hello.connection:
             return await self._accept_more(hello, stream)
         self._resolve(hello)
+        if hello.lane is Lane.CONTROL:
+            self._heard_of_congestion(stream.told(METADATA_KEY))
+            await stream.tell(_metadata(hello.lane))
         await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
         key = (hello.instance_id, hello.dial)
         accepted = self._accepted.setdefault(key, {})
@@ -422,6 +442,12 @@ class PeerLink:
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._set_state(LinkState.STOPPED)
+
+
+def _metadata(lane: Lane) -> Metadata:
+    """What we tell with the call of a lane."""
+    ours = own_congestion_controls() if lane is Lane.CONTROL else None
+    return ((METADATA_KEY, ours.encode()),) if ours is not None else ()
 
 
 def _is_violation(error: PeerError | None) -> bool:

@@ -64,6 +64,9 @@ _TWIN: Final = grpc.StatusCode.ABORTED
 
 
 Server: TypeAlias = aio.Server
+Metadata: TypeAlias = tuple[tuple[str, str], ...]
+"""What is told beside the frames of a call. Who does not know a key passes over it."""
+
 Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
 
 
@@ -117,6 +120,10 @@ class DialedStream:
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
             raise await self._lost(error) from None
 
+    async def told(self, key: str) -> str:
+        """What the accepting side told in its metadata, or ""; ask when a frame has come, for it comes before."""
+        return _told(await self._call.initial_metadata(), key)
+
     async def _lost(self, error: BaseException | None) -> LinkLost:
         if isinstance(error, aio.AioRpcError):
             code, details = error.code(), error.details() or ""
@@ -166,6 +173,17 @@ class AcceptedStream:
         """See `Stream.write`."""
         try:
             await self._context.write(frame)
+        except (aio.BaseError, asyncio.InvalidStateError) as error:
+            raise LinkLost(f"{self._peer}: the stream broke off ({error})") from None
+
+    def told(self, key: str) -> str:
+        """What the dialing side told in its metadata, or ""."""
+        return _told(self._context.invocation_metadata(), key)
+
+    async def tell(self, metadata: Metadata) -> None:
+        """Metadata for the dialing side, before the first frame. Raises LinkLost."""
+        try:
+            await self._context.send_initial_metadata(metadata)
         except (aio.BaseError, asyncio.InvalidStateError) as error:
             raise LinkLost(f"{self._peer}: the stream broke off ({error})") from None
 
@@ -268,8 +286,10 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
         return grpc.stream_stream_rpc_method_handler(serve)
 
 
-async def dial(identity: Identity, peer: str, address: str, lane: str, *, timeout_s: float) -> DialedStream:
-    """Connect to a peer, with TLS in both directions, and open the call of one lane.
+async def dial(
+    identity: Identity, peer: str, address: str, lane: str, *, timeout_s: float, metadata: Metadata = ()
+) -> DialedStream:
+    """Connect to a peer, with TLS in both directions, and open the call of one lane; `metadata` is told with it.
 
     Raises:
         LinkLost: names the peer, the address, the stage that failed, and the time it took.
@@ -281,7 +301,7 @@ async def dial(identity: Identity, peer: str, address: str, lane: str, *, timeou
     channel = aio.secure_channel(address, credentials, options=options)
     try:
         await _until_ready(channel, timeout_s)
-        return DialedStream(channel, _open(channel, lane), peer=peer, address=address)
+        return DialedStream(channel, _open(channel, lane, metadata), peer=peer, address=address)
     except BaseException as error:
         await channel.close()
         if isinstance(error, (TimeoutError, LinkLost)):
@@ -291,8 +311,14 @@ async def dial(identity: Identity, peer: str, address: str, lane: str, *, timeou
         raise
 
 
-def _open(channel: aio.Channel, lane: str) -> Any:
-    return channel.stream_stream(METHOD_PREFIX + lane)(wait_for_ready=False)
+def _open(channel: aio.Channel, lane: str, metadata: Metadata = ()) -> Any:
+    return channel.stream_stream(METHOD_PREFIX + lane)(metadata=metadata, wait_for_ready=False)
+
+
+def _told(metadata: Iterable[tuple[str, Any]] | None, key: str) -> str:
+    """A peer's own word: whatever it likes, of at most 16 KiB."""
+    value = next((value for name, value in metadata or () if name == key), "")
+    return value if isinstance(value, str) else ""
 
 
 async def _until_ready(channel: aio.Channel, timeout_s: float) -> None:

@@ -12,7 +12,6 @@ from typing import Any, Final
 from diloco_node.adapters.flows import CpuUse, FlowTimes, Received, Sent
 from diloco_node.adapters.measured import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.adapters.probe import FlowMeasured
-from diloco_node.adapters.probe_server import congestion_control
 from diloco_node.adapters.series import run_series
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S
@@ -164,7 +163,7 @@ class MeasureCommand:
             "warm_up_seconds": times.warm_up_ns / NS_PER_S,
             "seconds": asked.span_ns / NS_PER_S,
             "rtt_seconds": rtt_ns / NS_PER_S,
-            "congestion_control": {"here": congestion_control(), "there": None},
+            "congestion_control": measuring.links.congestion_control(peer),
             "limit_bytes_per_second": limit,
             "limited_by": limited_by,
             "over": "own connections" if asked.connections else "link",

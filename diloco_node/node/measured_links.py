@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from diloco_node.adapters.congestion import own_congestion_controls
 from diloco_node.adapters.sockets import TcpCounters
 from diloco_node.errors import PeerError, PeersUnreachable
 from diloco_node.node.flow_ends import Bulk
@@ -50,6 +51,13 @@ class MeasuredLinks:
     def connections(self, peer: str) -> int:
         """How many connections the link to a peer has for bulk now."""
         return int(self._transport.peer_status()[peer].connections)
+
+    def congestion_control(self, peer: str) -> dict[str, str | None]:
+        """By what the sockets of a link go at its round trip, "here" and "there"; None where nobody tells."""
+        counted = self._transport.tcp(peer)
+        rtt_min_ns = counted.rtt_min_ns if counted is not None else 0
+        ends = {"here": own_congestion_controls(), "there": self._transport.peer_status()[peer].congestion}
+        return {end: one.at(rtt_min_ns) if one is not None else None for end, one in ends.items()}
 
     def error(self, peer: str) -> str:
         """Why there is no link to a peer, for people; empty when there is one."""
