@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters import asides, outbound
+from diloco_node.adapters import asides, links, outbound
+from diloco_node.adapters.link_watch import LinkWatch
 from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.sock_diag import read_sockets_to
 from diloco_node.adapters.sockets import WireMeter
-from diloco_node.adapters.streams import dial
+from diloco_node.adapters.streams import DialedStream, dial
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget import BudgetLane, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
@@ -106,6 +107,36 @@ async def test_a_flow_over_connections_of_its_own(
     assert asking.measuring.links.connections(peer.name) == 1, "the link's own are as they were"
     assert a.up == {"b"}
     assert a.transport.rejections == b.transport.rejections == {}
+
+
+async def test_a_bulk_connection_that_joins_while_a_measurement_dials_is_the_links(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, b = await regions.start(budget={"a": BUDGET, "b": BUDGET})
+    meter, marked, is_joining = b.transport._meter, set[int](), asyncio.Event()
+    set_asides = meter.set_asides
+
+    def record(peer: str, cookies: frozenset[int]) -> None:
+        marked.update(cookies)
+        set_asides(peer, cookies)
+
+    async def slow(*given: Any, **how: Any) -> DialedStream:
+        stream = await dial(*given, **how)
+        is_joining.set()
+        async with asyncio.timeout(DEADLINE_S):
+            while not meter._dials["a"]._waiters:  # noqa: ASYNC110 - until the measurement would dial too
+                await asyncio.sleep(0.01)
+        return stream
+
+    monkeypatch.setattr(meter, "set_asides", record)
+    monkeypatch.setattr(links, "dial", slow)
+    monkeypatch.setattr(LinkWatch, "connections_wanted", lambda *_, **__: 2)
+    await asyncio.wait_for(is_joining.wait(), DEADLINE_S)
+    await b.measuring.flow(wanted("a", connections=2))
+    bulk = {one.cookie for one in meter._bulk("a")}
+    assert len(bulk) == 2
+    assert len(marked) == 2
+    assert not bulk & marked
 
 
 @KINDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import shutil
@@ -18,6 +19,7 @@ import pytest
 
 from diloco_node.adapters import sockets
 from diloco_node.adapters.sockets import SocketCounters, WireMeter, arrived_bytes, plain_ip, read_sockets
+from diloco_node.errors import LinkLost
 from diloco_node.ports import PeerTraffic
 
 PACED = (socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE)
@@ -400,6 +402,42 @@ def test_a_bulk_connection_that_has_just_joined_is_paced_and_not_control_that_ha
     assert paced == {9: None}, "what a number once was does not count"
 
 
+async def test_connections_of_two_lanes_that_are_opened_at_once_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
+    monkeypatch.setattr(sockets, "_pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    meter.assign("b", REMOTE)
+    tasks, connected, order = [], asyncio.Event(), list[int]()
+
+    async def opens(cookie: int, *, is_bulk: bool) -> None:
+        async with meter.opening("b", is_bulk=is_bulk):
+            order.append(cookie)
+            kernel.now = [*kernel.now, counters(cookie, sent=0, received=0)]
+            await connected.wait()
+
+    for cookie, is_bulk in ((1, True), (2, False), (3, True)):
+        tasks.append(asyncio.create_task(opens(cookie, is_bulk=is_bulk)))
+        await asyncio.sleep(0)
+    assert order == [1], "the next one waits"
+    async with meter.opening("c", is_bulk=True):
+        pass  # one to another peer does not
+    connected.set()
+    await asyncio.gather(*tasks)
+    meter.pace("b", 3_000_000)
+    assert paced == {1: 3_000_000, 3: 3_000_000}
+
+
+async def test_a_dial_that_fails_lets_the_next_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeKernel(monkeypatch)
+    meter = WireMeter()
+    with pytest.raises(LinkLost):
+        async with meter.opening("b", is_bulk=True):
+            raise LinkLost("b: nobody listens there")
+    async with meter.opening("b", is_bulk=False):
+        pass
+
+
 def test_lane_of_an_incoming_call_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
     monkeypatch.setattr(sockets, "_pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
@@ -433,7 +471,7 @@ def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeyp
     meter.assign("b", REMOTE)
     meter.set_asides("b", frozenset([3, 4]))
     all_four = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
-    for last, is_bulk in ((1, False), (2, True), (4, True)):  # the last two are none of the link's, whoever asks
+    for last, is_bulk in ((1, False), (2, True), (4, False)):  # the last two are none of the link's
         kernel.now = all_four[:last]
         meter.opened("b", is_bulk=is_bulk)
     meter.pace("b", 3_000_000, connections=1)
@@ -442,7 +480,7 @@ def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeyp
     assert paced == {2: None, 3: None, 4: None}
     meter.set_asides("b", frozenset())
     meter.pace("b", 3_000_000, connections=1)
-    assert paced == {2: 3_000_000, 3: 3_000_000, 4: 3_000_000}
+    assert paced == {2: 3_000_000, 3: None, 4: None}, "nor are they when the measurement is over"
 
 
 def test_sockets_of_a_measurement_are_counted_and_tell_the_round_trip_while_they_send(

@@ -200,18 +200,19 @@ class Asides:
         with self._place(peer):
             host, _, port = address.rpartition(":")
             remotes = await _resolve(peer, host.strip("[]"), where.port if asked.is_plain else int(port))
-            sockets = SocketsOf.to(remotes)
-            dials: list[Coroutine[Any, Any, Any]] = [
-                self._dial_plain(peer, remotes, where, index)
-                if asked.is_plain
-                else self._dial_transport(peer, address, where, index)
-                for index in range(asked.connections)
-            ]
-            connections = await _gather(dials)
+            indexes = range(asked.connections)
+            connections: list[Any]
             if asked.is_plain:
+                connections = await _gather([self._dial_plain(peer, remotes, where, index) for index in indexes])
                 sockets = SocketsOf(frozenset(_remote(one) for one in connections))
                 for remote in sockets.remotes:
                     self._env.meter.assign(peer, remote, is_lasting=False)
+            else:
+                async with self._env.meter.opening(peer, is_bulk=False):
+                    earlier = SocketsOf.to(remotes)
+                    dials = [self._dial_transport(peer, address, where, index) for index in indexes]
+                    connections = await _gather(dials)
+                    sockets = earlier.fixed()
             async with self._use(peer, asked, connections, sockets) as aside:
                 yield aside
 
@@ -266,7 +267,6 @@ class Asides:
 
     async def _dial_transport(self, peer: str, address: str, where: AsideOpen, index: int) -> DialedStream:
         stream = await dial(self._env.identity, peer, address, ASIDE_METHOD, timeout_s=DIAL_S)
-        self._env.meter.opened(peer, is_bulk=False)
         try:
             await stream.write(encode_aside(where.token, index))
         except BaseException:

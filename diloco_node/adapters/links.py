@@ -218,10 +218,10 @@ class PeerLink:
         try:
             for lane in Lane:
                 timeout_s = env.times.handshake_s
-                streams[lane] = await dial(
-                    env.identity, self.peer, self._address, lane, timeout_s=timeout_s, metadata=_metadata(lane)
-                )
-                env.meter.opened(self.peer, is_bulk=lane is Lane.BULK)
+                async with env.meter.opening(self.peer, is_bulk=lane is Lane.BULK):
+                    streams[lane] = await dial(
+                        env.identity, self.peer, self._address, lane, timeout_s=timeout_s, metadata=_metadata(lane)
+                    )
             if self._session is not None:
                 raise Superfluous("the peer's session came up first")
             self._is_hello_sent = True
@@ -240,8 +240,8 @@ class PeerLink:
     async def _dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
         times = self._env.times
-        stream = await dial(self._env.identity, self.peer, address, Lane.BULK, timeout_s=times.handshake_s)
-        self._env.meter.opened(self.peer, is_bulk=True)
+        async with self._env.meter.opening(self.peer, is_bulk=True):
+            stream = await dial(self._env.identity, self.peer, address, Lane.BULK, timeout_s=times.handshake_s)
         ours = self._hello(Lane.BULK, dial_number, connection)
         try:
             async with asyncio.timeout(times.hello_s):

@@ -9,11 +9,14 @@ by which congestion control on a far link.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import socket
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -316,6 +319,7 @@ class WireMeter:
         self._ended: dict[str, tuple[int, int]] = {}
         self._ended_framed: dict[str, _Framed] = {}
         self._estimated: dict[str, tuple[int, int]] = {}
+        self._dials: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._lanes: dict[int, bool] = {}  # cookie -> whether it is one of the bulk lane's
         self._bulk_remotes: set[Address] = set()  # of incoming calls
         self._lately: dict[int, int] = {}  # bytes sent between the last two samples
@@ -333,7 +337,7 @@ class WireMeter:
             peer: its name. remote: IP address and port.
             is_lasting: an address that we dial. Not lasting is the far end of an incoming call: its port will be used
                 for something else, so it is forgotten some samples after its socket is gone.
-            is_bulk: that call is of the bulk lane; for an address that we dial see `opened`.
+            is_bulk: that call is of the bulk lane; for an address that we dial see `opening`.
         """
         address = (plain_ip(remote[0]), remote[1])
         with self._lock:
@@ -343,12 +347,19 @@ class WireMeter:
                 if is_bulk:
                     self._bulk_remotes.add(address)
 
-    def opened(self, peer: str, *, is_bulk: bool) -> None:
-        """We have just opened a connection to a peer; call it once for each, before the next one is opened.
+    @contextlib.asynccontextmanager
+    async def opening(self, peer: str, *, is_bulk: bool) -> AsyncIterator[None]:
+        """Open a connection to a peer in this block, or several of one lane; others wait for its end.
 
         gRPC does not show its sockets. But a peer's are opened one after the other, so the one to an address that we
         dial, and that was not there at the last call, is this one.
         """
+        async with self._dials[peer]:
+            yield
+            self.opened(peer, is_bulk=is_bulk)
+
+    def opened(self, peer: str, *, is_bulk: bool) -> None:
+        """Connections that were opened to a peer since the last call are of this lane; see `opening`."""
         self.sample()
         with self._lock:
             for cookie, (owner, counters) in self._live.items():
@@ -455,13 +466,8 @@ class WireMeter:
             self._paced[counters.cookie] = rate_bytes_per_s
 
     def _bulk(self, peer: str) -> list[SocketCounters]:
-        """A peer's sockets of the bulk lane: control must not keep a limit for bulk."""
-        asides = self._asides.get(peer, frozenset())
-        return [
-            one
-            for one in self._of(peer)
-            if one.cookie not in asides and (self._lanes.get(one.cookie, False) or one.remote in self._bulk_remotes)
-        ]
+        """A peer's sockets of the bulk lane: control and measurements must not keep a limit for bulk."""
+        return [one for one in self._of(peer) if self._lanes.get(one.cookie, False) or one.remote in self._bulk_remotes]
 
     def _of(self, peer: str) -> list[SocketCounters]:
         return [counters for _, (owner, counters) in sorted(self._live.items()) if owner == peer]
