@@ -24,7 +24,7 @@ class Meter(WireMeter):
         return self.told
 
 
-def cut_watch(meter: Meter) -> LinkWatch:
+def cut_watch(meter: Meter, *, held_bytes_per_s: int | None = None) -> LinkWatch:
     """A far link whose rate has been cut once."""
     watch = LinkWatch("b", meter)
     sent = 0
@@ -33,7 +33,8 @@ def cut_watch(meter: Meter) -> LinkWatch:
         queue_ns = 0 if step < 20 or watch.delay.cuts else 80 * MS
         watch.one_way.echoed(sent_ns=step * 100 * MS, arrived_ns=step * 100 * MS + queue_ns, now_ns=step * 100 * MS)
         counters = LinkCounters(sent, 0, 0, sent, LONG_RTT_NS + queue_ns, LONG_RTT_NS)
-        watch.taken(counters, is_busy=True, at_ns=step * 100 * MS, now_ns=step * 100 * MS)
+        at_ns = step * 100 * MS
+        watch.taken(counters, is_busy=True, held_bytes_per_s=held_bytes_per_s, at_ns=at_ns, now_ns=at_ns)
     assert watch.delay.cuts
     return watch
 
@@ -74,3 +75,10 @@ def test_what_is_sent_again_is_added_to_the_pace_once_enough_was_sent() -> None:
         meter.told = TcpCounters(sent, LOSS_BYTES_MIN // 4, LONG_RTT_NS)
         watch.hold(None)
         assert meter.paces[-1] == (rate * (PACE_PPM + ppm) // 1_000_000, 1)
+
+
+def test_what_is_learnt_at_a_cut_knows_what_held_us_back() -> None:
+    """A megabyte was carried in each tenth of a second, as the budget has it: the link may carry more."""
+    free, held = cut_watch(Meter()), cut_watch(Meter(), held_bytes_per_s=10**7)
+    assert (held.delay.rate_bytes_per_s or 0) != (free.delay.rate_bytes_per_s or 0)
+    assert (held.delay.rate_bytes_per_s or 10**7) >= 7 * 10**6

@@ -289,6 +289,18 @@ def test_what_a_limited_peer_leaves_goes_to_the_others() -> None:
     assert budget.rate_bytes_per_s("b") == 700_000
 
 
+def test_what_holds_a_peer_back_beside_the_limit_for_delay() -> None:
+    budget = EgressBudget("bc", now_ns=0)
+    budget.set_limit("b", LimitSource.DELAY, 1_000, now_ns=0)
+    assert budget.held_bytes_per_s("b", beside=0) is None
+    budget.set_limit("b", LimitSource.GRANT, 500_000, now_ns=0)
+    assert budget.held_bytes_per_s("b", beside=2) == 500_000
+    budget.set_region_rate(900_000, now_ns=0)
+    assert budget.held_bytes_per_s("b", beside=0) == 500_000
+    assert budget.held_bytes_per_s("b", beside=2) == 300_000
+    assert budget.held_bytes_per_s("c", beside=0) == 900_000
+
+
 def test_rounds_go_before_recovery_and_measurement_but_nobody_starves() -> None:
     budget = EgressBudget("bcd", now_ns=0)
     budget.set_region_rate(2_000_000, now_ns=0)

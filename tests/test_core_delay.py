@@ -15,7 +15,8 @@ TICK_NS = 100 * MS
 class Link:
     """A bottleneck with a queue; the sender sends as much as its limit allows, or `greedy` bytes/s without one.
 
-    `knows_direction`: our own direction's queue is measured, too. `other_ns`: the other direction's queue.
+    `knows_direction`: our own direction's queue is measured, too. `other_ns`: the other direction's queue. `held`: what
+    budget and grant let through.
     """
 
     def __init__(
@@ -26,7 +27,9 @@ class Link:
         greedy: int = 10**9,
         queue_ns_max: int = 400 * MS,
         knows_direction: bool = True,
+        held: int | None = None,
     ) -> None:
+        self.held = held
         self.capacity, self.rtt_ns, self.greedy, self.queue_ns_max = capacity, rtt_ns, greedy, queue_ns_max
         self.knows_direction = knows_direction
         self.other_ns = 0
@@ -47,7 +50,7 @@ class Link:
     def run(self, seconds: float) -> None:
         for _ in range(int(seconds * 10)):
             limit = self.cut.rate_bytes_per_s
-            rate = self.greedy if limit is None else min(self.greedy, limit)
+            rate = min(one for one in (self.greedy, limit, self.held) if one is not None)
             offered = rate // 10
             passes = min(self.queue + offered, self.capacity // 10)
             self.queue = min(self.queue + offered - passes, self.capacity * self.queue_ns_max // NS_PER_S)
@@ -59,6 +62,7 @@ class Link:
                 sent_bytes_per_s=min(rate, passes * 10),
                 carried_bytes_per_s=passes * 10,
                 now_ns=self.now_ns,
+                held_bytes_per_s=self.held,
             )
             self.queues_ns.append(self.queue_ns)
             self.rtts_ns.append(self.rtt_now_ns)
@@ -125,6 +129,20 @@ def test_a_link_that_never_queues_is_never_limited() -> None:
     link.run(60)
     assert link.cut.cuts == 0
     assert link.cut.rate_bytes_per_s is None
+
+
+@pytest.mark.parametrize("share", [1.1, 1.5, 4, 30])
+def test_a_line_that_carries_less_than_the_budget_is_found(share: float) -> None:
+    capacity = 300_007
+    link = Link(capacity, 8 * MS, held=int(capacity * share))
+    link.cut.begin(rtt_min_ns=8 * MS, now_ns=link.now_ns)
+    link.run(15)
+    link.queues_ns.clear()
+    link.carried.clear()
+    link.run(60)
+    late = [queue for queue in link.queues_ns if queue > 80 * MS]
+    assert len(late) <= len(link.queues_ns) // 50, "a piece takes 55 ms there"
+    assert sum(link.carried) >= len(link.carried) * capacity * 85 // 100
 
 
 def test_work_on_a_long_link_begins_with_little_and_soon_fills_it() -> None:
@@ -558,3 +576,93 @@ def test_a_queue_that_is_gone_before_its_cut_can_show_says_nothing_about_the_lin
             now_ns=tick * TICK_NS // 2,
         )
     assert (cut.rate_bytes_per_s or 0) > 2 * before, "in three seconds: growth did not begin with a percent"
+
+
+# ---- a slow line that several peers share, within a budget -----------------------------------------------------------
+
+HELD = 280_000
+
+
+class Held:
+    """Work in bursts on a link of 8 ms, of which the budget lets HELD bytes/s through."""
+
+    def __init__(self) -> None:
+        self.cut = DelayCut()
+        self.now_ns = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.cut.begin(rtt_min_ns=8 * MS, now_ns=self.now_ns)
+
+    def tell(self, *, queue_ms: int, carried: int, sent: int = HELD, held: int | None = HELD) -> int | None:
+        self.now_ns += TICK_NS
+        self.cut.measured(
+            rtt_ns=(8 + queue_ms) * MS,
+            rtt_min_ns=8 * MS,
+            queue_ns=queue_ms * MS,
+            sent_bytes_per_s=sent,
+            carried_bytes_per_s=carried,
+            now_ns=self.now_ns,
+            held_bytes_per_s=held,
+        )
+        return self.cut.rate_bytes_per_s
+
+
+def test_a_queue_of_one_piece_of_what_is_sent_is_none() -> None:
+    link = Held()
+    link.tell(queue_ms=50, carried=200_000)
+    assert link.cut.cuts == 0
+    link = Held()
+    link.tell(queue_ms=50, carried=200_000, held=None)
+    assert link.cut.cuts == 1
+
+
+def test_a_queue_while_the_budget_holds_us_back_teaches_nothing_of_the_link() -> None:
+    """What was carried was what there was to carry, and the queue is made by others as well."""
+    link = Held()
+    link.tell(queue_ms=0, carried=200_000)
+    for carried in (16_000, 90_000, 200_000, 50_000, 16_000, 30_000):
+        least = link.tell(queue_ms=90, carried=carried)
+    assert 1 <= link.cut.cuts <= 2
+    assert (least or 0) >= HELD // 3
+    for _ in range(50):
+        link.tell(
+            queue_ms=0, carried=link.cut.rate_bytes_per_s or HELD, sent=min(link.cut.rate_bytes_per_s or HELD, HELD)
+        )
+    assert (link.cut.rate_bytes_per_s or HELD) >= HELD, "in five seconds of work nothing is left of it"
+
+
+def test_a_search_that_the_budget_holds_back_is_in_no_haste() -> None:
+    link = Held()
+    assert link.cut.is_hasty
+    link.tell(queue_ms=0, carried=200_000)
+    assert not link.cut.is_hasty
+
+
+def test_a_trickle_that_a_peer_grants_is_not_what_the_link_carries() -> None:
+    link = Held()
+    for _ in range(4):
+        link.tell(queue_ms=0, carried=HELD)
+    for _ in range(4):
+        rate = link.tell(queue_ms=200, sent=8_000, carried=8_000, held=8_000)
+    assert link.cut.cuts == 1
+    assert (rate or HELD) >= HELD // 2
+
+
+def test_a_second_of_work_that_the_link_holds_back_is_believed() -> None:
+    link = Held()
+    for _ in range(12):
+        link.tell(queue_ms=0, carried=50_000, sent=50_000)
+    for _ in range(4):
+        rate = link.tell(queue_ms=400, carried=50_000, sent=50_000)
+    assert (rate or HELD) < 60_000
+
+
+def test_after_a_short_burst_what_was_carried_is_not_believed_at_once() -> None:
+    steps = Steps()
+    steps.cut.begin(rtt_min_ns=40 * MS, now_ns=steps.now_ns)
+    steps.tell(sent=300_000, carried=20_000)
+    before = steps.rate
+    steps.tell(queue_ms=40, sent=300_000, carried=20_000)
+    assert steps.cut.cuts == 2
+    assert steps.rate == before * 7 // 10

@@ -88,11 +88,14 @@ class LinkWatch:
 
     # ---- rates and the queue -----------------------------------------------------------------------------------------
 
-    def taken(self, link: LinkCounters, *, is_busy: bool, at_ns: int, now_ns: int) -> bool:
+    def taken(
+        self, link: LinkCounters, *, is_busy: bool, held_bytes_per_s: int | None, at_ns: int, now_ns: int
+    ) -> bool:
         """Take what was counted.
 
         Args:
             is_busy: something is on its way.
+            held_bytes_per_s: what budget and grant let through to the peer; None: no limit.
             at_ns: until when it was counted; now_ns may be later.
 
         Returns:
@@ -118,10 +121,12 @@ class LinkWatch:
         self.rate_bytes_per_s = max(sent, self.rate_bytes_per_s - self.rate_bytes_per_s // 8)
         if not link.rtt_min_ns:
             return False
-        self._measured(link, sent, carried, at_ns=at_ns, now_ns=now_ns)
+        self._measured(link, sent, carried, held_bytes_per_s, at_ns=at_ns, now_ns=now_ns)
         return True
 
-    def _measured(self, link: LinkCounters, sent: int, carried: int, *, at_ns: int, now_ns: int) -> None:
+    def _measured(
+        self, link: LinkCounters, sent: int, carried: int, held: int | None, *, at_ns: int, now_ns: int
+    ) -> None:
         recent_ns = hasty_ns(link.rtt_min_ns) if self.delay.is_hasty else RECENT_NS
         self.delay.measured(
             rtt_ns=link.rtt_ns,
@@ -129,6 +134,7 @@ class LinkWatch:
             queue_ns=self.one_way.queue_ns(now_ns=now_ns, recent_ns=recent_ns),
             sent_bytes_per_s=sent,
             carried_bytes_per_s=carried,
+            held_bytes_per_s=held,
             now_ns=at_ns,
         )
         if self.delay.is_in_vain:

@@ -412,8 +412,13 @@ class Pacer:
             return
         self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
         self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
-        if state.link.taken(link, is_busy=state.transfers > 0, at_ns=at_ns, now_ns=now_ns):
+        held = self._egress.held_bytes_per_s(peer, beside=self._busy(peer))
+        if state.link.taken(link, is_busy=state.transfers > 0, held_bytes_per_s=held, at_ns=at_ns, now_ns=now_ns):
             self._follow_delay(peer, state, now_ns)
+
+    def _busy(self, peer: str) -> int:
+        """How many other peers something is on its way to."""
+        return sum(state.transfers > 0 for name, state in self._peers.items() if name != peer)
 
     def _follow_delay(self, peer: str, state: _PeerState, now_ns: int) -> None:
         self._egress.set_limit(peer, LimitSource.DELAY, state.link.delay.rate_bytes_per_s, now_ns=now_ns)

@@ -322,6 +322,17 @@ class EgressBudget:
         rates = (self._region.rate_bytes_per_s, self._peers[peer].bucket.rate_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
 
+    def held_bytes_per_s(self, peer: str, *, beside: int) -> int | None:
+        """What this peer may get by everything but the limit for delay; None: no limit.
+
+        Args:
+            beside: how many other peers there is something to send to; they have shares of the region's ceiling.
+        """
+        rates = [limit for source, limit in self._peers[peer].limits.items() if source is not LimitSource.DELAY]
+        if self._region.rate_bytes_per_s is not None:
+            rates.append(max(1, self._region.rate_bytes_per_s // (beside + 1)))
+        return min(rates, default=None)
+
     def piece_bytes(self, peer: str) -> int:
         """How much to hand to this peer's link at once."""
         return piece_bytes(self.rate_bytes_per_s(peer))

@@ -25,7 +25,8 @@ EXCESS_NS_MIN: Final = 20_000_000
 """A shorter queue is none: on a short link 1.5 times the least is less than the noise of a busy machine."""
 
 QUEUE_NS: Final = 12_000_000
-"""On a long link, where our own direction is known, a longer queue is cut; and one longer than a piece of bulk."""
+"""On a long link, where our own direction is known, a longer queue is cut; and one longer than a piece of bulk takes at
+the rate that we send with: on a slow line the pieces of several peers meet."""
 
 CALM: Final = 3
 """While the queue is longer than a third of what is cut, nothing grows."""
@@ -58,6 +59,17 @@ the queue of our own direction after another RECENT_NS."""
 IN_VAIN_CUTS: Final = 6
 """A queue of ours is drained by one or two cuts, by four where the line has become far slower; one that stands after so
 many is a longer way, or somebody else's."""
+
+LITTLE_PPM: Final = 700_000
+"""Of the rate after a cut when little is known of what the link carries: less than a second of work lies behind it, or
+something else held us back, and what was carried is what there was to carry."""
+
+TRICKLE_FACTOR: Final = 8
+"""What lets through a smaller part than this of what was carried of late, like the grant of a peer that takes us for
+idle, will soon let through more; and the queue is not ours."""
+
+HELD_PPM: Final = 800_000
+"""But the link is what holds us back if less than this part of what everything else lets through was carried."""
 
 DOUBT_NUMERATOR: Final = 4
 DOUBT_DENOMINATOR: Final = 5
@@ -145,6 +157,7 @@ class DelayCut:
         self._cut_at_ns = 0
         self._cut_again_at_ns = 0
         self._cuts_in_a_row = 0  # of our own direction, without its queue having been gone in between
+        self._held: int | None = None  # what everything else lets through
         self._unknown_ns = 0  # for how long our own direction has not been known
         self._is_long = False
         self.cuts = 0
@@ -163,7 +176,8 @@ class DelayCut:
     @property
     def is_hasty(self) -> bool:
         """Whether the rate changes so fast that queues must be seen sooner: ask more often, over a shorter time."""
-        return self._rate is not None and (self._is_draining or self._grown_ppm > HASTY_PPM_PER_S)
+        is_fast = self._grown_ppm > HASTY_PPM_PER_S and not self._is_held
+        return self._rate is not None and (self._is_draining or is_fast)
 
     @property
     def is_in_vain(self) -> bool:
@@ -207,6 +221,7 @@ class DelayCut:
         sent_bytes_per_s: int,
         carried_bytes_per_s: int,
         now_ns: int,
+        held_bytes_per_s: int | None = None,
     ) -> None:
         """How long a round trip takes now, at least, and what went out to the peer meanwhile.
 
@@ -214,7 +229,9 @@ class DelayCut:
             rtt_ns, rtt_min_ns: of the link, positive. queue_ns: in our own direction; None: not known.
             sent_bytes_per_s: since the last call.
             carried_bytes_per_s: what was acknowledged since the last call: with a queue, what the link can carry.
+            held_bytes_per_s: what budget and grant let through to the peer; None: no limit.
         """
+        self._held = held_bytes_per_s
         elapsed_ns = min(max(0, now_ns - self._at_ns), NS_PER_S)
         self._at_ns = now_ns
         self._unknown_ns = self._unknown_ns + elapsed_ns if queue_ns is None else 0
@@ -258,7 +275,13 @@ class DelayCut:
     def _queue_limit_ns(self, rtt_min_ns: int) -> int:
         if rtt_min_ns < LONG_RTT_NS or self._rate is None:
             return EXCESS_NS_MIN
-        return max(QUEUE_NS, piece_bytes(self._rate) * NS_PER_S // self._rate)
+        rate = self._held if self._held is not None and self._is_held else self._rate
+        return max(QUEUE_NS, piece_bytes(rate) * NS_PER_S // rate)
+
+    @property
+    def _is_held(self) -> bool:
+        """Whether something else lets through less than the limit here."""
+        return self._held is not None and (self._rate is None or self._held <= self._rate)
 
     def _is_told(self, sent_bytes_per_s: int, *, is_own: bool) -> bool:
         """Whether a long queue is to be cut for. Without our own direction what the socket still held when the rate was
@@ -271,6 +294,9 @@ class DelayCut:
 
     def _cut(self, excess_ns: int, rtt_ns: int, *, is_own: bool, now_ns: int) -> None:
         is_hasty = is_own and self.is_hasty
+        if is_own and not is_hasty and self._knows_little:
+            self._cut_a_little(rtt_ns, now_ns)
+            return
         if is_own:
             # Work that has just begun may have too little behind it for the first two.
             known = (self._carried.full or self._carried.most) if is_hasty else 0
@@ -286,9 +312,33 @@ class DelayCut:
         self._learn(max(carried, self._rate))
         self._is_draining = self._is_rough = is_hasty
         self._growth_ppm = self._grown_ppm = NEAR_GROWTH_PPM_PER_S if is_hasty else GROWTH_PPM_PER_S
+        self._was_cut(rtt_ns, is_own=is_own, now_ns=now_ns)
+
+    def _was_cut(self, rtt_ns: int, *, is_own: bool, now_ns: int) -> None:
         self._cut_at_ns = now_ns
         self._cut_again_at_ns = now_ns + max(2 * rtt_ns, CUT_PAUSE_NS_MIN) + (RECENT_NS if is_own else 0)
         self.cuts += 1
+
+    @property
+    def _knows_little(self) -> bool:
+        """Whether what was carried says little of the link."""
+        if self._rate is None and self._held is None:
+            return False
+        if not self._carried.is_whole:
+            return True
+        return self._held is not None and self._is_held and self._carried_lately() * PPM >= self._held * HELD_PPM
+
+    def _cut_a_little(self, rtt_ns: int, now_ns: int) -> None:
+        """Send less than now; and grow back fast, for nothing was learnt."""
+        base = self._rate or 0
+        if self._held is not None and self._is_held:
+            base = self._held if self._held * TRICKLE_FACTOR >= self._peak else self._peak
+        rate = max(base * LITTLE_PPM // PPM, RATE_BYTES_PER_S_MIN)
+        self._rate = rate if self._rate is None else min(rate, self._rate)
+        self._cruise, self._is_draining, self._is_rough = 0, False, False
+        self._growth_ppm = self._grown_ppm = HASTY_PPM_PER_S
+        self._cuts_in_a_row += 1
+        self._was_cut(rtt_ns, is_own=True, now_ns=now_ns)
 
     def _carried_lately(self) -> int:
         return self._carried.lately(CARRIED_FREE_NS if self.is_searching else CARRIED_NS)
