@@ -13,6 +13,7 @@
     |   +-- PeerIncompatible   another run, version or manifest; names the field that differs
     +-- PeersUnreachable       nobody answers; exit code 5
     +-- StorageError           disk: full, damaged, in use; exit code 6
+    |   +-- DiskRefused        full, read-only, failing: what is there stays as it is, and another try may go through
     |   +-- LedgerLost         entries that were durable can't be read any more: trying again does not help
     +-- RecoveryFailed         state can't be completed from disk and peers; exit code 6
     +-- SupersededError        a newer process has this identity, or another version runs; exit code 7
@@ -79,6 +80,10 @@ class StorageError(DilocoError):
     """The state folder can't be read or written, or what is in it is damaged."""
 
     exit_code = 6
+
+
+class DiskRefused(StorageError):
+    """The kernel refused to read or write: full, read-only, failing. Another try may go through."""
 
 
 class LedgerLost(StorageError):

@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from diloco_node.errors import StorageError
 from diloco_node.memory import request_area
 from diloco_node.node import supervisor
-from diloco_node.node.supervisor import SupervisorSpec, run_supervisor
+from diloco_node.node.supervisor import DISK_CODE, SupervisorSpec, run_supervisor
 
 PATIENCE_S = 180.0
 
@@ -84,6 +85,31 @@ def test_daemon_that_crashes_is_started_again_while_the_learner_goes_on(tmp_path
     assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
     assert len(lives(tmp_path, "daemon")) == 4
     assert len(lives(tmp_path, "learner")) == 1
+
+
+def test_a_disk_that_refuses_is_tried_again_while_the_learner_goes_on(tmp_path: Path) -> None:
+    daemon = NOTE + (
+        "life = note('daemon')\n"
+        "wait_for('learner', 1)\n"
+        "if life == 1: os.kill(os.getpid(), 9)\n"
+        f"if life < 4: sys.exit({DISK_CODE})\n"
+    )
+    learner = NOTE + "note('learner')\nwait_for('daemon', 4)"
+    assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
+    assert len(lives(tmp_path, "daemon")) == 4
+    assert len(lives(tmp_path, "learner")) == 1
+
+
+def test_a_disk_that_refuses_after_a_long_first_life_is_tried_again(tmp_path: Path) -> None:
+    daemon = NOTE + f"sys.exit({DISK_CODE} if note('daemon') == 1 else 0)"
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, WAIT), healthy_s=0.0, finish_s=0.0)) == 0
+    assert len(lives(tmp_path, "daemon")) == 2
+
+
+def test_a_disk_that_refuses_at_the_first_start_ends_the_region(tmp_path: Path) -> None:
+    daemon = NOTE + f"note('daemon')\nsys.exit({DISK_CODE})"
+    assert run_supervisor(spec(tmp_path, daemon, WAIT)) == 6
+    assert len(lives(tmp_path, "daemon")) == 1
 
 
 def test_learner_that_crashes_is_started_again_while_the_daemon_goes_on(tmp_path: Path) -> None:

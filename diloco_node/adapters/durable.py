@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from diloco_node.errors import StorageError
+from diloco_node.errors import DiskRefused
 
 TMP_SUFFIX: Final = ".tmp"
 _IOV_MAX: Final = 512
@@ -30,10 +30,10 @@ _REMEDIES: Final = {
 }
 
 
-def disk_error(what: str, path: Path, error: OSError) -> StorageError:
+def disk_error(what: str, path: Path, error: OSError) -> DiskRefused:
     """The error to raise for an OSError: what failed, where, why, and what to do."""
     remedy = _REMEDIES.get(error.errno or 0, f"{error.strerror or error}: look at the disk and its mount")
-    return StorageError(f"can't {what} {path}: {remedy}")
+    return DiskRefused(f"can't {what} {path}: {remedy}")
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from diloco_node.errors import DilocoError
+from diloco_node.errors import DilocoError, DiskRefused
 from diloco_node.node.allocator import keep_freed_memory
 from diloco_node.node.daemon import Daemon
 from diloco_node.node.logs import set_up_logs
 from diloco_node.node.spec import NodeSpec
+from diloco_node.node.supervisor import DISK_CODE
 
 
 def main(arguments: list[str]) -> int:
@@ -29,8 +30,9 @@ def main(arguments: list[str]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Daemon(spec).run())
     except DilocoError as error:
-        log.error("stopped", reason=str(error), exit_code=error.exit_code)
-        return error.exit_code
+        exit_code = DISK_CODE if isinstance(error, DiskRefused) else error.exit_code
+        log.error("stopped", reason=str(error), exit_code=exit_code)
+        return exit_code
 
 
 if __name__ == "__main__":

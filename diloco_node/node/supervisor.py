@@ -6,8 +6,10 @@ while), the other goes on. Standard library only, so that the parent is small an
 How it ends (`run_supervisor`'s result is the exit code):
 
 - the daemon exits 0: it finished the run, or was told to. The learner gets time to end by itself, then is stopped; 0.
-- the daemon exits with a code that a restart does not cure (2 settings, 3 bind at its first start, 4 identity, 6 state,
-  7 superseded): the learner is stopped; that code.
+- the daemon exits with a code that a restart does not cure (2 settings, 3 bind at its first start, 4 identity, 6 a
+  damaged state, 7 superseded): the learner is stopped; that code.
+- the disk refuses (full, read-only, failing): 6 if that is so at the daemon's first start. Later the learner goes on,
+  and the daemon is started again until the disk takes what it writes.
 - the learner exits 2 before it was ever healthy (a wrong setting, a missing data path): the daemon is stopped; 2.
 - SIGTERM or SIGINT: the learner is stopped, then the daemon, each with SIGTERM, a deadline, SIGKILL; 0.
 - the learner exits 0: it is done and not started again; the daemon goes on serving the other regions.
@@ -43,6 +45,10 @@ FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 BIND_CODE: Final = 3
 """Final at the daemon's first start; later its own old connections may linger, and it tries again."""
 
+DISK_CODE: Final = os.EX_TEMPFAIL
+"""The daemon's when the disk refuses: a full disk must not stop a training that has begun."""
+
+STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
 LOG_BYTES_MAX: Final = 32 * 2**20
 """A child's log is rotated here; one older file is kept."""
@@ -347,6 +353,8 @@ class _Supervisor:
         if child is self._daemon:
             if code == 0 or code in FINAL_CODES or (code == BIND_CODE and child.starts == 1):
                 return code
+            if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s:
+                return STORAGE_CODE
             return None
         child.is_done = code == 0
         # A learner that never came up and says that its settings are wrong would say so for ever.
