@@ -120,7 +120,8 @@ def test_what_fits_says_the_slack_and_the_least() -> None:
     assert "% slack" in text
     # A round: 0.16 s of delays, 1 s of boundaries, 5e9 x 8.25 x 3/4 x 1.06 / 24 bits in 0.34 s; 12 of them are 18.02 s.
     assert "H could be as low as 19." in text
-    assert "The least budget that keeps this schedule is" in text
+    # Twice 24 s for 24 rounds of 1.16 s and 170.8 MB: 0.84 s for each transfer.
+    assert "The least budget that keeps this schedule is 1.63 Gbit/s in and out of every region." in text
     assert "Any one of these" not in text
 
 
@@ -375,7 +376,12 @@ def test_a_large_mesh_shows_its_busiest_lines(tmp_path: Path) -> None:
         (lambda mesh: mesh["pairs"][1].update({"rtt_seconds": True}), "rtt_seconds is True"),
         (lambda mesh: mesh.update({"regions": ["a"]}), "from 2 to 64 regions"),
         (lambda mesh: mesh.update({"regions": "ab"}), "no list of names"),
-        (lambda mesh: mesh.update({"pairs": 3}), "it must be"),
+        (lambda mesh: mesh.update({"pairs": 3}), "pairs is no list of objects; it must be"),
+        (lambda mesh: mesh["pairs"].append("a to b"), "pairs is no list of objects"),
+        (
+            lambda mesh: mesh.update({"failures": ["?", {**mesh["pairs"].pop(), "error": "a has\nno link to b"}]}),
+            "pair b to a is missing (it could not be measured: a has no link to b)",
+        ),
     ],
 )
 def test_a_bad_mesh_says_what_is_wrong(
@@ -403,7 +409,7 @@ def test_a_bad_mesh_says_what_is_wrong(
         (["-n", "0"], "whole number from 1"),
         (["-n", "1.5"], "whole number from 1"),
         (["-n", "nan"], "whole number from 1"),
-        (["-n", "23"], "can't be cut into 24 fragments"),
+        (["-n", "23"], "can't be cut into 24 fragments: give --fragments 23 or less"),
         (["-n", "5B", "--budget", "2"], "--budget is '2': it has no unit"),
         (["-n", "5B", "--egress", "2Gbps"], "--egress is '2Gbps': unit 'Gbps' is unknown"),
         (["-n", "5B", "--step-time", "1"], "--step-time is '1': it has no unit"),
@@ -412,11 +418,14 @@ def test_a_bad_mesh_says_what_is_wrong(
         (["-n", "5B", "--sync-every", "2"], "--overlap-steps is 2: it must be less than --sync-every, 2"),
         (["-n", "5B", "--overhead", "6"], "--overhead is '6': write a part of the payload"),
         (["-n", "5B", "--overhead", "x%"], "--overhead is 'x%'"),
-        (["-n", "5B", "--mesh", "none.json"], "--mesh none.json can't be read"),
+        (["-n", "5B", "--mesh", "none.json"], "--mesh none.json can't be read (No such file or directory)"),
+        (["-n", "5B", "--mesh", "/dev/null"], "--mesh /dev/null is no JSON"),
+        (["-n", "5B", "--mesh", "list.json"], "--mesh list.json: it is no JSON object"),
         (["--state", "."], "no node.json in it"),
     ],
 )
 def test_wrong_usage_is_one_line(arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("list.json").write_text("[]")
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert hint in error

@@ -69,7 +69,10 @@ class Source:
             is_cut_so = len(self.manifest.fragments) == fragments
             return fragment_sizes(self.manifest if is_cut_so else build_manifest(self.manifest.tensors, fragments))
         if self.values < fragments:
-            raise ConfigError(f"{self.values} parameters ({self.origin}) can't be cut into {fragments} fragments")
+            raise ConfigError(
+                f"{self.values} parameters ({self.origin}) can't be cut into {fragments} fragments: give --fragments "
+                f"{self.values} or less"
+            )
         return even_sizes(self.values, fragments)
 
 
@@ -267,10 +270,12 @@ def read_mesh(path: Path) -> Mesh:
     """
     try:
         if path.stat().st_size > MESH_BYTES_MAX:
-            raise ValueError(f"it is larger than {MESH_BYTES_MAX} bytes")
+            raise ValueError(f"it has more than {MESH_BYTES_MAX} bytes")
         document = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--mesh {path} can't be read: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"--mesh {path} can't be read ({error.strerror}): `measure mesh --out` writes one") from error
+    except ValueError as error:
+        raise ConfigError(f"--mesh {path} is no JSON ({error}): `measure mesh --out` writes one") from error
     try:
         return _mesh(document)
     except (KeyError, TypeError, ValueError) as error:
@@ -279,6 +284,8 @@ def read_mesh(path: Path) -> Mesh:
 
 
 def _mesh(document: Any) -> Mesh:
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
     regions = document["regions"]
     if not isinstance(regions, list) or not all(isinstance(name, str) for name in regions):
         raise ValueError("regions is no list of names")
@@ -286,7 +293,10 @@ def _mesh(document: Any) -> Mesh:
         raise ValueError(f"it needs from 2 to {MESH_REGIONS_MAX} regions, each once")
     rtt_ns: dict[tuple[str, str], int] = {}
     goodput: dict[tuple[str, str], int] = {}
-    for entry in document["pairs"]:
+    pairs = document["pairs"]
+    if not isinstance(pairs, list) or not all(isinstance(entry, dict) for entry in pairs):
+        raise ValueError("pairs is no list of objects")
+    for entry in pairs:
         pair = entry["from"], entry["to"]
         if pair in rtt_ns or pair[0] == pair[1] or not set(pair) <= set(regions):
             raise ValueError(f"pair {pair[0]} to {pair[1]} is there twice, or not of two regions")
@@ -296,8 +306,17 @@ def _mesh(document: Any) -> Mesh:
             raise ValueError(f"pair {pair[0]} to {pair[1]}: bytes_per_second is 0, they don't reach each other")
     missing = sorted((a, b) for a in regions for b in regions if a != b and (a, b) not in rtt_ns)
     if missing:
-        raise ValueError(f"pair {missing[0][0]} to {missing[0][1]} is missing")
+        raise ValueError(f"pair {missing[0][0]} to {missing[0][1]} is missing{_failure(document, missing[0])}")
     return Mesh(tuple(sorted(regions)), rtt_ns, goodput)
+
+
+def _failure(document: Mapping[str, Any], pair: tuple[str, str]) -> str:
+    """Why a pair was not measured, if `measure mesh` said so."""
+    failures = document.get("failures")
+    for one in failures if isinstance(failures, list) else ():
+        if isinstance(one, dict) and (one.get("from"), one.get("to")) == pair:
+            return f" (it could not be measured: {' '.join(str(one.get('error')).split())})"
+    return ""
 
 
 def _number(entry: Mapping[str, Any], key: str, pair: tuple[str, str], highest: float) -> float:

@@ -92,9 +92,9 @@ def sync_every_min(plan: Plan) -> int | None:
 def budget_min(workload: Workload, network: Network) -> int | None:
     """The smallest egress and ingress, in wire bytes per second of every region, that keeps the schedule.
 
-    Limits of the network that are higher stay as they are. None: links or delays are what is too slow.
+    The same for all of them, whatever each has now. None: links or delays are what is too slow.
     """
-    return _least(lambda rate: fits(workload, network.with_budget_at_least(rate)), low=1, high=RATE_MAX)
+    return _least(lambda rate: fits(workload, network.with_budget(rate)), low=1, high=RATE_MAX)
 
 
 def fits(workload: Workload, network: Network) -> bool:
@@ -166,7 +166,10 @@ def _codec_change(plan: Plan, chosen: RunSettings) -> Change:
 
 def _larger_budget(plan: Plan) -> Change | None:
     limits = (*plan.network.egress.values(), *plan.network.ingress.values())
-    needed = budget_min(plan.workload, plan.network) if limits else None
+    if not limits:
+        return None
+    # Those of the regions that have more stay as they are.
+    needed = _least(lambda rate: fits(plan.workload, plan.network.with_budget_at_least(rate)), low=1, high=RATE_MAX)
     if needed is None or needed <= min(limits):
         return None
     text = f"at least {format_rate(needed)} in and out of every region; the least now is {format_rate(min(limits))}"

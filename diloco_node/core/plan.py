@@ -128,6 +128,12 @@ class Network:
         """Something can be too slow."""
         return bool(self.egress or self.ingress or self.links)
 
+    def with_budget(self, bytes_per_s: int) -> Network:
+        """The same, with this for every region's egress and ingress that has a limit."""
+        return replace(
+            self, egress=dict.fromkeys(self.egress, bytes_per_s), ingress=dict.fromkeys(self.ingress, bytes_per_s)
+        )
+
     def with_budget_at_least(self, bytes_per_s: int) -> Network:
         """The same, with every region's egress and ingress that is lower raised to this."""
         return replace(
