@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ def test_without_root_every_command_says_what_to_do(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(sys, "argv", ["/home/me/my venv/bin/diloco-node", "wan", *arguments])
     assert main(["wan", *arguments]) == 2
     error = capsys.readouterr().err
     assert "need root" in error
-    assert "sudo" in error
+    assert "sudo '/home/me/my venv/bin/diloco-node' wan" in error
     assert error.count("\n") == 1
 
 
@@ -245,13 +247,13 @@ class TestReal:
             "cut a <- b",
             "changed b",
         ]
-        assert tell("status", "--name", name)["conditions"] == ["cut a <- b", "changed b"]
+        assert tell("status", "--name", name.upper())["conditions"] == ["cut a <- b", "changed b"]
         assert tell("heal", "b", "--name", name) == {"conditions": [], "healed": 2}
         assert main(["wan", "status", "--name", name]) == 0
         assert "in force: nothing, all links are as in the file" in capsys.readouterr().out
         assert main(["wan", "set", "a", "--name", name]) == 2
         assert "nothing to set" in capsys.readouterr().err
-        assert main(["wan", "down", name]) == 0
+        assert main(["wan", "down", f"{name[:1]}-{name[1:]}"]) == 0
         assert "removed" in capsys.readouterr().out
         assert namespaces_of(name) == []
         assert main(["wan", "down", name]) == 2

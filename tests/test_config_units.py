@@ -29,6 +29,8 @@ def test_rates_are_exact_and_a_part_of_a_byte_is_dropped(text: str, bytes_per_s:
     [
         (2, 'no unit; write "2Mbit/s" or "2MB/s"'),
         ("2", "no unit"),
+        (0, "no rate"),
+        ("0.0", "no rate"),
         (2.5, "no unit"),
         (True, "must be a rate"),
         (None, "must be a rate"),

@@ -109,7 +109,7 @@ def test_two_commands_in_one_write_are_two_commands(served: Served, path: Path) 
 
 
 def test_nobody_there_is_one_clear_error(path: Path) -> None:
-    with pytest.raises(PeersUnreachable, match="does not answer"):
+    with pytest.raises(PeersUnreachable, match=f"does not answer .* diloco-node wan down {path.stem}$"):
         request(path, {"do": "status"})
 
 

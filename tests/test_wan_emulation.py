@@ -20,7 +20,17 @@ import pytest
 
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.wan import emulation, probe
-from diloco_node.wan.namespaces import create, existing, namespaces_of, places, processes_in, remove, run_name, run_of
+from diloco_node.wan.namespaces import (
+    create,
+    existing,
+    named,
+    namespaces_of,
+    places,
+    processes_in,
+    remove,
+    run_name,
+    run_of,
+)
 from diloco_node.wan.state import STATE_FOLDER, EmulationState, runs, start_ticks, state_file
 from diloco_node.wan.tun import inside
 
@@ -375,6 +385,11 @@ def test_names_tell_their_run_and_others_are_never_ours() -> None:
             remove(other)
     assert run_name("us-4") == "us4"
     assert run_name("World 8") == "world8"
+    assert [named(text, ["us4", "x"]) for text in ("us4", "us-4", "US 4", "x", "us5", "")] == ["us4"] * 3 + [
+        "x",
+        None,
+        None,
+    ]
     for text in ("", "4", "--"):
         with pytest.raises(ConfigError, match="--name"):
             run_name(text)

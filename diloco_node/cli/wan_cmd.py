@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,16 +69,16 @@ def down(
 ) -> None:
     """Remove an emulation: its keeper, namespaces and files, also after a crash. Nothing else is touched."""
     from diloco_node.wan import emulation, state
-    from diloco_node.wan.namespaces import PROBE
+    from diloco_node.wan.namespaces import PROBE, named
 
     _need_root()
     known = state.runs()
     if everything:
         wanted = known
     elif name is not None:
-        wanted = [name]
-    elif len(named := [run for run in known if not run.startswith(PROBE)]) <= 1:
-        wanted = named
+        wanted = [named(name, known) or name]
+    elif len(lasting := [run for run in known if not run.startswith(PROBE)]) <= 1:
+        wanted = lasting
     else:
         raise ConfigError(f"several emulations are there: {', '.join(known)}; name one, or give --all")
     if not wanted:
@@ -189,7 +190,8 @@ def _need_root() -> None:
     from diloco_node.wan.emulation import NEED_ROOT
 
     if os.geteuid() != 0:
-        raise ConfigError(f"{NEED_ROOT}: sudo {Path(sys.argv[0]).name} wan ...")
+        # With its folder: root's PATH has no virtual environment.
+        raise ConfigError(f"{NEED_ROOT}: sudo {shlex.quote(sys.argv[0])} wan ...")
 
 
 def _measure(state: Any) -> list[dict[str, Any]]:

@@ -33,7 +33,12 @@ def parse_ceiling(value: object) -> Rate:
 
 def parse_ceiling_or_none(text: str) -> int | None:
     """For commands: bytes/s of a rate, None for "none". Raises ValueError as `parse_ceiling`."""
-    return None if text == UNLIMITED else parse_ceiling(text).bytes_per_s
+    if text == UNLIMITED:
+        return None
+    try:
+        return parse_ceiling(text).bytes_per_s
+    except ValueError as error:
+        raise ValueError(f'{error}; "{UNLIMITED}" is no limit') from None
 
 
 def _minute(value: object) -> object:

@@ -108,7 +108,7 @@ def parse_rate(value: object) -> Rate:
         bare = re.fullmatch(r"\d+(\.\d+)?", str(value).strip())
         hint = (
             f'it has no unit; write "{value}Mbit/s" or "{value}MB/s"'
-            if bare
+            if bare and float(bare[0])
             else 'it is no rate; write "2Gbit/s" or "25MB/s"'
         )
         raise ValueError(hint)

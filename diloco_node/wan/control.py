@@ -123,7 +123,7 @@ def request(path: Path, command: Mapping[str, Any], *, timeout_s: float = REQUES
     except OSError as error:
         raise PeersUnreachable(
             f"the control socket {path} does not answer ({error.strerror or error}); if the keeper is gone, "
-            "clean up with: diloco-node wan down"
+            f"clean up with: diloco-node wan down {path.stem}"
         ) from error
     if not line.endswith(b"\n"):
         raise PeersUnreachable(f"the emulation closed its control socket {path}; is it ending?")

@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.wan import control
-from diloco_node.wan.namespaces import PREFIX, PROBE, create, end_processes, namespaces_of, processes_in, remove
+from diloco_node.wan.namespaces import PREFIX, PROBE, create, end_processes, named, namespaces_of, processes_in, remove
 from diloco_node.wan.netem import probe_netem
 from diloco_node.wan.state import EmulationState, remove_all, runs, start_ticks, state_file, stop_keeper
 from diloco_node.wan.topology import load_topology
@@ -199,9 +199,10 @@ def find(run: str | None) -> EmulationState:
             hint = "name one with --name" if known else "start one: diloco-node wan up netem/us-4.toml"
             raise ConfigError(f"emulations on this machine: {there}; {hint}")
         run = known[0]
-    if run not in known:
+    found = named(run, known)
+    if found is None:
         raise ConfigError(f"no emulation {run}; there are: {', '.join(known) or 'none'}")
-    return EmulationState.load(state_file(run))
+    return EmulationState.load(state_file(found))
 
 
 def command(state: EmulationState, what: Mapping[str, Any]) -> dict[str, Any]:

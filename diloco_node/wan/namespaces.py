@@ -62,10 +62,19 @@ def run_name(text: str) -> str:
     Raises:
         ConfigError: nothing usable is left.
     """
-    name = re.sub(r"[^a-z0-9]", "", text.lower())[:16]
+    name = _shortened(text)
     if _RUN.fullmatch(name) is None:
         raise ConfigError(f"{text!r} gives no name for an emulation; name it by --name with letters and digits")
     return name
+
+
+def named(text: str, known: Sequence[str]) -> str | None:
+    """Which of these runs is meant: by its own name, or by one that it was made from (`us-4`); None: none of them."""
+    return next((run for run in (text, _shortened(text)) if run in known), None)
+
+
+def _shortened(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())[:16]
 
 
 def places(run: str, regions: Sequence[str]) -> tuple[Place, ...]:
