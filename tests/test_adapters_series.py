@@ -76,6 +76,24 @@ async def test_without_plain_tcp_the_rest_is_whole() -> None:
     assert (found["failures"], found["plain_error"]) == ([], "no plain TCP beside it: port 7402 is shut")
 
 
+async def test_what_there_is_so_far_is_kept_after_each_test() -> None:
+    kept: list[dict[str, Any]] = []
+
+    async def test(case: FlowCase) -> dict[str, Any]:
+        if case.path == "plain":
+            raise LinkLost("shut")
+        return {"case": case, "bytes_per_second": 1}
+
+    found = await run_series(CASES[:4], test, lambda _: None, kept.append)
+    assert [(len(one["tests"]), bool(one["plain_error"])) for one in kept] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (3, True),
+    ]
+    assert kept[-1] == found
+
+
 async def test_progress_says_what_is_on_and_what_the_last_one_was() -> None:
     said: list[str] = []
 

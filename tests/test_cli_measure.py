@@ -18,6 +18,7 @@ import pytest
 from diloco_node.adapters import flows, probe, probe_server
 from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.probe_server import ProbeServer
+from diloco_node.cli import measure_run
 from diloco_node.cli.main import main
 from diloco_node.cli.measure_run import own_folder
 from diloco_node.cli.plan_inputs import read_mesh
@@ -203,6 +204,58 @@ def test_what_was_measured_before_a_test_failed_is_kept(
 
 
 @pytest.mark.usefixtures("ends")
+def test_what_was_measured_until_ctrl_c_is_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow, pair = probe.ProbeSession.flow, measure_run._pair
+
+    async def interrupted(session: probe.ProbeSession, *given: Any, **how: Any) -> probe.FlowMeasured:
+        if how["body"] == "int4":
+            raise KeyboardInterrupt
+        return await flow(session, *given, **how)
+
+    async def interrupted_at_us(here: Any, addresses: Any, source: str, asked: Any) -> Any:
+        if asked.region == "us":
+            raise KeyboardInterrupt
+        return await pair(here, addresses, source, asked)
+
+    monkeypatch.setattr(probe.ProbeSession, "flow", interrupted)
+    assert main(["measure", "bandwidth", "us", "-r", "asia", "--connections", "1", *QUICK]) == 130
+    said = capsys.readouterr().out
+    assert "TLS, random" in said
+    assert "TLS, int4" not in said
+    assert "ended early: this is what was measured until then" in said
+    monkeypatch.setattr(measure_run, "_pair", interrupted_at_us)
+    assert main(["measure", "mesh", "-r", "asia", "--out", "mesh.json", "--json", *QUICK]) == 130
+    document = json.loads(capsys.readouterr().out)
+    assert [(one["from"], one["to"]) for one in document["pairs"]] == [("asia", "eu")]
+    assert document["ended_early"] is True
+    assert not (folder / "mesh.json").exists(), "half a mesh is none"
+
+
+@pytest.mark.usefixtures("ends")
+def test_round_trips_are_shown_when_those_under_load_fail(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def breaks(*_: Any, **__: Any) -> probe.FlowMeasured:
+        raise LinkLost("us: the stream ended")
+
+    monkeypatch.setattr(probe.ProbeSession, "flow", breaks)
+    assert main(["measure", "latency", "us", "-r", "asia", "--load", *QUICK]) == 5
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()[:2]] == ["load", "none"]
+    assert "us: the stream ended" in said.err
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_mesh_that_can_not_be_written_in_the_end_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["measure", "mesh", "-r", "asia", "--out", "/dev/full", "--json", *QUICK]) == 6
+    said = capsys.readouterr()
+    assert len(json.loads(said.out)["pairs"]) == 6
+    assert "--out /dev/full can't be written (No space left on device): what was measured is above" in said.err
+
+
+@pytest.mark.usefixtures("ends")
 def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = shown(capsys, "mesh", "-r", "asia", "--plain", "--out", "mesh.json", *QUICK)
     assert "…" not in table
@@ -244,6 +297,9 @@ def test_a_mesh_with_a_region_missing_says_which(ends: Ends, folder: Path, capsy
         (("latency", "eu", "-r", "us", "--certs", "none"), 4, "none/us/ca.pem is missing"),
         (("bandwidth", "eu", "-r", "us", "--connections", "1,0"), 2, "--connections is '1,0'"),
         (("bandwidth", "eu", "-r", "us", "--connections", "17"), 2, "numbers from 1 to 16"),
+        (("bandwidth", "eu", "-r", "us", "--connections", ""), 2, "--connections is ''"),
+        (("bandwidth", "eu", "-r", "us", "--most", "64"), 2, "--most bounds a measurement through a running daemon"),
+        (("mesh", "-r", "us", "--alone", "--most", "64"), 2, "bound it with --seconds"),
         (("serve", "-r", "us", "--listen", "7400"), 2, "--listen is '7400': write HOST:PORT"),
         (("mesh", "-r", "us", "--out", "no/where.json"), 2, "--out no/where.json can't be written"),
     ],

@@ -53,6 +53,8 @@ class Region:
     def __init__(self, name: str, folder: Path) -> None:
         self.asked: list[dict[str, Any]] = []
         self.says: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda _: {}
+        self.so_far: dict[str, Any] = {}
+        self.was_seen = asyncio.Event()
         self.folder = folder / name
         self.folder.mkdir(parents=True)
         self._loop = asyncio.new_event_loop()
@@ -60,10 +62,16 @@ class Region:
         handlers = AdminHandlers(dict, str, print, dict, measure=self._measure, pardon=None)
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=self.folder)
 
-    async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None]) -> Mapping[str, Any]:
+    async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None], keep: Any) -> Mapping[str, Any]:
         self.asked.append(dict(document))
         say("round trips")
+        if self.so_far:
+            keep(self.so_far)
+            await self.was_seen.wait()
         return {**self.says(document), "through": "daemon"}
+
+    def go_on(self) -> None:
+        self._loop.call_soon_threadsafe(self.was_seen.set)
 
     def start(self) -> None:
         self._thread.start()
@@ -208,6 +216,29 @@ def test_what_was_measured_before_a_test_failed_is_kept(eu: Region, capsys: pyte
     assert main(["measure", "bandwidth", "us", "--connections", "1,8", "--json"]) == 5
     document = json.loads(capsys.readouterr().out)
     assert (document["tests"], document["failures"]) == ([FLOW], failures)
+
+
+@pytest.mark.parametrize(("how", "code"), [("Ctrl-C", 130), ("the daemon ends", 5), ("an error", 1)])
+def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
+    eu: Region, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, how: str, code: int
+) -> None:
+    eu.so_far = {"from": "eu", "to": "us", "address": None, "seconds": 2.0, "rows": [LATENCY]}
+    eu.says = failing(SystemError("broke") if how == "the daemon ends" else DilocoError("us can't"))  # type: ignore[arg-type]
+    follow = measure_daemon._follow
+
+    def followed(answer: Any, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        def kept(document: dict[str, Any]) -> None:
+            keep(document)
+            eu.go_on()
+            if how == "Ctrl-C":
+                raise KeyboardInterrupt
+
+        return follow(answer, say, kept)
+
+    monkeypatch.setattr(measure_daemon, "_follow", followed)
+    assert main(["measure", "latency", "us", "--load", "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert document == {**eu.so_far, "ended_early": True}
 
 
 def test_the_mesh_of_a_daemon_is_what_plan_reads(eu: Region, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -427,7 +427,10 @@ async def test_bandwidth_with_connections_and_plain_tcp_as_a_document(regions: R
     ]
     assert (over_link["over"], over_link["plain_error"]) == ("link", None)
     said: list[str] = []
-    own = await a.command().run({**quick, "connections": [2, 1], "reverse": True}, said.append)
+    kept: list[dict[str, Any]] = []
+    own = await a.command().run({**quick, "connections": [2, 1], "reverse": True}, said.append, kept.append)
+    assert [len(one["tests"]) for one in kept] == [1, 2, 3, 4, 5, 6]
+    assert kept[-1] == own
     assert [(one["path"], one["body"], one["connections"]) for one in own["tests"]] == [
         (*one, count) for count in (1, 2) for one in kinds
     ]

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import json
 import secrets
+from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +45,9 @@ class AdminHandlers:
         not_ready_reason: "" when the region trains (or has finished), else why not.
         finish: ask the run to end after one last round per fragment; the argument is the reason.
         set_budget: change the bandwidth budget (`node.budget.changed_plan`); returns the new one. Raises ConfigError.
-        measure: carry out a measurement (`node.measure_command`); calls its second argument with what goes on, returns
-            the document. Cancelled when the caller goes away. Raises DilocoError.
+        measure: carry out a measurement (`node.measure_command`); calls its second argument with what goes on, the
+            third with the document as it is so far; returns the document.
+            Cancelled when the caller goes away. Raises DilocoError.
         pardon: end a peer's quarantine and forget its strikes; whether there was anything. Raises ConfigError.
     """
 
@@ -53,7 +55,10 @@ class AdminHandlers:
     not_ready_reason: Callable[[], str]
     finish: Callable[[str], None]
     set_budget: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    measure: Callable[[Mapping[str, Any], Callable[[str], None]], Coroutine[Any, Any, Mapping[str, Any]]]
+    measure: Callable[
+        [Mapping[str, Any], Callable[[str], None], Callable[[dict[str, Any]], None]],
+        Coroutine[Any, Any, Mapping[str, Any]],
+    ]
     pardon: Callable[[str], bool]
 
 
@@ -184,7 +189,8 @@ class AdminServer:
             return web.json_response({"error": str(error)}, status=400)
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
-        """Lines of JSON while it lasts: {"now": ...} at least every second, at the end {"document"} or {"error"}."""
+        """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the
+        document, at the end {"document"} or {"error"}."""
         if not self._may_command(request):
             return self._refusal()
         try:
@@ -193,11 +199,15 @@ class AdminServer:
             return web.json_response({"error": str(error)}, status=400)
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await answer.prepare(request)
-        now = [""]
-        measuring = asyncio.ensure_future(self._handlers.measure(document, lambda text: now.__setitem__(0, text)))
+        now, so_far = [""], deque[dict[str, Any]](maxlen=1)
+        measuring = asyncio.ensure_future(
+            self._handlers.measure(document, lambda text: now.__setitem__(0, text), so_far.append)
+        )
         try:
             while not (await asyncio.wait([measuring], timeout=PROGRESS_S))[0]:
                 await _write_line(answer, {"now": now[0]})
+                if so_far:
+                    await _write_line(answer, {"so_far": so_far.pop()})
             await _write_line(answer, _outcome(measuring))
             await answer.write_eof()  # who has read the last line may be gone before it
         except ConnectionError:

@@ -8,9 +8,19 @@ from typing import Any
 from diloco_node.adapters.measured import FlowCase, failure_document
 from diloco_node.errors import DilocoError, PeersUnreachable
 
+Keep = Callable[[dict[str, Any]], None]
+"""Takes a document as it would be if the measurement ended here: shown when it is cut short."""
+
+
+def forget(_: dict[str, Any]) -> None:
+    """A `Keep` for those who want the end only."""
+
 
 async def run_series(
-    cases: Sequence[FlowCase], test: Callable[[FlowCase], Awaitable[dict[str, Any]]], say: Callable[[str], None]
+    cases: Sequence[FlowCase],
+    test: Callable[[FlowCase], Awaitable[dict[str, Any]]],
+    say: Callable[[str], None],
+    keep: Keep = forget,
 ) -> dict[str, Any]:
     """Carry out each case, and keep what was measured when others fail.
 
@@ -19,6 +29,7 @@ async def run_series(
 
     Args:
         test: measures one case and returns its document. say: called with what goes on, for people.
+        keep: called after each test with what there is.
 
     Returns:
         A part of the document: "tests", "failures" and "plain_error".
@@ -47,5 +58,10 @@ async def run_series(
                 failed.append((case, error))
             else:
                 raise
+        keep(_found(tests, failed, plain_error))
+    return _found(tests, failed, plain_error)
+
+
+def _found(tests: list[dict[str, Any]], failed: list[tuple[FlowCase, DilocoError]], plain_error: str) -> dict[str, Any]:
     failures = [failure_document(case, error) for case, error in failed]
-    return {"tests": tests, "failures": failures, "plain_error": plain_error or None}
+    return {"tests": list(tests), "failures": failures, "plain_error": plain_error or None}

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from diloco_node.cli.options import ConfigOption
-from diloco_node.errors import PeersUnreachable
+from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 
 if TYPE_CHECKING:
+    from diloco_node.adapters.series import Keep
     from diloco_node.cli.measure_daemon import Running
+    from diloco_node.cli.measure_run import HowLong
 
 app = typer.Typer(
     help="Round trips and goodput between regions, by the path that a run would take.",
@@ -115,20 +121,26 @@ def latency(
     """
     from diloco_node.cli import measure_run
 
-    daemon = _daemon(config, region, peer, alone=alone, certs=certs)
-    if daemon is not None:
-        document = _ask(daemon, {"what": "latency", "peer": peer, "load": load}, seconds, warm_up, most)
-    else:
-        here = measure_run.Here.find(config, certs, region)
-        how_long = measure_run.HowLong(seconds, warm_up)
-        document = measure_run.run(lambda: measure_run.latency(here, peer, how_long, is_loaded=load))
+    show = partial(_show_latency, as_json=as_json)
+    daemon = _daemon(config, region, peer, most, alone=alone, certs=certs)
+    how_long = measure_run.HowLong(seconds, warm_up)
+    with _kept(show) as keep:
+        if daemon is not None:
+            document = _ask(daemon, {"what": "latency", "peer": peer, "load": load}, how_long, most, keep)
+        else:
+            here = measure_run.Here.find(config, certs, region)
+            document = measure_run.run(lambda: measure_run.latency(here, peer, how_long, is_loaded=load, keep=keep))
+    show(document)
+
+
+def _show_latency(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document, indent=1))
         return
     from diloco_node.cli.console import table_console
     from diloco_node.cli.measure_view import LOSS_NOTE, latency_table
 
-    table_console().print(latency_table(document), LOSS_NOTE, sep="\n\n")
+    table_console().print(latency_table(document), LOSS_NOTE, *_if_early(document), sep="\n\n")
 
 
 @app.command()
@@ -165,21 +177,33 @@ def bandwidth(
     """
     from diloco_node.cli import measure_run
 
-    counts = measure_run.parse_connections(connections or CONNECTIONS)
-    daemon = _daemon(config, region, peer, alone=alone, certs=certs)
-    if daemon is not None:
-        asked = {"what": "bandwidth", "peer": peer, "reverse": reverse, "plain": plain is not False}
-        if connections is not None:
-            asked["connections"] = counts
-        document = _ask(daemon, asked, seconds, warm_up, most)
-    else:
-        here = measure_run.Here.find(config, certs, region)
-        how_long = measure_run.HowLong(seconds, warm_up)
-        document = measure_run.run(
-            lambda: measure_run.bandwidth(
-                here, peer, counts, how_long, is_reverse=reverse, is_plain_too=plain is not False
+    counts = measure_run.parse_connections(CONNECTIONS if connections is None else connections)
+    show = partial(_show_bandwidth, as_json=as_json)
+    daemon = _daemon(config, region, peer, most, alone=alone, certs=certs)
+    how_long = measure_run.HowLong(seconds, warm_up)
+    with _kept(show) as keep:
+        if daemon is not None:
+            asked = {"what": "bandwidth", "peer": peer, "reverse": reverse, "plain": plain is not False}
+            if connections is not None:
+                asked["connections"] = counts
+            document = _ask(daemon, asked, how_long, most, keep)
+        else:
+            here = measure_run.Here.find(config, certs, region)
+            document = measure_run.run(
+                lambda: measure_run.bandwidth(
+                    here, peer, counts, how_long, is_reverse=reverse, is_plain_too=plain is not False, keep=keep
+                )
             )
+    show(document)
+    failures = document.get("failures")
+    if failures:
+        raise PeersUnreachable(
+            f"{len(failures)} of {len(failures) + len(document['tests'])} tests could not be carried out, the first: "
+            f"{failures[0]['error']}"
         )
+
+
+def _show_bandwidth(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document, indent=1))
     else:
@@ -189,15 +213,9 @@ def bandwidth(
         console = table_console()
         console.print(bandwidth_title(document), soft_wrap=True)
         console.print(bandwidth_table(document))
-        for line in (*failure_lines(document), document.get("plain_error")):
+        for line in (*failure_lines(document), document.get("plain_error"), *_if_early(document)):
             if line:
                 console.print(line, markup=False, soft_wrap=True)
-    failures = document.get("failures")
-    if failures:
-        raise PeersUnreachable(
-            f"{len(failures)} of {len(failures) + len(document['tests'])} tests could not be carried out, the first: "
-            f"{failures[0]['error']}"
-        )
 
 
 @app.command()
@@ -229,28 +247,21 @@ def mesh(
 
     if out is not None:
         measure_run.check_writable(out)  # before minutes are spent
-    daemon = _daemon(config, region, None, alone=alone, certs=certs)
-    if daemon is not None:
-        document = _ask(daemon, {"what": "mesh", "plain": plain is True}, seconds, warm_up, most)
-    else:
-        here = measure_run.Here.find(config, certs, region)
-        pairs = here.pairs()
-        how_long = measure_run.HowLong(seconds, warm_up)
-        document = measure_run.run(lambda: measure_run.mesh(here, pairs, how_long, is_plain_too=plain is True))
-    text = json.dumps(document, indent=1)
+    show = partial(_show_mesh, as_json=as_json)
+    daemon = _daemon(config, region, None, most, alone=alone, certs=certs)
+    how_long = measure_run.HowLong(seconds, warm_up)
+    with _kept(show) as keep:
+        if daemon is not None:
+            document = _ask(daemon, {"what": "mesh", "plain": plain is True}, how_long, most, keep)
+        else:
+            here = measure_run.Here.find(config, certs, region)
+            pairs = here.pairs()
+            document = measure_run.run(
+                lambda: measure_run.mesh(here, pairs, how_long, is_plain_too=plain is True, keep=keep)
+            )
+    show(document)
     if out is not None:
-        out.write_text(text + "\n")
-    if as_json:
-        typer.echo(text)
-    else:
-        from diloco_node.cli.console import table_console
-        from diloco_node.cli.measure_view import mesh_table
-
-        console = table_console()
-        console.print(mesh_table(document))
-        for one in document.get("plain_errors", ()):
-            text = f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}"
-            console.print(text, markup=False, soft_wrap=True)
+        measure_run.write(out, json.dumps(document, indent=1) + "\n")
     failures = document["failures"]
     if failures:
         first, count = failures[0], len(failures) + len(document["pairs"])
@@ -260,28 +271,64 @@ def mesh(
         )
 
 
+def _show_mesh(document: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+        return
+    from diloco_node.cli.console import table_console
+    from diloco_node.cli.measure_view import mesh_table
+
+    console = table_console()
+    console.print(mesh_table(document))
+    for one in document.get("plain_errors", ()):
+        text = f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}"
+        console.print(text, markup=False, soft_wrap=True)
+    for line in _if_early(document):
+        console.print(line)
+
+
+def _if_early(document: dict[str, Any]) -> list[str]:
+    return ["ended early: this is what was measured until then"] if document.get("ended_early") else []
+
+
+@contextmanager
+def _kept(show: Callable[[dict[str, Any]], None]) -> Iterator[Keep]:
+    """Keep what there is so far; shown when the measurement is cut short, by Ctrl-C or an error, which goes on."""
+    so_far: deque[dict[str, Any]] = deque(maxlen=1)
+    try:
+        yield so_far.append
+    except (KeyboardInterrupt, DilocoError):
+        if so_far:
+            show({**so_far.pop(), "ended_early": True})
+        raise
+
+
 # ---- through a daemon ------------------------------------------------------------------------------------------------
 
 
 def _daemon(
-    config: Path | None, region: str | None, peer: str | None, *, alone: bool, certs: Path | None
+    config: Path | None, region: str | None, peer: str | None, most: int | None, *, alone: bool, certs: Path | None
 ) -> Running | None:
     """The daemon to ask: none when the user names a measuring end (HOST:PORT), a folder of keys, or says --alone."""
-    if alone or certs is not None or (peer is not None and ":" in peer):
-        return None
-    from diloco_node.cli.measure_daemon import find_daemon
+    found = None
+    if not alone and certs is None and (peer is None or ":" not in peer):
+        from diloco_node.cli.measure_daemon import find_daemon
 
-    return find_daemon(config, region)
+        found = find_daemon(config, region)
+    if found is None and most is not None:
+        raise ConfigError(
+            "--most bounds a measurement through a running daemon, and this one does not go through one: leave it out, "
+            "and bound it with --seconds"
+        )
+    return found
 
 
-def _ask(
-    daemon: Running, document: dict[str, Any], seconds: float, warm_up: float | None, most: int | None
-) -> dict[str, Any]:
+def _ask(daemon: Running, document: dict[str, Any], how_long: HowLong, most: int | None, keep: Keep) -> dict[str, Any]:
     from diloco_node.cli.measure_daemon import Progress, measure
     from diloco_node.cli.measure_run import progress
 
-    asked = {**document, "seconds": seconds, "warm_up_seconds": warm_up}
+    asked = {**document, "seconds": how_long.seconds, "warm_up_seconds": how_long.warm_up}
     if most is not None:
         asked["bytes_max"] = most * 2**20
     with progress(f"asking the daemon of {daemon.region}") as say:
-        return measure(daemon, asked, Progress(say))
+        return measure(daemon, asked, Progress(say), keep)

@@ -12,13 +12,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.cli.admin_order import TOKEN_FILE
 from diloco_node.cli.status_cmd import PORT_FILE, SOCKET_FILE, UnixConnection
 from diloco_node.config.resolve import DEFAULT_NAME
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
 from diloco_node.memory import socket_path
+
+if TYPE_CHECKING:
+    from diloco_node.adapters.series import Keep
 
 LINE_BYTES_MAX: Final = 16 * 2**20
 SILENT_S: Final = 20.0
@@ -70,11 +73,12 @@ def _answers(folder: Path) -> bool:
         return False
 
 
-def measure(daemon: Running, document: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+def measure(daemon: Running, document: dict[str, Any], say: Callable[[str], None], keep: Keep) -> dict[str, Any]:
     """Ask a daemon to measure, and wait for what comes of it.
 
     Args:
-        document: see `node.measure_command.parse_asked`. say: called with what goes on.
+        document: see `node.measure_command.parse_asked`. say: called with what goes on. keep: with what there is so
+            far.
 
     Raises:
         ConfigError: it refuses the request. PeersUnreachable: there is no link, or the daemon went away.
@@ -90,7 +94,7 @@ def measure(daemon: Running, document: dict[str, Any], say: Callable[[str], None
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 raise _refused(daemon, answer)
-            return _follow(answer, say)
+            return _follow(answer, say, keep)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
             f"the daemon of {daemon.region} in {daemon.folder} went away in the middle of a measurement ({error}); "
@@ -108,7 +112,7 @@ def _refused(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
     return ConfigError(f"{daemon.region} refuses: {json.loads(text).get('error', answer.status)}")
 
 
-def _follow(answer: http.client.HTTPResponse, say: Callable[[str], None]) -> dict[str, Any]:
+def _follow(answer: http.client.HTTPResponse, say: Callable[[str], None], keep: Keep) -> dict[str, Any]:
     """Read lines until the last one."""
     while line := answer.readline(LINE_BYTES_MAX):
         told = json.loads(line)
@@ -116,7 +120,10 @@ def _follow(answer: http.client.HTTPResponse, say: Callable[[str], None]) -> dic
             return dict(told["document"])
         if "error" in told:
             raise _error(str(told["error"]), told.get("exit_code"))
-        say(str(told.get("now", "")))
+        if "so_far" in told:
+            keep(dict(told["so_far"]))
+        else:
+            say(str(told.get("now", "")))
     raise ConnectionError("it said nothing at the end")
 
 

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
+from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable, StorageError
 
 if TYPE_CHECKING:
     from diloco_node.adapters.certs import Identity
     from diloco_node.adapters.flows import FlowTimes
     from diloco_node.adapters.measured import FlowCase
     from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured, ProbeSession
+    from diloco_node.adapters.series import Keep
     from diloco_node.config import NodeConfig
     from diloco_node.wire.measurement import PairAsked, PairMeasured, SessionOpened
 
@@ -167,26 +168,33 @@ async def serve(
         await server.stop()
 
 
-async def latency(here: Here, peer: str, how_long: HowLong, *, is_loaded: bool) -> dict[str, Any]:
-    """Round trips to a peer, also under load. Raises PeersUnreachable, IdentityError, PeerError."""
+async def latency(here: Here, peer: str, how_long: HowLong, *, is_loaded: bool, keep: Keep) -> dict[str, Any]:
+    """Round trips to a peer, also under load; `keep` gets what there is so far.
+
+    Raises:
+        PeersUnreachable, IdentityError, PeerError: as `resolve`, or one of them could not be measured.
+    """
     from diloco_node.adapters.measured import latency_document
 
     name, address = await here.resolve(peer)
     with progress(f"round trips to {name}") as say:
         idle = await _with_session(here, name, address, lambda one: one.latency(how_long.seconds))
+        about = {"from": here.name, "to": name, "address": address, "seconds": how_long.seconds}
         rows = [latency_document("none", idle)]
+        keep({**about, "rows": list(rows)})
         for what in ("out", "in") if is_loaded else ():
             say(f"round trips to {name} while the link is full ({what})")
             loaded = partial(_loaded_latency, how_long=how_long, is_sending=what == "out")
             measured = await _with_session(here, name, address, loaded)
             rows.append(latency_document(what, measured))
-    return {"from": here.name, "to": name, "address": address, "seconds": how_long.seconds, "rows": rows}
+            keep({**about, "rows": list(rows)})
+    return {**about, "rows": rows}
 
 
 async def bandwidth(
-    here: Here, peer: str, counts: Sequence[int], how_long: HowLong, *, is_reverse: bool, is_plain_too: bool
+    here: Here, peer: str, counts: Sequence[int], how_long: HowLong, *, is_reverse: bool, is_plain_too: bool, keep: Keep
 ) -> dict[str, Any]:
-    """Goodput to a peer (or from it) on each path.
+    """Goodput to a peer (or from it) on each path; `keep` gets what there is so far.
 
     Raises:
         PeersUnreachable, IdentityError, PeerError: nothing could be measured. What fails later is in the document.
@@ -207,17 +215,16 @@ async def bandwidth(
             flow = partial(_flow, case=case, times=times, is_sending=not is_reverse)
             return flow_document(case, await _with_session(here, name, address, flow))
 
-        found = await run_series(cases, test, say)
-    return {
-        "from": source,
-        "to": target,
-        "address": address,
-        "warm_up_seconds": times.warm_up_ns / 1e9,
-        "seconds": how_long.seconds,
-        "rtt_seconds": rtt_ns / 1e9,
-        "congestion_control": {"here": congestion_control(), "there": opened.congestion_control},
-        **found,
-    }
+        about = {
+            "from": source,
+            "to": target,
+            "address": address,
+            "warm_up_seconds": times.warm_up_ns / 1e9,
+            "seconds": how_long.seconds,
+            "rtt_seconds": rtt_ns / 1e9,
+            "congestion_control": {"here": congestion_control(), "there": opened.congestion_control},
+        }
+        return {**about, **await run_series(cases, test, say, lambda found: keep({**about, **found}))}
 
 
 async def _with_session(
@@ -284,26 +291,27 @@ async def _loaded_latency(session: ProbeSession, *, how_long: HowLong, is_sendin
 
 
 async def mesh(
-    here: Here, pairs: Sequence[tuple[str, str]], how_long: HowLong, *, is_plain_too: bool
+    here: Here, pairs: Sequence[tuple[str, str]], how_long: HowLong, *, is_plain_too: bool, keep: Keep
 ) -> dict[str, Any]:
-    """Each pair in turn; those that fail are told, and the others go on."""
+    """Each pair in turn; those that fail are told, and the others go on. `keep` gets what there is so far."""
     from diloco_node.adapters.measured import pair_document
     from diloco_node.wire.measurement import PairAsked
 
     warm_ns, span_ns = int((how_long.warm_up or 0) * 1e9), int(how_long.seconds * 1e9)
     probes_ns = int(min(MESH_PROBE_S, how_long.seconds) * 1e9)
     addresses = here.addresses()
-    measured, failures = [], []
+    names = sorted({name for pair in pairs for name in pair})
+    found: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "seconds": how_long.seconds}
     with progress("the mesh") as say:
         for number, (source, target) in enumerate(pairs, start=1):
             say(f"pair {number} of {len(pairs)}: {source} to {target}")
             asked = PairAsked(target, addresses.get(target, ""), probes_ns, warm_ns, span_ns, is_plain_too)
             try:
-                measured.append(pair_document((source, target), await _pair(here, addresses, source, asked)))
+                found["pairs"].append(pair_document((source, target), await _pair(here, addresses, source, asked)))
             except DilocoError as error:
-                failures.append({"from": source, "to": target, "error": str(error)})
-    names = sorted({name for pair in pairs for name in pair})
-    return {"regions": names, "pairs": measured, "failures": failures, "seconds": how_long.seconds}
+                found["failures"].append({"from": source, "to": target, "error": str(error)})
+            keep(found)
+    return found
 
 
 async def _pair(here: Here, addresses: Mapping[str, str], source: str, asked: PairAsked) -> PairMeasured:
@@ -369,8 +377,19 @@ def _set_up_logs_of_serve() -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that can't be written, with ConfigError."""
+    """Refuse a file that can't be written, with ConfigError. One that was not there is not there afterwards."""
     try:
+        is_new = not path.exists()
         path.open("a").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"--out {path} can't be written ({error.strerror})") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a result. Raises StorageError."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"--out {path} can't be written ({error.strerror}): what was measured is above") from error

@@ -24,6 +24,7 @@ from diloco_node.adapters.admin import AdminHandlers, AdminServer
 from diloco_node.adapters.certs import load_identity
 from diloco_node.adapters.durable import replace_file
 from diloco_node.adapters.learner_server import LearnerServer
+from diloco_node.adapters.series import Keep
 from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.golden import check_golden
 from diloco_node.codec.kernels import warm_up
@@ -315,11 +316,11 @@ class Daemon:
             self.note(Note("peer", f"{peer} is pardoned by an operator"))
         return was
 
-    async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None]) -> Mapping[str, Any]:
+    async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None], keep: Keep) -> Mapping[str, Any]:
         """Measure links over themselves. Raises DilocoError."""
         if self._node is None:
             raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._not_ready_reason()}")
-        return await self._node.measure(document, say)
+        return await self._node.measure(document, say, keep)
 
     def _finish(self, reason: str) -> None:
         if self._node is not None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from diloco_node.adapters.flows import CpuUse, FlowTimes, Received, Sent
 from diloco_node.adapters.measured import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.adapters.probe import FlowMeasured
-from diloco_node.adapters.series import run_series
+from diloco_node.adapters.series import Keep, forget, run_series
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S
 from diloco_node.core.samples import Goodput
@@ -116,11 +116,11 @@ class MeasureCommand:
         self._limits = limits
         self._is_running = False
 
-    async def run(self, document: Mapping[str, Any], say: Say) -> Mapping[str, Any]:
+    async def run(self, document: Mapping[str, Any], say: Say, keep: Keep = forget) -> Mapping[str, Any]:
         """Measure.
 
         Args:
-            document: see `parse_asked`. say: called with what goes on, for people.
+            document: see `parse_asked`. say: called with what goes on, for people. keep: with the document so far.
 
         Raises:
             ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or it
@@ -132,22 +132,25 @@ class MeasureCommand:
         self._is_running = True
         try:
             made = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[asked.what]
-            return {**await made(asked, say), "through": "daemon"}
+            return _by_daemon(await made(asked, say, lambda so_far: keep(_by_daemon(so_far))))
         finally:
             self._is_running = False
 
-    async def _latency(self, asked: Asked, say: Say) -> dict[str, Any]:
+    async def _latency(self, asked: Asked, say: Say, keep: Keep) -> dict[str, Any]:
         measuring, peer = self._measuring, asked.peer
         say(f"round trips to {peer}")
+        about = {**self._ends(asked), "seconds": asked.span_ns / NS_PER_S}
         rows = [latency_document("none", await measuring.latency(peer, asked.span_ns / NS_PER_S))]
+        keep({**about, "rows": list(rows)})
         for load in ("out", "in") if asked.load else ():
             say(f"round trips to {peer}, load {load}")
             times, _ = await measuring.times(peer, min(asked.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX), asked.warm_ns)
             wanted = FlowWanted(peer, load == "out", False, times, asked.bytes_max)
             rows.append(latency_document(load, await measuring.loaded_latency(wanted, asked.span_ns / NS_PER_S)))
-        return {**self._ends(asked), "seconds": asked.span_ns / NS_PER_S, "rows": rows}
+            keep({**about, "rows": list(rows)})
+        return {**about, "rows": rows}
 
-    async def _bandwidth(self, asked: Asked, say: Say) -> dict[str, Any]:
+    async def _bandwidth(self, asked: Asked, say: Say, keep: Keep) -> dict[str, Any]:
         measuring, peer = self._measuring, asked.peer
         say(f"round trips to {peer}")
         times, rtt_ns = await measuring.times(peer, asked.span_ns, asked.warm_ns)
@@ -156,19 +159,26 @@ class MeasureCommand:
         cases = [
             FlowCase(ends["from"], ends["to"], *kind, count) for count in asked.connections or [0] for kind in kinds
         ]
-        found = await run_series(cases, lambda case: self._test(asked, case, times), say)
-        limit, limited_by = (None, "") if asked.reverse else self._limits(peer)
-        return {
-            **ends,
-            "warm_up_seconds": times.warm_up_ns / NS_PER_S,
-            "seconds": asked.span_ns / NS_PER_S,
-            "rtt_seconds": rtt_ns / NS_PER_S,
-            "congestion_control": measuring.links.congestion_control(peer),
-            "limit_bytes_per_second": limit,
-            "limited_by": limited_by,
-            "over": "own connections" if asked.connections else "link",
-            **found,
-        }
+
+        def document(found: dict[str, Any]) -> dict[str, Any]:
+            limit, limited_by = (None, "") if asked.reverse else self._limits(peer)
+            return {
+                **ends,
+                "warm_up_seconds": times.warm_up_ns / NS_PER_S,
+                "seconds": asked.span_ns / NS_PER_S,
+                "rtt_seconds": rtt_ns / NS_PER_S,
+                "congestion_control": measuring.links.congestion_control(peer),
+                "limit_bytes_per_second": limit,
+                "limited_by": limited_by,
+                "over": "own connections" if asked.connections else "link",
+                **found,
+            }
+
+        return document(
+            await run_series(
+                cases, lambda case: self._test(asked, case, times), say, lambda found: keep(document(found))
+            )
+        )
 
     async def _test(self, asked: Asked, case: FlowCase, times: FlowTimes) -> dict[str, Any]:
         """One test of bandwidth. 0 connections: over the link's own, and plain TCP over as many."""
@@ -187,27 +197,23 @@ class MeasureCommand:
         source, target = (peer, region) if asked.reverse else (region, peer)
         return {"from": source, "to": target, "address": self._measuring.links.address(peer)}
 
-    async def _mesh(self, asked: Asked, say: Say) -> dict[str, Any]:
+    async def _mesh(self, asked: Asked, say: Say, keep: Keep) -> dict[str, Any]:
         measuring = self._measuring
         names = sorted((measuring.region, *measuring.peers))
         pairs = [(source, target) for source in names for target in names if source != target]
-        measured, failures, plain_errors = [], [], []
+        found: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "plain_errors": []}
+        found["seconds"] = asked.span_ns / NS_PER_S
         for number, (source, target) in enumerate(pairs, start=1):
             say(f"pair {number} of {len(pairs)}: {source} to {target}")
             try:
-                found, plain_error = await self._pair(asked, source, target)
-                measured.append(pair_document((source, target), found))
+                pair, plain_error = await self._pair(asked, source, target)
+                found["pairs"].append(pair_document((source, target), pair))
                 if plain_error:
-                    plain_errors.append({"from": source, "to": target, "error": plain_error})
+                    found["plain_errors"].append({"from": source, "to": target, "error": plain_error})
             except DilocoError as error:
-                failures.append({"from": source, "to": target, "error": str(error)})
-        return {
-            "regions": names,
-            "pairs": measured,
-            "failures": failures,
-            "plain_errors": plain_errors,
-            "seconds": asked.span_ns / NS_PER_S,
-        }
+                found["failures"].append({"from": source, "to": target, "error": str(error)})
+            keep(found)
+        return found
 
     async def _pair(self, asked: Asked, source: str, target: str) -> tuple[PairMeasured, str]:
         """From here, to here, or between two others, which one of them measures for us; why there is no plain TCP."""
@@ -253,6 +259,10 @@ class MeasureCommand:
             retransmitted_bytes=flow.sent.retransmitted_bytes,
         )
         return pair, plain_error
+
+
+def _by_daemon(document: dict[str, Any]) -> dict[str, Any]:
+    return {**document, "through": "daemon"}
 
 
 def _pair_of(told: msg.LinkTold) -> PairMeasured:
