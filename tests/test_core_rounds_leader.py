@@ -21,6 +21,7 @@ from diloco_node.core.messages import (
     StripeHeld,
     StripeMerged,
 )
+from diloco_node.core.rounds.ending import GIVE_UP_BALLOTS
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.open_round import payload_digest
@@ -654,6 +655,29 @@ def test_round_that_is_open_at_the_end_is_finished_first() -> None:
     office.go()
     assert not office.leader.rounds[0].is_last
     assert office.leader.rounds[1].is_last, "the other fragment does not wait for it"
+
+
+def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.hold(opened)
+    office.leader.finish_wanted("enough")
+    begun_ns, allowed_ns = office.now_ns, GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
+    while not office.leader.proposals:
+        assert office.now_ns - begun_ns < 2 * allowed_ns
+        office.report(DUE)
+        for again in ballots(office.go(SETTINGS.heartbeat_ns)):
+            if again.fragment == 0:
+                office.contribute(again)
+                office.hold(again)  # and no reducer ever merges it
+    assert list(office.leader.proposals) == [FinishedBody((0, 0), "enough")]
+    assert office.leader.rounds == {}
+    assert office.now_ns - begun_ns >= allowed_ns
+    given_up = [note.fragment for note in office.notes if "the run ends without this round" in note.text]
+    assert given_up == [0]
+    office.go(SETTINGS.heartbeat_ns)
+    assert len(office.leader.proposals) == 1, "once"
 
 
 def test_committed_round_of_another_leader_ends_the_own_one() -> None:

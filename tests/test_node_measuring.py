@@ -61,6 +61,14 @@ async def test_round_trips_under_load_meet_the_load(regions: Regions) -> None:
         assert sender.lane(peer) - before > 64 * 1024, "at least a transfer"
 
 
+async def test_a_load_that_is_over_before_the_link_is_full_is_none(regions: Regions) -> None:
+    a, _ = await regions.start()
+    short = wanted(times=FlowTimes(30 * NS_PER_S, 60 * NS_PER_S), bytes_max=10**5)
+    with pytest.raises(LinkLost, match="100000 bytes were used up before the link was full: allow more with --most"):
+        await a.measuring.loaded_latency(short, 0.1)
+    assert a.measuring.describe() == ""
+
+
 async def test_echoes_are_rarer_within_a_small_budget(regions: Regions) -> None:
     budget = BudgetPlan(RateLimits(egress=72_000))
     a, _ = await regions.start(budget={"a": budget})
@@ -338,6 +346,14 @@ async def test_a_peer_that_asks_again_and_again_is_told_no(regions: Regions) -> 
     assert sum(isinstance(one, msg.MeasurementReady) for _, one in a.heard) <= 1
     assert len(b.measuring._for_peers._serving) == 1
     a.transport.send("b", msg.MeasurementStopped(0))
+    await idle(b)
+
+
+async def test_who_asks_twice_for_the_same_breaks_the_protocol(regions: Regions) -> None:
+    a, b = await regions.start()
+    for _ in range(2):
+        a.transport.send("b", asked(5, span_ns=60 * NS_PER_S, bytes_max=10**9))
+    await b.until(lambda: ("a", "protocol") in b.transport.rejections)
     await idle(b)
 
 

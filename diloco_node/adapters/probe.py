@@ -317,7 +317,7 @@ class ProbeSession:
             async with asyncio.timeout(limit_s):
                 found = await self._queue_of(kind).get()
         except TimeoutError:
-            raise LinkLost(f"{self.peer}: no {kind.__name__} within {limit_s:.0f} s") from None
+            raise LinkLost(f"{self.peer} said nothing for {limit_s:.0f} s ({kind.__name__} was due)") from None
         if isinstance(found, PeerError):
             self._queue_of(kind).put_nowait(found)  # for whoever asks next: the session is over
             raise found

@@ -227,6 +227,7 @@ class ReceivingEnd:
         if at_ns >= self._marks[0][0] + self._asked.warm_up_ns:
             self._warm.set()
         if at_ns >= self._end_ns or total >= self._asked.bytes_max:
+            self._warm.set()  # bytes that are used up early are not waited for
             self._enough.set()
 
     @property
@@ -242,7 +243,8 @@ class ReceivingEnd:
         if not await _is_set_within(self._begun, START_S):
             raise LinkLost(f"nothing arrived in {START_S:.0f} s: rounds and recovery go before a measurement")
         cpu = [self._cpu_now()]
-        if await _is_set_within(self._warm, self._asked.warm_up_ns / NS_PER_S + LATE_S):
+        is_warm = await _is_set_within(self._warm, self._asked.warm_up_ns / NS_PER_S + LATE_S)
+        if is_warm and not self._enough.is_set():
             cpu.append(self._cpu_now())
         left_s = max(0.0, (self._end_ns - self._now_ns()) / NS_PER_S)
         await _is_set_within(self._enough, left_s + LATE_S)

@@ -44,7 +44,7 @@ class Talk:
             async with asyncio.timeout(limit_s):
                 found = await self._answers.get()
         except TimeoutError:
-            raise LinkLost(f"{self.peer}: no {kind.__name__} within {limit_s:.0f} s") from None
+            raise LinkLost(f"{self.peer} said nothing for {limit_s:.0f} s ({kind.__name__} was due)") from None
         if isinstance(found, DilocoError):
             raise found
         if isinstance(found, msg.MeasurementDeclined):

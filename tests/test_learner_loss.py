@@ -1,0 +1,82 @@
+"""learner/loss.py: the newest loss without waiting for a device. No GPU is needed: the device is a fake."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from diloco_node.learner import loss as loss_module  # noqa: E402
+from diloco_node.learner.loss import LateLoss, finite  # noqa: E402
+
+
+def test_before_the_first_loss_there_is_none() -> None:
+    late = LateLoss()
+    late.offer(None)
+    assert late.newest() is None
+
+
+def test_the_newest_value_is_told_of_several_the_mean() -> None:
+    late = LateLoss()
+    late.offer(2.5)
+    assert late.newest() == 2.5
+    late.offer(None)
+    assert late.newest() == 2.5, "a step without a loss says nothing"
+    late.offer(torch.tensor([1.0, 3.0, 5.0], requires_grad=True))
+    assert late.newest() == 3.0
+    late.offer(torch.tensor(4, dtype=torch.int64))
+    assert late.newest() == 4.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_none(value: float) -> None:
+    late = LateLoss()
+    late.offer(1.0)
+    late.offer(torch.tensor(value))
+    assert late.newest() is None
+    assert finite(value) is None
+    assert finite(None) is None
+
+
+class OnDevice(torch.Tensor):  # type: ignore[misc]
+    """A loss that lies on a GPU, as far as one can tell."""
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda")
+
+
+class Event:
+    """Says when the copy that was ordered before it has been made."""
+
+    made: ClassVar[list[Event]] = []
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.made.append(self)
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+def test_a_loss_on_its_way_from_a_device_is_neither_waited_for_nor_overtaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(Event, "made", [])
+    monkeypatch.setattr(loss_module.torch.cuda, "Event", Event)
+    monkeypatch.setattr(loss_module.torch, "empty", lambda *given, pin_memory, **how: empty(*given, **how))
+    late = LateLoss()
+    late.offer(torch.tensor(7.0).as_subclass(OnDevice))
+    assert late.newest() is None, "still on its way"
+    late.offer(torch.tensor(8.0).as_subclass(OnDevice))
+    assert len(Event.made) == 1, "one at a time: else none would ever arrive at a loop that is ahead of its device"
+    Event.made[0].is_over = True
+    assert late.newest() == 7.0
+    late.offer(torch.tensor(math.nan).as_subclass(OnDevice))
+    assert late.newest() == 7.0
+    Event.made[1].is_over = True
+    assert late.newest() is None
