@@ -208,14 +208,14 @@ def _show_bandwidth(document: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(document, indent=1))
     else:
         from diloco_node.cli.console import table_console
-        from diloco_node.cli.measure_view import bandwidth_table, bandwidth_title, failure_lines
+        from diloco_node.cli.measure_view import bandwidth_table, bandwidth_title, failure_lines, short_lines
 
         console = table_console()
         console.print(bandwidth_title(document), soft_wrap=True)
         console.print(bandwidth_table(document))
-        for line in (*failure_lines(document), document.get("plain_error"), *_if_early(document)):
-            if line:
-                console.print(line, markup=False, soft_wrap=True)
+        plain_error = [document["plain_error"]] if document.get("plain_error") else []
+        for line in (*short_lines(document), *failure_lines(document), *plain_error, *_if_early(document)):
+            console.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -12,6 +12,9 @@ LOSS_NOTE: Final = (
     "repeated, `unanswered` are probes without an answer in 2 s."
 )
 
+SHORT: Final = 0.9
+"""A test that counted less of its time than this is told."""
+
 
 # ---- latency ---------------------------------------------------------------------------------------------------------
 
@@ -40,7 +43,7 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
     table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "again", "of plain")
     plain = {row["connections"]: row["bytes_per_second"] for row in document["tests"] if row["path"] == "plain"}
     for row in document["tests"]:
-        case = FlowCase(row["from"], row["to"], row["path"], row["body"], row["connections"])
+        case = _case(row)
         beside = plain.get(case.connections)
         cpu, sent, again = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
         table.add_row(
@@ -58,14 +61,31 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
     return table
 
 
+def short_lines(document: Mapping[str, Any]) -> list[str]:
+    """Tests whose bytes were used up long before their time, so that less than that was counted: one line for all."""
+    seconds = document["seconds"]
+    short = [
+        f"{_case(row).title} ({row['connections']}) {row['counted_seconds']:.2g} s"
+        for row in document["tests"]
+        if row.get("counted_seconds", seconds) < SHORT * seconds
+    ]
+    return (
+        [f"the bytes of a test (--most) were used up early, and less was counted: {'; '.join(short)}"] if short else []
+    )
+
+
 def failure_lines(document: Mapping[str, Any]) -> list[str]:
     """What could not be measured and why: one line for tests that failed for the same reason."""
     cases: dict[str, list[str]] = {}
     for row in document.get("failures", ()):
-        case = FlowCase(row["from"], row["to"], row["path"], row["body"], row["connections"])
+        case = _case(row)
         over = f" ({case.connections})" if case.connections else ""
         cases.setdefault(row["error"], []).append(f"{case.title}{over}")
     return [f"not measured: {'; '.join(titles)}: {error}" for error, titles in cases.items()]
+
+
+def _case(row: Mapping[str, Any]) -> FlowCase:
+    return FlowCase(row["from"], row["to"], row["path"], row["body"], row["connections"])
 
 
 def bandwidth_title(document: Mapping[str, Any]) -> str:
