@@ -358,6 +358,8 @@ _EXPLANATIONS: Final = (
     ("Network is unreachable", "network is unreachable"),
     ("DNS resolution failed", "the name can't be resolved"),
     ("Domain name not found", "the name can't be resolved"),
+    ("Stream removed (recvmsg:Connection timed out", "the connection timed out: nothing comes through any more"),
+    ("Stream removed (", "the connection was closed: the other side has ended, or its machine or a router did it"),
 )
 
 
