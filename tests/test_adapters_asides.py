@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -359,6 +360,56 @@ async def test_the_port_that_was_set_is_open_only_while_it_is_waited_for(regions
         await closed(a)
         assert not is_listening(port)
     assert (await b.measuring.flow(wanted("a", connections=2, is_plain=True))).received.mean > 0
+
+
+async def test_out_of_descriptors_a_door_stays_open_for_those_who_come_later(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, b = await regions.start()
+    loop, refused = asyncio.get_running_loop(), [0]
+    sock_accept = loop.sock_accept
+
+    async def accept(listener: socket.socket) -> Any:
+        if refused[0] < 3:
+            refused[0] += 1
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return await sock_accept(listener)
+
+    monkeypatch.setattr(asides, "GREET_S", 0.01)
+    monkeypatch.setattr(loop, "sock_accept", accept)
+    assert (await b.measuring.flow(wanted("a", connections=2, is_plain=True))).received.mean > 0
+    assert refused == [3]
+
+
+async def test_one_connection_that_can_not_be_had_closes_the_others(
+    regions: Regions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = await regions.start()
+    made: list[DialedStream] = []
+    calls, others = [0], asyncio.Event()
+
+    async def dials(*given: Any, **how: Any) -> DialedStream:
+        calls[0] += 1
+        if calls[0] == 3:
+            await others.wait()
+            raise LinkLost("a: no answer")
+        stream = await dial(*given, **how)
+        made.append(stream)
+        if len(made) == 2:
+            others.set()
+        return stream
+
+    monkeypatch.setattr(asides, "dial", dials)
+    with pytest.raises(LinkLost, match="a: no answer"):
+        await b.measuring.flow(wanted("a", connections=3))
+    for stream in made:
+        with pytest.raises(LinkLost):
+            await stream.write(b"x")
+    for one in (a, b):
+        await closed(one)
+        assert one.up
+    monkeypatch.setattr(asides, "dial", dial)
+    assert (await b.measuring.flow(wanted("a", connections=3))).received.mean > 0, "and it can be tried again"
 
 
 def open_files() -> int:

@@ -316,6 +316,28 @@ def test_what_is_wrong_is_said_at_once(
     assert text in refused(capsys, code, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("regions", "region", "text"),
+    [
+        (None, "eu", "measure mesh needs a run.toml with all regions"),
+        (("eu",), "eu", "there is one region in run.toml"),
+        (("asia", "us"), None, "eu is not in run.toml: choose another --region"),
+    ],
+)
+def test_a_mesh_needs_regions_and_to_be_one_of_them(
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    regions: tuple[str, ...] | None,
+    region: str | None,
+    text: str,
+) -> None:
+    init_run(folder / "certs", "try", ["eu"])
+    if regions is not None:
+        rows = [f'[regions.{name}]\naddress = "10.0.0.{number}:1"\n' for number, name in enumerate(regions)]
+        (folder / "run.toml").write_text('[run]\nid = "try"\n' + "".join(rows))
+    assert text in refused(capsys, 2, "mesh", *(("--region", region) if region else ()))
+
+
 def test_nobody_there_ends_with_5(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init_run(folder / "certs", "try", ["eu"])
     port = free_port()
