@@ -365,19 +365,14 @@ class Pacer:
 
     async def run(self) -> None:
         """Read the kernel's counters now and then. Ends only by cancellation."""
-        loop = asyncio.get_running_loop()
         while True:
             if self._is_watching():
                 is_hasty = any(state.link.delay.is_hasty for state in self._peers.values())
                 await asyncio.sleep(SAMPLE_HASTY_S if is_hasty else SAMPLE_BUSY_S)
             elif await self._is_woken_within(SAMPLE_IDLE_S):
                 continue
-            self._sampled(await loop.run_in_executor(None, self._sample))
-
-    def _sample(self) -> int:
-        """Read the counters, in a thread. Returns when that was: the loop hears of it later."""
-        self._meter.sample()
-        return self._now_ns()
+            self._meter.sample()  # on the loop: to a thread and back costs more, and the two fight over the GIL
+            self._sampled()
 
     async def _is_woken_within(self, limit_s: float) -> bool:
         self._woken.clear()
@@ -392,17 +387,17 @@ class Pacer:
         is_limited = self._egress.region_rate_bytes_per_s is not None or self._grants.rate_bytes_per_s is not None
         return is_limited or any(state.transfers or state.link.delay.rate_bytes_per_s for state in self._peers.values())
 
-    def _sampled(self, at_ns: int | None = None) -> None:
-        """Take what the kernel counted until `at_ns` (None: now)."""
+    def _sampled(self) -> None:
+        """Take what the kernel has just counted."""
         now_ns = self._now_ns()
         for peer, state in self._peers.items():
-            self._take_counters(peer, state, now_ns, at_ns or now_ns)
+            self._take_counters(peer, state, now_ns)
         self._follow_plan()
         self._forget_lateness(now_ns)
         self._release()
         self._grant()
 
-    def _take_counters(self, peer: str, state: _PeerState, now_ns: int, at_ns: int) -> None:
+    def _take_counters(self, peer: str, state: _PeerState, now_ns: int) -> None:
         link = self._meter.link(peer)
         if link is None:
             acks = state.read_bytes * UNMEASURED_ACKS_PPM // 1_000_000
@@ -413,7 +408,7 @@ class Pacer:
         self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
         self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
         held = self._egress.held_bytes_per_s(peer, beside=self._busy(peer))
-        if state.link.taken(link, is_busy=state.transfers > 0, held_bytes_per_s=held, at_ns=at_ns, now_ns=now_ns):
+        if state.link.taken(link, is_busy=state.transfers > 0, held_bytes_per_s=held, at_ns=now_ns, now_ns=now_ns):
             self._follow_delay(peer, state, now_ns)
 
     def _busy(self, peer: str) -> int:

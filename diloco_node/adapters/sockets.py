@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -169,25 +169,16 @@ def buffer_bytes() -> int:
 
 def read_sockets() -> list[SocketCounters]:
     """The connected TCP sockets of this process; empty where the kernel does not tell."""
-    return [found for fd in _socket_descriptors() if (found := _read_socket(fd)) is not None]
-
-
-def _socket_descriptors() -> Iterator[int]:
     try:
-        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed, and this runs every second
+        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed, and this runs often
     except OSError:
-        return
-    for name in names:
-        try:
-            target = os.readlink(f"/proc/self/fd/{name}")  # noqa: PTH115
-        except OSError:  # closed meanwhile
-            continue
-        if target.startswith("socket:"):
-            yield int(name)
+        return []
+    return [found for name in names if (found := _read_socket(int(name))) is not None]
 
 
 def _read_socket(fd: int) -> SocketCounters | None:
     # The descriptor is gRPC's and may be closed or reused at any moment: every call may fail, and nothing is changed.
+    # One of something else fails at once, which is cheaper than to ask for its kind first.
     try:
         view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
     except OSError:
