@@ -587,9 +587,31 @@ async def test_a_write_that_fails_is_told_and_stalls_have_a_deadline(monkeypatch
     with pytest.raises(LinkLost, match="gone"):
         await asyncio.wait_for(made.until_failed(), DEADLINE_S)
     monkeypatch.setattr(bundle, "STALL_MIN_S", 0.01)
-    stalled = Bundle("b", Pipe(0))
-    with pytest.raises(LinkLost, match="b: too slow: it did not take 1 bytes"):
-        await stalled.write(b"x", [])
+    for count in (1, 2):
+        stalled = Bundle("b", Pipe(0))
+        if count > 1:
+            stalled.add(Pipe(0))
+        writing = asyncio.create_task(stalled.write(b"x", []))
+        with pytest.raises(LinkLost, match="b: too slow: it did not take 1 bytes"):
+            await asyncio.wait_for(stalled.until_failed(), DEADLINE_S)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        await stalled.close()
+
+
+async def test_the_one_timer_goes_on_with_the_writes_that_come_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "STALL_MIN_S", 0.02)
+    pipe = Pipe(1)
+    made = Bundle("b", pipe)
+    failed = asyncio.create_task(made.until_failed())
+    await made.write(b"x", [])
+    await eventually(lambda: made._timer is None)
+    assert not failed.done(), "it has returned"
+    writing = made.write_first(b"xy")
+    with pytest.raises(LinkLost, match="it did not take 2 bytes"):
+        await asyncio.wait_for(failed, DEADLINE_S)
+    assert not writing.done()
+    await made.close()
 
 
 async def test_a_transfer_whose_end_was_not_written_fails_with_the_link() -> None:

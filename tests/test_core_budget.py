@@ -311,6 +311,42 @@ def test_rounds_go_before_recovery_and_measurement_but_nobody_starves() -> None:
         assert 3 <= pieces <= 10 * NS_PER_S // STARVING_NS, "one for each time that it had waited long"
 
 
+def test_a_piece_goes_at_once_only_where_none_waits_for_the_same_bytes() -> None:
+    budget = EgressBudget("bc", now_ns=0)
+    assert budget.try_spend("b", ROUNDS, 10**9, now_ns=0), "without a limit"
+    budget.set_region_rate(10**6, now_ns=0)
+    assert not budget.try_spend("b", ROUNDS, 1000, now_ns=0)
+    now_ns = budget.ready_at_ns("b", 1000, now_ns=0)
+    assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns - 1)
+    assert budget.use("b").lanes[ROUNDS].used_bytes == 1_060_000_000, "nothing was taken"
+    assert budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns)
+    assert budget.use("b").lanes[ROUNDS].used_bytes == 1_060_001_060
+    assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns)
+    budget.ask("c", RECOVERY, 30_000, (), now_ns=now_ns)
+    assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns + 10 * MS), "c waits for the region's"
+    budget.set_region_rate(None, now_ns=now_ns)
+    assert budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns + 10 * MS), "c waits for nothing of b's"
+    assert not budget.try_spend("c", ROUNDS, 1000, now_ns=now_ns + 10 * MS)
+
+
+def test_what_goes_at_once_and_what_asked_keep_to_the_same_ceiling() -> None:
+    rate, now_ns = 1_125_001, 0
+    budget, sent = EgressBudget("b", now_ns=0), []
+    budget.set_region_rate(rate, now_ns=0)
+    budget.set_lateness(40 * MS, now_ns=0)
+    while now_ns < 20 * NS_PER_S:
+        size = budget.piece_bytes("b")
+        if not budget.try_spend("b", ROUNDS, size, now_ns=now_ns):
+            budget.ask("b", ROUNDS, size, (), now_ns=now_ns)
+            wake_ns = budget.wake_at_ns(now_ns=now_ns)
+            assert wake_ns is not None
+            now_ns = wake_ns + 20 * MS
+            assert budget.release(now_ns=now_ns) == [("b", ROUNDS)]
+        sent.append((now_ns, size * 106 // 100))
+    assert most_in_any_window(sent, 10 * NS_PER_S) <= rate * 10 + burst_bytes(rate, 40 * MS)
+    assert sum(size for _, size in sent) >= rate * 20 * 99 // 100, "gathering loses nothing"
+
+
 def test_in_a_lane_the_most_urgent_goes_first_and_equals_take_turns() -> None:
     budget = EgressBudget("bcd", now_ns=0)
     budget.set_region_rate(10**6, now_ns=0)

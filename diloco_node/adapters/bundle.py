@@ -2,6 +2,9 @@
 
 So a connection that is held up takes less, and nobody decides which one a chunk goes over. Where all of them are free
 they take turns: each is paced to its share of the link's rate.
+
+All of this is done for each chunk, some thousand times per GB: so what can go at once takes no future and no task, and
+one timer watches the deadlines of all writes.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ class Bundle:
         self._free: deque[int] = deque([0])
         self._waiting: deque[tuple[bool, asyncio.Future[int]]] = deque()  # (only the first will do, which it gets)
         self._writes: set[asyncio.Task[None]] = set()
+        self._due_s: dict[int, tuple[float, int]] = {}  # connection -> when its write must have returned, its bytes
+        self._timer: asyncio.TimerHandle | None = None
         self._failed = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -44,6 +49,11 @@ class Bundle:
         self._streams.append(stream)
         self._release(len(self._streams) - 1)
         return len(self._streams) - 1
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a frame could be handed over at once."""
+        return bool(self._free)
 
     async def until_free(self) -> None:
         """Wait until a frame could be handed over at once; somebody else may be faster."""
@@ -57,9 +67,9 @@ class Bundle:
             counts: how many frames went over each connection; this one is added.
 
         Raises:
-            LinkLost: the write failed, where this waits for it.
+            LinkLost: the write failed, where this waits for it. One that is not taken in time `until_failed` tells.
         """
-        connection = await self._held(self._ask())
+        connection = self._free.popleft() if self._free else await self._held(self._ask())
         counts += [0] * (connection + 1 - len(counts))
         counts[connection] += 1
         if len(self._streams) > 1:
@@ -76,13 +86,15 @@ class Bundle:
         return self._spawn(self._write_held(self._ask(is_first=True), frame))
 
     async def until_failed(self) -> None:
-        """Wait until a write fails for which nobody waited, and raise that."""
+        """Wait until a write fails for which nobody waited, or is not taken in time, and raise that."""
         await self._failed.wait()
         assert self._error is not None
         raise self._error
 
     async def close(self) -> None:
         """Give up the writes that have not returned."""
+        if self._timer is not None:
+            self._timer.cancel()
         writes = list(self._writes)
         for task in writes:
             task.cancel()
@@ -132,22 +144,48 @@ class Bundle:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._writes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._error = self._error or error
-            self._failed.set()
+            self._fail(error)
 
     async def _write_held(self, place: asyncio.Future[int], frame: bytes) -> None:
         await self._write(await self._held(place), frame)
 
     async def _write(self, connection: int, frame: bytes) -> None:
         """Write over a connection that is ours, and release it."""
-        limit_s = max(STALL_MIN_S, len(frame) / RATE_FLOOR_BYTES_PER_S)
+        loop = asyncio.get_running_loop()
+        due_s = loop.time() + _limit_s(len(frame))
+        self._due_s[connection] = (due_s, len(frame))
+        if self._timer is None:
+            self._timer = loop.call_at(due_s, self._check)
         try:
-            async with asyncio.timeout(limit_s):
-                await self._streams[connection].write(frame)
-        except TimeoutError:
-            raise LinkLost(
-                f"{self._peer}: too slow: it did not take {len(frame)} bytes in {limit_s:.0f} s "
-                f"(the floor is {RATE_FLOOR_BYTES_PER_S} bytes/s)"
-            ) from None
+            await self._streams[connection].write(frame)
         finally:
+            del self._due_s[connection]
             self._release(connection)
+
+    def _check(self) -> None:
+        """A write may be overdue. While there are writes the timer is set to the first that could be: a timer of its
+        own for each would cost more than the frame does otherwise.
+        """
+        self._timer = None
+        if not self._due_s:
+            return
+        loop = asyncio.get_running_loop()
+        due_s, size = min(self._due_s.values())
+        if due_s > loop.time():
+            self._timer = loop.call_at(due_s, self._check)
+            return
+        self._fail(
+            LinkLost(
+                f"{self._peer}: too slow: it did not take {size} bytes in {_limit_s(size):.0f} s "
+                f"(the floor is {RATE_FLOOR_BYTES_PER_S} bytes/s)"
+            )
+        )
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._failed.set()
+
+
+def _limit_s(size: int) -> float:
+    """What a write of so many bytes may take."""
+    return max(STALL_MIN_S, size / RATE_FLOOR_BYTES_PER_S)

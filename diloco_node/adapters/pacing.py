@@ -198,11 +198,13 @@ class Pacer:
         if not state.transfers and state.told_wanted:
             state.idle = asyncio.get_running_loop().call_later(IDLE_AFTER_S, self._tell_wanted, peer)
 
+    def turn_now(self, peer: str, lane: BudgetLane, handed_bytes: int) -> bool:
+        """Whether a piece may go at once; it counts as sent then. If not, wait for its `turn`."""
+        return self._egress.try_spend(peer, lane, handed_bytes, now_ns=self._now_ns())
+
     async def turn(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...]) -> None:
         """Wait until a piece may go; it counts as sent when this returns."""
-        now_ns = self._now_ns()
-        if not self._egress.is_limited(peer):
-            self._egress.spend(peer, lane, handed_bytes, now_ns=now_ns)
+        if self.turn_now(peer, lane, handed_bytes):
             return
         async with self._lines[peer, lane]:
             waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()

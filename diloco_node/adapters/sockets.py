@@ -359,6 +359,8 @@ class WireMeter:
 
     def count(self, peer: str, *, bytes_out: int = 0, bytes_in: int = 0) -> None:
         """What was handed to or came from gRPC, for the estimate where the kernel does not tell."""
+        if self._is_measured:
+            return
         with self._lock:
             out, into = self._estimated.get(peer, (0, 0))
             self._estimated[peer] = (out + bytes_out, into + bytes_in)

@@ -348,13 +348,30 @@ class EgressBudget:
 
     def spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> None:
         """Send a piece that may go now (`ready_at_ns`), past those that wait."""
+        was_allowed = self._spend(self._peers[peer], lane, handed_bytes, now_ns)
+        assert was_allowed, f"{handed_bytes} bytes to {peer} were not allowed yet"
+
+    def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
+        """Send a piece if it may go now and no other one waits for what it would take: short for `ask` and `release`.
+
+        Returns:
+            Whether it goes; it counts as sent then, and nothing has changed if not.
+        """
         entry = self._peers[peer]
+        rivals = (entry,) if self._region.rate_bytes_per_s is None else self._peers.values()
+        return not any(one.waiting for one in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
+
+    def _spend(self, entry: _Peer, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
         wire_bytes = entry.overhead.wire_bytes(handed_bytes)
-        entry.bucket.spend(wire_bytes, now_ns=now_ns)
-        self._region.spend(wire_bytes, now_ns=now_ns)
+        buckets = (entry.bucket, self._region)
+        if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in buckets):
+            return False
+        for bucket in buckets:
+            bucket.charge(wire_bytes, now_ns=now_ns)
         entry.handed_bulk_bytes += handed_bytes
         entry.charged_bytes += wire_bytes
         entry.lanes[lane].used_bytes += wire_bytes
+        return True
 
     def ask(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...], *, now_ns: int) -> None:
         """A piece wants to go.
