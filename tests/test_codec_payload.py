@@ -11,8 +11,10 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_node.codec import payload
 from diloco_node.codec.payload import (
     CHUNK_RAW_BYTES_MAX,
+    SAMPLE_BYTES,
     WINDOW_BYTES_MAX,
     CompressionPolicy,
     compress_chunk,
@@ -260,3 +262,26 @@ def test_a_policy_saves_the_work_on_noise() -> None:
     assert [compress_chunk(noise, policy)[0] for _ in range(3)] == [False] * 3
     compressible = memoryview(text(4096))
     assert [compress_chunk(compressible, policy)[0] for _ in range(17)] == [False] * 14 + [True] + [True] * 2
+
+
+def test_a_sample_is_enough_to_see_that_a_chunk_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    def compress(raw: memoryview) -> tuple[bool, bytes | memoryview]:
+        sizes.append(raw.nbytes)
+        return compress_chunk(raw)
+
+    monkeypatch.setattr(payload, "compress_chunk", compress)
+    noise, policy = memoryview(random.Random(SEED).randbytes(2 * SAMPLE_BYTES)), CompressionPolicy()
+
+    def is_tried(raw: memoryview) -> bool:
+        worth = policy.is_worth(raw)
+        if worth:
+            policy.record(paid=raw is not noise)
+        return worth
+
+    assert [is_tried(noise) for _ in range(34)] == [True] * 2 + [False] * 32
+    assert sizes == [SAMPLE_BYTES] * 2, "one of 16, a part of it"
+    compressible = memoryview(text(2 * SAMPLE_BYTES))
+    assert [is_tried(compressible) for _ in range(18)] == [False] * 15 + [True] * 3
+    assert sizes == [SAMPLE_BYTES] * 3, "no samples where it pays"

@@ -292,7 +292,7 @@ class BulkOutbound:
         """The frame of one chunk: at once if there is little to do, else from a thread."""
         raw = item.body[offset : offset + raw_bytes]
         policy = self._policies[_kind_of(item.header)]
-        if self._pacer.is_fast(self._peer) or not policy.should_try():
+        if self._pacer.is_fast(self._peer) or not policy.is_worth(raw):
             # A copy of 1 MiB takes 0.1 ms, which is less than the way to a thread and back.
             return encode_chunk(transfer, offset, raw.nbytes, raw, is_compressed=False)
         if raw.nbytes <= INLINE_BYTES_MAX:
