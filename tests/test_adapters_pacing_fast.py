@@ -8,9 +8,9 @@ import pytest
 
 from diloco_node.adapters import outbound as outbound_module
 from diloco_node.adapters.outbound import BulkOutbound
-from diloco_node.adapters.pacing import FAST_RTT_NS, PING_BUSY_S, PING_HASTY_S, Pacer
+from diloco_node.adapters.pacing import FAST_RTT_NS, GATHER_NS, PING_BUSY_S, PING_HASTY_S, Pacer
 from diloco_node.adapters.sockets import LinkCounters, WireMeter
-from diloco_node.core.budget import BudgetLane
+from diloco_node.core.budget import LATE_NS, BudgetLane, burst_bytes
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.delay import IN_VAIN_CUTS
 from diloco_node.core.messages import Payload
@@ -95,7 +95,7 @@ class FarLink(FakeMeter):
         self.pacer = Pacer(["b"], meter=self, send=lambda _peer, _message: None, now_ns=lambda: self.now_ns)
 
     def link(self, peer: str) -> LinkCounters | None:
-        return LinkCounters(self.sent, 0, 0, self.sent, FAR_NS + self.queue_ns, FAR_NS)
+        return LinkCounters(self.sent, 0, 0, self.sent, self.rtt_min_ns + self.queue_ns, self.rtt_min_ns)
 
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
         self.paces.append(rate_bytes_per_s)
@@ -161,6 +161,50 @@ async def test_a_ceiling_is_the_kernels_as_well_on_a_far_link() -> None:
     link.work()
     link.run(0.5)
     assert link.paces == []
+    link.pacer.close()
+
+
+async def until_asked(pacer: Pacer, lane: BudgetLane) -> tuple[asyncio.Task[None], float]:
+    """A piece that has to wait, and for how much longer than it must it will, in seconds; at least that."""
+    loop = asyncio.get_running_loop()
+    before_s = loop.time()
+    while pacer.turn_now("b", lane, pacer.piece_bytes("b")):
+        pass
+    task = asyncio.create_task(pacer.turn("b", lane, pacer.piece_bytes("b"), ()))
+    await asyncio.sleep(0)
+    wake_ns = pacer._egress.wake_at_ns(now_ns=pacer._now_ns())
+    assert wake_ns is not None
+    assert pacer._release_timer is not None
+    return task, pacer._release_timer.when() - before_s - (wake_ns - pacer._now_ns()) / 10**9
+
+
+@pytest.mark.parametrize("rtt_min_ns", [FAR_NS, FAST_RTT_NS])
+async def test_pieces_that_the_kernel_spreads_out_are_gathered(rtt_min_ns: int) -> None:
+    link = FarLink()
+    link.rtt_min_ns = rtt_min_ns
+    link.pacer.set_plan(BudgetPlan(RateLimits(egress=10**6)))
+    link.now_ns += 10**9
+    link.work()
+    is_spread = rtt_min_ns == FAR_NS
+    assert bool(link.paces) is is_spread
+    link.now_ns += 10**9
+    saved, piece, rate = 0, link.pacer.piece_bytes("b"), link.pacer.status()["peers"]["b"]["egress_bytes_per_s"]
+    while link.pacer.turn_now("b", BudgetLane.ROUNDS, 1000):
+        saved += 1060
+    late_ns = LATE_NS + GATHER_NS if is_spread else LATE_NS
+    assert burst_bytes(rate, late_ns) - 1060 <= saved <= burst_bytes(rate, late_ns)
+    waiting, more_s = await until_asked(link.pacer, BudgetLane.ROUNDS)
+    assert (more_s >= GATHER_NS / 10**9) is is_spread
+    link.now_ns += GATHER_NS + 2 * 17 * MS
+    link.pacer._release()
+    await asyncio.wait_for(waiting, 60)
+    assert link.pacer.turn_now("b", BudgetLane.ROUNDS, piece)
+    urgent, _ = await until_asked(link.pacer, BudgetLane.ROUNDS)
+    later, more_s = await until_asked(link.pacer, BudgetLane.RECOVERY)
+    assert more_s < GATHER_NS / 10**9, "of what is gathered the later lane would get a part"
+    for task in (urgent, later):
+        task.cancel()
+    await asyncio.gather(urgent, later, return_exceptions=True)
     link.pacer.close()
 
 

@@ -347,6 +347,21 @@ def test_what_goes_at_once_and_what_asked_keep_to_the_same_ceiling() -> None:
     assert sum(size for _, size in sent) >= rate * 20 * 99 // 100, "gathering loses nothing"
 
 
+def test_pieces_that_wait_are_level_when_none_of_them_comes_before_another() -> None:
+    budget = EgressBudget("bcd", now_ns=0)
+    budget.set_region_rate(1, now_ns=0)
+    assert budget.is_level()
+    budget.ask("b", ROUNDS, 10, (1, 2), now_ns=0)
+    assert budget.is_level()
+    budget.ask("c", ROUNDS, 10, (1, 2), now_ns=0)
+    assert budget.is_level()
+    budget.ask("d", ROUNDS, 10, (1, 3), now_ns=0)
+    assert not budget.is_level()
+    budget.withdraw("d", ROUNDS)
+    budget.ask("d", RECOVERY, 10, (1, 2), now_ns=0)
+    assert not budget.is_level()
+
+
 def test_in_a_lane_the_most_urgent_goes_first_and_equals_take_turns() -> None:
     budget = EgressBudget("bcd", now_ns=0)
     budget.set_region_rate(10**6, now_ns=0)

@@ -35,6 +35,7 @@ class LinkWatch:
         sampled_ns: when the last sample was taken; 0: never.
         rate_bytes_per_s: what is sent, fading. busiest_bytes_per_s: what the busier direction carried, fading.
         rtt_min_ns: the least round trip; 0: not known.
+        is_paced: the kernel holds the bulk connections back: a burst waits in the socket, and not on the link.
     """
 
     def __init__(self, peer: str, meter: WireMeter) -> None:
@@ -43,7 +44,7 @@ class LinkWatch:
         self._sent_bytes = self._carried_bytes = self._received_bytes = 0
         self._received_ns = 0
         self._connections = 1
-        self._is_paced = False
+        self.is_paced = False
         self.delay = DelayCut()
         self.one_way = OneWayQueue()
         self.sampled_ns = 0
@@ -54,7 +55,7 @@ class LinkWatch:
     def lost(self) -> None:
         """The session has ended; the next one may take another way."""
         self._connections = 1
-        self._is_paced = False
+        self.is_paced = False
         self.busiest_bytes_per_s = self.rtt_min_ns = 0
         self.delay.reset()
         self.one_way.reset()
@@ -154,9 +155,9 @@ class LinkWatch:
             # What the socket held back while BBR looked for the least round trip must not leave at the line's rate. As
             # payload that is a little more than the ceiling: what was held back gets away.
             pace = min(pace or egress_bytes_per_s, egress_bytes_per_s)
-        if pace is not None or self._is_paced:
+        if pace is not None or self.is_paced:
             self._meter.pace(self._peer, pace, connections=self._connections)
-            self._is_paced = pace is not None
+            self.is_paced = pace is not None
 
     def _pace_ppm(self) -> int:
         """Of the limit; what is sent again is in the kernel's rate as well, and no part of ours."""

@@ -34,6 +34,12 @@ hasty: a limit for delay changes fast."""
 TIMER_S: Final = 0.001
 """Timers of the loop have this grain: one that is set to less would fire early, and again."""
 
+GATHER_NS: Final = 20_000_000
+"""Where the kernel spreads out what it is handed, a piece that has to wait waits for so long more, and all that may go
+by then goes together: the first thing that a loop does after it slept costs far more than the next ones. The buckets
+save up for it. Not while pieces of several lanes wait: of what was saved up the later lane would get a part.
+"""
+
 LATENESS_FADING: Final = 64
 """A 64th of the lateness of timers is forgotten at each sample: half of it in four seconds."""
 
@@ -115,6 +121,7 @@ class Pacer:
         self._used_bytes = 0
         self._used_before = self._lost_before = 0
         self._late_ns = LATE_NS
+        self._gather_ns = 0
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +185,8 @@ class Pacer:
             self._follow_delay(peer, state, now_ns)
             state.began.set()
         state.transfers += 1
+        if state.transfers == 1:
+            self._follow_lateness(self._now_ns())
         self._egress.want(peer, lane, raw_bytes)
         if state.idle is not None:
             state.idle.cancel()
@@ -234,7 +243,8 @@ class Pacer:
                 waiting.set_result(None)
         wake_ns = self._egress.wake_at_ns(now_ns=now_ns)
         if wake_ns is not None:
-            delay_s = max((wake_ns - now_ns) / NS_PER_S, TIMER_S)
+            gather_ns = self._gather_ns if self._egress.is_level() else 0
+            delay_s = max((wake_ns + gather_ns - now_ns) / NS_PER_S, TIMER_S)
             due_ns = now_ns + int(delay_s * NS_PER_S)
             self._release_timer = asyncio.get_running_loop().call_later(delay_s, self._release_late, due_ns)
 
@@ -247,9 +257,13 @@ class Pacer:
         self._release()
 
     def _follow_lateness(self, now_ns: int) -> None:
-        """Let what late timers miss follow at once, but not into the queue of a link that has one."""
+        """Let what late timers miss follow at once, but not into the queue of a link that has one. What is gathered is
+        no burst on the link.
+        """
         is_queueing = any(state.link.delay.has_cut_lately(now_ns=now_ns) for state in self._peers.values())
-        self._egress.set_lateness(LATE_NS if is_queueing else self._late_ns, now_ns=now_ns)
+        is_spread = all(state.link.is_paced for state in self._peers.values() if state.transfers)
+        self._gather_ns = GATHER_NS if is_spread else 0
+        self._egress.set_lateness((LATE_NS if is_queueing else self._late_ns) + self._gather_ns, now_ns=now_ns)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 

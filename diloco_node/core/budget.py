@@ -407,6 +407,10 @@ class EgressBudget:
         times = [self._peer_ready_at_ns(piece, now_ns) for piece in self._waiting()]
         return min(times, default=None)
 
+    def is_level(self) -> bool:
+        """Whether no piece that waits is to go before another one for what it is for: several may go at once then."""
+        return len({piece.order[:2] for piece in self._waiting()}) <= 1
+
     def _waiting(self) -> Iterable[_Piece]:
         return (piece for entry in self._peers.values() for piece in entry.waiting.values())
 
