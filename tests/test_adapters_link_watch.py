@@ -15,10 +15,14 @@ class Meter(WireMeter):
     def __init__(self) -> None:
         super().__init__()
         self.paces: list[tuple[int | None, int]] = []
+        self.starts: list[tuple[int | None, int]] = []
         self.told: TcpCounters | None = None
 
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
         self.paces.append((rate_bytes_per_s, connections))
+
+    def start_over(self, peer: str) -> None:
+        self.starts.append(self.paces[-1])
 
     def tcp(self, peer: str) -> TcpCounters | None:
         return self.told
@@ -82,3 +86,39 @@ def test_what_is_learnt_at_a_cut_knows_what_held_us_back() -> None:
     free, held = cut_watch(Meter()), cut_watch(Meter(), held_bytes_per_s=10**7)
     assert (held.delay.rate_bytes_per_s or 0) != (free.delay.rate_bytes_per_s or 0)
     assert (held.delay.rate_bytes_per_s or 10**7) >= 7 * 10**6
+
+
+def work_on(watch: LinkWatch, seconds: int, *, ceiling: int | None = None, share: float = 1.0) -> list[int]:
+    """Send what the link carries, or a share of it, after `cut_watch`; what was seen at each start-over."""
+    rates = []
+    sent = watch._sent_bytes
+    at_ns = watch.sampled_ns
+    for _ in range(seconds * 10):
+        at_ns += 100 * MS
+        sent += int(min(watch.delay.rate_bytes_per_s or 10**7, 10**7) * share) // 10
+        watch.one_way.echoed(sent_ns=at_ns, arrived_ns=at_ns, now_ns=at_ns)
+        counters = LinkCounters(sent, 0, 0, sent, LONG_RTT_NS, LONG_RTT_NS)
+        watch.taken(counters, is_busy=True, held_bytes_per_s=None, at_ns=at_ns, now_ns=at_ns)
+        meter = watch._meter
+        assert isinstance(meter, Meter)
+        before = len(meter.starts)
+        watch.hold(ceiling)
+        if len(meter.starts) > before:
+            rates.append(watch.delay.seen_bytes_per_s or 0)
+    return rates
+
+
+def test_bbr_starts_over_every_eight_seconds_of_a_full_link_and_no_faster_than_was_carried() -> None:
+    meter = Meter()
+    watch = cut_watch(meter)
+    carried = work_on(watch, 30)
+    assert 3 <= len(carried) <= 4
+    assert meter.starts == [(rate * PACE_PPM // 1_000_000, 1) for rate in carried]
+
+
+def test_bbr_stays_where_a_ceiling_holds_the_link_or_little_is_carried() -> None:
+    for ceiling, share in ((10**6, 1.0), (None, 0.3)):
+        meter = Meter()
+        watch = cut_watch(meter)
+        assert work_on(watch, 30, ceiling=ceiling, share=share) == []
+        assert meter.paces, "it is paced"

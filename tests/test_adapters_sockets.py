@@ -366,6 +366,37 @@ def test_a_far_socket_that_may_not_change_its_congestion_control_is_known_to_go_
     assert meter.goes_by_loss
 
 
+@pytest.mark.parametrize("can_go_back", [True, False])
+def test_starting_over_sets_another_congestion_control_and_back(
+    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, can_go_back: bool
+) -> None:
+    near, _ = connection
+    kernel_set, asked = socket.socket.setsockopt, []
+
+    def setsockopt(self: socket.socket, level: int, option: int, value: bytes) -> None:
+        if option == socket.TCP_CONGESTION and len(asked) < 10:
+            asked.append(value)
+            if not can_go_back and len(asked) == 3:
+                raise PermissionError
+        kernel_set(self, level, option, value)
+
+    monkeypatch.setattr(sockets, "FAR_CONGESTION_CONTROL", b"cubic")
+    meter, kernel = WireMeter(), FakeKernel(monkeypatch)
+    own = counters_of(near)
+    meter.assign("b", own.remote)
+    monkeypatch.setattr(socket.socket, "setsockopt", setsockopt)
+    kernel.now = [replace(own, rtt_min_us=5_000)]
+    meter.sample()
+    meter.opened("b", is_bulk=True)
+    meter.start_over("b")
+    assert asked == [b"cubic", b"reno", b"cubic"]
+    assert congestion_control(near) == (b"cubic" if can_go_back else b"reno")
+    assert meter.goes_by_loss is not can_go_back
+    kernel_set(near, socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+    meter.start_over("b")
+    assert asked == [b"cubic", b"reno", b"cubic"], "it is somebody else's choice by now"
+
+
 def test_the_smaller_of_the_two_buffer_limits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = (tmp_path / "tcp_wmem", tmp_path / "tcp_rmem")
     monkeypatch.setattr(sockets, "BUFFER_LIMITS", files)

@@ -578,6 +578,33 @@ def test_a_queue_that_is_gone_before_its_cut_can_show_says_nothing_about_the_lin
     assert (cut.rate_bytes_per_s or 0) > 2 * before, "in three seconds: growth did not begin with a percent"
 
 
+def test_a_limit_of_which_less_than_nine_tenths_is_sent_does_not_grow() -> None:
+    for share, grows in ((88, False), (92, True)):
+        steps = Steps()
+        for _ in range(12):
+            steps.tell(sent=steps.rate * share // 100)
+        before = steps.rate
+        for _ in range(15):
+            steps.tell(sent=steps.rate * share // 100)
+        assert (steps.rate > before * 101 // 100) is grows
+
+
+def test_a_link_is_steady_when_it_carries_what_it_did_and_had_no_cut_for_two_seconds() -> None:
+    steps = Steps()
+    assert not steps.cut.is_steady, "it was cut a second ago"
+    for _ in range(20):
+        steps.tell(sent=900_000, carried=900_000)
+    assert steps.cut.is_steady
+    assert steps.cut.seen_bytes_per_s == 900_000
+    for _ in range(12):
+        steps.tell(sent=700_000, carried=700_000)
+    assert not steps.cut.is_steady, "little is carried"
+    steps.cut.begin(rtt_min_ns=40 * MS, now_ns=steps.now_ns)
+    steps.tell(sent=900_000, carried=900_000)
+    assert not steps.cut.is_steady, "nothing is known of the last second"
+    assert steps.cut.seen_bytes_per_s == min(steps.rate, 1_000_000), "what it carried at the cut"
+
+
 # ---- a slow line that several peers share, within a budget -----------------------------------------------------------
 
 HELD = 280_000

@@ -20,6 +20,13 @@ SAMPLE_NS_MIN: Final = 10_000_000
 PACE_PPM: Final = 950_000
 """The kernel paces payload; with headers, and with acknowledgements and control beside it, that is the limit."""
 
+START_OVER_NS: Final = 8 * NS_PER_S
+"""Ten seconds after BBR has seen the least round trip it nearly stops for 0.2 s and a round trip, to see it again. A
+link that is held to a limit for delay has no queue that would hide it: BBR starts over before."""
+
+START_ROUNDS: Final = 5
+"""It ends its start-up after three round trips without growth. So long nothing is sent faster than was carried."""
+
 LOSS_BYTES_MIN: Final = 4 * 2**20
 """Before so many bytes were sent nothing is known of a link's loss."""
 
@@ -45,6 +52,7 @@ class LinkWatch:
         self._received_ns = 0
         self._connections = 1
         self.is_paced = False
+        self._started_over_ns = 0
         self.delay = DelayCut()
         self.one_way = OneWayQueue()
         self.sampled_ns = 0
@@ -147,10 +155,15 @@ class LinkWatch:
 
     def hold(self, egress_bytes_per_s: int | None) -> None:
         """Have the kernel hold the bulk connections to the limit for delay, and to what may be sent at most."""
-        rate = self.delay.rate_bytes_per_s
         # While no rate is known to be too much, pieces alone keep to it: BBR, held back for three round trips, takes
         # that for the line's rate, leaves its start-up, and from then on grows by a quarter in eight round trips.
-        pace = rate * self._pace_ppm() // 1_000_000 if rate is not None and not self.delay.is_searching else None
+        rate = None if self.delay.is_searching else self.delay.rate_bytes_per_s
+        is_due = self._is_start_over_due(egress_bytes_per_s)
+        if is_due:
+            self._started_over_ns = self.sampled_ns
+        if rate is not None and self.sampled_ns - self._started_over_ns < START_ROUNDS * self.rtt_min_ns:
+            rate = self.delay.seen_bytes_per_s
+        pace = rate * self._pace_ppm() // 1_000_000 if rate is not None else None
         if self.rtt_min_ns >= LONG_RTT_NS and egress_bytes_per_s is not None:
             # What the socket held back while BBR looked for the least round trip must not leave at the line's rate. As
             # payload that is a little more than the ceiling: what was held back gets away.
@@ -158,6 +171,19 @@ class LinkWatch:
         if pace is not None or self.is_paced:
             self._meter.pace(self._peer, pace, connections=self._connections)
             self.is_paced = pace is not None
+        if is_due:
+            self._meter.start_over(self._peer)
+
+    def _is_start_over_due(self, egress_bytes_per_s: int | None) -> bool:
+        """Whether BBR must start over: the limit for delay holds the link, and it has been so long.
+
+        What a ceiling holds makes up for BBR's pauses: the line is faster than that.
+        """
+        rate = self.delay.rate_bytes_per_s
+        if rate is None or self.delay.is_searching or not self.delay.is_steady or self.rtt_min_ns < LONG_RTT_NS:
+            return False
+        is_ours = egress_bytes_per_s is None or rate < egress_bytes_per_s
+        return is_ours and self.sampled_ns - self._started_over_ns >= START_OVER_NS
 
     def _pace_ppm(self) -> int:
         """Of the limit; what is sent again is in the kernel's rate as well, and no part of ours."""

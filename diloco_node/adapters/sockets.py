@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import struct
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -52,6 +53,9 @@ FAR_RTT_US: Final = 5_000
 FAR_CONGESTION_CONTROL: Final = b"bbr"
 """What goes by loss alone (cubic, the usual one) gets 1.4 Mbit/s out of 100 ms with 1 % loss, whatever the line has;
 several connections would only get so many times as much, and the ceiling is the budget's business."""
+
+_PLAIN_CONGESTION_CONTROL: Final = b"reno"
+"""Every kernel has it, and lets everybody choose it."""
 
 BUFFER_LIMITS: Final = tuple(Path(f"/proc/sys/net/ipv4/{name}") for name in ("tcp_wmem", "tcp_rmem"))
 BUFFER_BYTES_USUAL: Final = 4 * 2**20
@@ -240,20 +244,39 @@ def _pace_socket(fd: int, cookie: int, rate_bytes_per_s: int | None) -> bool:
     return _set_option(fd, cookie, socket.SOL_SOCKET, _SO_MAX_PACING_RATE, _PACE.pack(rate))
 
 
+def _start_over(fd: int, cookie: int) -> bool:
+    """Have a socket that goes by FAR_CONGESTION_CONTROL begin with it anew; False: it could not go back to it."""
+    is_plain = False
+    try:
+        with _viewed(fd, cookie) as view:
+            if view.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == FAR_CONGESTION_CONTROL:
+                view.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _PLAIN_CONGESTION_CONTROL)
+                is_plain = True
+                view.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, FAR_CONGESTION_CONTROL)
+    except OSError:
+        return not is_plain
+    return True
+
+
 def _set_option(fd: int, cookie: int, level: int, option: int, value: bytes) -> bool:
     try:
-        view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
+        with _viewed(fd, cookie) as view:
+            view.setsockopt(level, option, value)
     except OSError:
         return False
+    return True
+
+
+@contextlib.contextmanager
+def _viewed(fd: int, cookie: int) -> Iterator[socket.socket]:
+    """One of gRPC's sockets, by its descriptor. OSError: that is another one's by now."""
+    view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
     try:
         if _COOKIE.unpack(view.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8)) != (cookie,):
-            return False
-        view.setsockopt(level, option, value)
-    except OSError:
-        return False
+            raise OSError(errno.EBADF, "another socket has this descriptor")
+        yield view
     finally:
         view.detach()
-    return True
 
 
 def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
@@ -451,6 +474,17 @@ class WireMeter:
             for counters in asides:
                 part = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // len(asides))
                 self._pace(counters, part)
+
+    def start_over(self, peer: str) -> None:
+        """Let BBR forget what it knows of the peer's bulk connections, and when it last saw the least round trip.
+
+        Ten seconds after that it would stop for 0.2 s and a round trip to see it again. It starts with its start-up:
+        what `pace` allows must be no more than the link carries then.
+        """
+        with self._lock:
+            for counters in self._bulk(peer):
+                if counters.cookie in self._far and not _start_over(counters.fd, counters.cookie):
+                    self.goes_by_loss = True
 
     def _pace(self, counters: SocketCounters, rate_bytes_per_s: int | None) -> None:
         if self._paced.get(counters.cookie) != rate_bytes_per_s and _pace_socket(

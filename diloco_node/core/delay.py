@@ -107,6 +107,12 @@ FREE_AHEAD_PPM: Final = 1_500_000
 """But never to more than so much of what was carried: what a link does not carry is known a round trip and a queue
 later, and by then a queue has grown by half of that time."""
 
+USED_PPM: Final = 850_000
+USED_SLOW_PPM: Final = 900_000
+"""It grows while so much of it is sent. A limit far above what is carried holds nobody back, and a queue that comes by
+itself then costs more than a tenth. What the kernel paces stays up to 7 % below it: headers, and BBR's own rhythm.
+"""
+
 UNSEEN_NS: Final = 400_000_000
 UNSEEN_PPM_MAX: Final = 100_000
 """What the rate grew by in so long before a short queue was seen is taken back at once, up to a tenth."""
@@ -129,6 +135,8 @@ While the rate is still being doubled the second was not full.
 START_BYTES: Final = 32 * 2**10
 START_RTT_NS: Final = 40_000_000
 """On a link of at least LONG_RTT_NS work begins with so much per round trip, or in so long if that is less."""
+
+STEADY_NS: Final = 2 * NS_PER_S
 
 KNOWN_NS: Final = 60 * NS_PER_S
 KNOWN_PPM: Final = 750_000
@@ -172,6 +180,19 @@ class DelayCut:
     def is_searching(self) -> bool:
         """Whether no rate is known to be too much."""
         return self._growth_ppm == FREE_GROWTH_PPM_PER_S
+
+    @property
+    def seen_bytes_per_s(self) -> int | None:
+        """What the link carried of late, or else at the last cut; never more than the limit. None: no limit."""
+        seen = self._carried.lately(CARRIED_NS) if self._carried.is_whole else self._too_much
+        return self._rate if not seen or self._rate is None else min(seen, self._rate)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the link has carried for a second what it is known to, without a cut of late or fast growth."""
+        if self.is_hasty or self._at_ns - self._cut_at_ns < STEADY_NS or not self._carried.is_whole:
+            return False
+        return self._carried.lately(CARRIED_NS) * DOUBT_DENOMINATOR >= self._too_much * DOUBT_NUMERATOR
 
     @property
     def is_hasty(self) -> bool:
@@ -383,8 +404,10 @@ class DelayCut:
             return
         is_far = rate * PPM <= self._too_much * NEAR_LOW_PPM
         # Else of a second: BBR's probe is a quarter more in an eighth of the time, and that is not the limit's doing.
-        sent = sent_bytes_per_s if is_far or self.is_hasty else self._carried.sent
-        if 20 * sent < 17 * rate:
+        is_quick = is_far or self.is_hasty
+        sent = sent_bytes_per_s if is_quick else self._carried.sent
+        used_ppm = USED_PPM if is_quick else USED_SLOW_PPM
+        if sent * PPM < used_ppm * rate:
             # Something else limits: how much more the link would carry is not known.
             if self._at_ns - self._grown_at_ns > CARRIED_NS:
                 self._grown_ppm = 0
