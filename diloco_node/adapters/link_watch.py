@@ -42,7 +42,6 @@ class LinkWatch:
         sampled_ns: when the last sample was taken; 0: never.
         rate_bytes_per_s: what is sent, fading. busiest_bytes_per_s: what the busier direction carried, fading.
         rtt_min_ns: the least round trip; 0: not known.
-        is_paced: the kernel holds the bulk connections back: a burst waits in the socket, and not on the link.
     """
 
     def __init__(self, peer: str, meter: WireMeter) -> None:
@@ -51,7 +50,7 @@ class LinkWatch:
         self._sent_bytes = self._carried_bytes = self._received_bytes = 0
         self._received_ns = 0
         self._connections = 1
-        self.is_paced = False
+        self._is_paced = False
         self._started_over_ns = 0
         self.delay = DelayCut()
         self.one_way = OneWayQueue()
@@ -63,7 +62,7 @@ class LinkWatch:
     def lost(self) -> None:
         """The session has ended; the next one may take another way."""
         self._connections = 1
-        self.is_paced = False
+        self._is_paced = False
         self.busiest_bytes_per_s = self.rtt_min_ns = 0
         self.delay.reset()
         self.one_way.reset()
@@ -153,6 +152,13 @@ class LinkWatch:
 
     # ---- the kernel --------------------------------------------------------------------------------------------------
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether the kernel spreads out what it is handed at once: it waits in a socket, and not on the link. Of
+        several connections, each held to its part, one that got less would run dry before the others.
+        """
+        return self._is_paced and self._connections == 1
+
     def hold(self, egress_bytes_per_s: int | None) -> None:
         """Have the kernel hold the bulk connections to the limit for delay, and to what may be sent at most."""
         # While no rate is known to be too much, pieces alone keep to it: BBR, held back for three round trips, takes
@@ -168,9 +174,9 @@ class LinkWatch:
             # What the socket held back while BBR looked for the least round trip must not leave at the line's rate. As
             # payload that is a little more than the ceiling: what was held back gets away.
             pace = min(pace or egress_bytes_per_s, egress_bytes_per_s)
-        if pace is not None or self.is_paced:
+        if pace is not None or self._is_paced:
             self._meter.pace(self._peer, pace, connections=self._connections)
-            self.is_paced = pace is not None
+            self._is_paced = pace is not None
         if is_due:
             self._meter.start_over(self._peer)
 

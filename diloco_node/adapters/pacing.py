@@ -261,7 +261,7 @@ class Pacer:
         no burst on the link.
         """
         is_queueing = any(state.link.delay.has_cut_lately(now_ns=now_ns) for state in self._peers.values())
-        is_spread = all(state.link.is_paced for state in self._peers.values() if state.transfers)
+        is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
         self._gather_ns = GATHER_NS if is_spread else 0
         self._egress.set_lateness((LATE_NS if is_queueing else self._late_ns) + self._gather_ns, now_ns=now_ns)
 
