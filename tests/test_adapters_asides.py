@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters import asides, links, outbound
+from diloco_node.adapters import asides, links, outbound, plain_accept
 from diloco_node.adapters.link_watch import LinkWatch
 from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.sock_diag import read_sockets_to
@@ -366,17 +366,17 @@ async def test_out_of_descriptors_a_door_stays_open_for_those_who_come_later(
     regions: Regions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, b = await regions.start()
-    loop, refused = asyncio.get_running_loop(), [0]
-    sock_accept = loop.sock_accept
+    refused = [0]
+    accepted = plain_accept._accepted
 
     async def accept(listener: socket.socket) -> Any:
         if refused[0] < 3:
             refused[0] += 1
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return await sock_accept(listener)
+        return await accepted(listener)
 
     monkeypatch.setattr(asides, "GREET_S", 0.01)
-    monkeypatch.setattr(loop, "sock_accept", accept)
+    monkeypatch.setattr(plain_accept, "_accepted", accept)
     assert (await b.measuring.flow(wanted("a", connections=2, is_plain=True))).received.mean > 0
     assert refused == [3]
 

@@ -21,6 +21,7 @@ import structlog
 
 from diloco_node.adapters.aside_ends import Aside, AsideEnvironment, PlainAside, TransportAside
 from diloco_node.adapters.flows import SocketsOf
+from diloco_node.adapters.plain_accept import PlainAccept
 from diloco_node.adapters.sockets import Address
 from diloco_node.adapters.streams import DialedStream, Stream, dial
 from diloco_node.core.measuring import ASIDES_MAX, TOKEN_BYTES, AsideOpen, MeasurementAsked
@@ -56,7 +57,7 @@ class Door:
         self._told_wrong = False
         self._tasks: set[asyncio.Task[None]] = set()
         if listener is not None:
-            self._spawn(self._accept(listener))
+            self._spawn(PlainAccept(ASIDE_BYTES, GREET_S, GREETED_MAX, self._take, self._refused).run(listener))
 
     def is_for(self, token: bytes) -> bool:
         """Whether a token is this door's."""
@@ -105,39 +106,19 @@ class Door:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop, slots = asyncio.get_running_loop(), asyncio.Semaphore(GREETED_MAX)
-        while True:
-            await slots.acquire()
-            try:
-                connection, address = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors, or it was gone before we took it
-                _log.warning("no plain connection", peer=self.peer, reason=str(error))
-                await asyncio.sleep(GREET_S)
-                slots.release()
-                continue
-            self._spawn(self._greet(connection, (str(address[0]), int(address[1])), slots))
+    def _take(self, first: bytes, connection: socket.socket, remote: Address) -> None:
+        """A connection that names the token. Raises LinkLost, ProtocolViolation."""
+        token, index = decode_aside(first)
+        if not self.is_for(token):
+            raise ProtocolViolation("a wrong token")
+        self.join(index, connection, remote)
 
-    async def _greet(self, connection: socket.socket, remote: Address, slots: asyncio.Semaphore) -> None:
-        """Take a connection that names the token; close any other one."""
-        try:
-            connection.setblocking(False)
-            async with asyncio.timeout(GREET_S):
-                token, index = decode_aside(await _read_exactly(connection, ASIDE_BYTES))
-            if not self.is_for(token):
-                raise ProtocolViolation("a wrong token")
-            self.join(index, connection, remote)
-        except BaseException as error:
-            connection.close()
-            if not isinstance(error, (OSError, PeerError)):  # TimeoutError is one of OSError
-                raise
-            if not self._told_wrong:  # strangers may come as often as they like
-                self._told_wrong = True
-                _log.warning(
-                    "plain connection refused", peer=self.peer, address=remote[0], reason=str(error) or "silent"
-                )
-        finally:
-            slots.release()
+    def _refused(self, remote: Address | None, reason: str) -> None:
+        if remote is None:
+            _log.warning("no plain connection", peer=self.peer, reason=reason)
+        elif not self._told_wrong:  # strangers may come as often as they like
+            self._told_wrong = True
+            _log.warning("plain connection refused", peer=self.peer, address=remote[0], reason=reason)
 
 
 class Asides:
@@ -336,13 +317,3 @@ async def _resolve(peer: str, host: str, port: int) -> tuple[Address, ...]:
     except OSError as error:
         raise LinkLost(f"{peer}: {host} can't be resolved ({error.strerror or error})") from None
     return tuple((str(where[0]), int(where[1])) for *_, where in found)
-
-
-async def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    loop, data = asyncio.get_running_loop(), b""
-    while len(data) < size:
-        more = await loop.sock_recv(connection, size - len(data))
-        if not more:
-            break
-        data += more
-    return data

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from diloco_node.adapters import flows
 from diloco_node.adapters.certs import Identity, tls_name
 from diloco_node.adapters.flows import FlowTimes, SendingEnd, SocketsOf
 from diloco_node.adapters.pairs import measure_out
+from diloco_node.adapters.plain_accept import PlainAccept
 from diloco_node.adapters.probe import BUSY_S, open_session
 from diloco_node.adapters.sockets import Address
 from diloco_node.adapters.streams import AcceptedStream, Caller, Server, caller, make_server, refuse
@@ -248,7 +249,10 @@ class ProbeServer:
         if self._plain_wanted is not None:
             self._listener = _listener(host, self._plain_wanted)
             self.plain_port = self._listener.getsockname()[1]
-            self.keep(asyncio.create_task(self._accept_plain(self._listener), name="plain connections"))
+            accept = PlainAccept(
+                wire.PREAMBLE_BYTES, HANDSHAKE_S, PLAIN_HANDSHAKES_MAX, self._take_plain, self._plain_refused
+            )
+            self.keep(asyncio.create_task(accept.run(self._listener), name="plain connections"))
         await self._server.start()
 
     async def stop(self) -> None:
@@ -316,42 +320,15 @@ class ProbeServer:
             raise ProtocolViolation("the flow that a connection wants to join is not there")
         return session.flow
 
-    async def _accept_plain(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        slots = asyncio.Semaphore(PLAIN_HANDSHAKES_MAX)
-        while True:
-            await slots.acquire()
-            connection, address = await loop.sock_accept(listener)
-            task = asyncio.create_task(self._greet_plain(connection, (address[0], address[1]), slots.release))
-            self.keep(task)
+    def _take_plain(self, first: bytes, connection: socket.socket, address: Address) -> None:
+        """A plain connection that names a flow. Raises LinkLost, ProtocolViolation, OSError."""
+        joined = wire.decode_preamble(first)
+        flow = self._find_flow(joined)
+        connection.setblocking(True)
+        flow.join(joined.index, connection, address)
 
-    async def _greet_plain(self, connection: socket.socket, address: Address, done: Callable[[], None]) -> None:
-        """Take a plain connection that names a flow; close any other."""
-        is_taken = False
-        try:
-            connection.setblocking(False)
-            async with asyncio.timeout(HANDSHAKE_S):
-                joined = wire.decode_preamble(await _read_exactly(connection, wire.PREAMBLE_BYTES))
-            connection.setblocking(True)
-            self._find_flow(joined).join(joined.index, connection, address)
-            is_taken = True
-        except (OSError, TimeoutError, PeerError) as error:
-            _log.warning("plain connection refused", address=address[0], error=str(error) or "silent")
-        finally:
-            done()
-            if not is_taken:
-                connection.close()
-
-
-async def _read_exactly(connection: socket.socket, size: int) -> bytes:
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < size:
-        more = await loop.sock_recv(connection, size - len(data))
-        if not more:
-            break
-        data += more
-    return data
+    def _plain_refused(self, address: Address | None, reason: str) -> None:
+        _log.warning("plain connection refused", address=address[0] if address is not None else None, error=reason)
 
 
 async def _first(stream: AcceptedStream, who: Caller) -> wire.SessionFrame:
