@@ -19,8 +19,8 @@ from diloco_node.adapters import asides, links, outbound, plain_accept
 from diloco_node.adapters.link_watch import LinkWatch
 from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.sock_diag import read_sockets_to
-from diloco_node.adapters.sockets import WireMeter
 from diloco_node.adapters.streams import DialedStream, dial
+from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget import BudgetLane, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits

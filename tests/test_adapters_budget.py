@@ -23,9 +23,9 @@ import pytest
 from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.link_watch import PACE_PPM
 from diloco_node.adapters.pacing import PING_BUSY_S, Pacer
-from diloco_node.adapters.sockets import LinkCounters, WireMeter
 from diloco_node.adapters.streams import dial
 from diloco_node.adapters.transport import GrpcTransport
+from diloco_node.adapters.wire_meter import LinkCounters, WireMeter
 from diloco_node.core.budget import BudgetLane
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, WANTS_MOST

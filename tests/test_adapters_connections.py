@@ -23,9 +23,10 @@ from diloco_node.adapters.bundle import Bundle
 from diloco_node.adapters.inbound import DECODING_MAX, BulkInbound
 from diloco_node.adapters.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
 from diloco_node.adapters.pacing import Pacer
-from diloco_node.adapters.sockets import TcpCounters, WireMeter
+from diloco_node.adapters.sockets import TcpCounters
 from diloco_node.adapters.streams import DialedStream
 from diloco_node.adapters.transport import GrpcTransport
+from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.measuring import Probe

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from diloco_node.adapters.link_watch import LOSS_BYTES_MIN, PACE_PPM, LinkWatch
-from diloco_node.adapters.sockets import LinkCounters, TcpCounters, WireMeter
+from diloco_node.adapters.sockets import TcpCounters
+from diloco_node.adapters.wire_meter import LinkCounters, WireMeter
 from diloco_node.core.delay import LONG_RTT_NS
 
 MS = 1_000_000

@@ -17,8 +17,9 @@ from diloco_node.adapters.flows import PLAIN_BYTES, SocketsOf
 from diloco_node.adapters.inbound import BulkInbound
 from diloco_node.adapters.outbound import BulkOutbound
 from diloco_node.adapters.pacing import Pacer
-from diloco_node.adapters.sockets import TcpCounters, WireMeter, tcp_of
+from diloco_node.adapters.sockets import TcpCounters, tcp_of
 from diloco_node.adapters.streams import DialedStream, Stream
+from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core.budget import BudgetLane
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, Message

@@ -23,8 +23,9 @@ from diloco_node.adapters.inbound import BulkInbound
 from diloco_node.adapters.outbound import BulkOutbound
 from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.sock_diag import read_sockets_to
-from diloco_node.adapters.sockets import Address, SocketCounters, WireMeter, plain_ip
+from diloco_node.adapters.sockets import Address, SocketCounters, plain_ip
 from diloco_node.adapters.streams import Stream
+from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.core.samples import NS_PER_S, Goodput, Mark, goodput
 from diloco_node.errors import LinkLost, ProtocolViolation

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.adapters.sockets import LinkCounters, TcpCounters, WireMeter, buffer_bytes
+from diloco_node.adapters.sockets import TcpCounters, buffer_bytes
+from diloco_node.adapters.wire_meter import LinkCounters, WireMeter
 from diloco_node.core.budget import NS_PER_S
 from diloco_node.core.connections import connections_wanted
 from diloco_node.core.delay import LONG_RTT_NS, DelayCut

@@ -20,8 +20,8 @@ from diloco_node.adapters.certs import Identity
 from diloco_node.adapters.inbound import BulkInbound
 from diloco_node.adapters.outbound import BulkOutbound, ControlQueue
 from diloco_node.adapters.pacing import Pacer
-from diloco_node.adapters.sockets import WireMeter
 from diloco_node.adapters.streams import DialedStream, Stream
+from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.ports import TransportHandler
 from diloco_node.wire.envelope import Echo, Hello, Ping, decode_control_lane, encode_echo, encode_ping

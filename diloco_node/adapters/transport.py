@@ -27,7 +27,7 @@ from diloco_node.adapters.links import PeerLink, PeerStatus
 from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.session import LinkEnvironment, LinkTimes
 from diloco_node.adapters.sock_diag import read_sockets_to
-from diloco_node.adapters.sockets import TcpCounters, WireMeter, tcp_of
+from diloco_node.adapters.sockets import TcpCounters, tcp_of
 from diloco_node.adapters.streams import (
     AcceptedStream,
     Caller,
@@ -38,6 +38,7 @@ from diloco_node.adapters.streams import (
     make_server,
     refuse,
 )
+from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.measuring import Probe

@@ -1,0 +1,25 @@
+"""Two ends of a TCP connection on loopback, for tests of what the kernel counts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+from diloco_node.adapters import sockets
+from diloco_node.adapters.sockets import SocketCounters, read_sockets
+
+PACED = (socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE)
+REMOTE = ("10.0.0.2", 7400)
+
+
+def counters_of(near: socket.socket) -> SocketCounters:
+    return next(found for found in read_sockets() if found.local == near.getsockname())
+
+
+def send(near: socket.socket, far: socket.socket, data: bytes) -> None:
+    thread = threading.Thread(target=near.sendall, args=(data,))
+    thread.start()
+    left = len(data)
+    while left:
+        left -= len(far.recv(min(left, 2**16)))
+    thread.join()
