@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -24,16 +23,6 @@ try:
 except OSError:  # pragma: no cover - a sandbox
     HAS_DIAG = False
 needs_diag = pytest.mark.skipif(not HAS_DIAG, reason="this kernel has no NETLINK_SOCK_DIAG: its table was NOT checked")
-
-
-@pytest.fixture
-def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        near = socket.create_connection(listening.getsockname())
-        far, _ = listening.accept()
-    yield near, far
-    near.close()
-    far.close()
 
 
 def send(near: socket.socket, far: socket.socket, size: int) -> None:

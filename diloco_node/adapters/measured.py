@@ -59,11 +59,7 @@ def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
     rates, sent = measured.received.goodput, measured.sent
     cpus = {"sender": sent.cpu, "receiver": measured.received.cpu}
     return {
-        "from": case.source,
-        "to": case.target,
-        "path": case.path,
-        "body": case.body,
-        "connections": case.connections,
+        **_case_document(case),
         "bytes_per_second": rates.mean,
         "bytes_per_second_median": rates.median,
         "bytes_per_second_p10": rates.p10,
@@ -79,11 +75,7 @@ def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
 def failure_document(case: FlowCase, error: DilocoError) -> dict[str, Any]:
     """A test that could not be carried out, and why; 0 connections: over those of the link."""
     return {
-        "from": case.source,
-        "to": case.target,
-        "path": case.path,
-        "body": case.body,
-        "connections": case.connections,
+        **_case_document(case),
         "error": str(error),
     }
 
@@ -104,4 +96,15 @@ def pair_document(pair: Pair, measured: PairMeasured) -> dict[str, Any]:
         "bytes_per_second_p90": measured.p90,
         "plain_bytes_per_second": measured.plain_bytes_per_s or None,
         "retransmitted_share": measured.retransmitted_bytes / measured.sent_bytes if is_known else None,
+    }
+
+
+def _case_document(case: FlowCase) -> dict[str, Any]:
+    """Which test it is."""
+    return {
+        "from": case.source,
+        "to": case.target,
+        "path": case.path,
+        "body": case.body,
+        "connections": case.connections,
     }
