@@ -274,3 +274,16 @@ async def test_pings_are_more_frequent_while_the_limit_changes_fast(
 class _NoThreads:
     def submit(self, *_: object) -> None:
         raise AssertionError("small chunks need no thread")
+
+
+async def test_peers_that_something_is_on_its_way_to_share_what_the_ceiling_lets_through() -> None:
+    link = FarLink()
+    link.pacer = Pacer(["b", "c"], meter=link, send=lambda _peer, _message: None, now_ns=lambda: link.now_ns)
+    link.pacer.set_plan(BudgetPlan(RateLimits(egress=900_000)))
+    link.work()
+    link.run(0.3)
+    assert link.pacer._peers["b"].link.delay._held == 900_000
+    link.pacer.begin("c", BudgetLane.ROUNDS, 10**9)
+    link.run(0.3)
+    assert link.pacer._peers["b"].link.delay._held == 450_000
+    link.pacer.close()
