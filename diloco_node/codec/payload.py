@@ -1,8 +1,7 @@
 """Chunks of encoded bytes on the wire: zstd where it pays, and nothing decoded before its header was believed.
 
 A compressed chunk is exactly one zstd frame with its content size and a checksum (the low half of XXH64 of the raw
-bytes). A chunk that does not pay travels as it is; its frame on the wire carries a CRC-32 instead (`zlib.crc32`,
-`wire.envelope`).
+bytes). A chunk that does not pay travels as it is, without a checksum: TLS authenticates every record.
 
 Every refusal is PayloadCorrupt, and its message begins with one word for logs and counters: `frame` (not a zstd
 frame, or broken inside), `declared_size`, `window_too_large`, `dictionary`, `checksum`, `trailing_data`.
