@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diloco_node.core.entries import ZERO_HASH, seal
 from diloco_node.core.events import (
     Effect,
     LedgerPersisted,
@@ -14,7 +13,8 @@ from diloco_node.core.events import (
     Send,
     TimerFired,
 )
-from diloco_node.core.ledger import LedgerCore
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
     AppendAsked,
     Message,

@@ -16,7 +16,7 @@ from diloco_node.core.events import (
     Send,
     TimerFired,
 )
-from diloco_node.core.ledger import LedgerCore
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.types import Entry, EntryBody, RoundBody
 from tests.ledger_kit import TIMEOUT_NS, a_core, a_discard, a_round
 

@@ -21,7 +21,7 @@ from diloco_node.adapters.durable import replace_file
 from diloco_node.adapters.ledger_files import LEDGER_NAME, VOTE_NAME
 from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.digest import payload_digest, stripe_digest
-from diloco_node.core.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import Entry, LeaderBody, Recovered
 from diloco_node.errors import LedgerLost, StorageError
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.account import AccountCore, AccountReport, LastInclusion, check_account
-from diloco_node.core.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.account import AccountCore, AccountReport, LastInclusion, check_account
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import (
     Ballot,
     Contribution,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.entries import (
+from diloco_node.core.ledger.entries import (
     ENTRY_BYTES_MAX,
     ZERO_HASH,
     decode_entry,
@@ -108,7 +108,7 @@ def test_golden_hash_of_an_entry() -> None:
 
 def test_hashes_do_not_depend_on_the_process() -> None:
     program = (
-        "from diloco_node.core.entries import seal; from diloco_node.core.types import FinishedBody;"
+        "from diloco_node.core.ledger.entries import seal; from diloco_node.core.types import FinishedBody;"
         "print(seal(1, 1, bytes(32), FinishedBody((1, 2), 'x')).hash.hex())"
     )
     found = {

@@ -8,7 +8,7 @@ from diloco_node.core.events import (
     LearnerDetached,
     TimerFired,
 )
-from diloco_node.core.ledger import LedgerCore, Role
+from diloco_node.core.ledger.raft import LedgerCore, Role
 from diloco_node.core.messages import (
     AppendAnswered,
     LeadershipOffered,

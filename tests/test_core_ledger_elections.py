@@ -10,14 +10,14 @@ from diloco_node.core.events import (
     Send,
     TimerFired,
 )
-from diloco_node.core.ledger import Role
+from diloco_node.core.ledger.raft import Role
+from diloco_node.core.ledger.write_gate import HELD_MESSAGES_MAX
 from diloco_node.core.messages import (
     AppendAnswered,
     VoteAnswered,
     VoteAsked,
 )
 from diloco_node.core.types import LeaderBody
-from diloco_node.core.write_gate import HELD_MESSAGES_MAX
 from tests.ledger_kit import (
     TIMEOUT_NS,
     a_candidate,

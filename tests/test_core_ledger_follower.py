@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.entries import ZERO_HASH, encode_entry
 from diloco_node.core.events import (
     LedgerPersisted,
     LinkChanged,
     PersistLedger,
     Send,
 )
-from diloco_node.core.followers import BATCH_ENTRIES_MAX
-from diloco_node.core.log import STAGED_BYTES_MAX, STAGED_ENTRIES_MAX
+from diloco_node.core.ledger.entries import ZERO_HASH, encode_entry
+from diloco_node.core.ledger.log import STAGED_BYTES_MAX, STAGED_ENTRIES_MAX
+from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendAnswered,
     AppendAsked,

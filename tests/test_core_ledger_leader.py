@@ -8,9 +8,9 @@ from diloco_node.core.events import (
     LinkChanged,
     TimerFired,
 )
-from diloco_node.core.followers import BATCH_ENTRIES_MAX
-from diloco_node.core.ledger import Role
-from diloco_node.core.log import STAGED_ENTRIES_MAX
+from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
+from diloco_node.core.ledger.raft import Role
+from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendAnswered,
     AppendAsked,

@@ -12,7 +12,7 @@ from diloco_node.core.events import (
     PersistLedger,
     TimerFired,
 )
-from diloco_node.core.ledger import LedgerCore
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
     AppendAnswered,
     VoteAnswered,

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from diloco_node.core import log as log_module
-from diloco_node.core.entries import ZERO_HASH, seal
-from diloco_node.core.log import ReplicaLog
+from diloco_node.core.ledger import log as log_module
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.types import Ballot, Entry, RoundBody
 
 SEED = 2027

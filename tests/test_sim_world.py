@@ -2,7 +2,7 @@
 
 import random
 
-from diloco_node.core.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import LeaderBody
 from diloco_node.sim.disk import Disk, LedgerWrite, StoredPayload, StoredState
 from diloco_node.sim.world import MS, SECOND, Life, Link, Network, World

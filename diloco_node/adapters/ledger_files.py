@@ -38,7 +38,7 @@ from diloco_node.adapters.durable import (
     sync_folder,
     write_parts,
 )
-from diloco_node.core.entries import decode_entry, encode_entry, verify_chain
+from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
 from diloco_node.core.types import Entry
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import LedgerLost, PeerError, StorageError

@@ -18,7 +18,7 @@ from diloco_node.core.digest_watch import DigestWatch
 from diloco_node.core.events import Effect, Event
 from diloco_node.core.fetches import Fetches
 from diloco_node.core.fragments import Manifest
-from diloco_node.core.ledger import LedgerCore
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.offers import Offers
 from diloco_node.core.outbox import Outbox

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.entries import ZERO_HASH
+from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.types import Ballot, Entry, GenesisBody, RoundBody
 from diloco_node.sim import view
 from diloco_node.sim.audit import Audit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from diloco_node.core.ledger import LedgerCore
+    from diloco_node.core.ledger.raft import LedgerCore
     from diloco_node.core.rounds.leader import RoundLeader
     from diloco_node.core.rounds.participant import RoundParticipant
     from diloco_node.core.types import Entry

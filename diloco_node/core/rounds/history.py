@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.account import AccountCore
+from diloco_node.core.ledger.account import AccountCore
 from diloco_node.core.outliers import RecentRounds
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, FinishedBody, GenesisBody, RoundBody
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_node.core.entries import verify_chain
-from diloco_node.core.followers import BATCH_ENTRIES_MAX
-from diloco_node.core.log import ReplicaLog
+from diloco_node.core.ledger.entries import verify_chain
+from diloco_node.core.ledger.log import ReplicaLog
+from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import AppendAsked
 from diloco_node.errors import ProtocolViolation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from diloco_node.core.events import Effect, Note, PersistLedger, Send
-from diloco_node.core.log import ReplicaLog
+from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.messages import Message
 
 HELD_MESSAGES_MAX: Final = 1024

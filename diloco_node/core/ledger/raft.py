@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from diloco_node.core.entries import seal
 from diloco_node.core.events import (
     Effect,
     Event,
@@ -35,9 +34,12 @@ from diloco_node.core.events import (
     MessageArrived,
     TimerFired,
 )
-from diloco_node.core.followers import Follower, majority_heard_ns, most_complete
-from diloco_node.core.following import Following, fault_in
-from diloco_node.core.log import ReplicaLog
+from diloco_node.core.ledger.entries import seal
+from diloco_node.core.ledger.following import Following, fault_in
+from diloco_node.core.ledger.log import ReplicaLog
+from diloco_node.core.ledger.replication import Follower, majority_heard_ns, most_complete
+from diloco_node.core.ledger.votes import Dice, majority_of, majority_value
+from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import (
     AppendAnswered,
     AppendAsked,
@@ -47,8 +49,6 @@ from diloco_node.core.messages import (
     VoteAsked,
 )
 from diloco_node.core.types import Entry, EntryBody, LeaderBody, RoundBody
-from diloco_node.core.votes import Dice, majority_of, majority_value
-from diloco_node.core.write_gate import WriteGate
 from diloco_node.errors import InvalidTransition
 
 

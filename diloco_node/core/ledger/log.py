@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.entries import ZERO_HASH, decode_entry, encode_entry
+from diloco_node.core.ledger.entries import ZERO_HASH, decode_entry, encode_entry
 from diloco_node.core.types import Entry
 
 STAGED_ENTRIES_MAX: Final = 256

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.entries import encode_entry
-from diloco_node.core.log import STAGED_ENTRIES_MAX, ReplicaLog
+from diloco_node.core.ledger.entries import encode_entry
+from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX, ReplicaLog
+from diloco_node.core.ledger.votes import majority_of
 from diloco_node.core.messages import AppendAnswered, AppendAsked
 from diloco_node.core.types import Entry
-from diloco_node.core.votes import majority_of
 
 BATCH_ENTRIES_MAX: Final = 64
 """Entries in one message."""
