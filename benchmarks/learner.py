@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from diloco_node.core.fragments import build_manifest
+from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec
 from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes
 from diloco_node.learner.model import ByteGPT, ModelSettings

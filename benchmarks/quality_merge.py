@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core import outliers, schedule, weights
-from diloco_node.core.carry import Anchor, carry_over, carry_plan, position_after
-from diloco_node.core.fragments import Fragment, TensorSpec, build_manifest
+from diloco_node.core.merge import outliers, schedule, weights
+from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
+from diloco_node.core.merge.fragments import Fragment, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, MergeRule, RunSettings
 
 F32 = NDArray[np.float32]

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
-from diloco_node.core.outer import outer_step
+from diloco_node.core.merge.outer import outer_step
 from diloco_node.learner.data import RegionSampler, load_corpus
 from diloco_node.learner.model import ByteGPT, ModelSettings
 from diloco_node.learner.trainer import CLIP_NORM, TrainerSettings, make_optimizer

@@ -14,7 +14,7 @@ import numpy as np
 from diloco_node.adapters.store import RegionStore
 from diloco_node.codec import kernels
 from diloco_node.codec.digest import fragment_digest
-from diloco_node.core.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import LinkLost

@@ -21,8 +21,8 @@ from node_kit import MANIFEST, NO_BUDGET, InlineExecutor
 from diloco_node.adapters.store import RegionStore
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.events import Note
+from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, FragmentPosition, RunSettings
 from diloco_node.errors import LinkLost

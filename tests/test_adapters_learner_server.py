@@ -13,7 +13,7 @@ import pytest
 
 from diloco_node.adapters import learner_server
 from diloco_node.adapters.learner_server import LearnerServer
-from diloco_node.core.fragments import TensorSpec
+from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import FragmentPosition, MergeRule
 from diloco_node.errors import BindError, ProtocolViolation
 from diloco_node.memory import Process, process_of

@@ -19,7 +19,7 @@ import wan_scale
 from wan_scale import Scale, Target
 
 from diloco_node.config.units import parse_rate
-from diloco_node.core.fragments import build_manifest
+from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.learner.data import SHARD_BYTES, Corpus
 from diloco_node.wan.topology import parse_topology
 

@@ -14,7 +14,7 @@ from diloco_node.cli.main import app, main
 from diloco_node.cli.plan_inputs import built_in_tensors, parse_parameters
 from diloco_node.config.schema import ModelSection
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
-from diloco_node.core.fragments import TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RunSettings
 from diloco_node.node.manifest_file import save_manifest
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from diloco_node.config import Duration, Flag, NodeConfig, load_config
 from diloco_node.config.schema import ModelSection, RoundsSection
 from diloco_node.config.units import parse_duration
-from diloco_node.core.outer import default_outer
+from diloco_node.core.merge.outer import default_outer
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.errors import ConfigError
 

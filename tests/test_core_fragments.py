@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.fragments import (
+from diloco_node.core.merge.fragments import (
     FRAGMENTS_MAX,
     RANK_MAX,
     Manifest,
@@ -165,7 +165,7 @@ def test_a_transformer_is_cut_close_to_the_mean(fragments: int) -> None:
 
 def test_another_hash_seed_in_another_process_gives_the_same_digest() -> None:
     code = (
-        "from diloco_node.core.fragments import TensorSpec, build_manifest\n"
+        "from diloco_node.core.merge.fragments import TensorSpec, build_manifest\n"
         "names = {'wte', 'up', 'down', 'bias', 'qkv', 'proj', 'head'}\n"
         "print(build_manifest([TensorSpec(n, (len(n), 7, 3)) for n in names], 3).digest)\n"
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.outer import F32, default_outer, outer_of, outer_step
+from diloco_node.core.merge.outer import F32, default_outer, outer_of, outer_step
 from diloco_node.core.types import Ballot, RoundBody, RunSettings
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.outliers import (
+from diloco_node.core.merge.outliers import (
     FASTER_MAX,
     PIECE_RATIO_MAX,
     RATIO_MAX,

@@ -20,7 +20,7 @@ from diloco_node.core.advice import (
     verdict,
     with_settings,
 )
-from diloco_node.core.fragments import TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.plan import FlowKind, FragmentSize, Network, Plan, Workload, make_plan, storage
 from diloco_node.core.rates import (
     data_parallel_bits_per_s,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.quorum import (
+from diloco_node.core.merge.quorum import (
     SPREAD_SAMPLES_MAX,
     LearnerDue,
     OpenDecision,

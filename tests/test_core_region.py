@@ -11,8 +11,8 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.events import Note
-from diloco_node.core.fragments import build_manifest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Ballot, CarryMode, DiscardedBody, FragmentDigest, GenesisBody, Recovered, RoundBody
 from diloco_node.core.view import RegionView

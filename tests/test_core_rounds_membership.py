@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.membership import (
@@ -16,7 +17,6 @@ from diloco_node.core.rounds.membership import (
     look_around,
     member_fault,
 )
-from diloco_node.core.schedule import SLOWER_MAX
 from tests.rounds_kit import (
     GENESIS,
     MS,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.schedule import (
+from diloco_node.core.merge.schedule import (
     StepTime,
     choose_fragment,
     due_step,

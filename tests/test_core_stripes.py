@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.core.budget_plan import RateLimits
-from diloco_node.core.fragments import TensorSpec, build_manifest
-from diloco_node.core.stripes import (
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
+from diloco_node.core.merge.stripes import (
     CEILING_FACTOR_MAX,
     STRIPE_BYTES_MIN,
     STRIPES_MAX,

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core import weights as weighing
-from diloco_node.core.types import Contribution, MergeRule
-from diloco_node.core.weights import (
+from diloco_node.core.merge import weights as weighing
+from diloco_node.core.merge.weights import (
     FLOAT32_MAX,
     WEIGHT_RATIO_MAX,
     cycles,
@@ -18,6 +17,7 @@ from diloco_node.core.weights import (
     weight,
     weights,
 )
+from diloco_node.core.types import Contribution, MergeRule
 from diloco_node.errors import PayloadCorrupt
 
 RDA, AVG = MergeRule.RDA, MergeRule.AVG

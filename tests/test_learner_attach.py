@@ -15,7 +15,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.codec import kernels
-from diloco_node.core.schedule import next_news_step
+from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.core.types import CarryMode, Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module

@@ -12,7 +12,7 @@ from torch import nn
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.fragments import build_manifest
+from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError
 from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes

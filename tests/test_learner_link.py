@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.core.fragments import TensorSpec
+from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import CarryMode, Codec, MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner import link as module

@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diloco_node.core.carry import Anchor, CarryPlan, carry_over
-from diloco_node.core.fragments import build_manifest
+from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_over
+from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from diloco_node.core.events import Note
-from diloco_node.core.fragments import TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
 from diloco_node.core.view import PeerView
 from diloco_node.node.budget_watch import BudgetWatch

@@ -16,7 +16,7 @@ from node_kit import MANIFEST
 
 from diloco_node.adapters.certs import init_run
 from diloco_node.adapters.store import RegionStore
-from diloco_node.core.fragments import TensorSpec
+from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import Recovered, RunSettings
 from diloco_node.errors import StorageError, SupersededError
 from diloco_node.memory import MemoryStore

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from diloco_node.core.fragments import TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.errors import ConfigError
 from diloco_node.node.initial import read_initial
 

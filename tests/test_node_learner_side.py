@@ -21,7 +21,7 @@ from diloco_node.core.events import (
     SnapshotTaken,
     TakeSnapshot,
 )
-from diloco_node.core.schedule import due_step
+from diloco_node.core.merge.schedule import due_step
 from diloco_node.core.types import FragmentPosition
 from diloco_node.memory import MemoryStore, request_area
 from diloco_node.node.learner_side import REPORT_EVERY_NS, LearnerSide

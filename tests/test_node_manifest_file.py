@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from node_kit import MANIFEST
 
-from diloco_node.core.fragments import TensorSpec
+from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import StorageError
 from diloco_node.node.manifest_file import MANIFEST_NAME, describe_difference, load_manifest, save_manifest

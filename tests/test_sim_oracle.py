@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from diloco_node.core import events as ev
-from diloco_node.core import weights
+from diloco_node.core.merge import weights
 from diloco_node.core.types import (
     Ballot,
     Codec,

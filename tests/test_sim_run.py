@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from diloco_node.core import stripes
+from diloco_node.core.merge import stripes
 from diloco_node.errors import ConfigError
 from diloco_node.sim.faults import FAULTS
 from diloco_node.sim.run import COMMITS_MIN, FAULTS_MIN, format_report, simulate

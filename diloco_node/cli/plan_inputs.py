@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.core.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.plan import FragmentSize, Network
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError, StorageError

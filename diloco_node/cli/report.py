@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.adapters.store import RegionStore
-from diloco_node.core.fragments import Manifest
 from diloco_node.core.ledger.account import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.rates import format_rate
 from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, RoundBody
 from diloco_node.errors import StorageError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.fragments import Manifest
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.plan import FragmentSize
 from diloco_node.core.types import Codec
 

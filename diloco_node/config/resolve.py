@@ -30,7 +30,7 @@ from diloco_node.config.schema import (
 )
 from diloco_node.config.sources import Flag, Key, Sources, put, read_environment, read_file, read_flags
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.outer import default_outer
+from diloco_node.core.merge.outer import default_outer
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError
 

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 from diloco_node.config.budget import BudgetSection, Ceiling
 from diloco_node.config.units import Duration, parse_duration
-from diloco_node.core.fragments import FRAGMENTS_MAX
+from diloco_node.core.merge.fragments import FRAGMENTS_MAX
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 
 NAME_PATTERN: Final = r"^[a-z0-9-]{1,63}$"

@@ -27,7 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from diloco_node.core.fragments import Manifest, build_manifest
+from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, Progress, Stateful, read_newest

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.carry import Anchor, CarryPlan, carry_plan, position_after
-from diloco_node.core.fragments import Manifest
+from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.tensors import ModelTensors, host_values

@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diloco_node.core.fragments import Fragment
+from diloco_node.core.merge.fragments import Fragment
 from diloco_node.errors import LearnerError
 from diloco_node.learner.tensors import ModelTensors
 

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 from torch import Tensor
 
-from diloco_node.core.fragments import Manifest, build_manifest
-from diloco_node.core.schedule import next_news_step
+from diloco_node.core.merge.fragments import Manifest, build_manifest
+from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError
 from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes
 from diloco_node.learner.link import LearnerLink

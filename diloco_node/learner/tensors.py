@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from diloco_node.core.fragments import Fragment, Piece, TensorSpec
+from diloco_node.core.merge.fragments import Fragment, Piece, TensorSpec
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 

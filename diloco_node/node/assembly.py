@@ -23,8 +23,8 @@ from diloco_node.core.events import (
     MessageArrived,
     Note,
 )
-from diloco_node.core.fragments import Manifest
 from diloco_node.core.measuring import MeasuringMessage, Probe
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message, PayloadWanted, Refused, StateWanted
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Recovered

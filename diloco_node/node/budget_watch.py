@@ -14,7 +14,7 @@ from typing import Any, Final
 from diloco_node.codec.sizes import fragment_sizes
 from diloco_node.core.advice import budget_warning
 from diloco_node.core.events import Note
-from diloco_node.core.fragments import Manifest
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge_pace import MergePace
 from diloco_node.core.plan import OVERHEAD
 from diloco_node.core.types import RunSettings

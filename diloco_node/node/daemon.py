@@ -30,7 +30,7 @@ from diloco_node.codec.golden import check_golden
 from diloco_node.codec.kernels import warm_up
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
-from diloco_node.core.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.errors import ConfigError, PeersUnreachable, StorageError, SupersededError
 from diloco_node.memory import Process
 from diloco_node.node.assembly import Node

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.digest import fragment_digest
-from diloco_node.core.fragments import Manifest
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import ConfigError
 
 F32 = npt.NDArray[np.float32]

@@ -26,8 +26,8 @@ from diloco_node.core.events import (
     SnapshotTaken,
     TakeSnapshot,
 )
-from diloco_node.core.fragments import Manifest
-from diloco_node.core.schedule import overdue_steps
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.merge.schedule import overdue_steps
 from diloco_node.core.types import LearnerStatus, RunSettings
 from diloco_node.memory import request_area
 from diloco_node.node.inbox import Inbox

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.adapters.durable import replace_file
-from diloco_node.core.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import StorageError
 

@@ -19,8 +19,8 @@ from diloco_node.adapters.store import RegionStore
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import fragment_digest
-from diloco_node.core.fragments import Manifest
-from diloco_node.core.outer import outer_of
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.merge.outer import outer_of
 from diloco_node.core.types import RoundBody, RunSettings, Stripe
 
 P = ParamSpec("P")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from diloco_node.core.events import CloseBallot, ReduceStripe, StorePayload, StripeReduced
+from diloco_node.core.merge.outer import outer_of, outer_step
 from diloco_node.core.messages import ContributionStripe, MergedStripe
-from diloco_node.core.outer import outer_of, outer_step
 from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
 from diloco_node.sim import tensors
 from diloco_node.sim.disk import Disk, StoredPayload, StoredState

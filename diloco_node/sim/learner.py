@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from diloco_node.core.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.events import (
     Event,
     LearnerAttached,
@@ -22,6 +21,7 @@ from diloco_node.core.events import (
     SnapshotTaken,
     TakeSnapshot,
 )
+from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, LearnerStatus
 from diloco_node.sim import tensors
 from diloco_node.sim.tensors import F32, F64, FragmentLayout

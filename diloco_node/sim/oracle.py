@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diloco_node.core import events as ev
-from diloco_node.core import outliers, weights
-from diloco_node.core.outer import outer_of, outer_step
+from diloco_node.core.merge import outliers, weights
+from diloco_node.core.merge.outer import outer_of, outer_step
 from diloco_node.core.types import Ballot, Contribution, GenesisBody, MergeRule, RoundBody
 from diloco_node.sim import tensors
 from diloco_node.sim.tensors import F32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from diloco_node.core.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.sim.tensors import FragmentLayout
 from diloco_node.sim.world import MS, SECOND, Link

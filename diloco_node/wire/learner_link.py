@@ -24,7 +24,7 @@ import struct
 from dataclasses import dataclass, replace
 from typing import Final
 
-from diloco_node.core.fragments import TensorSpec
+from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.schema import Limits, Schema

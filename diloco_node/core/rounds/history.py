@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.ledger.account import AccountCore
-from diloco_node.core.outliers import RecentRounds
+from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, FinishedBody, GenesisBody, RoundBody
 
 INCLUSIONS_KEPT: Final = 64

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
-from diloco_node.core import weights as weighing
-from diloco_node.core.fragments import Fragment, Manifest
 from diloco_node.core.liveness import Liveness
+from diloco_node.core.merge import weights as weighing
+from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
@@ -32,7 +33,6 @@ from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.next_ballot import plan_next, reducers_to_shun
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opening
-from diloco_node.core.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.types import (
     Ballot,
     Contribution,

@@ -5,9 +5,9 @@ Who is in the merge is decided by the ballots (`leader`), the arithmetic is that
 
 from __future__ import annotations
 
-from diloco_node.core import outliers
-from diloco_node.core import weights as weighing
-from diloco_node.core.fragments import Fragment
+from diloco_node.core.merge import outliers
+from diloco_node.core.merge import weights as weighing
+from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.messages import MergeDecided
 from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.history import RoundHistory

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from diloco_node.core.merge.outliers import Clips
+from diloco_node.core.merge.weights import SQUARED_NORM_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
-from diloco_node.core.outliers import Clips
 from diloco_node.core.rounds.deadline import Deadline
 from diloco_node.core.types import Ballot, Contribution, Stripe
-from diloco_node.core.weights import SQUARED_NORM_MAX
 
 NORM_TOLERANCE: Final = 1e-3
 """Squared norms summed stripe by stripe may differ by this part from those in a contribution's header."""

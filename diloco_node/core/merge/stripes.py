@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
-from diloco_node.core.fragments import Fragment
+from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.types import BLOCK_VALUES, Stripe
 
 NS_PER_S: Final = 1_000_000_000

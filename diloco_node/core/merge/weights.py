@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from math import isfinite, isnan, sqrt
 from typing import Final
 
-from diloco_node.core.carry import MISSED_KEEP
-from diloco_node.core.outliers import MEMBERS_MIN, Clips
+from diloco_node.core.merge.carry import MISSED_KEEP
+from diloco_node.core.merge.outliers import MEMBERS_MIN, Clips
 from diloco_node.core.types import Contribution, MergeRule
 from diloco_node.errors import PayloadCorrupt
 

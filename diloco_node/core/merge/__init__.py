@@ -1,0 +1,1 @@
+"""The arithmetic of merges: fragments, stripes, weights, outliers, the outer step, carry-over, and when to merge."""
