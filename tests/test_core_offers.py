@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco_node.core.events import Effect, OfferVersion
-from diloco_node.core.offers import Offers
 from diloco_node.core.outbox import Outbox
-from diloco_node.core.replica import Replica
+from diloco_node.core.recovery.offers import Offers
+from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import EntryBody, LearnerStatus, Recovered
 from tests.rounds_kit import GENESIS, MANIFEST, Ledger, committed_round, contribution, position, status

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from diloco_node.core.events import AdoptState, ApplyVersion, Effect
-from diloco_node.core.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.outbox import Outbox
-from diloco_node.core.replica import PAYLOADS_RATHER_MAX, Replica
+from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
+from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Replica
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Entry, EntryBody, Recovered, RoundBody
 from tests.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS, Ledger, committed_round

@@ -9,7 +9,7 @@ import pytest
 from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
-from diloco_node.core.rounds.deadline import BallotClock, ballot_deadline, encoded_bytes
+from diloco_node.core.rounds.ballot import BallotClock, ballot_deadline, encoded_bytes
 from diloco_node.core.types import Codec, MergeRule, Stripe
 from tests.rounds_kit import MANIFEST, MS, SECOND, SETTINGS, Neighbourhood, status
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.outbox import Outbox
-from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.membership import (
+from diloco_node.core.rounds.eligibility import (
     BEHIND_NS,
     BEHIND_NS_MAX,
     STALLED_NS_MIN,
@@ -17,6 +16,7 @@ from diloco_node.core.rounds.membership import (
     look_around,
     member_fault,
 )
+from diloco_node.core.rounds.history import RoundHistory
 from tests.rounds_kit import (
     GENESIS,
     MS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco_node.core.messages import BallotOpened, HeldStripe, MergeDecided, StripeMerged
-from diloco_node.core.rounds.deadline import Deadline
+from diloco_node.core.rounds.ballot import Deadline
 from diloco_node.core.rounds.next_ballot import plan_next, reducers_to_shun
 from diloco_node.core.rounds.open_round import OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Stripe

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from diloco_node.core.rounds.eligibility import Electorate
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.membership import Electorate
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.types import FragmentPosition, LearnerStatus
 from tests.rounds_kit import (

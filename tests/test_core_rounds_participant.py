@@ -31,7 +31,7 @@ from diloco_node.core.messages import (
     StripeMerged,
 )
 from diloco_node.core.outbox import Outbox
-from diloco_node.core.replica import Replica
+from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.early import EARLY_MAX
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest

@@ -8,9 +8,9 @@ from typing import Final
 
 from diloco_node.core.liveness import Liveness
 from diloco_node.core.outbox import Outbox
+from diloco_node.core.rounds.eligibility import Electorate
 from diloco_node.core.rounds.ending import Ending, begin_ending, end_reason
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.membership import Electorate
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.types import FinishedBody, RunSettings

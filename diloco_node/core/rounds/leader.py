@@ -25,10 +25,10 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
-from diloco_node.core.rounds.deadline import BallotClock, encoded_bytes
+from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes
 from diloco_node.core.rounds.discards import DiscardDesk
+from diloco_node.core.rounds.eligibility import Electorate, Surroundings
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.membership import Electorate, Surroundings
 from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.next_ballot import plan_next, reducers_to_shun
 from diloco_node.core.rounds.open_round import OpenRound

@@ -10,7 +10,7 @@ from typing import Final
 from diloco_node.core.merge.outliers import Clips
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
-from diloco_node.core.rounds.deadline import Deadline
+from diloco_node.core.rounds.ballot import Deadline
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 NORM_TOLERANCE: Final = 1e-3

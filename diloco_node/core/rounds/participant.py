@@ -26,7 +26,7 @@ from diloco_node.core.messages import (
     StripeHeld,
 )
 from diloco_node.core.outbox import Outbox
-from diloco_node.core.replica import Replica
+from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.early import EarlyArrivals
 from diloco_node.core.rounds.followed import Block, FollowedBallot, FollowedRound, Name, name_of
 from diloco_node.core.rounds.history import RoundHistory
