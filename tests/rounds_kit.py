@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.liveness import Liveness
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.messages import Heartbeat
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import (
     Ballot,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import Note
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.digest_watch import FRESH_MAX, FRESH_NS, VERSIONS_KEPT, DigestWatch
 from diloco_node.core.types import FragmentDigest
 

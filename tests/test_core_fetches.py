@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import Effect, FetchPayload, FetchState
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.fetches import FETCHES_MAX, RETRY_NS, RETRY_NS_MAX, Fetches
 from tests.rounds_kit import committed_round
 

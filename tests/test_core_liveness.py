@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.events import Send
-from diloco_node.core.liveness import OLD_SEQUENCES_MAX, RTT_NS_MAX, SENT_KEPT, SILENT_HEARTBEATS
+from diloco_node.core.membership.liveness import OLD_SEQUENCES_MAX, RTT_NS_MAX, SENT_KEPT, SILENT_HEARTBEATS
 from diloco_node.core.messages import Heartbeat
 from tests.rounds_kit import MS, SETTINGS, Neighbourhood, status
 

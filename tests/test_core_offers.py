@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import Effect, OfferVersion
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.offers import Offers
 from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.history import RoundHistory

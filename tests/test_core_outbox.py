@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import Note, Send, WriteFinal
 from diloco_node.core.messages import FinishWanted
-from diloco_node.core.outbox import Outbox
 
 
 def test_effects_keep_their_order_and_are_handed_out_once() -> None:

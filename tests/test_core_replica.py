@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import AdoptState, ApplyVersion, Effect
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Replica
 from diloco_node.core.rounds.history import RoundHistory

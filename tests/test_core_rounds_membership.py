@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.merge.schedule import SLOWER_MAX
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.eligibility import (
     BEHIND_NS,
     BEHIND_NS_MAX,

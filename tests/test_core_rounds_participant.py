@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -30,7 +31,6 @@ from diloco_node.core.messages import (
     StripeHeld,
     StripeMerged,
 )
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.early import EARLY_MAX
 from diloco_node.core.rounds.history import RoundHistory

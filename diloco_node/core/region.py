@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import Effect, Event
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.offers import Offers

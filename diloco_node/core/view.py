@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_node.core.liveness import Liveness
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus

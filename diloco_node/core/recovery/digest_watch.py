@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from diloco_node.core.outbox import Outbox
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.types import FragmentDigest
 
 DIGEST_BYTES: Final = 16

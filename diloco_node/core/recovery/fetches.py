@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import FetchPayload, FetchState
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.types import RoundBody
 
 FETCHES_MAX: Final = 4

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import OfferVersion
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import LearnerStatus

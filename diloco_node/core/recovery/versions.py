@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import AdoptState, ApplyVersion
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, Recovered, RoundBody

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.liveness import Liveness
-from diloco_node.core.outbox import Outbox
+from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.rounds.eligibility import Electorate
 from diloco_node.core.rounds.ending import Ending, begin_ending, end_reason
 from diloco_node.core.rounds.history import RoundHistory

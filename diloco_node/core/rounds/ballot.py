@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.liveness import Liveness
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, RunSettings, Stripe

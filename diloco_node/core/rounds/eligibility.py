@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.liveness import Liveness
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import LearnerStatus

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Final, assert_never
 
-from diloco_node.core.liveness import Liveness
+from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
@@ -23,7 +24,6 @@ from diloco_node.core.messages import (
     StripeHeld,
     StripeMerged,
 )
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes
 from diloco_node.core.rounds.discards import DiscardDesk

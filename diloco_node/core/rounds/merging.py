@@ -5,11 +5,11 @@ Who is in the merge is decided by the ballots (`leader`), the arithmetic is that
 
 from __future__ import annotations
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.merge import outliers
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.messages import MergeDecided
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.types import CarryMode, Contribution, Member, MergeRule, RoundBody, RunSettings

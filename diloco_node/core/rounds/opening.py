@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from diloco_node.core.liveness import Liveness
+from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.quorum import LearnerDue, OpenDecision, ReportSpread, RoundTiming, decide_open, quorum_size
 from diloco_node.core.merge.schedule import StepTime, earliest_open_ns, median_step_time_ns, overdue_steps
 from diloco_node.core.rounds.eligibility import Electorate, Surroundings

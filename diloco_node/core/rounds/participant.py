@@ -6,6 +6,7 @@ its learner contributed keeps its name and bytes from ballot to ballot, until th
 
 from __future__ import annotations
 
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -25,7 +26,6 @@ from diloco_node.core.messages import (
     PayloadHeld,
     StripeHeld,
 )
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.early import EarlyArrivals
 from diloco_node.core.rounds.followed import Block, FollowedBallot, FollowedRound, Name, name_of

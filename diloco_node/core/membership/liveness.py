@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
+from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.messages import Heartbeat
-from diloco_node.core.outbox import Outbox
 from diloco_node.core.types import FragmentDigest, LearnerStatus
 
 SILENT_HEARTBEATS: Final = 5
