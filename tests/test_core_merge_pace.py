@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.merge_pace import MARKS_MAX, WINDOW_CYCLES, MergePace
+from diloco_node.planning.merge_pace import MARKS_MAX, WINDOW_CYCLES, MergePace
 
 P, H = 4, 16
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.codec.sizes import even_sizes, fragment_sizes
-from diloco_node.core.advice import (
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
+from diloco_node.core.types import Codec, RunSettings
+from diloco_node.planning.advice import (
     Change,
     budget_min,
     budget_warning,
@@ -20,16 +21,15 @@ from diloco_node.core.advice import (
     verdict,
     with_settings,
 )
-from diloco_node.core.merge.fragments import TensorSpec, build_manifest
-from diloco_node.core.plan import FlowKind, FragmentSize, Network, Plan, Workload, make_plan, storage
-from diloco_node.core.rates import (
+from diloco_node.planning.plan import FlowKind, FragmentSize, Network, Plan, Workload, make_plan, storage
+from diloco_node.planning.rates import (
     data_parallel_bits_per_s,
     data_parallel_utilisation,
     format_rate,
     rate_setting,
     ring_factor,
 )
-from diloco_node.core.types import Codec, RunSettings
+from diloco_node.planning.sizes import even_sizes, fragment_sizes
 
 MS = 1_000_000
 SECOND = 1000 * MS

@@ -15,8 +15,8 @@ from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.cli.plan_inputs import Mesh, Source
-    from diloco_node.core.plan import Network, Plan
     from diloco_node.core.types import RunSettings
+    from diloco_node.planning.plan import Network, Plan
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ class _Request:
     def plan(self) -> Plan:
         """Do the arithmetic."""
         from diloco_node.cli.plan_inputs import parse_overhead
-        from diloco_node.core.plan import Workload, make_plan
+        from diloco_node.planning.plan import Workload, make_plan
 
         overhead = parse_overhead(self.overhead)
         names = self._regions()
@@ -160,7 +160,7 @@ class _Request:
         return known
 
     def _network(self, names: tuple[str, ...], overhead: Fraction) -> Network:
-        from diloco_node.core.plan import Network
+        from diloco_node.planning.plan import Network
 
         given_out, given_in = self.limits
         egress = self.source.egress if given_out is None else dict.fromkeys(names, given_out)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
-from diloco_node.core.plan import FragmentSize, Network
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError, StorageError
+from diloco_node.planning.plan import FragmentSize, Network
 
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
@@ -63,7 +63,7 @@ class Source:
         Raises:
             ConfigError: it can't be cut so fine.
         """
-        from diloco_node.codec.sizes import even_sizes, fragment_sizes
+        from diloco_node.planning.sizes import even_sizes, fragment_sizes
 
         if self.manifest is not None:
             is_cut_so = len(self.manifest.fragments) == fragments

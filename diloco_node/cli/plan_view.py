@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from diloco_node.cli.live import human_bytes
 from diloco_node.cli.plan_cmd import ASSUMED
-from diloco_node.core.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
-from diloco_node.core.plan import SECOND_NS, Flow, FlowKind, Plan
-from diloco_node.core.rates import data_parallel_bits_per_s, data_parallel_utilisation, format_rate
+from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
+from diloco_node.planning.plan import SECOND_NS, Flow, FlowKind, Plan
+from diloco_node.planning.rates import data_parallel_bits_per_s, data_parallel_utilisation, format_rate
 
 UTILISATIONS: Final = (0.50, 0.75, 0.90, 0.95)
 ROWS_MAX: Final = 16

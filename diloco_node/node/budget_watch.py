@@ -11,14 +11,14 @@ from fractions import Fraction
 from statistics import median_low
 from typing import Any, Final
 
-from diloco_node.codec.sizes import fragment_sizes
-from diloco_node.core.advice import budget_warning
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.merge_pace import MergePace
-from diloco_node.core.plan import OVERHEAD
 from diloco_node.core.types import RunSettings
 from diloco_node.core.view import RegionView
+from diloco_node.planning.advice import budget_warning
+from diloco_node.planning.merge_pace import MergePace
+from diloco_node.planning.plan import OVERHEAD
+from diloco_node.planning.sizes import fragment_sizes
 
 LOOK_S: Final = 2.0
 """Between two looks."""

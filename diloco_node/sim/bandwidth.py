@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.rates import data_parallel_bits_per_s, hidden_bits_per_s, paper_bits_per_s
+from diloco_node.planning.rates import data_parallel_bits_per_s, hidden_bits_per_s, paper_bits_per_s
 
 VALUES: Final = 5_000_000_000
 UTILISATIONS: Final = (0.50, 0.75, 0.90, 0.95, 0.99)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.plan import FragmentSize
 from diloco_node.core.types import Codec
+from diloco_node.planning.plan import FragmentSize
 
 
 def fragment_sizes(manifest: Manifest) -> tuple[FragmentSize, ...]:

@@ -8,7 +8,8 @@ from fractions import Fraction
 from itertools import product
 from typing import Final
 
-from diloco_node.core.plan import (
+from diloco_node.core.types import Codec, RunSettings
+from diloco_node.planning.plan import (
     OVERHEAD,
     SECOND_NS,
     FlowKind,
@@ -20,8 +21,7 @@ from diloco_node.core.plan import (
     list_flows,
     make_plan,
 )
-from diloco_node.core.rates import format_rate, rate_setting
-from diloco_node.core.types import Codec, RunSettings
+from diloco_node.planning.rates import format_rate, rate_setting
 
 RATE_MAX: Final = 10**14 // 8
 """Bytes per second (100 Tbit/s) beyond which a search gives up."""

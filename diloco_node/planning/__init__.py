@@ -1,0 +1,1 @@
+"""What a model needs of its links, and which change makes it fit."""
