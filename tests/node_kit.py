@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec import kernels
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
@@ -20,6 +19,7 @@ from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.errors import LinkLost
 from diloco_node.node.replica import Replica
 from diloco_node.ports import PeerTraffic
+from diloco_node.storage.store import RegionStore
 
 SETTINGS = RunSettings(fragments=2, sync_every=4, checkpoint_versions=2, payload_versions=3)
 MANIFEST: Manifest = build_manifest(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from node_kit import MANIFEST, NO_BUDGET, InlineExecutor
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.events import Note
@@ -32,6 +31,7 @@ from diloco_node.node.replica import fragment_offsets
 from diloco_node.node.spec import NodeSpec
 from diloco_node.node.status import NoteBook
 from diloco_node.ports import PeerTraffic
+from diloco_node.storage.store import RegionStore
 from diloco_node.wire.envelope import (
     TransferBegin,
     decode_bulk,

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco_node.adapters import payload_files
-from diloco_node.adapters.durable import replace_file
-from diloco_node.adapters.payload_files import SPARES_AHEAD, SPARES_MAX, PayloadDraft, SpareFiles
-from diloco_node.adapters.store import RegionStore
-from diloco_node.adapters.tensor_files import HEADER_BYTES
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.errors import StorageError
 from diloco_node.node.final import write_final
+from diloco_node.storage import payload_files
+from diloco_node.storage.durable import replace_file
+from diloco_node.storage.payload_files import SPARES_AHEAD, SPARES_MAX, PayloadDraft, SpareFiles
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import HEADER_BYTES
 
 SIZE = 4999
 

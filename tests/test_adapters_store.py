@@ -15,15 +15,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco_node.adapters import durable, ledger_files
-from diloco_node.adapters import store as store_module
-from diloco_node.adapters.durable import replace_file
-from diloco_node.adapters.ledger_files import LEDGER_NAME, VOTE_NAME
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import Entry, LeaderBody, Recovered
 from diloco_node.errors import LedgerLost, StorageError
+from diloco_node.storage import durable, ledger_files
+from diloco_node.storage import store as store_module
+from diloco_node.storage.durable import replace_file
+from diloco_node.storage.ledger_files import LEDGER_NAME, VOTE_NAME
+from diloco_node.storage.store import RegionStore
 
 FRAGMENTS = 2
 DIGEST = bytes(range(32))
@@ -852,7 +852,7 @@ def test_a_second_daemon_in_this_process_is_refused(folder: Path, store: RegionS
 
 def test_the_lock_goes_with_the_process_however_it_ends(folder: Path) -> None:
     program = (
-        "import os, sys; from pathlib import Path; from diloco_node.adapters.store import RegionStore;"
+        "import os, sys; from pathlib import Path; from diloco_node.storage.store import RegionStore;"
         "RegionStore(Path(sys.argv[1])).load(1); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

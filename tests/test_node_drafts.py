@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from node_kit import HeldExecutor, InlineExecutor, Tasks, settle
 
-from diloco_node.adapters.payload_files import PayloadDraft
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.types import Ballot, Codec
 from diloco_node.errors import StorageError
 from diloco_node.node.drafts import DRAFTS_MAX, Drafts
 from diloco_node.node.stripes import MergedPart
+from diloco_node.storage.payload_files import PayloadDraft
+from diloco_node.storage.store import RegionStore
 
 BLOCKS = FragmentBlocks((5000, 300), Codec.INT8)
 BALLOT = Ballot(1, 7)

@@ -23,7 +23,6 @@ from node_kit import (
     theta_of,
 )
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.events import (
@@ -60,6 +59,7 @@ from diloco_node.node.effects import Effects
 from diloco_node.node.fetch import Fetcher
 from diloco_node.node.initial import InitialStates
 from diloco_node.node.replica import Replica
+from diloco_node.storage.store import RegionStore
 
 BALLOT = Ballot(1, 1)
 

@@ -20,7 +20,6 @@ from node_kit import (
     theta_of,
 )
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
@@ -30,6 +29,7 @@ from diloco_node.node import fetch as fetch_module
 from diloco_node.node.fetch import SERVES_MAX, Fetcher
 from diloco_node.node.initial import InitialStates
 from diloco_node.node.replica import Replica
+from diloco_node.storage.store import RegionStore
 
 
 class Bench:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.core.ledger.account import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.merge.fragments import Manifest
@@ -17,6 +16,7 @@ from diloco_node.memory import read_trained
 from diloco_node.node.manifest_file import load_manifest
 from diloco_node.node.status import REPORT_NAME
 from diloco_node.planning.rates import format_rate
+from diloco_node.storage.store import RegionStore
 
 REGION_FIELDS = (
     "inner_steps",

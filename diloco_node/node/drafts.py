@@ -16,13 +16,13 @@ from typing import Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from diloco_node.adapters.payload_files import PayloadDraft
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import Ballot
 from diloco_node.errors import StorageError
 from diloco_node.node.sending import Spawn
 from diloco_node.node.stripes import MergedPart
+from diloco_node.storage.payload_files import PayloadDraft
+from diloco_node.storage.store import RegionStore
 
 U8 = npt.NDArray[np.uint8]
 P = ParamSpec("P")

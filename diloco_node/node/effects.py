@@ -13,7 +13,6 @@ from typing import Final, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import payload_digest
 from diloco_node.codec.kernels import squared_norms
@@ -58,6 +57,7 @@ from diloco_node.node.replica import Replica
 from diloco_node.node.sending import Sending, Spawn
 from diloco_node.node.stripes import MergedPart, StripeTable, checked_digest, cut_payload, is_contiguous, reduce_stripe
 from diloco_node.ports import Transport
+from diloco_node.storage.store import RegionStore
 
 U8 = npt.NDArray[np.uint8]
 

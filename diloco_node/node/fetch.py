@@ -11,8 +11,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from diloco_node.adapters.store import RegionStore
-from diloco_node.adapters.tensor_files import DamagedFile
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
@@ -21,6 +19,8 @@ from diloco_node.node.initial import InitialStates
 from diloco_node.node.replica import Replica
 from diloco_node.node.stripes import cut_payload
 from diloco_node.ports import Transport
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import DamagedFile
 
 U8 = npt.NDArray[np.uint8]
 P = ParamSpec("P")

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from diloco_node.adapters.durable import remove_if_possible
 from diloco_node.errors import StorageError
+from diloco_node.storage.durable import remove_if_possible
 
 FINAL_NAME: Final = "final.safetensors"
 

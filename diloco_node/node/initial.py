@@ -14,10 +14,10 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import ConfigError
+from diloco_node.storage.store import RegionStore
 
 F32 = npt.NDArray[np.float32]
 

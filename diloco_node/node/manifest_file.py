@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from diloco_node.adapters.durable import replace_file
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import StorageError
+from diloco_node.storage.durable import replace_file
 
 MANIFEST_NAME: Final = "manifest.json"
 

@@ -15,13 +15,13 @@ from typing import Final, ParamSpec, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from diloco_node.adapters.store import RegionStore
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.outer import outer_of
 from diloco_node.core.types import RoundBody, RunSettings, Stripe
+from diloco_node.storage.store import RegionStore
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -30,7 +30,11 @@ from typing import Final
 
 import msgpack
 
-from diloco_node.adapters.durable import (
+from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
+from diloco_node.core.types import Entry
+from diloco_node.core.unpacking import unpack
+from diloco_node.errors import LedgerLost, PeerError, StorageError
+from diloco_node.storage.durable import (
     TMP_SUFFIX,
     disk_error,
     remove_if_possible,
@@ -38,10 +42,6 @@ from diloco_node.adapters.durable import (
     sync_folder,
     write_parts,
 )
-from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
-from diloco_node.core.types import Entry
-from diloco_node.core.unpacking import unpack
-from diloco_node.errors import LedgerLost, PeerError, StorageError
 
 VOTE_NAME: Final = "vote.bin"
 LEDGER_NAME: Final = "ledger.log"

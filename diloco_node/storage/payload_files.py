@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Final
 
-from diloco_node.adapters.durable import TMP_SUFFIX, disk_error, remove_if_possible, sync_folder
+from diloco_node.storage.durable import TMP_SUFFIX, disk_error, remove_if_possible, sync_folder
 
 SPARES_MAX: Final = 8
 """Files that are kept for later; further ones are removed."""

@@ -25,12 +25,12 @@ from typing import Final, cast
 import numpy as np
 import numpy.typing as npt
 
-from diloco_node.adapters import tensor_files
-from diloco_node.adapters.durable import disk_error, remove_temporaries, sync_folder
-from diloco_node.adapters.ledger_files import LedgerFile, VoteFile
-from diloco_node.adapters.payload_files import PayloadDraft, SpareFiles
 from diloco_node.core.types import Entry, Recovered
 from diloco_node.errors import StorageError
+from diloco_node.storage import tensor_files
+from diloco_node.storage.durable import disk_error, remove_temporaries, sync_folder
+from diloco_node.storage.ledger_files import LedgerFile, VoteFile
+from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
 STATES_KEPT: Final = 2
 """The newest states of a fragment that are never pruned: the last one and what it falls back to."""
