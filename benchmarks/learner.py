@@ -20,9 +20,9 @@ import torch
 
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec
-from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes
-from diloco_node.learner.model import ByteGPT, ModelSettings
-from diloco_node.learner.tensors import ModelTensors
+from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
+from diloco_node.learner.fragments import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.wire.learner_link import SnapshotReady, SnapshotWanted, VersionOffered
 
 FRAGMENTS = 24

@@ -18,8 +18,8 @@ from numba import njit
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from diloco_node.learner.data import Corpus, RegionSampler
-from diloco_node.learner.model import (
+from diloco_node.learner.builtin.data import Corpus, RegionSampler
+from diloco_node.learner.builtin.model import (
     VOCABULARY,
     ModelSettings,
     initial_parameters,

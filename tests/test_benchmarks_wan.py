@@ -20,7 +20,7 @@ from wan_scale import Scale, Target
 
 from diloco_node.config.units import parse_rate
 from diloco_node.core.merge.fragments import build_manifest
-from diloco_node.learner.data import SHARD_BYTES, Corpus
+from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus
 from diloco_node.wan.topology import parse_topology
 
 
@@ -171,8 +171,8 @@ def test_learner_logs_each_step_and_writes_the_parameters_of_rank_0(
 
 
 def test_fragments_of_the_benchmark_are_balanced() -> None:
-    from diloco_node.learner.model import ByteGPT, ModelSettings
-    from diloco_node.learner.tensors import ModelTensors
+    from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
+    from diloco_node.learner.layouts.whole import ModelTensors
 
     manifest = build_manifest(ModelTensors(ByteGPT(ModelSettings(**wan.MODEL), seed=0)).specs, 12)
     sizes = [fragment.size for fragment in manifest.fragments]

@@ -211,7 +211,7 @@ def test_output_that_is_piped_is_not_cut() -> None:
 
 
 def test_the_built_in_model_is_the_trainers() -> None:
-    from diloco_node.learner.model import ModelSettings, parameter_shapes
+    from diloco_node.learner.builtin.model import ModelSettings, parameter_shapes
 
     for section in (ModelSection(), ModelSection(layers=3, dim=48, heads=2)):
         expected = parameter_shapes(ModelSettings(section.layers, section.dim, section.heads, section.context))

@@ -95,7 +95,7 @@ def test_start_writes_what_daemon_and_trainer_read(
 
 def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    from diloco_node.learner.trainer import SETTINGS_VARIABLE, settings_from_environment
+    from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, settings_from_environment
 
     start_cmd.prepare(resolve(), "eu", [])
     assert SETTINGS_VARIABLE == start_cmd.TRAINER_VARIABLE

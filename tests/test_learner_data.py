@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.data import SHARD_BYTES, Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus, RegionSampler, load_corpus
 
 
 def numbered(size: int) -> Corpus:

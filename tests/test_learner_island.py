@@ -15,8 +15,8 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError
-from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes
-from diloco_node.learner.tensors import ModelTensors
+from diloco_node.learner.fragments import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.wire.learner_link import Applied, SnapshotDenied, SnapshotReady, SnapshotWanted, VersionOffered
 
 SEED = 499

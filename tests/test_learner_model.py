@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.model import (
+from diloco_node.learner.builtin.model import (
     NORM_EPSILON,
     ROTARY_BASE,
     ByteGPT,

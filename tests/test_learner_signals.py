@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_node.learner.signals import TerminateFlag
+from diloco_node.learner.process import TerminateFlag
 
 PATIENCE_S = 180.0
 
@@ -65,7 +65,7 @@ def python(code: str) -> list[str]:
 def test_a_forked_worker_dies_of_sigterm_and_the_loop_does_not_end() -> None:
     code = """
         import os, signal, time
-        from diloco_node.learner.signals import TerminateFlag
+        from diloco_node.learner.process import TerminateFlag
         flag = TerminateFlag()
         flag.install()
         heard, tell = os.pipe()
@@ -84,7 +84,7 @@ def test_a_forked_worker_dies_of_sigterm_and_the_loop_does_not_end() -> None:
 
 LEARNER = """
 import signal
-from diloco_node.learner.signals import die_with_supervisor
+from diloco_node.learner.process import die_with_supervisor
 die_with_supervisor()
 print("ready", flush=True)
 signal.pause()

@@ -7,8 +7,8 @@ from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_over
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.whole import ModelTensors, unwrap
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
-from diloco_node.learner.tensors import ModelTensors, unwrap
 
 SEED = 499
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from diloco_node.errors import ConfigError, LearnerError
-from diloco_node.learner import trainer as module
-from diloco_node.learner.checkpoint import Stateful
-from diloco_node.learner.data import SHARD_BYTES, Corpus, RegionSampler
-from diloco_node.learner.model import ByteGPT, ModelSettings
-from diloco_node.learner.trainer import (
+from diloco_node.learner.builtin import trainer as module
+from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus, RegionSampler
+from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
+from diloco_node.learner.builtin.trainer import (
     Trainer,
     TrainerSettings,
     held_out_loss,
@@ -25,6 +24,7 @@ from diloco_node.learner.trainer import (
     settings_from,
     settings_from_environment,
 )
+from diloco_node.learner.checkpoint import Stateful
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from diloco_node.errors import DilocoError
 from diloco_node.learner.attach import attach
-from diloco_node.learner.trainer import Trainer, settings_from_environment
+from diloco_node.learner.builtin.trainer import Trainer, settings_from_environment
 
 
 def main() -> int:

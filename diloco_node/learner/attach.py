@@ -31,11 +31,11 @@ from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, Progress, Stateful, read_newest
+from diloco_node.learner.layouts.whole import ModelTensors, host_values
 from diloco_node.learner.loss import LateLoss, finite
+from diloco_node.learner.process import TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.session import Session
-from diloco_node.learner.signals import TerminateFlag, die_with_supervisor
-from diloco_node.learner.tensors import ModelTensors, host_values
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome, merge_rules
 
 log = logging.getLogger("diloco_node.learner")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diloco_node.core.merge.fragments import Fragment
 from diloco_node.errors import LearnerError
-from diloco_node.learner.tensors import ModelTensors
+from diloco_node.learner.layouts.whole import ModelTensors
 
 CLOSER: Final = 0.5
 """Reverted means: the parameters are less than half as far from where they were before as from the version."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError
-from diloco_node.learner.island import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.fragments import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.learner.link import LearnerLink
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.learner.tensors import ModelTensors
 from diloco_node.memory import TrainedCounter, request_area
 from diloco_node.wire.learner_link import (
     INBOX,

@@ -46,9 +46,9 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner.builtin.data import Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.model import VOCABULARY, ByteGPT, ModelSettings, model_settings_from, token_logits
 from diloco_node.learner.checkpoint import Stateful
-from diloco_node.learner.data import Corpus, RegionSampler, load_corpus
-from diloco_node.learner.model import VOCABULARY, ByteGPT, ModelSettings, model_settings_from, token_logits
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
 CLIP_NORM: Final = 1.0
@@ -174,7 +174,7 @@ def settings_from(values: Mapping[str, Any]) -> TrainerSettings:
     unknown = sorted(set(values) - {one.name for one in fields(TrainerSettings)})
     if unknown:
         raise ConfigError(
-            f"unknown trainer settings {', '.join(unknown)}: see `python -m pydoc diloco_node.learner.trainer`"
+            f"unknown trainer settings {', '.join(unknown)}: see `python -m pydoc diloco_node.learner.builtin.trainer`"
         )
     given = dict(values)
     model, data = given.pop("model", {}), given.pop("data", [])

@@ -27,7 +27,7 @@ from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
-from diloco_node.learner.tensors import ModelTensors, host_values
+from diloco_node.learner.layouts.whole import ModelTensors, host_values
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
     UNATTACHED,

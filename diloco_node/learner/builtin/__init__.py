@@ -1,0 +1,1 @@
+"""The built-in trainer: a byte-level GPT on text."""

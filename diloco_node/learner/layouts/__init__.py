@@ -1,0 +1,1 @@
+"""How the parameters of a model lie in memory, as the pieces of fragments."""
