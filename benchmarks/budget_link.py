@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_node.adapters import sockets
 from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.delay import DelayCut
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, Refused
 from diloco_node.errors import LinkLost
+from diloco_node.transport.kernel import tcp_info
 from diloco_node.wan.tun import inside
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
@@ -352,7 +352,7 @@ def set_up(region: str) -> None:
 def do_not_cut() -> None:
     """Take the cut for delay out of this process, and let TCP go by loss alone."""
     DelayCut.begin = DelayCut.measured = lambda *_, **__: None  # type: ignore[method-assign,assignment]
-    sockets.FAR_CONGESTION_CONTROL = b"reno"  # type: ignore[misc]
+    tcp_info.FAR_CONGESTION_CONTROL = b"reno"  # type: ignore[misc]
 
 
 async def side_b(options: Options, folder: Path) -> None:

@@ -41,12 +41,12 @@ import grpc
 import link_count
 from link import RUN, Receiver, run_loop
 
-from diloco_node.adapters import sockets
 from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.streams import dial, make_server
 from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.errors import LinkLost
+from diloco_node.transport.kernel import tcp_info
 from diloco_node.wan import emulation
 from diloco_node.wan.namespaces import Place
 from diloco_node.wan.state import EmulationState
@@ -389,7 +389,7 @@ def main() -> int:
     if len(sys.argv) > 6 and (end := ENDS.get((sys.argv[1], sys.argv[2]))) is not None:
         folder, addresses, seconds, connections = Path(sys.argv[3]), json.loads(sys.argv[4]), *sys.argv[5:7]
         if os.environ.get(WITHOUT_BBR):
-            sockets.FAR_CONGESTION_CONTROL = b"none such"
+            tcp_info.FAR_CONGESTION_CONTROL = b"none such"
         more = (float(seconds), connections) if sys.argv[2] == "send" else (connections,)
         print(run_loop(end(folder, addresses, *more)), flush=True)
         return 0

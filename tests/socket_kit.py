@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 
-from diloco_node.adapters import sockets
-from diloco_node.adapters.sockets import SocketCounters, read_sockets
+from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.kernel.tcp_info import SocketCounters, read_sockets
 
-PACED = (socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE)
+PACED = (socket.SOL_SOCKET, tcp_info._SO_MAX_PACING_RATE)
 REMOTE = ("10.0.0.2", 7400)
 
 

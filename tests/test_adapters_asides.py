@@ -18,9 +18,7 @@ import pytest
 from diloco_node.adapters import asides, links, outbound, plain_accept
 from diloco_node.adapters.link_watch import LinkWatch
 from diloco_node.adapters.pacing import Pacer
-from diloco_node.adapters.sock_diag import read_sockets_to
 from diloco_node.adapters.streams import DialedStream, dial
-from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget import BudgetLane, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
@@ -28,6 +26,8 @@ from diloco_node.core.measuring import NS_PER_S, Probe
 from diloco_node.core.messages import IngressGranted
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.node import measure_serving
+from diloco_node.transport.kernel.sock_diag import read_sockets_to
+from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.wire.envelope import encode_begin
 from diloco_node.wire.measurement import ASIDE_METHOD, encode_aside
 from tests.measuring_kit import DEADLINE_S, MB, STRIPE, FlowTimes, Region, Regions, asked, be_patient, idle, wanted

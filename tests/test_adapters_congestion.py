@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters import congestion, streams
-from diloco_node.adapters.congestion import CongestionControls, decode_congestion_controls, own_congestion_controls
+from diloco_node.adapters import streams
+from diloco_node.transport.kernel import congestion
+from diloco_node.transport.kernel.congestion import (
+    CongestionControls,
+    decode_congestion_controls,
+    own_congestion_controls,
+)
 from diloco_node.wire import envelope as e
 from tests.transport_kit import DEADLINE_S, Mesh, address, eventually, hello_of, meshed
 

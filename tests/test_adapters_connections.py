@@ -23,16 +23,16 @@ from diloco_node.adapters.bundle import Bundle
 from diloco_node.adapters.inbound import DECODING_MAX, BulkInbound
 from diloco_node.adapters.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
 from diloco_node.adapters.pacing import Pacer
-from diloco_node.adapters.sockets import TcpCounters
 from diloco_node.adapters.streams import DialedStream
 from diloco_node.adapters.transport import GrpcTransport
-from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, MergedStripe, Payload, State, VoteAnswered
 from diloco_node.core.types import Ballot
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
+from diloco_node.transport.kernel.tcp_info import TcpCounters
+from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.wire import envelope as e
 from tests.transport_kit import (
     DEADLINE_S,

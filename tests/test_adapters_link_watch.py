@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from diloco_node.adapters.link_watch import LOSS_BYTES_MIN, PACE_PPM, LinkWatch
-from diloco_node.adapters.sockets import TcpCounters
-from diloco_node.adapters.wire_meter import LinkCounters, WireMeter
 from diloco_node.core.delay import LONG_RTT_NS
+from diloco_node.transport.kernel.tcp_info import TcpCounters
+from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 
 MS = 1_000_000
 

@@ -12,8 +12,8 @@ import pytest
 
 from diloco_node.adapters import plain_accept
 from diloco_node.adapters.plain_accept import PlainAccept
-from diloco_node.adapters.sockets import Address
 from diloco_node.errors import ProtocolViolation
+from diloco_node.transport.kernel.tcp_info import Address
 
 
 class Door:

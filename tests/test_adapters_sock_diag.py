@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.adapters import sock_diag
-from diloco_node.adapters.sock_diag import parse, read_sockets_to, split
-from diloco_node.adapters.sockets import read_sockets
+from diloco_node.transport.kernel import sock_diag
+from diloco_node.transport.kernel.sock_diag import parse, read_sockets_to, split
+from diloco_node.transport.kernel.tcp_info import read_sockets
 
 HAS_DIAG = True
 try:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.adapters import sockets
-from diloco_node.adapters.sockets import SocketCounters, arrived_bytes, plain_ip, read_sockets
+from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.kernel.tcp_info import SocketCounters, arrived_bytes, plain_ip, read_sockets
 from tests.socket_kit import REMOTE, counters_of, send
 
 
@@ -64,9 +64,9 @@ def test_plain_ip() -> None:
 def test_a_socket_that_has_been_replaced_is_not_paced(connection: tuple[socket.socket, socket.socket]) -> None:
     near, _ = connection
     found = counters_of(near)
-    assert not sockets.pace_socket(found.fd, found.cookie + 1, 1)
-    assert near.getsockopt(socket.SOL_SOCKET, sockets._SO_MAX_PACING_RATE, 8) != sockets._PACE.pack(1)
-    assert sockets.pace_socket(found.fd, found.cookie, 1_000_000)
+    assert not tcp_info.pace_socket(found.fd, found.cookie + 1, 1)
+    assert near.getsockopt(socket.SOL_SOCKET, tcp_info._SO_MAX_PACING_RATE, 8) != tcp_info._PACE.pack(1)
+    assert tcp_info.pace_socket(found.fd, found.cookie, 1_000_000)
 
 
 def test_what_is_carried_is_all_but_retransmissions_and_what_is_on_its_way() -> None:
@@ -92,18 +92,18 @@ def test_what_arrived_behind_a_lost_segment_counts_as_carried(
 
 def test_the_smaller_of_the_two_buffer_limits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = (tmp_path / "tcp_wmem", tmp_path / "tcp_rmem")
-    monkeypatch.setattr(sockets, "BUFFER_LIMITS", files)
-    assert sockets.buffer_bytes() == sockets.BUFFER_BYTES_USUAL, "the kernel does not tell"
+    monkeypatch.setattr(tcp_info, "BUFFER_LIMITS", files)
+    assert tcp_info.buffer_bytes() == tcp_info.BUFFER_BYTES_USUAL, "the kernel does not tell"
     files[0].write_text("4096\t16384\t9000000\n")
     files[1].write_text("4096\t131072\t8000000\n")
-    assert sockets.buffer_bytes() == 8_000_000
+    assert tcp_info.buffer_bytes() == 8_000_000
     files[1].write_text("")
-    assert sockets.buffer_bytes() == sockets.BUFFER_BYTES_USUAL
+    assert tcp_info.buffer_bytes() == tcp_info.BUFFER_BYTES_USUAL
 
 
 def test_a_descriptor_that_was_closed_under_us_is_no_error() -> None:
     gone = socket.socket()
     fd = gone.fileno()
     gone.close()
-    assert sockets._read_socket(fd) is None
-    assert not sockets.pace_socket(fd, 1, 1_000_000)
+    assert tcp_info._read_socket(fd) is None
+    assert not tcp_info.pace_socket(fd, 1, 1_000_000)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.adapters import sockets
-from diloco_node.adapters.sockets import SocketCounters, read_sockets
-from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.errors import LinkLost
 from diloco_node.ports import PeerTraffic
+from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.kernel.tcp_info import SocketCounters, read_sockets
+from diloco_node.transport.kernel.wire_meter import WireMeter
 from tests.socket_kit import PACED, REMOTE, counters_of, send
 
 
@@ -30,7 +30,7 @@ def counters(cookie: int, *, sent: int, received: int, remote: tuple[str, int] =
 class FakeKernel:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now: list[SocketCounters] = []
-        monkeypatch.setattr(sockets, "read_sockets", lambda: self.now)
+        monkeypatch.setattr(tcp_info, "read_sockets", lambda: self.now)
 
 
 def test_a_peer_is_the_sum_of_its_sockets_living_and_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,12 +57,12 @@ def test_of_two_samples_at_once_the_one_that_read_first_is_not_taken_last(monkey
     has_read, may_go_on = threading.Event(), threading.Event()
 
     def read_and_wait() -> list[SocketCounters]:
-        monkeypatch.setattr(sockets, "read_sockets", list)  # from now on: the socket is closed
+        monkeypatch.setattr(tcp_info, "read_sockets", list)  # from now on: the socket is closed
         has_read.set()
         assert may_go_on.wait(60)
         return [counters(1, sent=1000, received=10)]
 
-    monkeypatch.setattr(sockets, "read_sockets", read_and_wait)
+    monkeypatch.setattr(tcp_info, "read_sockets", read_and_wait)
     first, second = threading.Thread(target=meter.sample), threading.Thread(target=meter.sample)
     first.start()
     assert has_read.wait(60)
@@ -207,7 +207,7 @@ def test_sockets_of_the_bulk_lane_are_paced_and_control_is_not(
             meter.sample()
             before, unlimited = control.getsockopt(*PACED, 8), bulk.getsockopt(*PACED, 8)
             meter.pace("b", 1_000_000)
-            assert bulk.getsockopt(*PACED, 8) == sockets._PACE.pack(1_000_000)
+            assert bulk.getsockopt(*PACED, 8) == tcp_info._PACE.pack(1_000_000)
             assert control.getsockopt(*PACED, 8) == before, "it has sent more"
             meter.pace("b", None)
             assert bulk.getsockopt(*PACED, 8) == unlimited
@@ -231,7 +231,7 @@ def test_socket_of_a_far_peer_goes_by_bbr_once_and_a_near_one_stays(
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     except OSError:
         wanted = b"cubic"  # any that this kernel allows
-        monkeypatch.setattr(sockets, "FAR_CONGESTION_CONTROL", wanted)
+        monkeypatch.setattr(tcp_info, "FAR_CONGESTION_CONTROL", wanted)
     meter, kernel = WireMeter(), FakeKernel(monkeypatch)
     meter.assign("b", own.remote)
     meter.assign("c", other.remote)
@@ -251,7 +251,7 @@ def test_a_far_socket_that_may_not_change_its_congestion_control_is_known_to_go_
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, _ = connection
-    monkeypatch.setattr(sockets, "FAR_CONGESTION_CONTROL", b"no such")
+    monkeypatch.setattr(tcp_info, "FAR_CONGESTION_CONTROL", b"no such")
     meter, kernel = WireMeter(), FakeKernel(monkeypatch)
     own = next(found for found in read_sockets() if found.local == near.getsockname())
     meter.assign("b", own.remote)
@@ -277,7 +277,7 @@ def test_starting_over_sets_another_congestion_control_and_back(
                 raise PermissionError
         kernel_set(self, level, option, value)
 
-    monkeypatch.setattr(sockets, "FAR_CONGESTION_CONTROL", b"cubic")
+    monkeypatch.setattr(tcp_info, "FAR_CONGESTION_CONTROL", b"cubic")
     meter, kernel = WireMeter(), FakeKernel(monkeypatch)
     own = counters_of(near)
     meter.assign("b", own.remote)
@@ -298,7 +298,7 @@ def test_a_bulk_connection_that_has_just_joined_is_paced_and_not_control_that_ha
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(sockets, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
     control, first, further = (
         counters(cookie, sent=sent, received=0) for cookie, sent in ((7, 10_000), (3, 900_000), (9, 0))
@@ -323,7 +323,7 @@ async def test_connections_of_two_lanes_that_are_opened_at_once_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(sockets, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
     tasks, connected, order = [], asyncio.Event(), list[int]()
 
@@ -357,7 +357,7 @@ async def test_a_dial_that_fails_lets_the_next_one_go(monkeypatch: pytest.Monkey
 
 def test_lane_of_an_incoming_call_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(sockets, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     callers = [("10.0.0.2", port) for port in (5001, 5002, 5003)]
     for remote, is_bulk in zip(callers, (False, True, True), strict=True):
         meter.assign("b", remote, is_lasting=False, is_bulk=is_bulk)
@@ -384,7 +384,7 @@ def test_round_trip_is_that_of_the_socket_that_sends_now(monkeypatch: pytest.Mon
 
 def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(sockets, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
     meter.set_asides("b", frozenset([3, 4]))
     all_four = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]

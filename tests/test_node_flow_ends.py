@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from diloco_node.adapters.sockets import TcpCounters
 from diloco_node.core.measuring import BODY_BYTES_MAX, NS_PER_S, Probe
 from diloco_node.core.messages import BulkHeader
 from diloco_node.errors import LinkLost
 from diloco_node.node import flow_ends
 from diloco_node.node.flow_ends import BODY_BYTES_MIN, ReceivingEnd, SendingEnd
+from diloco_node.transport.kernel.tcp_info import TcpCounters
 from tests.measuring_kit import DEADLINE_S, asked
 
 BODY = memoryview(bytes(BODY_BYTES_MAX))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters.congestion import own_congestion_controls
 from diloco_node.adapters.flows import FlowTimes
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
@@ -20,6 +19,7 @@ from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, Pe
 from diloco_node.node import flow_ends, measure_echo
 from diloco_node.node.measure_asking import FlowOverLink, FlowWanted
 from diloco_node.node.measure_command import parse_asked
+from diloco_node.transport.kernel.congestion import own_congestion_controls
 from tests.measuring_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, asked, be_patient, idle, wanted
 
 BURST_S = 0.25

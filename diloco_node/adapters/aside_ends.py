@@ -17,13 +17,13 @@ from diloco_node.adapters.flows import PLAIN_BYTES, SocketsOf
 from diloco_node.adapters.inbound import BulkInbound
 from diloco_node.adapters.outbound import BulkOutbound
 from diloco_node.adapters.pacing import Pacer
-from diloco_node.adapters.sockets import TcpCounters, tcp_of
 from diloco_node.adapters.streams import DialedStream, Stream
-from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core.budget import BudgetLane
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import LinkLost, PeerError, ProtocolViolation
+from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
+from diloco_node.transport.kernel.wire_meter import WireMeter
 
 _LANE: Final = BudgetLane.MEASUREMENT
 

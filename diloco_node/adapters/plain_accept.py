@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from diloco_node.adapters.sockets import Address
 from diloco_node.errors import PeerError
+from diloco_node.transport.kernel.tcp_info import Address
 
 
 @dataclass(frozen=True, slots=True)

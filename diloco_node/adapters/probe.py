@@ -14,7 +14,6 @@ from typing import Final, TypeVar
 from diloco_node.adapters import flows
 from diloco_node.adapters.certs import Identity
 from diloco_node.adapters.flows import FlowTimes, Received, SendingEnd, Sent, SocketsOf
-from diloco_node.adapters.sockets import Address
 from diloco_node.adapters.streams import DialedStream, dial
 from diloco_node.core.samples import NS_PER_S, Goodput, Latency, summarise_rtts
 from diloco_node.errors import (
@@ -25,6 +24,7 @@ from diloco_node.errors import (
     PeersUnreachable,
     ProtocolViolation,
 )
+from diloco_node.transport.kernel.tcp_info import Address
 from diloco_node.wire import measurement as wire
 from diloco_node.wire.measurement import FlowBody, FlowPath
 

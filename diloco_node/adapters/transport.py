@@ -26,8 +26,6 @@ from diloco_node.adapters.certs import Identity, tls_name
 from diloco_node.adapters.links import PeerLink, PeerStatus
 from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.session import LinkEnvironment, LinkTimes
-from diloco_node.adapters.sock_diag import read_sockets_to
-from diloco_node.adapters.sockets import TcpCounters, tcp_of
 from diloco_node.adapters.streams import (
     AcceptedStream,
     Caller,
@@ -38,7 +36,6 @@ from diloco_node.adapters.streams import (
     make_server,
     refuse,
 )
-from diloco_node.adapters.wire_meter import WireMeter
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.measuring import Probe
@@ -55,6 +52,9 @@ from diloco_node.errors import (
     SupersededError,
 )
 from diloco_node.ports import PeerTraffic, TransportHandler
+from diloco_node.transport.kernel.sock_diag import read_sockets_to
+from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
+from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_control, encode_hello
 from diloco_node.wire.measurement import ASIDE_METHOD, decode_aside
 from diloco_node.wire.tables import PROTOCOL_VERSION

@@ -7,10 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final, TypeVar
 
-from diloco_node.adapters.sockets import TcpCounters
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import MeasuringMessage
 from diloco_node.errors import DilocoError, LinkLost, PeerError, ProtocolViolation
+from diloco_node.transport.kernel.tcp_info import TcpCounters
 
 T = TypeVar("T")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from diloco_node.adapters.congestion import own_congestion_controls
-from diloco_node.adapters.sockets import TcpCounters
 from diloco_node.errors import PeerError, PeersUnreachable
 from diloco_node.node.flow_ends import Bulk
 from diloco_node.node.measure_opening import Opens
+from diloco_node.transport.kernel.congestion import own_congestion_controls
+from diloco_node.transport.kernel.tcp_info import TcpCounters
 
 
 class MeasuringTransport(Bulk, Opens, Protocol):

@@ -12,7 +12,7 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.adapters.sockets import FAR_CONGESTION_CONTROL, FAR_RTT_US
+from diloco_node.transport.kernel.tcp_info import FAR_CONGESTION_CONTROL, FAR_RTT_US
 
 METADATA_KEY: Final = "diloco-congestion-control"
 

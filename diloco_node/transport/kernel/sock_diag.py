@@ -13,7 +13,7 @@ import struct
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from diloco_node.adapters.sockets import Address, SocketCounters, counters_from, plain_ip, read_sockets
+from diloco_node.transport.kernel.tcp_info import Address, SocketCounters, counters_from, plain_ip, read_sockets
 
 NETLINK_SOCK_DIAG: Final = 4
 TIMEOUT_S: Final = 2.0

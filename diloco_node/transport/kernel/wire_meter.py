@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.adapters import sockets
-from diloco_node.adapters.sockets import Address, SocketCounters, TcpCounters, plain_ip, tcp_of
 from diloco_node.ports import PeerTraffic
+from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.kernel.tcp_info import Address, SocketCounters, TcpCounters, plain_ip, tcp_of
 
 ESTIMATED_OVERHEAD: Final = 1.06
 """Wire bytes per byte handed to gRPC, where the kernel does not tell."""
@@ -122,7 +122,7 @@ class WireMeter:
     def sample(self) -> None:
         """Read the counters of all sockets."""
         with self._sampling:  # what was read first is taken first: else a socket that is closed would come back
-            self._take(sockets.read_sockets())
+            self._take(tcp_info.read_sockets())
 
     def _take(self, found: list[SocketCounters]) -> None:
         with self._lock:
@@ -140,9 +140,9 @@ class WireMeter:
             self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in seen}
             self._far &= seen.keys()
             for cookie, (_, counters) in sorted(seen.items()):
-                if counters.rtt_min_us >= sockets.FAR_RTT_US and cookie not in self._far:
+                if counters.rtt_min_us >= tcp_info.FAR_RTT_US and cookie not in self._far:
                     self._far.add(cookie)
-                    self.goes_by_loss = not sockets.go_far(counters.fd, cookie)
+                    self.goes_by_loss = not tcp_info.go_far(counters.fd, cookie)
             self._forget({counters.remote for counters in found})
             self._is_measured = self._is_measured or bool(seen)
 
@@ -212,11 +212,11 @@ class WireMeter:
         """
         with self._lock:
             for counters in self._bulk(peer):
-                if counters.cookie in self._far and not sockets.start_over(counters.fd, counters.cookie):
+                if counters.cookie in self._far and not tcp_info.start_over(counters.fd, counters.cookie):
                     self.goes_by_loss = True
 
     def _pace(self, counters: SocketCounters, rate_bytes_per_s: int | None) -> None:
-        if self._paced.get(counters.cookie) != rate_bytes_per_s and sockets.pace_socket(
+        if self._paced.get(counters.cookie) != rate_bytes_per_s and tcp_info.pace_socket(
             counters.fd, counters.cookie, rate_bytes_per_s
         ):
             self._paced[counters.cookie] = rate_bytes_per_s

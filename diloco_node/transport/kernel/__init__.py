@@ -1,0 +1,1 @@
+"""What the kernel knows of this process's TCP sockets, and what it is told about them."""
