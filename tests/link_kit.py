@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.budget import NS_PER_S, burst_bytes
 from diloco_node.core.delay import DelayCut
 from diloco_node.core.oneway import RECENT_NS, OneWayQueue, hasty_ns
+from diloco_node.transport.pacing.budget import NS_PER_S, burst_bytes
 
 MS: Final = 1_000_000
 STEP_NS: Final = MS

@@ -16,11 +16,8 @@ from typing import Any
 import pytest
 
 from diloco_node.adapters import asides, links, outbound, plain_accept
-from diloco_node.adapters.link_watch import LinkWatch
-from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.streams import DialedStream, dial
 from diloco_node.core import measuring as msg
-from diloco_node.core.budget import BudgetLane, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, Probe
 from diloco_node.core.messages import IngressGranted
@@ -28,6 +25,9 @@ from diloco_node.errors import LinkLost, PeerError
 from diloco_node.node import measure_serving
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.pacing.budget import BudgetLane, LimitSource
+from diloco_node.transport.pacing.link_stats import LinkWatch
+from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.wire.envelope import encode_begin
 from diloco_node.wire.measurement import ASIDE_METHOD, encode_aside
 from tests.measuring_kit import DEADLINE_S, MB, STRIPE, FlowTimes, Region, Regions, asked, be_patient, idle, wanted

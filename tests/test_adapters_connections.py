@@ -17,12 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.adapters import bundle, link_watch
+from diloco_node.adapters import bundle
 from diloco_node.adapters.bulk_lanes import lane_of
 from diloco_node.adapters.bundle import Bundle
 from diloco_node.adapters.inbound import DECODING_MAX, BulkInbound
 from diloco_node.adapters.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
-from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.streams import DialedStream
 from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
@@ -33,6 +32,8 @@ from diloco_node.core.types import Ballot
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.pacing import link_stats
+from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.wire import envelope as e
 from tests.transport_kit import (
     DEADLINE_S,
@@ -119,7 +120,7 @@ async def test_near_links_stay_with_one(mesh: Mesh) -> None:
 async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_watch, "buffer_bytes", lambda: 8 * MIB)
+    monkeypatch.setattr(link_stats, "buffer_bytes", lambda: 8 * MIB)
     a, at_a, _, at_b = await mesh.pair()
     state = a._pacer._peers["b"].link
     a.set_budget(BudgetPlan(RateLimits(egress=10**9, ingress=10**6)))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from diloco_node.adapters.link_watch import LOSS_BYTES_MIN, PACE_PPM, LinkWatch
 from diloco_node.core.delay import LONG_RTT_NS
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
+from diloco_node.transport.pacing.link_stats import LOSS_BYTES_MIN, PACE_PPM, LinkWatch
 
 MS = 1_000_000
 

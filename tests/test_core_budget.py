@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.budget import (
+from diloco_node.core.budget_plan import BudgetPlan, Direction, RateLimits, TimeWindow
+from diloco_node.transport.pacing.budget import (
     CONTROL_FRAME_BYTES,
     NS_PER_S,
     PIECE_BYTES_MAX,
@@ -22,7 +23,6 @@ from diloco_node.core.budget import (
     burst_bytes,
     piece_bytes,
 )
-from diloco_node.core.budget_plan import BudgetPlan, Direction, RateLimits, TimeWindow
 
 MS = 1_000_000
 RATES = st.sampled_from([12_503, 62_497, 124_999, 1_125_001, 12_500_003, 249_999_991, 625_000_019])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from diloco_node.core.budget import NS_PER_S
 from diloco_node.core.carried import FULL_NS, FULL_SAMPLES, Carried
+from diloco_node.transport.pacing.budget import NS_PER_S
 
 MS = 1_000_000
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_node.core.budget import NS_PER_S
 from diloco_node.core.delay import QUEUE_NS, RATE_BYTES_PER_S_MIN, START_BYTES, DelayCut, rtt_limit_ns
+from diloco_node.transport.pacing.budget import NS_PER_S
 from tests.link_kit import VirtualLink
 
 MS = 1_000_000

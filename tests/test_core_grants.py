@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.budget import NS_PER_S
-from diloco_node.core.grants import (
+from diloco_node.transport.pacing.budget import NS_PER_S
+from diloco_node.transport.pacing.grants import (
     ALLOWANCE_BYTES,
     ALLOWANCE_NS,
     SETTLE_NS,

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.budget import NS_PER_S
 from diloco_node.core.oneway import (
     BASE_SLOT_NS,
     BASE_SLOTS,
@@ -16,6 +15,7 @@ from diloco_node.core.oneway import (
     OneWayQueue,
     hasty_ns,
 )
+from diloco_node.transport.pacing.budget import NS_PER_S
 
 MS = 1_000_000
 STEP_NS = 50 * MS

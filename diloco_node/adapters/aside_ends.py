@@ -16,14 +16,14 @@ from diloco_node.adapters.certs import Identity
 from diloco_node.adapters.flows import PLAIN_BYTES, SocketsOf
 from diloco_node.adapters.inbound import BulkInbound
 from diloco_node.adapters.outbound import BulkOutbound
-from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.streams import DialedStream, Stream
-from diloco_node.core.budget import BudgetLane
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import LinkLost, PeerError, ProtocolViolation
 from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.pacing.budget import BudgetLane
+from diloco_node.transport.pacing.pacer import Pacer
 
 _LANE: Final = BudgetLane.MEASUREMENT
 

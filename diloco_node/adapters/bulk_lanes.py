@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from diloco_node.core.budget import BudgetLane
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe
+from diloco_node.transport.pacing.budget import BudgetLane
 
 
 def lane_of(header: BulkHeader) -> BudgetLane:

@@ -19,11 +19,11 @@ import structlog
 from diloco_node.adapters.certs import Identity
 from diloco_node.adapters.inbound import BulkInbound
 from diloco_node.adapters.outbound import BulkOutbound, ControlQueue
-from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.streams import DialedStream, Stream
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.ports import TransportHandler
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.wire.envelope import Echo, Hello, Ping, decode_control_lane, encode_echo, encode_ping
 
 _log = structlog.get_logger(__name__)

@@ -24,7 +24,6 @@ from diloco_node.adapters.aside_ends import AsideEnvironment
 from diloco_node.adapters.asides import Asides
 from diloco_node.adapters.certs import Identity, tls_name
 from diloco_node.adapters.links import PeerLink, PeerStatus
-from diloco_node.adapters.pacing import Pacer
 from diloco_node.adapters.session import LinkEnvironment, LinkTimes
 from diloco_node.adapters.streams import (
     AcceptedStream,
@@ -55,6 +54,7 @@ from diloco_node.ports import PeerTraffic, TransportHandler
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_control, encode_hello
 from diloco_node.wire.measurement import ASIDE_METHOD, decode_aside
 from diloco_node.wire.tables import PROTOCOL_VERSION

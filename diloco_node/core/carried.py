@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from diloco_node.core.budget import NS_PER_S
+from diloco_node.transport.pacing.budget import NS_PER_S
 
 KEPT_NS: Final = NS_PER_S
 

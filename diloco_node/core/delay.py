@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.core.budget import NS_PER_S, piece_bytes
 from diloco_node.core.carried import Carried
 from diloco_node.core.oneway import RECENT_NS
+from diloco_node.transport.pacing.budget import NS_PER_S, piece_bytes
 
 # ---- what is a queue -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from collections import deque
 from itertools import islice
 from typing import Final
 
-from diloco_node.core.budget import NS_PER_S
+from diloco_node.transport.pacing.budget import NS_PER_S
 
 BASE_SLOT_NS: Final = 10 * NS_PER_S
 BASE_SLOTS: Final = 10

@@ -16,12 +16,19 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.adapters.link_watch import LinkWatch
-from diloco_node.core.budget import LATE_NS, NS_PER_S, PIECE_BYTES_MAX, BudgetLane, EgressBudget, LimitSource
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.grants import UNLIMITED, WANTS_MOST, IngressGrants
 from diloco_node.core.messages import IngressGranted, IngressWanted, Message
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.pacing.budget import (
+    LATE_NS,
+    NS_PER_S,
+    PIECE_BYTES_MAX,
+    BudgetLane,
+    EgressBudget,
+    LimitSource,
+)
+from diloco_node.transport.pacing.grants import UNLIMITED, WANTS_MOST, IngressGrants
+from diloco_node.transport.pacing.link_stats import LinkWatch
 
 _log = structlog.get_logger(__name__)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.budget import NS_PER_S, Overhead, TokenBucket
+from diloco_node.transport.pacing.budget import NS_PER_S, Overhead, TokenBucket
 
 SETTLE_NS: Final = 150_000_000
 """From telling a peer a smaller share to giving the difference to another: a round trip, and a release under way."""

@@ -1,0 +1,1 @@
+"""The bandwidth budget: who may send how much, and when."""
