@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_node.adapters.certs import init_run, load_identity
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.delay import DelayCut
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, Refused
 from diloco_node.errors import LinkLost
+from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wan.tun import inside
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}

@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from diloco_node.adapters.certs import init_run, load_identity
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, Refused
 from diloco_node.node.allocator import keep_freed_memory
+from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.transport.transport import GrpcTransport
 
 RUN = "bench"
 PINGS = 500

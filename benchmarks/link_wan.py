@@ -41,12 +41,12 @@ import grpc
 import link_count
 from link import RUN, Receiver, run_loop
 
-from diloco_node.adapters.certs import init_run, load_identity
-from diloco_node.adapters.streams import dial, make_server
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.errors import LinkLost
+from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.streams import dial, make_server
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wan import emulation
 from diloco_node.wan.namespaces import Place
 from diloco_node.wan.state import EmulationState

@@ -11,10 +11,7 @@ from typing import Any
 import pytest
 
 from diloco_node.adapters import asides
-from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.flows import FlowTimes
-from diloco_node.adapters.session import LinkTimes
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.measuring import MeasuringMessage, Probe
@@ -24,6 +21,9 @@ from diloco_node.node import flow_ends, measure_asking, measure_echo, measure_se
 from diloco_node.node.measure_asking import FlowWanted
 from diloco_node.node.measure_command import MeasureCommand
 from diloco_node.node.measuring import Measuring
+from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.transport import GrpcTransport
 
 RUN = "run1"
 NAMES = ("a", "b", "c")

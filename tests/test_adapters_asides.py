@@ -15,19 +15,20 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters import asides, links, outbound, plain_accept
-from diloco_node.adapters.streams import DialedStream, dial
+from diloco_node.adapters import asides, plain_accept
 from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, Probe
 from diloco_node.core.messages import IngressGranted
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.node import measure_serving
+from diloco_node.transport import link, outbound
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.pacing.budget import BudgetLane, LimitSource
 from diloco_node.transport.pacing.link_stats import LinkWatch
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import DialedStream, dial
 from diloco_node.wire.envelope import encode_begin
 from diloco_node.wire.measurement import ASIDE_METHOD, encode_aside
 from tests.measuring_kit import DEADLINE_S, MB, STRIPE, FlowTimes, Region, Regions, asked, be_patient, idle, wanted
@@ -130,7 +131,7 @@ async def test_a_bulk_connection_that_joins_while_a_measurement_dials_is_the_lin
         return stream
 
     monkeypatch.setattr(meter, "set_asides", record)
-    monkeypatch.setattr(links, "dial", slow)
+    monkeypatch.setattr(link, "dial", slow)
     monkeypatch.setattr(LinkWatch, "connections_wanted", lambda *_, **__: 2)
     await asyncio.wait_for(is_joining.wait(), DEADLINE_S)
     await b.measuring.flow(wanted("a", connections=2))

@@ -20,9 +20,6 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters.certs import init_run, load_identity
-from diloco_node.adapters.streams import dial
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import (
@@ -37,11 +34,14 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.types import Ballot
 from diloco_node.errors import LinkLost
+from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.pacing.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, WANTS_MOST
 from diloco_node.transport.pacing.link_stats import PACE_PPM
 from diloco_node.transport.pacing.pacer import PING_BUSY_S, Pacer
+from diloco_node.transport.streams import dial
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wan import emulation
 from diloco_node.wan.namespaces import Place
 from diloco_node.wire import envelope as e

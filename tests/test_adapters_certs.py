@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.adapters.certs import Identity, init_run, load_identity, tls_name
 from diloco_node.errors import ConfigError, IdentityError
+from diloco_node.transport.certs import Identity, init_run, load_identity, tls_name
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters import streams
+from diloco_node.transport import streams
 from diloco_node.transport.kernel import congestion
 from diloco_node.transport.kernel.congestion import (
     CongestionControls,

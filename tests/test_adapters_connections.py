@@ -17,23 +17,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.adapters import bundle
-from diloco_node.adapters.bulk_lanes import lane_of
-from diloco_node.adapters.bundle import Bundle
-from diloco_node.adapters.inbound import DECODING_MAX, BulkInbound
-from diloco_node.adapters.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
-from diloco_node.adapters.streams import DialedStream
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
-from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, MergedStripe, Payload, State, VoteAnswered
 from diloco_node.core.types import Ballot
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
+from diloco_node.transport import bundle
+from diloco_node.transport.bulk_lanes import lane_of
+from diloco_node.transport.bundle import Bundle
+from diloco_node.transport.connections import CONNECTIONS_MAX
+from diloco_node.transport.inbound import DECODING_MAX, BulkInbound
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.outbound import TRANSFERS_WAITING_MAX, BulkOutbound
 from diloco_node.transport.pacing import link_stats
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import DialedStream
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from tests.transport_kit import (
     DEADLINE_S,
@@ -634,7 +634,7 @@ async def test_a_transfer_whose_end_was_not_written_fails_with_the_link() -> Non
 async def test_no_more_chunks_of_a_peer_are_decoded_at_once_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    from diloco_node.adapters import inbound as inbound_module
+    from diloco_node.transport import inbound as inbound_module
 
     may_decode, working, most, lock = threading.Event(), [0], [0], threading.Lock()
 

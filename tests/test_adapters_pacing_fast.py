@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from diloco_node.adapters import outbound as outbound_module
-from diloco_node.adapters.outbound import BulkOutbound
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.delay import IN_VAIN_CUTS
 from diloco_node.core.messages import Payload
 from diloco_node.errors import PeerError
+from diloco_node.transport import outbound as outbound_module
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
+from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.pacing.budget import LATE_NS, BudgetLane, burst_bytes
 from diloco_node.transport.pacing.pacer import FAST_RTT_NS, GATHER_NS, PING_BUSY_S, PING_HASTY_S, Pacer
 from diloco_node.wire.envelope import TransferChunk, decode_bulk

@@ -19,12 +19,10 @@ import pytest
 from node_world import VirtualLoop
 
 from diloco_node.adapters import flows, probe, probe_server
-from diloco_node.adapters.certs import Identity, init_run, load_identity
 from diloco_node.adapters.flows import BODY_BYTES_MAX, FlowTimes, SocketsOf, make_body, receive_transport
 from diloco_node.adapters.pairs import measure_out
 from diloco_node.adapters.probe import FlowMeasured, ProbeSession, open_session, region_at, warm_up_ns
 from diloco_node.adapters.probe_server import ProbeServer
-from diloco_node.adapters.streams import dial, make_server
 from diloco_node.codec.payload import compress_chunk
 from diloco_node.core.messages import Payload
 from diloco_node.errors import (
@@ -36,6 +34,8 @@ from diloco_node.errors import (
     PeersUnreachable,
     ProtocolViolation,
 )
+from diloco_node.transport.certs import Identity, init_run, load_identity
+from diloco_node.transport.streams import dial, make_server
 from diloco_node.wire import measurement as w
 from diloco_node.wire.envelope import encode_begin, encode_chunk
 from diloco_node.wire.measurement import FlowBody, FlowPath

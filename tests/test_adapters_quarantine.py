@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters.certs import init_run, load_identity
-from diloco_node.adapters.session import LinkTimes
-from diloco_node.adapters.streams import Twin
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.messages import BulkHeader, Message, Payload, VoteAnswered
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerIncompatible, ProtocolViolation
+from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.streams import Twin
+from diloco_node.transport.transport import GrpcTransport
 
 DEADLINE_S = 120.0
 RUN = "run1"

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from diloco_node.adapters.session import Session
 from diloco_node.errors import LinkLost, ProtocolViolation
+from diloco_node.transport.session import Session
 
 
 async def ended(*outcomes: BaseException | None) -> list[asyncio.Task[None]]:

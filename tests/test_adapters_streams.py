@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_node.adapters.streams import explain
+from diloco_node.transport.streams import explain
 
 CONNECTING = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0.0.1:7400:"
 

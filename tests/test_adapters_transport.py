@@ -16,15 +16,15 @@ from typing import Any
 import grpc
 import pytest
 
-from diloco_node.adapters import bundle, inbound, outbound, streams
-from diloco_node.adapters.certs import init_run
-from diloco_node.adapters.links import LinkState
-from diloco_node.adapters.streams import dial
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.cli.processes import free_ports
 from diloco_node.core.messages import Message, Payload, PayloadWanted, State, VoteAnswered
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
+from diloco_node.transport import bundle, inbound, outbound, streams
+from diloco_node.transport.certs import init_run
+from diloco_node.transport.link import LinkState
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import dial
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from tests.transport_kit import (
     DEADLINE_S,

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from diloco_node.adapters import flows, probe, probe_server
-from diloco_node.adapters.certs import init_run, load_identity
 from diloco_node.adapters.probe_server import ProbeServer
 from diloco_node.cli import measure_run
 from diloco_node.cli.main import main
@@ -24,6 +23,7 @@ from diloco_node.cli.measure_run import own_folder
 from diloco_node.cli.plan_inputs import read_mesh
 from diloco_node.cli.processes import free_ports
 from diloco_node.errors import LinkLost
+from diloco_node.transport.certs import init_run, load_identity
 
 COLUMNS = 100
 QUICK = ("--seconds", "0.2", "--warm-up", "0.1")

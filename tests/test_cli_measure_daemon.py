@@ -14,7 +14,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.adapters.admin import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
-from diloco_node.adapters.certs import init_run
 from diloco_node.adapters.measured import FlowCase, latency_document, pair_document
 from diloco_node.adapters.probe import LatencyMeasured
 from diloco_node.cli import measure_daemon
@@ -27,6 +26,7 @@ from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.memory import socket_path
 from diloco_node.node import measure_command
 from diloco_node.node.measure_asking import FlowOverLink
+from diloco_node.transport.certs import init_run
 from diloco_node.wire.measurement import PairMeasured
 
 COLUMNS = 100

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.adapters.certs import init_run
 from diloco_node.cli import start_cmd
 from diloco_node.cli.main import main
 from diloco_node.cli.processes import free_ports
@@ -15,6 +14,7 @@ from diloco_node.config import Flag, NodeConfig, load_config
 from diloco_node.errors import BindError
 from diloco_node.node.spec import NodeSpec
 from diloco_node.node.supervisor import SupervisorSpec
+from diloco_node.transport.certs import init_run
 
 RUN_TOML = """
 [run]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.connections import CONNECTIONS_MAX, FAR_NS, LOSSY_PPM, connections_wanted
+from diloco_node.transport.connections import CONNECTIONS_MAX, FAR_NS, LOSSY_PPM, connections_wanted
 
 MS = 1_000_000
 MIB = 2**20

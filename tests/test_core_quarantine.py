@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.quarantine import (
+from diloco_node.transport.quarantine import (
     FIRST_NS,
     FORGIVEN_AFTER_NS,
     LONGEST_NS,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core import reassembly
-from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
-from diloco_node.core.reassembly import Reassembly
 from diloco_node.errors import ProtocolViolation
+from diloco_node.transport import reassembly
+from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
+from diloco_node.transport.reassembly import Reassembly
 
 Chunk = tuple[int, int, int]
 

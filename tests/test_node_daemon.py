@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from node_kit import MANIFEST
 
-from diloco_node.adapters.certs import init_run
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import Recovered, RunSettings
 from diloco_node.errors import StorageError, SupersededError
@@ -26,6 +25,7 @@ from diloco_node.node.manifest_file import save_manifest
 from diloco_node.node.spec import NodeSpec
 from diloco_node.node.status import REPORT_NAME
 from diloco_node.storage.store import RegionStore
+from diloco_node.transport.certs import init_run
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     LINK_PROTOCOL,

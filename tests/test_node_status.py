@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from diloco_node.adapters.links import LinkState, PeerStatus
 from diloco_node.core.events import Note
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
 from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
@@ -28,6 +27,7 @@ from diloco_node.node.status import (
     write_report,
 )
 from diloco_node.ports import PeerTraffic
+from diloco_node.transport.link import LinkState, PeerStatus
 
 SECOND = 1_000_000_000
 

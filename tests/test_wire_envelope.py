@@ -8,9 +8,9 @@ import random
 
 import pytest
 
-from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.core.messages import Payload, VoteAnswered
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
+from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire import envelope as e
 from diloco_node.wire.tables import PROTOCOL_VERSION
 

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from diloco_node.adapters.certs import Identity, init_run, load_identity
-from diloco_node.adapters.session import LinkTimes
-from diloco_node.adapters.streams import DialedStream, dial
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.messages import BulkHeader, Message
+from diloco_node.transport.certs import Identity, init_run, load_identity
+from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.streams import DialedStream, dial
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.tables import PROTOCOL_VERSION
 

@@ -12,18 +12,18 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from diloco_node.adapters.certs import Identity
 from diloco_node.adapters.flows import PLAIN_BYTES, SocketsOf
-from diloco_node.adapters.inbound import BulkInbound
-from diloco_node.adapters.outbound import BulkOutbound
-from diloco_node.adapters.streams import DialedStream, Stream
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import LinkLost, PeerError, ProtocolViolation
+from diloco_node.transport.certs import Identity
+from diloco_node.transport.inbound import BulkInbound
 from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import DialedStream, Stream
 
 _LANE: Final = BudgetLane.MEASUREMENT
 

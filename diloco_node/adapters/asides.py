@@ -22,10 +22,10 @@ import structlog
 from diloco_node.adapters.aside_ends import Aside, AsideEnvironment, PlainAside, TransportAside
 from diloco_node.adapters.flows import SocketsOf
 from diloco_node.adapters.plain_accept import PlainAccept
-from diloco_node.adapters.streams import DialedStream, Stream, dial
 from diloco_node.core.measuring import ASIDES_MAX, TOKEN_BYTES, AsideOpen, MeasurementAsked
 from diloco_node.errors import LinkLost, PeerError, PeersUnreachable, ProtocolViolation
 from diloco_node.transport.kernel.tcp_info import Address
+from diloco_node.transport.streams import DialedStream, Stream, dial
 from diloco_node.wire.measurement import ASIDE_BYTES, ASIDE_METHOD, decode_aside, encode_aside
 
 _log = structlog.get_logger(__name__)

@@ -19,16 +19,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from diloco_node.adapters.inbound import BulkInbound
-from diloco_node.adapters.outbound import BulkOutbound
-from diloco_node.adapters.streams import Stream
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.core.samples import NS_PER_S, Goodput, Mark, goodput
 from diloco_node.errors import LinkLost, ProtocolViolation
+from diloco_node.transport.inbound import BulkInbound
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.tcp_info import Address, SocketCounters, plain_ip
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import Stream
 from diloco_node.wire.envelope import TransferChunk, decode_bulk
 from diloco_node.wire.measurement import FlowBody
 

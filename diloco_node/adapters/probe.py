@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from diloco_node.adapters import flows
-from diloco_node.adapters.certs import Identity
 from diloco_node.adapters.flows import FlowTimes, Received, SendingEnd, Sent, SocketsOf
-from diloco_node.adapters.streams import DialedStream, dial
 from diloco_node.core.samples import NS_PER_S, Goodput, Latency, summarise_rtts
 from diloco_node.errors import (
     IdentityError,
@@ -24,7 +22,9 @@ from diloco_node.errors import (
     PeersUnreachable,
     ProtocolViolation,
 )
+from diloco_node.transport.certs import Identity
 from diloco_node.transport.kernel.tcp_info import Address
+from diloco_node.transport.streams import DialedStream, dial
 from diloco_node.wire import measurement as wire
 from diloco_node.wire.measurement import FlowBody, FlowPath
 

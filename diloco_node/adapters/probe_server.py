@@ -18,14 +18,14 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.adapters import flows
-from diloco_node.adapters.certs import Identity, tls_name
 from diloco_node.adapters.flows import FlowTimes, SendingEnd, SocketsOf
 from diloco_node.adapters.pairs import measure_out
 from diloco_node.adapters.plain_accept import PlainAccept
 from diloco_node.adapters.probe import BUSY_S, open_session
-from diloco_node.adapters.streams import AcceptedStream, Caller, Server, caller, make_server, refuse
 from diloco_node.errors import BindError, DilocoError, LinkLost, PeerError, PeerIncompatible, ProtocolViolation
+from diloco_node.transport.certs import Identity, tls_name
 from diloco_node.transport.kernel.tcp_info import Address
+from diloco_node.transport.streams import AcceptedStream, Caller, Server, caller, make_server, refuse
 from diloco_node.wire import measurement as wire
 from diloco_node.wire.measurement import FlowPath
 

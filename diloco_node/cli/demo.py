@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.adapters.certs import init_run
 from diloco_node.cli.demo_cmd import DemoOptions
 from diloco_node.cli.demo_wan import DemoWan, Outage, wan_lines
 from diloco_node.cli.live import LiveView, human_bytes, region_cells
@@ -22,6 +21,7 @@ from diloco_node.cli.processes import RegionProcess, free_ports
 from diloco_node.cli.report import budget_lines, build_report
 from diloco_node.config.budget import parse_ceiling
 from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.transport.certs import init_run
 
 NAMES: Final = (
     *("us-east", "us-west", "eu-west", "ap-east", "us-central", "eu-north", "sa-east", "ap-south"),

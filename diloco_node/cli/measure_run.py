@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable, StorageError
 
 if TYPE_CHECKING:
-    from diloco_node.adapters.certs import Identity
     from diloco_node.adapters.flows import FlowTimes
     from diloco_node.adapters.measured import FlowCase
     from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured, ProbeSession
     from diloco_node.adapters.series import Keep
     from diloco_node.config import NodeConfig
+    from diloco_node.transport.certs import Identity
     from diloco_node.wire.measurement import PairAsked, PairMeasured, SessionOpened
 
 T = TypeVar("T")
@@ -54,8 +54,8 @@ class Here:
         Raises:
             ConfigError: there are several keys and none was chosen. IdentityError: the certificate is wrong or missing.
         """
-        from diloco_node.adapters.certs import load_identity
         from diloco_node.config.resolve import DEFAULT_NAME
+        from diloco_node.transport.certs import load_identity
 
         resolved = None
         if config is not None or Path(DEFAULT_NAME).exists():

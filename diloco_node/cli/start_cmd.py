@@ -100,7 +100,7 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
         raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
     if config.run.init is not None and not config.run.init.is_file():
         raise ConfigError(f"run.init: {config.run.init} ({config.origin('run.init')}) does not exist")
-    from diloco_node.adapters.certs import load_identity
+    from diloco_node.transport.certs import load_identity
 
     load_identity(config.identity_dir(region), region=region, run_id=config.run.id)
     host, port = config.listen(region)

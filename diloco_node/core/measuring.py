@@ -23,8 +23,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.errors import ProtocolViolation
+from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
 
 NS_PER_S: Final = 1_000_000_000
 

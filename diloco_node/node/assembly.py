@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from diloco_node.adapters.certs import load_identity
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
 from diloco_node.core.events import (
     BudgetChanged,
@@ -43,6 +41,8 @@ from diloco_node.node.pump import Pump
 from diloco_node.node.replica import Replica
 from diloco_node.node.status import region_status
 from diloco_node.storage.store import RegionStore
+from diloco_node.transport.certs import load_identity
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.learner_link import (
     NEW_PROCESS,
     Applied,

@@ -21,7 +21,6 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from diloco_node.adapters.admin import AdminHandlers, AdminServer
-from diloco_node.adapters.certs import load_identity
 from diloco_node.adapters.learner_server import LearnerServer
 from diloco_node.adapters.series import Keep
 from diloco_node.codec.golden import check_golden
@@ -39,6 +38,7 @@ from diloco_node.node.spec import NODE_FILE, NodeSpec
 from diloco_node.node.status import NoteBook, StatusCollector, write_report
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
+from diloco_node.transport.certs import load_identity
 from diloco_node.wire.learner_link import Attach, Failed, ToDaemon, merge_rules
 
 ADMIN_PORT_NAME: Final = "admin.port"

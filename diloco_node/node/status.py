@@ -13,13 +13,13 @@ from typing import Any, Final
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diloco_node.adapters.links import PeerStatus
-from diloco_node.adapters.transport import GrpcTransport
 from diloco_node.core.events import Note
 from diloco_node.core.view import PeerView, RegionView, RoundView
 from diloco_node.node.learner_side import LearnerSide
 from diloco_node.ports import PeerTraffic
 from diloco_node.storage.durable import replace_file
+from diloco_node.transport.link import PeerStatus
+from diloco_node.transport.transport import GrpcTransport
 
 REPORT_NAME: Final = "report.json"
 NOTES_SHOWN_MAX: Final = 64

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
+from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire.schema import Limits, Schema
 from diloco_node.wire.tables import CONTROL, HEADERS, PROTOCOL_VERSION
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.core.connections import connections_wanted
 from diloco_node.core.delay import LONG_RTT_NS, DelayCut
 from diloco_node.core.oneway import RECENT_NS, OneWayQueue, hasty_ns
+from diloco_node.transport.connections import connections_wanted
 from diloco_node.transport.kernel.tcp_info import TcpCounters, buffer_bytes
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 from diloco_node.transport.pacing.budget import NS_PER_S

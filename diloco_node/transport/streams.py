@@ -19,8 +19,8 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 from grpc import aio
 
-from diloco_node.adapters.certs import Identity, tls_name
 from diloco_node.errors import BindError, IdentityError, LinkLost, PeerError
+from diloco_node.transport.certs import Identity, tls_name
 from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
 
 METHOD_PREFIX: Final = "/diloco.Region/"

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final
 
-from diloco_node.core.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.errors import ProtocolViolation
+from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
 
 ISLANDS_MAX: Final = 4096
 """Runs of bytes with gaps between them. A connection that stands still leaves a gap for each chunk that it holds; at

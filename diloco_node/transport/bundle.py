@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from diloco_node.adapters.streams import Stream
 from diloco_node.errors import LinkLost
+from diloco_node.transport.streams import Stream
 
 RATE_FLOOR_BYTES_PER_S: Final = 50_000
 """A peer that takes less than this for a whole chunk is too slow: 1 MiB in 21 s."""

@@ -24,13 +24,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from diloco_node.adapters.bulk_lanes import lane_of
 from diloco_node.codec.payload import decompress_chunk
 from diloco_node.core.messages import BulkHeader
-from diloco_node.core.reassembly import Reassembly
 from diloco_node.errors import ProtocolViolation
 from diloco_node.ports import TransportHandler
+from diloco_node.transport.bulk_lanes import lane_of
 from diloco_node.transport.pacing.budget import BudgetLane
+from diloco_node.transport.reassembly import Reassembly
 from diloco_node.wire.envelope import (
     TransferAbort,
     TransferBegin,

@@ -16,14 +16,14 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.adapters.certs import Identity
-from diloco_node.adapters.inbound import BulkInbound
-from diloco_node.adapters.outbound import BulkOutbound, ControlQueue
-from diloco_node.adapters.streams import DialedStream, Stream
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.ports import TransportHandler
+from diloco_node.transport.certs import Identity
+from diloco_node.transport.inbound import BulkInbound
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import DialedStream, Stream
 from diloco_node.wire.envelope import Echo, Hello, Ping, decode_control_lane, encode_echo, encode_ping
 
 _log = structlog.get_logger(__name__)

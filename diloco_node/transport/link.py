@@ -25,18 +25,18 @@ from typing import Any
 
 import structlog
 
-from diloco_node.adapters.outbound import BulkOutbound
-from diloco_node.adapters.session import LinkEnvironment, Session
-from diloco_node.adapters.streams import AcceptedStream, DialedStream, Metadata, Superfluous, Twin, dial
-from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.messages import BulkHeader
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
+from diloco_node.transport.connections import CONNECTIONS_MAX
 from diloco_node.transport.kernel.congestion import (
     METADATA_KEY,
     CongestionControls,
     decode_congestion_controls,
     own_congestion_controls,
 )
+from diloco_node.transport.outbound import BulkOutbound
+from diloco_node.transport.session import LinkEnvironment, Session
+from diloco_node.transport.streams import AcceptedStream, DialedStream, Metadata, Superfluous, Twin, dial
 from diloco_node.wire.envelope import (
     Hello,
     Lane,

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from diloco_node.adapters.bulk_lanes import lane_of, urgency_of
-from diloco_node.adapters.bundle import Bundle
-from diloco_node.adapters.streams import Stream
 from diloco_node.codec.payload import CompressionPolicy, compress_chunk
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader
 from diloco_node.errors import LinkLost
+from diloco_node.transport.bulk_lanes import lane_of, urgency_of
+from diloco_node.transport.bundle import Bundle
 from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import Stream
 from diloco_node.wire.envelope import (
     encode_abort,
     encode_begin,

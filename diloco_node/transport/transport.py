@@ -22,24 +22,9 @@ import structlog
 
 from diloco_node.adapters.aside_ends import AsideEnvironment
 from diloco_node.adapters.asides import Asides
-from diloco_node.adapters.certs import Identity, tls_name
-from diloco_node.adapters.links import PeerLink, PeerStatus
-from diloco_node.adapters.session import LinkEnvironment, LinkTimes
-from diloco_node.adapters.streams import (
-    AcceptedStream,
-    Caller,
-    Server,
-    Superfluous,
-    Twin,
-    caller,
-    make_server,
-    refuse,
-)
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.connections import CONNECTIONS_MAX
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, Message
-from diloco_node.core.quarantine import Quarantine
 from diloco_node.errors import (
     ConfigError,
     IdentityError,
@@ -51,10 +36,25 @@ from diloco_node.errors import (
     SupersededError,
 )
 from diloco_node.ports import PeerTraffic, TransportHandler
+from diloco_node.transport.certs import Identity, tls_name
+from diloco_node.transport.connections import CONNECTIONS_MAX
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
 from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.link import PeerLink, PeerStatus
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.quarantine import Quarantine
+from diloco_node.transport.session import LinkEnvironment, LinkTimes
+from diloco_node.transport.streams import (
+    AcceptedStream,
+    Caller,
+    Server,
+    Superfluous,
+    Twin,
+    caller,
+    make_server,
+    refuse,
+)
 from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_control, encode_hello
 from diloco_node.wire.measurement import ASIDE_METHOD, decode_aside
 from diloco_node.wire.tables import PROTOCOL_VERSION
