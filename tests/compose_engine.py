@@ -125,7 +125,7 @@ CAPABILITIES = """
 import pathlib
 for folder in pathlib.Path("/proc").glob("[0-9]*"):
     # A word of its own: this program's text has it too.
-    if b"diloco_node.node" in (folder / "cmdline").read_bytes().split(bytes(1)):
+    if b"diloco_node.daemon" in (folder / "cmdline").read_bytes().split(bytes(1)):
         text = (folder / "status").read_text()
         print(*(line.split()[1] for line in text.splitlines() if line.startswith(("Uid", "CapEff", "NoNewPrivs"))))
 """

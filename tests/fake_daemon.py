@@ -16,11 +16,11 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from diloco_node.adapters.learner_server import LearnerServer
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition, MergeRule
+from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.memory import MemoryStore, Process, allot_incarnation, request_area
 from diloco_node.wire.learner_link import (
     INBOX,

@@ -16,8 +16,8 @@ from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
+from diloco_node.daemon.parameters import Replica
 from diloco_node.errors import LinkLost
-from diloco_node.node.replica import Replica
 from diloco_node.ports import PeerTraffic
 from diloco_node.storage.store import RegionStore
 

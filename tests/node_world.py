@@ -24,12 +24,12 @@ from diloco_node.core.events import Note
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, FragmentPosition, RunSettings
+from diloco_node.daemon.admin.status import NoteBook
+from diloco_node.daemon.node import Node
+from diloco_node.daemon.parameters import fragment_offsets
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import LinkLost
 from diloco_node.memory import MemoryStore, TrainedCounter, request_area
-from diloco_node.node.assembly import Node
-from diloco_node.node.replica import fragment_offsets
-from diloco_node.node.spec import NodeSpec
-from diloco_node.node.status import NoteBook
 from diloco_node.ports import PeerTraffic
 from diloco_node.storage.store import RegionStore
 from diloco_node.wire.envelope import (

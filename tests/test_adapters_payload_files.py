@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.daemon.final import write_final
 from diloco_node.errors import StorageError
-from diloco_node.node.final import write_final
 from diloco_node.storage import payload_files
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.payload_files import SPARES_AHEAD, SPARES_MAX, PayloadDraft, SpareFiles

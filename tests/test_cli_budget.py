@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.adapters.admin import AdminHandlers, AdminServer
 from diloco_node.cli.main import main
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.node.budget import changed_plan
+from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
+from diloco_node.daemon.budget import changed_plan
 
 RUN_TOML = """
 [run]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.adapters.admin import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.adapters.measured import FlowCase, latency_document, pair_document
 from diloco_node.adapters.probe import LatencyMeasured
 from diloco_node.cli import measure_daemon
@@ -22,6 +21,7 @@ from diloco_node.cli.measure_daemon import Progress, Running, find_daemon
 from diloco_node.cli.plan_inputs import read_mesh
 from diloco_node.core.measuring import MeasurementReceived, MeasurementSent
 from diloco_node.core.samples import summarise_rtts
+from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 from diloco_node.memory import socket_path
 from diloco_node.node import measure_command

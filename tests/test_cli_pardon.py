@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.adapters.admin import TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.cli.main import main
+from diloco_node.daemon.admin.server import TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError
 
 

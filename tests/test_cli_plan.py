@@ -16,7 +16,7 @@ from diloco_node.config.schema import ModelSection
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RunSettings
-from diloco_node.node.manifest_file import save_manifest
+from diloco_node.daemon.manifest_file import save_manifest
 
 COLUMNS = 100
 RUN_TOML = """
@@ -283,7 +283,7 @@ def write_node_file(folder: Path, **more: Any) -> None:
     """As `start` writes it, for a region of two with five fragments and H = 20; `more` fields of the specification."""
     import dataclasses
 
-    from diloco_node.node.spec import NodeSpec
+    from diloco_node.daemon.spec import NodeSpec
 
     values: dict[str, Any] = {
         "region": "us-east",

@@ -24,11 +24,11 @@ from diloco_node.cli.report import (
     read_region_report,
 )
 from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.daemon import node
+from diloco_node.daemon.admin.status import REPORT_NAME, write_report
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
 from diloco_node.errors import ProtocolViolation, StorageError
 from diloco_node.memory import allot_incarnation
-from diloco_node.node import assembly
-from diloco_node.node.manifest_file import MANIFEST_NAME, save_manifest
-from diloco_node.node.status import REPORT_NAME, write_report
 
 NAMES = ("a", "b", "c")
 SETTINGS = RunSettings(
@@ -64,8 +64,8 @@ def train(folder: Path) -> dict[str, LearnerStatus]:
 def trained() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "GrpcTransport", MemoryTransport)
-        patch.setattr(assembly, "load_identity", lambda *_, **__: SimpleNamespace())
+        patch.setattr(node, "GrpcTransport", MemoryTransport)
+        patch.setattr(node, "load_identity", lambda *_, **__: SimpleNamespace())
         statuses = train(folder)
     for name, status in statuses.items():
         assert learner_status(read_region_report(folder / name)["learner"]) == status

@@ -11,9 +11,9 @@ from diloco_node.cli import start_cmd
 from diloco_node.cli.main import main
 from diloco_node.cli.processes import free_ports
 from diloco_node.config import Flag, NodeConfig, load_config
+from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.supervisor import SupervisorSpec
 from diloco_node.errors import BindError
-from diloco_node.node.spec import NodeSpec
-from diloco_node.node.supervisor import SupervisorSpec
 from diloco_node.transport.certs import init_run
 
 RUN_TOML = """
@@ -74,7 +74,7 @@ def test_start_writes_what_daemon_and_trainer_read(
     (spec,) = supervised
     folder = tmp_path / "state" / "eu"
     assert (spec.region, spec.state_dir) == ("eu", folder)
-    assert spec.daemon_command == [sys.executable, "-m", "diloco_node.node", str(folder / "node.json")]
+    assert spec.daemon_command == [sys.executable, "-m", "diloco_node.daemon", str(folder / "node.json")]
     assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
     assert spec.env == {"DILOCO_TRAINER": str(folder / "trainer.json")}
     config = resolve(Flag("rounds.sync_every", 8, "--set"))

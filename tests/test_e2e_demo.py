@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from diloco_node.cli.report import check_folder, learner_status, longest_ledger, read_region_report
 from diloco_node.core.types import RoundBody
-from diloco_node.node.manifest_file import load_manifest
+from diloco_node.daemon.manifest_file import load_manifest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 

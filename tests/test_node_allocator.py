@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from diloco_node.node.allocator import HEAP_BLOCK_BYTES_MAX
+from diloco_node.daemon.process import HEAP_BLOCK_BYTES_MAX
 
 PROBE = """
 import ctypes, resource, sys
-from diloco_node.node.allocator import keep_freed_memory
+from diloco_node.daemon.process import keep_freed_memory
 if sys.argv[1] == "kept" and not keep_freed_memory():
     sys.exit(3)
 libc = ctypes.CDLL(None)

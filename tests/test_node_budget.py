@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.daemon.budget import changed_plan, plan_of_file
 from diloco_node.errors import ConfigError
-from diloco_node.node.budget import changed_plan, plan_of_file
 
 PLAN = BudgetPlan(RateLimits(1000, 2000), (("b", RateLimits(7, None)),))
 PEERS = ("b", "c")

@@ -9,7 +9,7 @@ from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
 from diloco_node.core.view import PeerView
-from diloco_node.node.budget_watch import BudgetWatch
+from diloco_node.daemon.budget_watch import BudgetWatch
 from tests.test_node_status import view_of
 
 SETTINGS = RunSettings(fragments=2, sync_every=8)

@@ -13,9 +13,9 @@ from node_kit import HeldExecutor, InlineExecutor, Tasks, settle
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.types import Ballot, Codec
+from diloco_node.daemon.drafts import DRAFTS_MAX, Drafts
+from diloco_node.daemon.stripes import MergedPart
 from diloco_node.errors import StorageError
-from diloco_node.node.drafts import DRAFTS_MAX, Drafts
-from diloco_node.node.stripes import MergedPart
 from diloco_node.storage.payload_files import PayloadDraft
 from diloco_node.storage.store import RegionStore
 

@@ -53,12 +53,12 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.messages import ContributionStripe, MergedStripe, PayloadWanted
 from diloco_node.core.types import Ballot, Contribution, Entry, RoundBody, Stripe
+from diloco_node.daemon import effects as effects_module
+from diloco_node.daemon.effects import Effects
+from diloco_node.daemon.fetch import Fetcher
+from diloco_node.daemon.initial import InitialStates
+from diloco_node.daemon.parameters import Replica
 from diloco_node.errors import DilocoError, LedgerLost, StorageError
-from diloco_node.node import effects as effects_module
-from diloco_node.node.effects import Effects
-from diloco_node.node.fetch import Fetcher
-from diloco_node.node.initial import InitialStates
-from diloco_node.node.replica import Replica
 from diloco_node.storage.store import RegionStore
 
 BALLOT = Ballot(1, 1)

@@ -24,11 +24,11 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
 from diloco_node.core.types import Stripe
+from diloco_node.daemon import fetch as fetch_module
+from diloco_node.daemon.fetch import SERVES_MAX, Fetcher
+from diloco_node.daemon.initial import InitialStates
+from diloco_node.daemon.parameters import Replica
 from diloco_node.errors import StorageError
-from diloco_node.node import fetch as fetch_module
-from diloco_node.node.fetch import SERVES_MAX, Fetcher
-from diloco_node.node.initial import InitialStates
-from diloco_node.node.replica import Replica
 from diloco_node.storage.store import RegionStore
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from diloco_node.daemon.final import FINAL_NAME, write_final
 from diloco_node.errors import StorageError
-from diloco_node.node.final import FINAL_NAME, write_final
 
 
 def model(seed: int = 3) -> dict[str, np.ndarray]:

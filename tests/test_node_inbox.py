@@ -7,7 +7,7 @@ import pytest
 from node_kit import Tasks, settle
 
 from diloco_node.core.events import OfferVersion
-from diloco_node.node.inbox import Inbox
+from diloco_node.daemon.learner.version_area import Inbox
 from diloco_node.wire.learner_link import ToLearner, VersionOffered
 
 OFFSETS = (0, 5, 12)

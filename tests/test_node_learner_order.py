@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from diloco_node.core.merge.fragments import TensorSpec
+from diloco_node.daemon.learner.admission import HOLDER_NAME, LearnerOrder
 from diloco_node.memory import Process, allot_incarnation, process_of
-from diloco_node.node.learner_order import HOLDER_NAME, LearnerOrder
 from diloco_node.wire.learner_link import LINK_PROTOCOL, Attach
 
 ATTACH = Attach(LINK_PROTOCOL, 17, (TensorSpec("w", (3,)),), 0, "", 0, 0, 0, (), ())

@@ -23,8 +23,8 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.merge.schedule import due_step
 from diloco_node.core.types import FragmentPosition
+from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerSide
 from diloco_node.memory import MemoryStore, request_area
-from diloco_node.node.learner_side import REPORT_EVERY_NS, LearnerSide
 from diloco_node.wire.learner_link import (
     INBOX,
     LINK_PROTOCOL,

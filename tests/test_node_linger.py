@@ -1,6 +1,6 @@
 """A finished region stays as long as it is of use, and no longer."""
 
-from diloco_node.node.linger import LINGER_MAX_S, LINGER_S, Linger
+from diloco_node.daemon.linger import LINGER_MAX_S, LINGER_S, Linger
 
 
 def test_everybody_is_at_the_end_and_the_learner_is_done() -> None:

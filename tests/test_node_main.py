@@ -1,4 +1,4 @@
-"""`python -m diloco_node.node`: what its exit codes tell the supervisor."""
+"""`python -m diloco_node.daemon`: what its exit codes tell the supervisor."""
 
 import dataclasses
 import fcntl
@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from diloco_node.node.supervisor import DISK_CODE
+from diloco_node.daemon.supervisor import DISK_CODE
 from tests.test_node_spec import SPEC
 
 
@@ -15,7 +15,11 @@ def ends_with(state_dir: Path) -> tuple[int, str]:
     path = state_dir.with_suffix(".json")
     dataclasses.replace(SPEC, state_dir=state_dir).save(path)
     done = subprocess.run(
-        [sys.executable, "-m", "diloco_node.node", str(path)], capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-m", "diloco_node.daemon", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 

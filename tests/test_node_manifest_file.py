@@ -8,8 +8,8 @@ from node_kit import MANIFEST
 
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import MergeRule
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, describe_difference, load_manifest, save_manifest
 from diloco_node.errors import StorageError
-from diloco_node.node.manifest_file import MANIFEST_NAME, describe_difference, load_manifest, save_manifest
 
 
 def test_what_was_saved_lays_out_the_same(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from diloco_node.core.events import Effect, Event, FinishAsked, Note, TimerFired
+from diloco_node.daemon.pump import Pump
 from diloco_node.errors import ProtocolViolation
-from diloco_node.node.pump import Pump
 
 
 class ScriptedCore:

@@ -13,10 +13,10 @@ from node_kit import MANIFEST, SETTINGS, HeldExecutor, encoded, make_replica, se
 
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.types import Ballot, RoundBody, Stripe
+from diloco_node.daemon import parameters as replica_module
+from diloco_node.daemon.parameters import Replica, fragment_offsets
+from diloco_node.daemon.stripes import cut_payload
 from diloco_node.errors import StorageError
-from diloco_node.node import replica as replica_module
-from diloco_node.node.replica import Replica, fragment_offsets
-from diloco_node.node.stripes import cut_payload
 from diloco_node.storage.store import RegionStore
 
 SIZE = MANIFEST.fragments[0].size

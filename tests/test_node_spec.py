@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import ConfigError
-from diloco_node.node.spec import NodeSpec
 
 
 def other_than_default(settings: RunSettings) -> RunSettings:

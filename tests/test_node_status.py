@@ -15,9 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from diloco_node.core.events import Note
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
 from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
-from diloco_node.errors import StorageError
-from diloco_node.node.learner_side import LearnerFacts
-from diloco_node.node.status import (
+from diloco_node.daemon.admin.status import (
     NOTES_SHOWN_MAX,
     REPORT_NAME,
     NoteBook,
@@ -26,6 +24,8 @@ from diloco_node.node.status import (
     region_status,
     write_report,
 )
+from diloco_node.daemon.learner.proxy import LearnerFacts
+from diloco_node.errors import StorageError
 from diloco_node.ports import PeerTraffic
 from diloco_node.transport.link import LinkState, PeerStatus
 

@@ -9,8 +9,8 @@ from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.events import ReduceStripe
 from diloco_node.core.messages import MergedStripe
 from diloco_node.core.types import Ballot, Codec, Contribution, Stripe
+from diloco_node.daemon.stripes import MergedPart, StripeTable, checked_digest, is_contiguous, reduce_stripe
 from diloco_node.errors import PayloadCorrupt
-from diloco_node.node.stripes import MergedPart, StripeTable, checked_digest, is_contiguous, reduce_stripe
 
 SIZES = (5000, 300)
 UP = FragmentBlocks(SIZES, Codec.INT4)

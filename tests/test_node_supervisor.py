@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.daemon import supervisor
+from diloco_node.daemon.supervisor import DISK_CODE, SupervisorSpec, run_supervisor
 from diloco_node.errors import StorageError
 from diloco_node.memory import request_area
-from diloco_node.node import supervisor
-from diloco_node.node.supervisor import DISK_CODE, SupervisorSpec, run_supervisor
 
 PATIENCE_S = 180.0
 
@@ -161,7 +161,7 @@ def is_gone(pid: int) -> bool:
 
 MAIN = """
 import pathlib, sys
-from diloco_node.node.supervisor import SupervisorSpec, run_supervisor
+from diloco_node.daemon.supervisor import SupervisorSpec, run_supervisor
 place = pathlib.Path(sys.argv[1])
 sys.exit(run_supervisor(SupervisorSpec(
     region="us-east", state_dir=place, env={"PLACE": str(place)}, is_echoing=False, learner_stop_s=float(sys.argv[4]),

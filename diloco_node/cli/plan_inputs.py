@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
     from diloco_node.config.schema import ModelSection
     from diloco_node.core.budget_plan import RateLimits
-    from diloco_node.node.spec import NodeSpec
+    from diloco_node.daemon.spec import NodeSpec
 
 _VOCABULARY: Final = 256
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -122,7 +122,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
         StorageError: a region's manifest is damaged.
         ConfigError: the model can't be cut into that many fragments.
     """
-    from diloco_node.node.manifest_file import load_manifest
+    from diloco_node.daemon.manifest_file import load_manifest
 
     name = str(path or "run.toml")
     settings, regions = config.run_settings(), tuple(config.regions)
@@ -147,8 +147,8 @@ def source_of_state(folder: Path) -> Source:
         StorageError: the region has not seen its model yet, or a file is damaged.
     """
     from diloco_node.cli.start_cmd import NODE_FILE
-    from diloco_node.node.manifest_file import MANIFEST_NAME, load_manifest
-    from diloco_node.node.spec import NodeSpec
+    from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
+    from diloco_node.daemon.spec import NodeSpec
 
     if not (folder / NODE_FILE).exists():
         raise ConfigError(f"--state {folder}: no {NODE_FILE} in it; give the folder of one region, as state/us-east")

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import aiohttp
 
-from diloco_node.adapters.admin import SOCKET_FILE, TOKEN_FILE
+from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE
 from diloco_node.memory import socket_path
 
 POLL_TIMEOUT_S: Final = 2.0

@@ -11,10 +11,10 @@ from diloco_node.core.ledger.account import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, RoundBody
+from diloco_node.daemon.admin.status import REPORT_NAME
+from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import StorageError
 from diloco_node.memory import read_trained
-from diloco_node.node.manifest_file import load_manifest
-from diloco_node.node.status import REPORT_NAME
 from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore
 

@@ -18,8 +18,8 @@ from diloco_node.errors import BindError, ConfigError, StorageError
 
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
-    from diloco_node.node.spec import NodeSpec
-    from diloco_node.node.supervisor import SupervisorSpec
+    from diloco_node.daemon.spec import NodeSpec
+    from diloco_node.daemon.supervisor import SupervisorSpec
 
 NODE_FILE: Final = "node.json"
 TRAINER_FILE: Final = "trainer.json"
@@ -73,7 +73,7 @@ def start(
     spec = prepare(resolved, region, command or ())
     for line in warnings(resolved):
         sys.stderr.write(f"diloco-node: {line}\n")
-    from diloco_node.node.supervisor import run_supervisor
+    from diloco_node.daemon.supervisor import run_supervisor
 
     raise typer.Exit(run_supervisor(spec))
 
@@ -147,7 +147,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     Raises:
         StorageError: the folder can't be written.
     """
-    from diloco_node.node.supervisor import SupervisorSpec
+    from diloco_node.daemon.supervisor import SupervisorSpec
 
     folder = config.state_dir(region).resolve()
     node_file, trainer_file = folder / NODE_FILE, folder / TRAINER_FILE
@@ -162,7 +162,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     return SupervisorSpec(
         region=region,
         state_dir=folder,
-        daemon_command=[sys.executable, "-m", "diloco_node.node", str(node_file)],
+        daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or [sys.executable, "-m", "diloco_node.learner"],
         env={TRAINER_VARIABLE: str(trainer_file)},
     )
@@ -170,9 +170,9 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
 
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
     """What the daemon is told."""
+    from diloco_node.daemon.spec import NodeSpec
+    from diloco_node.daemon.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
     from diloco_node.memory import socket_path
-    from diloco_node.node.spec import NodeSpec
-    from diloco_node.node.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
 
     host, port = config.listen(region)
     return NodeSpec(

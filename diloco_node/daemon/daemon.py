@@ -20,22 +20,22 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry
 
-from diloco_node.adapters.admin import AdminHandlers, AdminServer
-from diloco_node.adapters.learner_server import LearnerServer
 from diloco_node.adapters.series import Keep
 from diloco_node.codec.golden import check_golden
 from diloco_node.codec.kernels import warm_up
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.status import NoteBook, StatusCollector, write_report
+from diloco_node.daemon.budget import changed_plan, plan_of_file
+from diloco_node.daemon.learner.admission import LearnerOrder
+from diloco_node.daemon.learner.server import LearnerServer
+from diloco_node.daemon.manifest_file import load_manifest, save_manifest
+from diloco_node.daemon.node import Node
+from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.errors import ConfigError, PeersUnreachable, StorageError, SupersededError
 from diloco_node.memory import Process
-from diloco_node.node.assembly import Node
-from diloco_node.node.budget import changed_plan, plan_of_file
-from diloco_node.node.learner_order import LearnerOrder
-from diloco_node.node.manifest_file import load_manifest, save_manifest
-from diloco_node.node.spec import NODE_FILE, NodeSpec
-from diloco_node.node.status import NoteBook, StatusCollector, write_report
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity

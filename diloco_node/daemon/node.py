@@ -26,20 +26,20 @@ from diloco_node.core.messages import BulkHeader, Message, PayloadWanted, Refuse
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Recovered
 from diloco_node.core.view import RegionView
+from diloco_node.daemon.admin.status import region_status
+from diloco_node.daemon.budget_watch import LOOK_S, BudgetWatch
+from diloco_node.daemon.effects import STORAGE_RETRY_S, Effects
+from diloco_node.daemon.fetch import Fetcher
+from diloco_node.daemon.initial import F32, InitialStates, read_initial
+from diloco_node.daemon.learner.proxy import LearnerSide
+from diloco_node.daemon.linger import Linger
+from diloco_node.daemon.manifest_file import describe_difference
+from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.pump import Pump
 from diloco_node.errors import PeerError, ProtocolViolation, StorageError
 from diloco_node.memory import allot_incarnation, read_trained
-from diloco_node.node.budget_watch import LOOK_S, BudgetWatch
-from diloco_node.node.effects import STORAGE_RETRY_S, Effects
-from diloco_node.node.fetch import Fetcher
-from diloco_node.node.initial import F32, InitialStates, read_initial
-from diloco_node.node.learner_side import LearnerSide
-from diloco_node.node.linger import Linger
-from diloco_node.node.manifest_file import describe_difference
 from diloco_node.node.measure_command import MeasureCommand
 from diloco_node.node.measuring import Measuring
-from diloco_node.node.pump import Pump
-from diloco_node.node.replica import Replica
-from diloco_node.node.status import region_status
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.transport import GrpcTransport
@@ -58,7 +58,7 @@ from diloco_node.wire.learner_link import (
 )
 
 if TYPE_CHECKING:
-    from diloco_node.node.daemon import Daemon
+    from diloco_node.daemon.daemon import Daemon
 
 DRAIN_S: Final = 5.0
 """What a stopping leader waits for another region to take over."""

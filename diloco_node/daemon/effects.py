@@ -48,14 +48,21 @@ from diloco_node.core.events import (
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Payload, State
 from diloco_node.core.types import Ballot, Contribution, RoundBody, RunSettings, Stripe
+from diloco_node.daemon.drafts import Drafts
+from diloco_node.daemon.fetch import Fetcher
+from diloco_node.daemon.final import write_final
+from diloco_node.daemon.learner.proxy import LearnerSide
+from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.sending import Sending, Spawn
+from diloco_node.daemon.stripes import (
+    MergedPart,
+    StripeTable,
+    checked_digest,
+    cut_payload,
+    is_contiguous,
+    reduce_stripe,
+)
 from diloco_node.errors import DilocoError, LedgerLost, PayloadCorrupt, StorageError
-from diloco_node.node.drafts import Drafts
-from diloco_node.node.fetch import Fetcher
-from diloco_node.node.final import write_final
-from diloco_node.node.learner_side import LearnerSide
-from diloco_node.node.replica import Replica
-from diloco_node.node.sending import Sending, Spawn
-from diloco_node.node.stripes import MergedPart, StripeTable, checked_digest, cut_payload, is_contiguous, reduce_stripe
 from diloco_node.ports import Transport
 from diloco_node.storage.store import RegionStore
 

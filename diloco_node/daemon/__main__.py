@@ -1,4 +1,4 @@
-"""`python -m diloco_node.node SPEC.json`: the daemon process. `diloco-node start` writes the file and starts it."""
+"""`python -m diloco_node.daemon SPEC.json`: the daemon process. `diloco-node start` writes the file and starts it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import structlog
 import uvloop
 
+from diloco_node.daemon.daemon import Daemon
+from diloco_node.daemon.logs import set_up_logs
+from diloco_node.daemon.process import keep_freed_memory
+from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.supervisor import DISK_CODE
 from diloco_node.errors import DilocoError, DiskRefused
-from diloco_node.node.allocator import keep_freed_memory
-from diloco_node.node.daemon import Daemon
-from diloco_node.node.logs import set_up_logs
-from diloco_node.node.spec import NodeSpec
-from diloco_node.node.supervisor import DISK_CODE
 
 
 def main(arguments: list[str]) -> int:
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     set_up_logs()
     log = structlog.get_logger()
     if len(arguments) != 1:
-        log.error("usage: python -m diloco_node.node SPEC.json (written by `diloco-node start`)")
+        log.error("usage: python -m diloco_node.daemon SPEC.json (written by `diloco-node start`)")
         return 2
     try:
         spec = NodeSpec.load(Path(arguments[0]))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco_node.core.events import OfferVersion
-from diloco_node.node.replica import Replica
+from diloco_node.daemon.parameters import Replica
 from diloco_node.wire.learner_link import NO_SNAPSHOT, ToLearner, VersionOffered
 
 F32 = npt.NDArray[np.float32]

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
+from diloco_node.daemon.initial import InitialStates
+from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.stripes import cut_payload
 from diloco_node.errors import LinkLost, StorageError
-from diloco_node.node.initial import InitialStates
-from diloco_node.node.replica import Replica
-from diloco_node.node.stripes import cut_payload
 from diloco_node.ports import Transport
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import DamagedFile

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import Ballot
+from diloco_node.daemon.sending import Spawn
+from diloco_node.daemon.stripes import MergedPart
 from diloco_node.errors import StorageError
-from diloco_node.node.sending import Spawn
-from diloco_node.node.stripes import MergedPart
 from diloco_node.storage.payload_files import PayloadDraft
 from diloco_node.storage.store import RegionStore
 

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from diloco_node.core.events import Note
 from diloco_node.core.view import PeerView, RegionView, RoundView
-from diloco_node.node.learner_side import LearnerSide
+from diloco_node.daemon.learner.proxy import LearnerSide
 from diloco_node.ports import PeerTraffic
 from diloco_node.storage.durable import replace_file
 from diloco_node.transport.link import PeerStatus

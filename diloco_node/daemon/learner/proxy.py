@@ -29,9 +29,9 @@ from diloco_node.core.events import (
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
 from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.daemon.learner.version_area import Inbox
+from diloco_node.daemon.parameters import Replica, fragment_offsets
 from diloco_node.memory import request_area
-from diloco_node.node.inbox import Inbox
-from diloco_node.node.replica import Replica, fragment_offsets
 from diloco_node.wire.learner_link import (
     INBOX,
     OUTBOX,

@@ -1,0 +1,1 @@
+"""The operator's port: status, metrics, and the few commands that change something."""
