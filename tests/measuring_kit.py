@@ -17,10 +17,10 @@ from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.measuring import MeasuringMessage, Probe
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
-from diloco_node.node import flow_ends, measure_asking, measure_echo, measure_serving
-from diloco_node.node.measure_asking import FlowWanted
-from diloco_node.node.measure_command import MeasureCommand
-from diloco_node.node.measuring import Measuring
+from diloco_node.measure import answering, asking, echoes, probes
+from diloco_node.measure.asking import FlowWanted
+from diloco_node.measure.command import MeasureCommand
+from diloco_node.measure.measuring import Measuring
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
@@ -162,16 +162,16 @@ class Regions:
 def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience with a machine that stands still: an echo or an end that comes late is none that stays away."""
     for module, name in (
-        (measure_echo, "UNANSWERED_AFTER_S"),
-        (measure_asking, "ANSWER_S"),
-        (measure_asking, "START_S"),
-        (measure_asking, "LATE_S"),
-        (measure_serving, "LINGER_S"),
+        (echoes, "UNANSWERED_AFTER_S"),
+        (asking, "ANSWER_S"),
+        (asking, "START_S"),
+        (asking, "LATE_S"),
+        (answering, "LINGER_S"),
         (asides, "JOIN_S"),
         (asides, "DIAL_S"),
         (asides, "GREET_S"),
-        (flow_ends, "START_S"),
-        (flow_ends, "LATE_S"),
+        (probes, "START_S"),
+        (probes, "LATE_S"),
     ):
         monkeypatch.setattr(module, name, DEADLINE_S / 2)
 

@@ -21,7 +21,7 @@ from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, Probe
 from diloco_node.core.messages import IngressGranted
 from diloco_node.errors import LinkLost, PeerError
-from diloco_node.node import measure_serving
+from diloco_node.measure import answering
 from diloco_node.transport import link, outbound
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.wire_meter import WireMeter
@@ -456,7 +456,7 @@ async def test_a_peer_has_so_many_connections_open_and_no_more(
 ) -> None:
     """Who lets go neither of the last measurement nor of the one before is told to wait."""
     a, b = await regions.start()
-    monkeypatch.setattr(measure_serving, "LINGER_S", DEADLINE_S)
+    monkeypatch.setattr(answering, "LINGER_S", DEADLINE_S)
     async with contextlib.AsyncExitStack() as stack:
         for number in range(msg.ASIDES_MAX):
             b.transport.send("a", asked(number, is_asker_sending=True, span_ns=1, connections=1, is_plain=True))

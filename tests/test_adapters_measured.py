@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from diloco_node.adapters.flows import CpuUse, Received, Sent
-from diloco_node.adapters.measured import FlowCase, failure_document, flow_document, latency_document, pair_document
 from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured
-from diloco_node.core.samples import Goodput, summarise_rtts
 from diloco_node.errors import LinkLost
+from diloco_node.measure.documents import FlowCase, failure_document, flow_document, latency_document, pair_document
+from diloco_node.measure.samples import Goodput, summarise_rtts
 from diloco_node.wire.measurement import PairMeasured
 
 CASE = FlowCase("eu", "us", "transport", "int4", 4)

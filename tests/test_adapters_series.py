@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters.measured import FlowCase
 from diloco_node.adapters.series import run_series
 from diloco_node.errors import DilocoError, LinkLost, PeersUnreachable
+from diloco_node.measure.documents import FlowCase
 
 KINDS = (("transport", "random"), ("transport", "int4"), ("plain", "random"))
 CASES = [FlowCase("eu", "us", *kind, count) for count in (1, 4) for kind in KINDS]

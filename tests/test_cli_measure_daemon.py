@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.adapters.measured import FlowCase, latency_document, pair_document
 from diloco_node.adapters.probe import LatencyMeasured
 from diloco_node.cli import measure_daemon
 from diloco_node.cli.main import main
 from diloco_node.cli.measure_daemon import Progress, Running, find_daemon
 from diloco_node.cli.plan_inputs import read_mesh
 from diloco_node.core.measuring import MeasurementReceived, MeasurementSent
-from diloco_node.core.samples import summarise_rtts
 from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
+from diloco_node.measure import command as measure_command
+from diloco_node.measure.asking import FlowOverLink
+from diloco_node.measure.documents import FlowCase, latency_document, pair_document
+from diloco_node.measure.samples import summarise_rtts
 from diloco_node.memory import socket_path
-from diloco_node.node import measure_command
-from diloco_node.node.measure_asking import FlowOverLink
 from diloco_node.transport.certs import init_run
 from diloco_node.wire.measurement import PairMeasured
 

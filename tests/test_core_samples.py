@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.samples import (
+from diloco_node.measure.samples import (
     NS_PER_S,
     goodput,
     jitter_ns,

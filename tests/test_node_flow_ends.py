@@ -9,8 +9,8 @@ import pytest
 from diloco_node.core.measuring import BODY_BYTES_MAX, NS_PER_S, Probe
 from diloco_node.core.messages import BulkHeader
 from diloco_node.errors import LinkLost
-from diloco_node.node import flow_ends
-from diloco_node.node.flow_ends import BODY_BYTES_MIN, ReceivingEnd, SendingEnd
+from diloco_node.measure import probes
+from diloco_node.measure.probes import BODY_BYTES_MIN, ReceivingEnd, SendingEnd
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from tests.measuring_kit import DEADLINE_S, asked
 
@@ -55,7 +55,7 @@ class Link:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("START_S", "LATE_S", "SENDER_GRACE_S"):
-        monkeypatch.setattr(flow_ends, name, 0.0)
+        monkeypatch.setattr(probes, name, 0.0)
 
 
 async def test_no_more_is_sent_than_was_agreed_to_in_pieces_that_double_at_most() -> None:
@@ -108,7 +108,7 @@ async def test_nothing_that_arrives_is_told_apart_from_nothing_whole(is_begun: b
 async def test_bytes_that_are_used_up_early_count_in_the_second_half_of_their_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flow_ends, "LATE_S", 1e6)  # nothing more is waited for
+    monkeypatch.setattr(probes, "LATE_S", 1e6)  # nothing more is waited for
     at_ns = [0]
     end = ReceivingEnd(asked(7, warm_up_ns=NS_PER_S, span_ns=NS_PER_S, bytes_max=1000), now_ns=lambda: at_ns[0])
     for arrived_ns in (0, 200_000_000, 400_000_000):  # 250 bytes, 250, 500: over long before the warm-up

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.core import measuring as msg
 from diloco_node.errors import LinkLost, PeerError, ProtocolViolation
-from diloco_node.node.measure_talk import ANSWERS_MAX, Echoes, Talk, ended, share_sent_again
+from diloco_node.measure.exchange import ANSWERS_MAX, Echoes, Talk, ended, share_sent_again
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 
 READY = msg.MeasurementReady(1, None)

@@ -16,9 +16,9 @@ from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage, Probe
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
-from diloco_node.node import flow_ends, measure_echo
-from diloco_node.node.measure_asking import FlowOverLink, FlowWanted
-from diloco_node.node.measure_command import parse_asked
+from diloco_node.measure import echoes, probes
+from diloco_node.measure.asking import FlowOverLink, FlowWanted
+from diloco_node.measure.command import parse_asked
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from tests.measuring_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, asked, be_patient, idle, wanted
 
@@ -87,7 +87,7 @@ async def test_echoes_that_stay_away_are_told(regions: Regions, monkeypatch: pyt
 
     monkeypatch.setattr(b.measuring._gate, "may_echo", may_echo)
     for patience_s in (0.5, 5.0, 50.0):
-        monkeypatch.setattr(measure_echo, "UNANSWERED_AFTER_S", patience_s)
+        monkeypatch.setattr(echoes, "UNANSWERED_AFTER_S", patience_s)
         answered = 0
         one = (await a.measuring.latency("b", 0.3)).latency
         assert one.answered + one.unanswered == 30
@@ -97,7 +97,7 @@ async def test_echoes_that_stay_away_are_told(regions: Regions, monkeypatch: pyt
     else:
         raise AssertionError(f"{one.unanswered} echoes of 30 stayed away; every second one was held back")
     monkeypatch.setattr(b.measuring._gate, "may_echo", lambda *_args, **_kwargs: False)
-    monkeypatch.setattr(measure_echo, "UNANSWERED_AFTER_S", 0.2)
+    monkeypatch.setattr(echoes, "UNANSWERED_AFTER_S", 0.2)
     with pytest.raises(LinkLost, match="none of 30 echoes came back"):
         await a.measuring.latency("b", 0.3)
 
@@ -283,7 +283,7 @@ async def test_nothing_that_arrives_is_an_error_and_not_a_rate(
     regions: Regions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = await regions.start()
-    monkeypatch.setattr(flow_ends, "START_S", 0.2)
+    monkeypatch.setattr(probes, "START_S", 0.2)
 
     async def no_transfer(*_: object) -> None:
         await asyncio.sleep(DEADLINE_S)
@@ -540,10 +540,10 @@ def test_what_an_operator_asks_for_is_checked(change: dict[str, Any], text: str)
 async def test_tiny_probes_leave_few_marks_and_count_all_the_same() -> None:
     at_ns = [0]
     many = asked(1, is_asker_sending=True, span_ns=10**9, bytes_max=10**9)
-    end = flow_ends.ReceivingEnd(many, now_ns=lambda: at_ns[0])
+    end = probes.ReceivingEnd(many, now_ns=lambda: at_ns[0])
     for _ in range(10_000):
         end.opened(1)
-        at_ns[0] += flow_ends.MARK_NS // 100
+        at_ns[0] += probes.MARK_NS // 100
         end.closed(1)
     assert end.used_bytes == 10_000
     assert len(end._marks) <= 10_000 // 100 + 2

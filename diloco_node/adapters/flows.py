@@ -20,8 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from diloco_node.core.messages import BulkHeader, Payload
-from diloco_node.core.samples import NS_PER_S, Goodput, Mark, goodput
 from diloco_node.errors import LinkLost, ProtocolViolation
+from diloco_node.measure.samples import NS_PER_S, Goodput, Mark, goodput
 from diloco_node.transport.inbound import BulkInbound
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.tcp_info import Address, SocketCounters, plain_ip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from diloco_node.adapters.flows import FlowTimes
 from diloco_node.adapters.probe import ProbeSession, warm_up_ns
-from diloco_node.core.samples import NS_PER_S
+from diloco_node.measure.samples import NS_PER_S
 from diloco_node.wire.measurement import FlowBody, FlowPath, PairAsked, PairMeasured
 
 

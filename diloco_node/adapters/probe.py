@@ -13,7 +13,6 @@ from typing import Final, TypeVar
 
 from diloco_node.adapters import flows
 from diloco_node.adapters.flows import FlowTimes, Received, SendingEnd, Sent, SocketsOf
-from diloco_node.core.samples import NS_PER_S, Goodput, Latency, summarise_rtts
 from diloco_node.errors import (
     IdentityError,
     LinkLost,
@@ -22,6 +21,7 @@ from diloco_node.errors import (
     PeersUnreachable,
     ProtocolViolation,
 )
+from diloco_node.measure.samples import NS_PER_S, Goodput, Latency, summarise_rtts
 from diloco_node.transport.certs import Identity
 from diloco_node.transport.kernel.tcp_info import Address
 from diloco_node.transport.streams import DialedStream, dial

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from diloco_node.adapters.measured import FlowCase, failure_document
 from diloco_node.errors import DilocoError, PeersUnreachable
+from diloco_node.measure.documents import FlowCase, failure_document
 
 Keep = Callable[[dict[str, Any]], None]
 """Takes a document as it would be if the measurement ended here: shown when it is cut short."""

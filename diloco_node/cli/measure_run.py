@@ -17,10 +17,10 @@ from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, Pe
 
 if TYPE_CHECKING:
     from diloco_node.adapters.flows import FlowTimes
-    from diloco_node.adapters.measured import FlowCase
     from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured, ProbeSession
     from diloco_node.adapters.series import Keep
     from diloco_node.config import NodeConfig
+    from diloco_node.measure.documents import FlowCase
     from diloco_node.transport.certs import Identity
     from diloco_node.wire.measurement import PairAsked, PairMeasured, SessionOpened
 
@@ -174,7 +174,7 @@ async def latency(here: Here, peer: str, how_long: HowLong, *, is_loaded: bool, 
     Raises:
         PeersUnreachable, IdentityError, PeerError: as `resolve`, or one of them could not be measured.
     """
-    from diloco_node.adapters.measured import latency_document
+    from diloco_node.measure.documents import latency_document
 
     name, address = await here.resolve(peer)
     with progress(f"round trips to {name}") as say:
@@ -199,9 +199,9 @@ async def bandwidth(
     Raises:
         PeersUnreachable, IdentityError, PeerError: nothing could be measured. What fails later is in the document.
     """
-    from diloco_node.adapters.measured import FlowCase, flow_document
     from diloco_node.adapters.probe_server import congestion_control
     from diloco_node.adapters.series import run_series
+    from diloco_node.measure.documents import FlowCase, flow_document
 
     name, address = await here.resolve(peer)
     kinds = [("transport", "random"), ("transport", "int4"), *([("plain", "random")] if is_plain_too else [])]
@@ -240,7 +240,7 @@ async def _times(session: ProbeSession, how_long: HowLong) -> tuple[FlowTimes, i
     """How long flows are to be, and the round trip that this was taken from."""
     from diloco_node.adapters.flows import FlowTimes
     from diloco_node.adapters.probe import warm_up_ns
-    from diloco_node.core.samples import NS_PER_S
+    from diloco_node.measure.samples import NS_PER_S
 
     rtt_ns = (await session.latency(RTT_PROBE_S)).latency.p50_ns
     warm_ns = warm_up_ns(rtt_ns) if how_long.warm_up is None else int(how_long.warm_up * NS_PER_S)
@@ -269,7 +269,7 @@ async def _beginning(session: ProbeSession, how_long: HowLong) -> tuple[tuple[Fl
 async def _loaded_latency(session: ProbeSession, *, how_long: HowLong, is_sending: bool) -> LatencyMeasured:
     """Probes on a connection of their own while a flow fills the link, as heartbeats run beside bulk."""
     from diloco_node.adapters.flows import FlowTimes
-    from diloco_node.core.samples import NS_PER_S
+    from diloco_node.measure.samples import NS_PER_S
     from diloco_node.wire.measurement import SPAN_NS_MAX, FlowBody, FlowPath
 
     times, _ = await _times(session, how_long)
@@ -294,7 +294,7 @@ async def mesh(
     here: Here, pairs: Sequence[tuple[str, str]], how_long: HowLong, *, is_plain_too: bool, keep: Keep
 ) -> dict[str, Any]:
     """Each pair in turn; those that fail are told, and the others go on. `keep` gets what there is so far."""
-    from diloco_node.adapters.measured import pair_document
+    from diloco_node.measure.documents import pair_document
     from diloco_node.wire.measurement import PairAsked
 
     warm_ns, span_ns = int((how_long.warm_up or 0) * 1e9), int(how_long.seconds * 1e9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from diloco_node.adapters.measured import FlowCase
+from diloco_node.measure.documents import FlowCase
 
 LOSS_NOTE: Final = (
     "Probes travel over TCP, which hides loss: `sent again` is the part of the bytes that the kernels of both ends "

@@ -37,9 +37,9 @@ from diloco_node.daemon.manifest_file import describe_difference
 from diloco_node.daemon.parameters import Replica
 from diloco_node.daemon.pump import Pump
 from diloco_node.errors import PeerError, ProtocolViolation, StorageError
+from diloco_node.measure.command import MeasureCommand
+from diloco_node.measure.measuring import Measuring
 from diloco_node.memory import allot_incarnation, read_trained
-from diloco_node.node.measure_command import MeasureCommand
-from diloco_node.node.measuring import Measuring
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.transport import GrpcTransport

@@ -12,8 +12,8 @@ from diloco_node.adapters.flows import make_body
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import Probe
 from diloco_node.errors import LinkLost, PeerError
-from diloco_node.node.flow_ends import ReceivingEnd, SendingEnd, SentOverLink
-from diloco_node.node.measured_links import MeasuringTransport
+from diloco_node.measure.measured_links import MeasuringTransport
+from diloco_node.measure.probes import ReceivingEnd, SendingEnd, SentOverLink
 from diloco_node.wire.measurement import FlowBody
 
 

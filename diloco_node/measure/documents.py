@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from diloco_node.core.samples import NS_PER_S, seconds_per_gb
+from diloco_node.measure.samples import NS_PER_S, seconds_per_gb
 
 if TYPE_CHECKING:
     from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured

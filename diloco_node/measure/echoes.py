@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from diloco_node.adapters.probe import UNANSWERED_AFTER_S, LatencyMeasured
 from diloco_node.core import measuring as msg
-from diloco_node.core.samples import summarise_rtts
 from diloco_node.errors import LinkLost
-from diloco_node.node.measure_talk import Echoes, share_sent_again
-from diloco_node.node.measured_links import MeasuringTransport
+from diloco_node.measure.exchange import Echoes, share_sent_again
+from diloco_node.measure.measured_links import MeasuringTransport
+from diloco_node.measure.samples import summarise_rtts
 
 ECHO_GAP_S: Final = 0.01
 ECHO_SHARE: Final = 20

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from diloco_node.adapters.flows import CpuUse, FlowTimes, Received, Sent
-from diloco_node.adapters.measured import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.adapters.probe import FlowMeasured
 from diloco_node.adapters.series import Keep, forget, run_series
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S
-from diloco_node.core.samples import Goodput
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
-from diloco_node.node.measure_asking import FlowOverLink, FlowWanted, new_measurement
-from diloco_node.node.measure_talk import printable
-from diloco_node.node.measuring import Measuring
+from diloco_node.measure.asking import FlowOverLink, FlowWanted, new_measurement
+from diloco_node.measure.documents import FlowCase, flow_document, latency_document, pair_document
+from diloco_node.measure.exchange import printable
+from diloco_node.measure.measuring import Measuring
+from diloco_node.measure.samples import Goodput
 from diloco_node.wire.measurement import PairMeasured
 
 MESH_PROBES_NS_MAX: Final = 3 * NS_PER_S // 2

@@ -17,8 +17,8 @@ from typing import Final, Protocol
 from diloco_node.adapters.flows import CpuUse, Sent
 from diloco_node.core.measuring import BODY_BYTES_MAX, NS_PER_S, MeasurementAsked, MeasurementReceived, Probe
 from diloco_node.core.messages import BulkHeader
-from diloco_node.core.samples import Mark, goodput
 from diloco_node.errors import LinkLost
+from diloco_node.measure.samples import Mark, goodput
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 
 BODY_BYTES_MIN: Final = 64 * 2**10

@@ -14,11 +14,11 @@ from diloco_node.adapters.flows import FlowTimes
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage
 from diloco_node.errors import LinkLost
-from diloco_node.node.flow_ends import LATE_S, SENDER_GRACE_S, START_S
-from diloco_node.node.local_ends import LocalEnds, told
-from diloco_node.node.measure_opening import Opening, open_aside
-from diloco_node.node.measure_talk import Talk, ended
-from diloco_node.node.measured_links import MeasuringTransport
+from diloco_node.measure.ends import LocalEnds, told
+from diloco_node.measure.exchange import Talk, ended
+from diloco_node.measure.measured_links import MeasuringTransport
+from diloco_node.measure.opening import Opening, open_aside
+from diloco_node.measure.probes import LATE_S, SENDER_GRACE_S, START_S
 
 ANSWER_S: Final = 10.0
 BODY_MADE_S: Final = 10.0

@@ -18,11 +18,11 @@ from diloco_node.adapters.probe import LatencyMeasured, warm_up_ns
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage
 from diloco_node.errors import LinkLost, PeerError
-from diloco_node.node.local_ends import LocalEnds
-from diloco_node.node.measure_asking import AskingPeers, FlowOverLink, FlowWanted
-from diloco_node.node.measure_echo import EchoProbe
-from diloco_node.node.measure_serving import FarLink, MeasurementsForPeers
-from diloco_node.node.measured_links import MeasuredLinks, MeasuringTransport
+from diloco_node.measure.answering import FarLink, MeasurementsForPeers
+from diloco_node.measure.asking import AskingPeers, FlowOverLink, FlowWanted
+from diloco_node.measure.echoes import EchoProbe
+from diloco_node.measure.ends import LocalEnds
+from diloco_node.measure.measured_links import MeasuredLinks, MeasuringTransport
 
 RTT_PROBE_S: Final = 0.5
 

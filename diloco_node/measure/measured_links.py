@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from diloco_node.errors import PeerError, PeersUnreachable
-from diloco_node.node.flow_ends import Bulk
-from diloco_node.node.measure_opening import Opens
+from diloco_node.measure.opening import Opens
+from diloco_node.measure.probes import Bulk
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 

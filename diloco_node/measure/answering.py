@@ -12,13 +12,13 @@ from diloco_node.adapters.probe import warm_up_ns
 from diloco_node.core import measuring as msg
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage
 from diloco_node.errors import ConfigError, DilocoError, ProtocolViolation
-from diloco_node.node.flow_ends import SendingEnd
-from diloco_node.node.local_ends import LocalEnds, told
-from diloco_node.node.measure_asking import AskingPeers, FlowWanted
-from diloco_node.node.measure_echo import EchoProbe
-from diloco_node.node.measure_opening import come_together, first_of
-from diloco_node.node.measure_talk import ended
-from diloco_node.node.measured_links import MeasuredLinks, MeasuringTransport
+from diloco_node.measure.asking import AskingPeers, FlowWanted
+from diloco_node.measure.echoes import EchoProbe
+from diloco_node.measure.ends import LocalEnds, told
+from diloco_node.measure.exchange import ended
+from diloco_node.measure.measured_links import MeasuredLinks, MeasuringTransport
+from diloco_node.measure.opening import come_together, first_of
+from diloco_node.measure.probes import SendingEnd
 
 REASON_CHARS_MAX: Final = 500
 

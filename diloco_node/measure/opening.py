@@ -13,7 +13,7 @@ from diloco_node.adapters.asides import JOIN_S, Asides, Door
 from diloco_node.core import measuring as msg
 from diloco_node.core.messages import Message
 from diloco_node.errors import PeerError
-from diloco_node.node.measure_talk import T, Talk, ended
+from diloco_node.measure.exchange import T, Talk, ended
 
 
 class Opens(Protocol):

@@ -1,0 +1,1 @@
+"""Measuring links: round trips and goodput by the path that a run takes."""
