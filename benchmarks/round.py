@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from diloco_node.cli.processes import RegionProcess, free_ports
+from diloco_node.cli.demo.processes import RegionProcess, free_ports
 from diloco_node.transport.certs import init_run
 
 HERE = Path(__file__).resolve().parent

@@ -41,7 +41,7 @@ import numpy as np
 from wan_learner import Spec
 from wan_scale import Scale, Target, comparison, lines, ring_bytes, same_losses, step_figures, steps_to
 
-from diloco_node.cli.processes import RegionProcess, free_ports
+from diloco_node.cli.demo.processes import RegionProcess, free_ports
 from diloco_node.core.merge.outer import default_outer
 from diloco_node.transport.certs import init_run
 from diloco_node.wan import emulation

@@ -225,7 +225,7 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     require(codes == ["0 0"] * len(NAMES), f"all end with 0, none was restarted: {codes}")
     for name in NAMES:
         sh("docker", "cp", f"diloco-{name}:/state/{name}", str(run.folder / name))
-    from diloco_node.cli.report import build_report
+    from diloco_node.cli.demo.report import build_report
 
     report = build_report(run.folder, list(NAMES))
     require(report["equal_digests"], "all regions hold the same bytes")

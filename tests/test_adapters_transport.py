@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 
-from diloco_node.cli.processes import free_ports
+from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.messages import Message, Payload, PayloadWanted, State, VoteAnswered
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
 from diloco_node.transport import bundle, inbound, outbound, streams

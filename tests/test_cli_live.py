@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from diloco_node.cli.live import COLUMNS, PLAIN_PERIOD_S, LiveView, human_bytes, region_cells
+from diloco_node.cli.demo.live import COLUMNS, PLAIN_PERIOD_S, LiveView, human_bytes, region_cells
 
 STATUS = {
     "role": "leader",

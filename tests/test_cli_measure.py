@@ -17,11 +17,11 @@ import pytest
 
 from diloco_node.adapters import flows, probe, probe_server
 from diloco_node.adapters.probe_server import ProbeServer
-from diloco_node.cli import measure_run
+from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.main import main
-from diloco_node.cli.measure_run import own_folder
-from diloco_node.cli.plan_inputs import read_mesh
-from diloco_node.cli.processes import free_ports
+from diloco_node.cli.measure import run as measure_run
+from diloco_node.cli.measure.run import own_folder
+from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
 

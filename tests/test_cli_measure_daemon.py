@@ -14,10 +14,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.adapters.probe import LatencyMeasured
-from diloco_node.cli import measure_daemon
 from diloco_node.cli.main import main
-from diloco_node.cli.measure_daemon import Progress, Running, find_daemon
-from diloco_node.cli.plan_inputs import read_mesh
+from diloco_node.cli.measure import daemon
+from diloco_node.cli.measure.daemon import Progress, Running, find_daemon
+from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.core.measuring import MeasurementReceived, MeasurementSent
 from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
@@ -224,7 +224,7 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
 ) -> None:
     eu.so_far = {"from": "eu", "to": "us", "address": None, "seconds": 2.0, "rows": [LATENCY]}
     eu.says = failing(SystemError("broke") if how == "the daemon ends" else DilocoError("us can't"))  # type: ignore[arg-type]
-    follow = measure_daemon._follow
+    follow = daemon._follow
 
     def followed(answer: Any, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         def kept(document: dict[str, Any]) -> None:
@@ -235,7 +235,7 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
 
         return follow(answer, say, kept)
 
-    monkeypatch.setattr(measure_daemon, "_follow", followed)
+    monkeypatch.setattr(daemon, "_follow", followed)
     assert main(["measure", "latency", "us", "--load", "--json"]) == code
     document = json.loads(capsys.readouterr().out)
     assert document == {**eu.so_far, "ended_early": True}
@@ -374,7 +374,7 @@ def test_a_daemon_that_ends_in_the_middle_is_unreachable(eu: Region, capsys: pyt
 def test_progress_shows_the_seconds_since_something_new_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
     now_s = [10.0]
-    monkeypatch.setattr(measure_daemon.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(daemon.time, "monotonic", lambda: now_s[0])
     progress = Progress(shown.append)
     for at_s, text in ((10.0, "pair 1 of 6"), (13.2, "pair 1 of 6"), (15.0, "pair 2 of 6")):
         now_s[0] = at_s

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli.measure_view import _mbit, _ms, _share, bandwidth_title, failure_lines, short_lines
+from diloco_node.cli.measure.view import _mbit, _ms, _share, bandwidth_title, failure_lines, short_lines
 
 ENDS = {"from": "eu", "to": "us"}
 

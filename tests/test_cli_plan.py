@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco_node.cli.main import app, main
-from diloco_node.cli.plan_inputs import built_in_tensors, parse_parameters
+from diloco_node.cli.plan.inputs import built_in_tensors, parse_parameters
 from diloco_node.config.schema import ModelSection
 from diloco_node.core.budget_plan import BudgetPlan, RateLimits
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest

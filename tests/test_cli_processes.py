@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.cli import processes
-from diloco_node.cli.processes import EPHEMERAL_PORTS, PORT_MIN, free_ports
+from diloco_node.cli.demo import processes
+from diloco_node.cli.demo.processes import EPHEMERAL_PORTS, PORT_MIN, free_ports
 
 COUNT = 200
 

@@ -15,7 +15,7 @@ import pytest
 from node_kit import MANIFEST
 from node_world import MemoryTransport, Network, Region, VirtualLoop
 
-from diloco_node.cli.report import (
+from diloco_node.cli.demo.report import (
     budget_lines,
     build_report,
     check_folder,

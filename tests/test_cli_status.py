@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli import status_cmd
+from diloco_node.cli import status
 from diloco_node.cli.main import main
-from diloco_node.cli.status_cmd import Target, ask, detail_lines, find_targets, render
+from diloco_node.cli.status import Target, ask, detail_lines, find_targets, render
 from diloco_node.errors import ConfigError
 
 DOCUMENT: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_watch_asks_again_until_ctrl_c(
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status_cmd.time, "sleep", nap)
+    monkeypatch.setattr(status.time, "sleep", nap)
     assert main(["status", str(admin), "--watch", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line) for line in lines] == [{"regions": [DOCUMENT]}] * 3

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.cli.demo_cmd import DemoOptions
-from diloco_node.cli.demo_wan import DemoWan, Outage, wan_lines
+from diloco_node.cli.demo.command import DemoOptions
+from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.cli.demo.wan import DemoWan, Outage, wan_lines
 from diloco_node.cli.main import main
-from diloco_node.cli.processes import RegionProcess
-from diloco_node.cli.status_cmd import ask, find_targets
+from diloco_node.cli.status import ask, find_targets
 from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError
 from diloco_node.wan import emulation, probe, state

@@ -14,7 +14,7 @@ import yaml
 from compose_engine import OUTAGES, PORTS
 from engine_kit import CACHE, SKIPPED, compose_commands, make_compose_v2, missing
 
-from diloco_node.cli.start_cmd import node_spec, trainer_settings
+from diloco_node.cli.start import node_spec, trainer_settings
 from diloco_node.config import NodeConfig, load_config
 from diloco_node.wan.container import load_attachment
 from diloco_node.wan.topology import load_topology

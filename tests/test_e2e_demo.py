@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from diloco_node.cli.report import check_folder, learner_status, longest_ledger, read_region_report
+from diloco_node.cli.demo.report import check_folder, learner_status, longest_ledger, read_region_report
 from diloco_node.core.types import RoundBody
 from diloco_node.daemon.manifest_file import load_manifest
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli.demo import Demo
-from diloco_node.cli.demo_cmd import DemoOptions
-from diloco_node.cli.plan_inputs import read_mesh
-from diloco_node.cli.processes import RegionProcess
-from diloco_node.cli.report import build_report
+from diloco_node.cli.demo.command import DemoOptions
+from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.cli.demo.report import build_report
+from diloco_node.cli.demo.run import Demo
+from diloco_node.cli.plan.inputs import read_mesh
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 

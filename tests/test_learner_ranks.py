@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from fake_daemon import PATIENCE_S, FakeDaemon
 
-from diloco_node.cli.processes import free_ports
+from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Ranks

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.cli.status_cmd import SOCKET_FILE, UnixConnection
+from diloco_node.cli.status import SOCKET_FILE, UnixConnection
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.memory import socket_path
 

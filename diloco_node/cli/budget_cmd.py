@@ -10,7 +10,7 @@ import typer
 
 from diloco_node.cli.admin_order import order
 from diloco_node.cli.options import ConfigOption, load
-from diloco_node.cli.status_cmd import PORT_FILE
+from diloco_node.cli.status import PORT_FILE
 from diloco_node.errors import ConfigError, PeersUnreachable
 
 app = typer.Typer(help="The bandwidth budget of running regions.", no_args_is_help=True)

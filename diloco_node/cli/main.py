@@ -13,19 +13,11 @@ from typing import Annotated
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli import (
-    budget_cmd,
-    certs_cmd,
-    config_cmd,
-    demo_cmd,
-    measure_cmd,
-    pardon_cmd,
-    plan_cmd,
-    simulate_cmd,
-    start_cmd,
-    status_cmd,
-    wan_cmd,
-)
+from diloco_node.cli import budget_cmd, certs, config, pardon_cmd, simulate, start, status
+from diloco_node.cli.demo import command as demo_cmd
+from diloco_node.cli.measure import command as measure_cmd
+from diloco_node.cli.plan import command as plan_cmd
+from diloco_node.cli.wan import command as wan_cmd
 from diloco_node.errors import DilocoError
 
 DEBUG_FLAG = "--debug"
@@ -40,15 +32,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("start")(start_cmd.start)
+app.command("start")(start.start)
 app.command("demo")(demo_cmd.demo)
-app.command("status")(status_cmd.status)
+app.command("status")(status.status)
 app.command("plan")(plan_cmd.plan)
 app.command("pardon")(pardon_cmd.pardon)
 app.add_typer(budget_cmd.app, name="budget")
-app.add_typer(certs_cmd.app, name="certs")
-app.add_typer(config_cmd.app, name="config")
-app.add_typer(simulate_cmd.app, name="simulate")
+app.add_typer(certs.app, name="certs")
+app.add_typer(config.app, name="config")
+app.add_typer(simulate.app, name="simulate")
 app.add_typer(wan_cmd.app, name="wan")
 app.add_typer(measure_cmd.app, name="measure")
 

@@ -27,7 +27,7 @@ def pardon(
     diloco-node pardon us-west --region us-east
     """
     from diloco_node.cli.admin_order import order
-    from diloco_node.cli.measure_daemon import find_daemon
+    from diloco_node.cli.measure.daemon import find_daemon
 
     daemon = find_daemon(config, region)
     if daemon is None:

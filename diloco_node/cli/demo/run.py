@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.cli.demo_cmd import DemoOptions
-from diloco_node.cli.demo_wan import DemoWan, Outage, wan_lines
-from diloco_node.cli.live import LiveView, human_bytes, region_cells
-from diloco_node.cli.processes import RegionProcess, free_ports
-from diloco_node.cli.report import budget_lines, build_report
+from diloco_node.cli.demo.command import DemoOptions
+from diloco_node.cli.demo.live import LiveView, human_bytes, region_cells
+from diloco_node.cli.demo.processes import RegionProcess, free_ports
+from diloco_node.cli.demo.report import budget_lines, build_report
+from diloco_node.cli.demo.wan import DemoWan, Outage, wan_lines
 from diloco_node.config.budget import parse_ceiling
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.transport.certs import init_run

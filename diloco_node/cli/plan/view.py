@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Final
 
-from diloco_node.cli.live import human_bytes
-from diloco_node.cli.plan_cmd import ASSUMED
+from diloco_node.cli.demo.live import human_bytes
+from diloco_node.cli.plan.command import ASSUMED
 from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
 from diloco_node.planning.plan import SECOND_NS, Flow, FlowKind, Plan
 from diloco_node.planning.rates import data_parallel_bits_per_s, data_parallel_utilisation, format_rate

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from diloco_node.cli.demo_cmd import DemoOptions
-from diloco_node.cli.processes import RegionProcess
+from diloco_node.cli.demo.command import DemoOptions
+from diloco_node.cli.demo.processes import RegionProcess
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.wan import emulation, probe
 from diloco_node.wan.namespaces import Place

@@ -146,7 +146,7 @@ def source_of_state(folder: Path) -> Source:
         ConfigError: it is no region's folder.
         StorageError: the region has not seen its model yet, or a file is damaged.
     """
-    from diloco_node.cli.start_cmd import NODE_FILE
+    from diloco_node.cli.start import NODE_FILE
     from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
     from diloco_node.daemon.spec import NodeSpec
 
@@ -191,7 +191,7 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
 
 def _live_times(folder: Path) -> tuple[int, int]:
     """Step time and largest round trip as the region's daemon tells them; 0 for what is not known."""
-    from diloco_node.cli.status_cmd import PORT_FILE, ask, find_targets
+    from diloco_node.cli.status import PORT_FILE, ask, find_targets
 
     if not (folder / PORT_FILE).exists():
         return 0, 0

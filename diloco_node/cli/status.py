@@ -185,7 +185,7 @@ def render(documents: Sequence[dict[str, Any]]) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from diloco_node.cli.live import COLUMNS, region_cells
+    from diloco_node.cli.demo.live import COLUMNS, region_cells
 
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:

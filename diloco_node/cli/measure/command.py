@@ -18,8 +18,8 @@ from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 
 if TYPE_CHECKING:
     from diloco_node.adapters.series import Keep
-    from diloco_node.cli.measure_daemon import Running
-    from diloco_node.cli.measure_run import HowLong
+    from diloco_node.cli.measure.daemon import Running
+    from diloco_node.cli.measure.run import HowLong
 
 app = typer.Typer(
     help="Round trips and goodput between regions, by the path that a run would take.",
@@ -81,7 +81,7 @@ def serve(
     as_json: JsonOption = False,
 ) -> None:
     """Answer measurements until Ctrl-C. Before a run exists it takes the region's own port; needs certificates only."""
-    from diloco_node.cli import measure_run
+    from diloco_node.cli.measure import run as measure_run
 
     here = measure_run.Here.find(config, certs, region)
     where = measure_run.parse_address(listen, "--listen", port_min=0) if listen is not None else here.listen()
@@ -119,7 +119,7 @@ def latency(
     \b
     diloco-node measure latency us-west --load
     """
-    from diloco_node.cli import measure_run
+    from diloco_node.cli.measure import run as measure_run
 
     show = partial(_show_latency, as_json=as_json)
     daemon = _daemon(config, region, peer, most, alone=alone, certs=certs)
@@ -138,7 +138,7 @@ def _show_latency(document: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(document, indent=1))
         return
     from diloco_node.cli.console import table_console
-    from diloco_node.cli.measure_view import LOSS_NOTE, latency_table
+    from diloco_node.cli.measure.view import LOSS_NOTE, latency_table
 
     table_console().print(latency_table(document), LOSS_NOTE, *_if_early(document), sep="\n\n")
 
@@ -175,7 +175,7 @@ def bandwidth(
     diloco-node measure bandwidth us-west
     diloco-node measure bandwidth us-west --reverse --connections 1,4 --seconds 10
     """
-    from diloco_node.cli import measure_run
+    from diloco_node.cli.measure import run as measure_run
 
     counts = measure_run.parse_connections(CONNECTIONS if connections is None else connections)
     show = partial(_show_bandwidth, as_json=as_json)
@@ -208,7 +208,7 @@ def _show_bandwidth(document: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(document, indent=1))
     else:
         from diloco_node.cli.console import table_console
-        from diloco_node.cli.measure_view import bandwidth_table, bandwidth_title, failure_lines, short_lines
+        from diloco_node.cli.measure.view import bandwidth_table, bandwidth_title, failure_lines, short_lines
 
         console = table_console()
         console.print(bandwidth_title(document), soft_wrap=True)
@@ -243,7 +243,7 @@ def mesh(
     diloco-node measure mesh --out mesh.json
     diloco-node plan --mesh mesh.json
     """
-    from diloco_node.cli import measure_run
+    from diloco_node.cli.measure import run as measure_run
 
     if out is not None:
         measure_run.check_writable(out)  # before minutes are spent
@@ -276,7 +276,7 @@ def _show_mesh(document: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps(document, indent=1))
         return
     from diloco_node.cli.console import table_console
-    from diloco_node.cli.measure_view import mesh_table
+    from diloco_node.cli.measure.view import mesh_table
 
     console = table_console()
     console.print(mesh_table(document))
@@ -312,7 +312,7 @@ def _daemon(
     """The daemon to ask: none when the user names a measuring end (HOST:PORT), a folder of keys, or says --alone."""
     found = None
     if not alone and certs is None and (peer is None or ":" not in peer):
-        from diloco_node.cli.measure_daemon import find_daemon
+        from diloco_node.cli.measure.daemon import find_daemon
 
         found = find_daemon(config, region)
     if found is None and most is not None:
@@ -324,8 +324,8 @@ def _daemon(
 
 
 def _ask(daemon: Running, document: dict[str, Any], how_long: HowLong, most: int | None, keep: Keep) -> dict[str, Any]:
-    from diloco_node.cli.measure_daemon import Progress, measure
-    from diloco_node.cli.measure_run import progress
+    from diloco_node.cli.measure.daemon import Progress, measure
+    from diloco_node.cli.measure.run import progress
 
     asked = {**document, "seconds": how_long.seconds, "warm_up_seconds": how_long.warm_up}
     if most is not None:

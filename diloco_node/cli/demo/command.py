@@ -58,7 +58,7 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run several regions on this machine, with real processes and real links, and report."""
-    from diloco_node.cli.demo import run_demo
+    from diloco_node.cli.demo.run import run_demo
 
     options = DemoOptions(
         regions=regions,

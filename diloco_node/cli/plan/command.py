@@ -14,7 +14,7 @@ import typer
 from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco_node.cli.plan_inputs import Mesh, Source
+    from diloco_node.cli.plan.inputs import Mesh, Source
     from diloco_node.core.types import RunSettings
     from diloco_node.planning.plan import Network, Plan
 
@@ -108,7 +108,7 @@ def plan(
         overhead=overhead,
     )
     made = request.plan()
-    from diloco_node.cli.plan_view import document, render
+    from diloco_node.cli.plan.view import document, render
 
     if as_json:
         typer.echo(json.dumps(document(made, request.inputs()), indent=1))
@@ -133,7 +133,7 @@ class _Request:
 
     def plan(self) -> Plan:
         """Do the arithmetic."""
-        from diloco_node.cli.plan_inputs import parse_overhead
+        from diloco_node.cli.plan.inputs import parse_overhead
         from diloco_node.planning.plan import Workload, make_plan
 
         overhead = parse_overhead(self.overhead)
@@ -171,7 +171,7 @@ class _Request:
 
 
 def _source(parameters: str | None, config: Path | None, state: Path | None) -> Source:
-    from diloco_node.cli import plan_inputs
+    from diloco_node.cli.plan import inputs as plan_inputs
     from diloco_node.config.resolve import DEFAULT_NAME
 
     given = [
@@ -214,7 +214,7 @@ def _settings(source: Source, flags: dict[str, Any]) -> RunSettings:
 
 
 def _mesh(path: Path | None) -> Mesh | None:
-    from diloco_node.cli.plan_inputs import read_mesh
+    from diloco_node.cli.plan.inputs import read_mesh
 
     return None if path is None else read_mesh(path)
 
