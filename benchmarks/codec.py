@@ -19,16 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import fragment_digest, stripe_digest
 from diloco_node.codec.payload import CHUNK_RAW_BYTES_MAX, compress_chunk, decompress_chunk
 from diloco_node.core.types import Codec
-
-F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
+from diloco_node.numeric import F32, U8
 
 
 @dataclass

@@ -21,8 +21,7 @@ from diloco_node.core.merge import outliers, schedule, weights
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.merge.fragments import Fragment, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, MergeRule, RunSettings
-
-F32 = NDArray[np.float32]
+from diloco_node.numeric import F32
 
 Attendance = Callable[[int, int], Sequence[int]]
 """(fragment, version) -> the learners that are included in the round, in order."""

@@ -27,8 +27,7 @@ from diloco_node.learner.builtin.model import (
     rotary_tables,
     token_logits,
 )
-
-F32 = NDArray[np.float32]
+from diloco_node.numeric import F32
 
 
 @dataclass(frozen=True, slots=True)

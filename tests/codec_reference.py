@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import SMALL_TENSOR_VALUES, Codec
-
-F32 = NDArray[np.float32]
+from diloco_node.numeric import F32
 
 
 def reference_block(x: F32, kind: Codec) -> tuple[bytes, F32, float]:

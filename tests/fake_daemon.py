@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
@@ -22,6 +21,7 @@ from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition, MergeRule
 from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.memory import MemoryStore, Process, allot_incarnation, request_area
+from diloco_node.numeric import F32
 from diloco_node.wire.learner_link import (
     INBOX,
     NEW_PROCESS,
@@ -43,7 +43,6 @@ from diloco_node.wire.learner_link import (
     merge_rules,
 )
 
-F32 = npt.NDArray[np.float32]
 T = TypeVar("T")
 PATIENCE_S = 180.0
 

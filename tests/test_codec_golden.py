@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from codec_reference import F32, reference
+from codec_reference import reference
 
 from diloco_node.codec import golden, kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.golden import DIGESTS, PIECES, GoldenMismatch, check_golden, golden_input
 from diloco_node.core.types import Codec
 from diloco_node.errors import DilocoError
+from diloco_node.numeric import F32
 
 
 def sha(*arrays: Any) -> str:

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.outer import F32, default_outer, outer_of, outer_step
+from diloco_node.core.merge.outer import default_outer, outer_of, outer_step
 from diloco_node.core.types import Ballot, RoundBody, RunSettings
+from diloco_node.numeric import F32
 
 
 def f32(*values: float) -> F32:

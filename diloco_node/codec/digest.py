@@ -15,10 +15,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from diloco_node.numeric import F32
+
 LEAF_BYTES: Final = 1 << 20
 """A fragment is hashed in leaves of this size, so that threads can share the work and a leaf is a chunk of recovery."""
-
-F32 = NDArray[np.float32]
 
 
 def stripe_digest(encoded: bytes | bytearray | memoryview | NDArray[np.uint8]) -> bytes:

@@ -21,9 +21,7 @@ from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import Codec
 from diloco_node.errors import DilocoError
-
-F32 = NDArray[np.float32]
-U8 = NDArray[np.uint8]
+from diloco_node.numeric import F32
 
 
 class GoldenMismatch(DilocoError):

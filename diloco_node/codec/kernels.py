@@ -33,10 +33,8 @@ from diloco_node.codec import loops
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import Codec
 from diloco_node.errors import PayloadCorrupt
+from diloco_node.numeric import F32, F64, U8
 
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
-U8 = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview | U8
 """Encoded bytes; only read unless an argument says otherwise."""
 

@@ -23,13 +23,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from diloco_node.numeric import F32, F64, U8
+
 F = TypeVar("F", bound=Callable[..., Any])
-F32 = NDArray[np.float32]
-F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 I8 = NDArray[np.int8]
 I64 = NDArray[np.int64]
-U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
 
 INT4, INT8, BF16, FP32 = 0, 1, 2, 3

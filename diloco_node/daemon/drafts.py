@@ -13,18 +13,15 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Final, ParamSpec, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import Ballot
 from diloco_node.daemon.sending import Spawn
 from diloco_node.daemon.stripes import MergedPart
 from diloco_node.errors import StorageError
+from diloco_node.numeric import U8
 from diloco_node.storage.payload_files import PayloadDraft
 from diloco_node.storage.store import RegionStore
 
-U8 = npt.NDArray[np.uint8]
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final, assert_never
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import payload_digest
@@ -63,10 +62,9 @@ from diloco_node.daemon.stripes import (
     reduce_stripe,
 )
 from diloco_node.errors import DilocoError, LedgerLost, PayloadCorrupt, StorageError
+from diloco_node.numeric import U8
 from diloco_node.ports import Transport
 from diloco_node.storage.store import RegionStore
-
-U8 = npt.NDArray[np.uint8]
 
 STORAGE_RETRY_S: Final = 1.0
 """A full disk must not stop training: what could not be written is tried again, and an alarm says so."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
@@ -18,11 +17,11 @@ from diloco_node.daemon.initial import InitialStates
 from diloco_node.daemon.parameters import Replica
 from diloco_node.daemon.stripes import cut_payload
 from diloco_node.errors import LinkLost, StorageError
+from diloco_node.numeric import U8
 from diloco_node.ports import Transport
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import DamagedFile
 
-U8 = npt.NDArray[np.uint8]
 P = ParamSpec("P")
 T = TypeVar("T")
 

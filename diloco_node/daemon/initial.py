@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import ConfigError
+from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
-
-F32 = npt.NDArray[np.float32]
 
 HEADER_BYTES_MAX: Final = 8 * 2**20
 _LENGTH: Final = struct.Struct("<Q")

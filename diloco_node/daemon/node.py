@@ -30,7 +30,7 @@ from diloco_node.daemon.admin.status import region_status
 from diloco_node.daemon.budget_watch import LOOK_S, BudgetWatch
 from diloco_node.daemon.effects import STORAGE_RETRY_S, Effects
 from diloco_node.daemon.fetch import Fetcher
-from diloco_node.daemon.initial import F32, InitialStates, read_initial
+from diloco_node.daemon.initial import InitialStates, read_initial
 from diloco_node.daemon.learner.proxy import LearnerSide
 from diloco_node.daemon.linger import Linger
 from diloco_node.daemon.manifest_file import describe_difference
@@ -40,6 +40,7 @@ from diloco_node.errors import PeerError, ProtocolViolation, StorageError
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.memory import allot_incarnation, read_trained
+from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.transport import GrpcTransport

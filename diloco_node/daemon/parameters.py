@@ -21,11 +21,11 @@ from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.outer import outer_of
 from diloco_node.core.types import RoundBody, RunSettings, Stripe
+from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
 
 P = ParamSpec("P")
 T = TypeVar("T")
-F32 = npt.NDArray[np.float32]
 
 OUTER_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 """The rest of the cores is the learner's."""

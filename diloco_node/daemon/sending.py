@@ -9,16 +9,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import structlog
 
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot
 from diloco_node.errors import LinkLost
+from diloco_node.numeric import U8
 from diloco_node.ports import Transport
 
-U8 = npt.NDArray[np.uint8]
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 log = structlog.get_logger()

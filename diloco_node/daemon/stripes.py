@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
@@ -17,9 +16,7 @@ from diloco_node.core.events import ReduceStripe
 from diloco_node.core.messages import MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Stripe
 from diloco_node.errors import PayloadCorrupt
-
-U8 = npt.NDArray[np.uint8]
-F32 = npt.NDArray[np.float32]
+from diloco_node.numeric import F32, U8
 
 ContributionKey = tuple[str, int, int, int, int, int]
 """(learner, incarnation, fragment, snapshot, block_start, block_stop)"""

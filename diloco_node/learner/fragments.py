@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from diloco_node.codec import kernels
@@ -28,6 +27,7 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.layouts.whole import ModelTensors, host_values
+from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
     UNATTACHED,
@@ -37,9 +37,6 @@ from diloco_node.wire.learner_link import (
     SnapshotWanted,
     VersionOffered,
 )
-
-U8 = NDArray[np.uint8]
-F32 = NDArray[np.float32]
 
 Answer = SnapshotReady | SnapshotDenied | Applied
 

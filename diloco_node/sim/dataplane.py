@@ -17,9 +17,9 @@ from diloco_node.core.events import CloseBallot, ReduceStripe, StorePayload, Str
 from diloco_node.core.merge.outer import outer_of, outer_step
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
+from diloco_node.numeric import F32
 from diloco_node.sim import tensors
 from diloco_node.sim.disk import Disk, StoredPayload, StoredState
-from diloco_node.sim.tensors import F32
 
 if TYPE_CHECKING:
     from diloco_node.sim.setup import Setup

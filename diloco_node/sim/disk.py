@@ -9,12 +9,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from diloco_node.core.types import Entry, Recovered
+from diloco_node.numeric import F32
 
-F32 = npt.NDArray[np.float32]
 PayloadKey = tuple[int, int, bytes]
 """(fragment, version, digest)."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.types import GenesisBody, Recovered, Stripe
+from diloco_node.numeric import F32
 from diloco_node.sim import tensors
 from diloco_node.sim.dataplane import DataPlane
 from diloco_node.sim.disk import Disk, LedgerWrite, StoredPayload, StoredState
@@ -22,7 +23,6 @@ from diloco_node.sim.effects import Effects
 from diloco_node.sim.fetching import Fetches
 from diloco_node.sim.learner import FakeLearner, Pool, Snapshot
 from diloco_node.sim.setup import Setup
-from diloco_node.sim.tensors import F32
 from diloco_node.sim.world import LOCAL_NS, MS, SECOND, Life, Network, World
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
 

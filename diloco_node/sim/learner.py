@@ -23,8 +23,9 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, LearnerStatus
+from diloco_node.numeric import F32, F64
 from diloco_node.sim import tensors
-from diloco_node.sim.tensors import F32, F64, FragmentLayout
+from diloco_node.sim.tensors import FragmentLayout
 from diloco_node.sim.world import Life, World
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.outer import outer_of, outer_step
 from diloco_node.core.types import Ballot, Contribution, GenesisBody, MergeRule, RoundBody
+from diloco_node.numeric import F32
 from diloco_node.sim import tensors
-from diloco_node.sim.tensors import F32
 
 if TYPE_CHECKING:
     from diloco_node.sim.setup import Setup

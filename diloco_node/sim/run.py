@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diloco_node.core.events import FinishAsked
+from diloco_node.numeric import F32
 from diloco_node.sim import faults
 from diloco_node.sim.chaos import Chaos
 from diloco_node.sim.checkers import Checkers
@@ -23,7 +24,6 @@ from diloco_node.sim.faults import Fault
 from diloco_node.sim.host import CoreFactory, Host
 from diloco_node.sim.learner import update_pool
 from diloco_node.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
-from diloco_node.sim.tensors import F32
 from diloco_node.sim.world import SECOND, Network, World
 
 EVENTS = 3000

@@ -11,12 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.core.types import BLOCK_VALUES, Codec
-
-F32 = npt.NDArray[np.float32]
-F64 = npt.NDArray[np.float64]
+from diloco_node.numeric import F32
 
 VALUE_BYTES = {Codec.BF16: 2, Codec.FP32: 4}
 """Bytes of one encoded value."""

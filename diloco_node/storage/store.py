@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Final, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.core.types import Entry, Recovered
 from diloco_node.errors import StorageError
+from diloco_node.numeric import F32, U8
 from diloco_node.storage import tensor_files
 from diloco_node.storage.durable import disk_error, remove_temporaries, sync_folder
 from diloco_node.storage.ledger_files import LedgerFile, VoteFile
@@ -35,8 +35,6 @@ from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 STATES_KEPT: Final = 2
 """The newest states of a fragment that are never pruned: the last one and what it falls back to."""
 
-U8 = npt.NDArray[np.uint8]
-F32 = npt.NDArray[np.float32]
 Buffer = bytes | bytearray | memoryview | U8
 
 

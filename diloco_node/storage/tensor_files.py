@@ -23,11 +23,11 @@ from typing import Any, Final
 
 import msgpack
 import numpy as np
-import numpy.typing as npt
 from blake3 import blake3
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.errors import StorageError
+from diloco_node.numeric import F32, U8
 from diloco_node.storage.durable import disk_error, replace_file
 
 HEADER_BYTES: Final = 512
@@ -36,9 +36,6 @@ PARTS_MAX: Final = 64
 
 _MAGIC: Final = b"DLTENS2\n"
 _NAME: Final = re.compile(r"f(\d{3,})-v(\d{8,})(?:-([0-9a-f]{16}))?\.bin")
-
-U8 = npt.NDArray[np.uint8]
-F32 = npt.NDArray[np.float32]
 
 
 class DamagedFile(StorageError):

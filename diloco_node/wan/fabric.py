@@ -11,12 +11,10 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from typing import Final
 
+from diloco_node.numeric import NS_PER_S
 from diloco_node.wan.conditions import Conditions
 from diloco_node.wan.topology import PPM
-
-NS: Final = 1_000_000_000
 
 
 @dataclass(slots=True)
@@ -119,13 +117,13 @@ class Fabric:
         if start_ns - now_ns > self._queue_ns:
             self.counters[number].packets_overflowed += packets
             return None
-        end_ns = start_ns + size * NS // self._egress[source]
+        end_ns = start_ns + size * NS_PER_S // self._egress[source]
         if state.rate:
             pair_start_ns = max(start_ns, state.free_ns)
             if pair_start_ns - start_ns > self._queue_ns:
                 self.counters[number].packets_overflowed += packets
                 return None
-            state.free_ns = pair_start_ns + size * NS // state.rate
+            state.free_ns = pair_start_ns + size * NS_PER_S // state.rate
             self._egress_free_ns[source] = end_ns
             start_ns, end_ns = pair_start_ns, max(end_ns, state.free_ns)
         else:
@@ -154,7 +152,7 @@ class Fabric:
         if free_ns - last_ns > self._queue_ns:
             self.counters[number].packets_overflowed += packets
             return None
-        end_ns = max(last_ns, max(first_ns, free_ns) + size * NS // self._ingress[target])
+        end_ns = max(last_ns, max(first_ns, free_ns) + size * NS_PER_S // self._ingress[target])
         self._ingress_free_ns[target] = end_ns
         counters = self.counters[number]
         counters.packets_passed += packets

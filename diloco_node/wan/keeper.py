@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.numeric import NS_PER_S
 from diloco_node.wan.conditions import Conditions, Timetable
 from diloco_node.wan.control import ControlServer, change_of, scope_of
 from diloco_node.wan.namespaces import end_processes
@@ -28,7 +29,6 @@ from diloco_node.wan.router import TunPlane
 from diloco_node.wan.state import EmulationState, remove_all
 
 IDLE_S: Final = 3600.0
-NS: Final = 1_000_000_000
 
 
 class Plane(Protocol):
@@ -117,7 +117,7 @@ class Keeper:
     def _wait_s(self) -> float:
         due = [self._plane.wake_at_ns, self._timetable.wake_at_ns if self._timetable is not None else None]
         times = [one for one in due if one is not None]
-        return min(IDLE_S, max(0, min(times) - time.monotonic_ns()) / NS) if times else IDLE_S
+        return min(IDLE_S, max(0, min(times) - time.monotonic_ns()) / NS_PER_S) if times else IDLE_S
 
     def _stop(self, number: int, frame: object) -> None:
         self._is_stopping = True
@@ -156,7 +156,7 @@ class Keeper:
         self._timetable = Timetable(self._conditions.topology.outages, started_ns=time.monotonic_ns())
 
     def _note(self, lines: list[str]) -> None:
-        seconds = (time.monotonic_ns() - self._started_ns) / NS
+        seconds = (time.monotonic_ns() - self._started_ns) / NS_PER_S
         self._log += [f"{seconds:.3f}s {line}" for line in lines]
         del self._log[:-100]
 
@@ -166,7 +166,7 @@ class Keeper:
             "backend": self._plane.name,
             "pid": os.getpid(),
             "cpu_seconds": times.user + times.system,
-            "seconds": (time.monotonic_ns() - self._started_ns) / NS,
+            "seconds": (time.monotonic_ns() - self._started_ns) / NS_PER_S,
             "conditions": self._conditions.lines(),
             "log": list(self._log),
             **self._plane.status(),

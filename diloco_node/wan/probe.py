@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from diloco_node.errors import DilocoError
+from diloco_node.numeric import NS_PER_S
 from diloco_node.wan.namespaces import Place
 from diloco_node.wan.topology import Pair, Topology
 from diloco_node.wan.tun import inside
@@ -41,7 +42,6 @@ _STAMP: Final = struct.Struct("=qq")
 _SO_TIMESTAMPNS: Final = 35
 _TCP_WINDOW_CLAMP: Final = 10
 _ZEROS: Final = b"\0" * CHUNK_BYTES
-_NS: Final = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ def _read_answer(sock: socket.socket, identifier: int, number: int) -> tuple[int
     for level, what, value in extras:
         if level == socket.SOL_SOCKET and what == _SO_TIMESTAMPNS:
             seconds, rest = _STAMP.unpack_from(value)
-            return sequence, seconds * _NS + rest
+            return sequence, seconds * NS_PER_S + rest
     return sequence, time.time_ns()
 
 
@@ -238,21 +238,21 @@ def transfer(topology: Topology, source: Place, target: Place, *, seconds: float
     """
     rtt_ns = topology.rtt_ns(source.region, target.region)
     rate = topology.rate(source.region, target.region).bytes_per_s
-    window = max(65_536, rate * (rtt_ns + topology.queue_ns // 2) // _NS)
+    window = max(65_536, rate * (rtt_ns + topology.queue_ns // 2) // NS_PER_S)
     skip_ns = 2 * rtt_ns + 50_000_000
     received = _Received()
     try:
         with _listener(target, window) as listener, _sender(source) as sender:
             thread = threading.Thread(
-                target=_receive, args=(listener, received, window, skip_ns + int(seconds * _NS)), daemon=True
+                target=_receive, args=(listener, received, window, skip_ns + int(seconds * NS_PER_S)), daemon=True
             )
             thread.start()
             try:
                 sender.connect((target.probe_address, PORT))
-                _send(sender, time.monotonic() + skip_ns / _NS + seconds)
+                _send(sender, time.monotonic() + skip_ns / NS_PER_S + seconds)
             except OSError:
                 pass
-            thread.join(PING_DEADLINE_S + skip_ns / _NS + seconds)
+            thread.join(PING_DEADLINE_S + skip_ns / NS_PER_S + seconds)
     except OSError as error:
         raise DilocoError(f"no connection from {source.namespace} to {target.namespace} ({error.strerror})") from error
     return _rate(received.marks, skip_ns)
@@ -321,7 +321,7 @@ def _rate(marks: Sequence[tuple[int, int]], skip_ns: int) -> int | None:
     steady = [windows.get(number, 0) for number in range(max(windows, default=0))]
     if len(steady) < WINDOWS_MIN:
         return None
-    return int(statistics.median(steady) * _NS / WINDOW_NS * WIRE_PER_PAYLOAD)
+    return int(statistics.median(steady) * NS_PER_S / WINDOW_NS * WIRE_PER_PAYLOAD)
 
 
 def as_document(found: Sequence[PairMeasured]) -> list[dict[str, Any]]:

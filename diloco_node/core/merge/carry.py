@@ -20,11 +20,9 @@ from enum import StrEnum
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diloco_node.core.types import CarryMode, FragmentPosition
-
-F32 = NDArray[np.float32]
+from diloco_node.numeric import F32
 
 MISSED_KEEP: Final = 0.5
 """What is kept of the own steps when a version arrives that does not include them."""

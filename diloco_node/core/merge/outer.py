@@ -7,11 +7,9 @@ results have equal bits. Tests and benchmarks compare against this one.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from diloco_node.core.types import RoundBody, RunSettings
-
-F32 = NDArray[np.float32]
+from diloco_node.numeric import F32
 
 
 def outer_step(theta: F32, momentum: F32, delta: F32, *, lr: float, mu: float) -> tuple[F32, F32]:

@@ -18,8 +18,7 @@ from typing import Final
 from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
 from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.types import BLOCK_VALUES, Stripe
-
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.numeric import NS_PER_S
 
 STRIPE_BYTES_MIN: Final = 8 * 2**20
 """No stripe is cut into shorter ones: each costs messages, and on a busy machine threads that wait for their turn."""

@@ -9,6 +9,7 @@ from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, RunSettings, Stripe
+from diloco_node.numeric import NS_PER_S
 
 MARGIN: Final = 3
 """A ballot may take this many times what is expected; a next ballot costs a whole transfer if stripes move."""
@@ -21,7 +22,6 @@ RATE_UNKNOWN_BYTES_PER_S: Final = 12_500_000
 
 _BITS: Final = {Codec.INT4: 4, Codec.INT8: 8, Codec.BF16: 16, Codec.FP32: 32}
 _SCALE_BITS: Final = 32
-_NS_PER_S: Final = 1_000_000_000
 
 
 def encoded_bytes(fragment: Fragment, codec: Codec) -> int:
@@ -73,7 +73,7 @@ def ballot_deadline(
         rate_bytes_per_s: measured in earlier rounds; 0 if unknown.
     """
     rate = rate_bytes_per_s or RATE_UNKNOWN_BYTES_PER_S
-    transfer_ns = transfer_bytes * _NS_PER_S // rate
+    transfer_ns = transfer_bytes * NS_PER_S // rate
     expected_ns = 2 * step_time_ns + 4 * rtt_ns + transfer_ns
     factor = 1 << min(attempt, ATTEMPTS_DOUBLED_MAX)
     duration_ns = factor * max(minimum_ns, MARGIN * expected_ns)
@@ -128,7 +128,7 @@ class BallotClock:
             step_time_ns=believed_step_time_ns(max(step_times, default=0), step_times),
             rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(one.reducer for one in stripes))),
             transfer_bytes=busiest_bytes,
-            rate_bytes_per_s=busiest_bytes * _NS_PER_S // usual_ns if usual_ns else self._told_rate(members, stripes),
+            rate_bytes_per_s=busiest_bytes * NS_PER_S // usual_ns if usual_ns else self._told_rate(members, stripes),
         )
 
     def _told_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
@@ -140,4 +140,4 @@ class BallotClock:
 
 
 def _s(duration_ns: int) -> str:
-    return f"{duration_ns / _NS_PER_S:.3g} s"
+    return f"{duration_ns / NS_PER_S:.3g} s"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Final, assert_never
+from typing import assert_never
 
 from diloco_node.core.effects_buffer import Outbox
 from diloco_node.core.membership.liveness import Liveness
@@ -44,10 +44,9 @@ from diloco_node.core.types import (
     RunSettings,
     Stripe,
 )
+from diloco_node.numeric import NS_PER_S
 
 RoundMessage = Contributed | Declined | StripeHeld | StripeMerged | PayloadHeld | DiscardReported
-
-_NS_PER_S: Final = 1_000_000_000
 
 
 class RoundLeader:
@@ -182,7 +181,7 @@ class RoundLeader:
         names = ", ".join(member.contribution.learner for member in body.members)
         self._outbox.note(
             "committed",
-            f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_ns / _NS_PER_S:.3f} s",
+            f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_ns / NS_PER_S:.3f} s",
             fragment=body.fragment,
             version=body.version,
         )

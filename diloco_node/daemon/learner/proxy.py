@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.events import (
@@ -32,6 +31,7 @@ from diloco_node.core.types import LearnerStatus, RunSettings
 from diloco_node.daemon.learner.version_area import Inbox
 from diloco_node.daemon.parameters import Replica, fragment_offsets
 from diloco_node.memory import request_area
+from diloco_node.numeric import U8
 from diloco_node.wire.learner_link import (
     INBOX,
     OUTBOX,
@@ -45,8 +45,6 @@ from diloco_node.wire.learner_link import (
     Stop,
     ToLearner,
 )
-
-U8 = npt.NDArray[np.uint8]
 
 REPORT_EVERY_NS: Final = 20_000_000
 """The core hears of steps that change nothing at most so often: each report costs it a fifth of a millisecond."""

@@ -12,13 +12,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco_node.core.events import OfferVersion
 from diloco_node.daemon.parameters import Replica
+from diloco_node.numeric import F32
 from diloco_node.wire.learner_link import NO_SNAPSHOT, ToLearner, VersionOffered
-
-F32 = npt.NDArray[np.float32]
 
 OFFERS_KEPT: Final = 64
 """Offers whose time is remembered, for whoever measures rounds from outside."""
