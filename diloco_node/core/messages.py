@@ -20,8 +20,6 @@ from diloco_node.core.types import (
     Stripe,
 )
 
-# ---- the ledger (after Raft, with pre-vote) --------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class VoteAsked:
@@ -77,9 +75,6 @@ class LeadershipOffered:
     term: int
 
 
-# ---- liveness and reports --------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """From each region to each, every `heartbeat_ns`, and at once when its learner becomes due.
@@ -103,9 +98,6 @@ class Heartbeat:
     applied_index: int
     digests: tuple[FragmentDigest, ...]
     budget: RateLimits = NO_LIMITS
-
-
-# ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +210,6 @@ class DiscardReported:
     bodies: tuple[DiscardedBody, ...]
 
 
-# ---- what is missing -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PayloadWanted:
     """Send me this payload (bulk transfer of kind PAYLOAD), or answer Refused."""
@@ -245,9 +234,6 @@ class Refused:
     fragment: int
     version: int
     reason: str
-
-
-# ---- the bandwidth budget (between transports: the cores never see these) -------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,9 +273,6 @@ Message = (
     | IngressWanted
     | MeasuringMessage
 )
-
-
-# ---- headers of bulk transfers ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

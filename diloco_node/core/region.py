@@ -168,8 +168,6 @@ class RegionCore:
             ev.FinalWritten: self._final_written,
         }
 
-    # ---- the seam ----------------------------------------------------------------------------------------------------
-
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take a fact, return what to do.
 
@@ -210,8 +208,6 @@ class RegionCore:
         is_lacking = min(self.replica.states) < 0
         bodies = (self.ledger.entry(index).body for index in range(1, self.ledger.last_index + 1))  # it is an early one
         return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
-
-    # ---- after every event -------------------------------------------------------------------------------------------
 
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
@@ -341,8 +337,6 @@ class RegionCore:
         if finished is not None and self._is_writing_final and self.liveness.learner(self._region) is not None:
             self._outbox.emit(ev.StopLearner(finished.reason))
 
-    # ---- time --------------------------------------------------------------------------------------------------------
-
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
         if now_ns >= self._next_beat_ns:
@@ -382,8 +376,6 @@ class RegionCore:
             self._outbox.send(leader, msg.DiscardReported(bodies))
         if self._finish_asked and self.history.finished is None:
             self._outbox.send(leader, msg.FinishWanted(self._finish_asked))
-
-    # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
@@ -440,8 +432,6 @@ class RegionCore:
         for effect in effects:
             self._outbox.emit(effect)
 
-    # ---- the learner -------------------------------------------------------------------------------------------------
-
     def _initial_state_stored(self, event: ev.InitialStateStored, now_ns: int) -> None:
         if event.manifest_digest != self._manifest.digest or len(event.fragment_digests) != len(self.replica.states):
             self._outbox.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
@@ -497,8 +487,6 @@ class RegionCore:
     def _snapshot_refused(self, event: ev.SnapshotRefused, _: int) -> None:
         self.participant.snapshot_refused(event.fragment, event.version, event.reason)
 
-    # ---- bytes -------------------------------------------------------------------------------------------------------
-
     def _stripe_arrived(self, event: ev.ContributionStripeArrived, _: int) -> None:
         self.participant.stripe_arrived(event)
 
@@ -545,8 +533,6 @@ class RegionCore:
     def _final_written(self, _: ev.FinalWritten, __: int) -> None:
         self._is_final = True
         self._outbox.note("final", "final parameters are written")
-
-    # ---- status ------------------------------------------------------------------------------------------------------
 
     def view(self) -> RegionView:
         """Everything that `status` shows, as of the last event."""

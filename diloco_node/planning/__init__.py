@@ -1,1 +1,1 @@
-"""What a model needs of its links, and which change makes it fit."""
+"""What a schedule costs, whether links and budget can keep it, and what to change if they can't."""

@@ -9,9 +9,9 @@ from itertools import product
 from typing import Final
 
 from diloco_node.core.types import Codec, RunSettings
+from diloco_node.numeric import NS_PER_S
 from diloco_node.planning.plan import (
     OVERHEAD,
-    SECOND_NS,
     FlowKind,
     FragmentSize,
     Network,
@@ -226,9 +226,6 @@ def _least(is_enough: Callable[[int], bool], *, low: int, high: int) -> int | No
     return low
 
 
-# ---- in words --------------------------------------------------------------------------------------------------------
-
-
 def verdict(plan: Plan) -> str:
     """One line: does it fit, by how much, and what decides."""
     if not plan.fits:
@@ -292,7 +289,7 @@ def budget_warning(
     """What a running node says when it can't keep its schedule within its budget; "" when it can.
 
     Args:
-        fragments: sizes of the model's fragments, `codec.sizes.fragment_sizes`.
+        fragments: sizes of the model's fragments, `planning.sizes.fragment_sizes`.
         settings: of the run.
         regions: names of the live regions.
         step_time_ns: median of the live learners; 0 (unknown) gives "".
@@ -324,4 +321,4 @@ def budget_warning(
 
 
 def _seconds(ns: int) -> str:
-    return f"{ns / SECOND_NS:.3g} s"
+    return f"{ns / NS_PER_S:.3g} s"

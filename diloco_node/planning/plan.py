@@ -24,8 +24,8 @@ from fractions import Fraction
 from typing import Final
 
 from diloco_node.core.types import Codec, RunSettings
+from diloco_node.numeric import NS_PER_S
 
-SECOND_NS: Final = 1_000_000_000
 ONE_WAY_DELAYS: Final = 8
 """Of a round, from due to commit: ballot, contribution, held, decision, merged, held, append, commit."""
 
@@ -182,7 +182,7 @@ class Flow:
 
     def duration_ns(self, size_bytes: int) -> int:
         """Time of so many bytes at the limit, rounded up; 0 without one."""
-        return 0 if self.limit_bytes_per_s is None else -(-size_bytes * SECOND_NS // self.limit_bytes_per_s)
+        return 0 if self.limit_bytes_per_s is None else -(-size_bytes * NS_PER_S // self.limit_bytes_per_s)
 
     def __str__(self) -> str:
         if self.kind is FlowKind.LINK:
@@ -374,7 +374,7 @@ class Plan:
 
     def average(self, flow: Flow) -> Fraction:
         """Wire bytes per second over a cycle of H steps."""
-        return Fraction(flow.cycle * SECOND_NS, self.workload.cycle_ns)
+        return Fraction(flow.cycle * NS_PER_S, self.workload.cycle_ns)
 
     def peak(self, flow: Flow) -> Fraction | None:
         """The rate at which rounds of the largest fragment end within tau steps, as many at once as then overlap.
@@ -387,10 +387,10 @@ class Plan:
             return None
         overlapping = -(-window_ns * len(self.workload.fragments) // self.workload.cycle_ns)
         at_once = min(overlapping, self.workload.settings.rounds_in_flight_max)
-        return max(Fraction(at_once * flow.largest * SECOND_NS, window_ns), self.average(flow))
+        return max(Fraction(at_once * flow.largest * NS_PER_S, window_ns), self.average(flow))
 
 
 def make_plan(workload: Workload, network: Network) -> Plan:
-    """Do the arithmetic; `core.advice` says what to change."""
+    """Do the arithmetic; `planning.advice` says what to change."""
     flows = list_flows(workload, network)
     return Plan(workload, network, flows, cycle_need(workload, network, flows), storage(workload))

@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from diloco_node.cli.demo.live import human_bytes
 from diloco_node.cli.plan.command import ASSUMED
+from diloco_node.numeric import NS_PER_S
 from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
-from diloco_node.planning.plan import SECOND_NS, Flow, FlowKind, Plan
+from diloco_node.planning.plan import Flow, FlowKind, Plan
 from diloco_node.planning.rates import data_parallel_bits_per_s, data_parallel_utilisation, format_rate
 
 UTILISATIONS: Final = (0.50, 0.75, 0.90, 0.95)
@@ -34,8 +35,8 @@ def document(plan: Plan, inputs: Mapping[str, str]) -> dict[str, Any]:
             "codec_up": str(settings.codec_up),
             "codec_down": str(settings.codec_down),
             "bits_per_value_mean": float(mean_bits(settings)),
-            "step_seconds": work.step_time_ns / SECOND_NS,
-            "rtt_seconds": plan.network.rtt_ns / SECOND_NS,
+            "step_seconds": work.step_time_ns / NS_PER_S,
+            "rtt_seconds": plan.network.rtt_ns / NS_PER_S,
             "overhead": float(work.overhead),
             "origins": dict(inputs),
         },
@@ -72,11 +73,11 @@ def _round_document(plan: Plan) -> dict[str, Any]:
         "merged_bytes": work.total(settings.codec_down) / count,
         "wire_bytes_per_region": max(flow.cycle for flow in sent) / count,
         "wire_bytes_total": sum(flow.cycle for flow in sent) / count,
-        "latency_seconds": time.latency_ns / SECOND_NS,
-        "boundary_seconds": time.boundary_ns / SECOND_NS,
-        "transfer_seconds": time.transfer_ns / SECOND_NS if plan.network.has_limits else None,
-        "total_seconds": time.total_ns / SECOND_NS if plan.network.has_limits else None,
-        "overlap_seconds": time.overlap_ns / SECOND_NS,
+        "latency_seconds": time.latency_ns / NS_PER_S,
+        "boundary_seconds": time.boundary_ns / NS_PER_S,
+        "transfer_seconds": time.transfer_ns / NS_PER_S if plan.network.has_limits else None,
+        "total_seconds": time.total_ns / NS_PER_S if plan.network.has_limits else None,
+        "overlap_seconds": time.overlap_ns / NS_PER_S,
         "fits_overlap": time.is_hidden if plan.network.has_limits else None,
     }
 
@@ -318,7 +319,7 @@ def _table(*columns: tuple[str, str]) -> Any:
 
 
 def _seconds(ns: int) -> str:
-    return f"{ns / SECOND_NS:.4g} s" if ns >= SECOND_NS else f"{ns / 1e6:.3g} ms"
+    return f"{ns / NS_PER_S:.4g} s" if ns >= NS_PER_S else f"{ns / 1e6:.3g} ms"
 
 
 def _plain(value: Fraction) -> str:
@@ -334,7 +335,7 @@ def _has_budget(plan: Plan) -> bool:
 
 
 def _ring(plan: Plan) -> tuple[int, int, float]:
-    return plan.workload.values, len(plan.workload.regions), plan.workload.step_time_ns / SECOND_NS
+    return plan.workload.values, len(plan.workload.regions), plan.workload.step_time_ns / NS_PER_S
 
 
 def _least_rate(plan: Plan) -> int | None:

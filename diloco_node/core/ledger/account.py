@@ -127,9 +127,6 @@ class AccountCore:
         self._covered[learner, incarnation, fragment] = (step_to, tokens_before + tokens)
 
 
-# ---- the independent check -------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class AccountReport:
     """The account in tokens, and every fault that was found.
@@ -202,8 +199,6 @@ class _Checker:
         self._versions: dict[int, int] = {}
         self._included: dict[tuple[str, int, int], int] = {}
 
-    # ---- reading ----
-
     def read(self, entry: Entry) -> None:
         body = entry.body
         if isinstance(body, RoundBody):
@@ -244,8 +239,6 @@ class _Checker:
         if life not in self._trained:
             self._fault(f"entry {interval.entry}: {life[0]} incarnation {life[1]} is in no learner's own count")
         self._intervals.setdefault((*life, fragment), []).append(interval)
-
-    # ---- checking ----
 
     def check(self) -> None:
         newest: dict[str, int] = {}
@@ -312,8 +305,6 @@ class _Checker:
 
     def _fault(self, text: str) -> None:
         self._faults.append(text)
-
-    # ---- reporting ----
 
     def report(self, fragment_sizes: Sequence[int]) -> AccountReport:
         total = sum(fragment_sizes)

@@ -154,8 +154,6 @@ def _pack(plain: list[_Plain]) -> bytes:
     return packed
 
 
-# ---- per type: to plain values and back ------------------------------------------------------------------------------
-
 _Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 

@@ -79,8 +79,6 @@ class ReplicaLog:
         self._writes: deque[_Write] = deque()
         self._pack()
 
-    # ---- queries ----
-
     @property
     def entries(self) -> tuple[Entry, ...]:
         """All entries that are on disk or on their way there, from index 1."""
@@ -172,8 +170,6 @@ class ReplicaLog:
             index -= 1
         return index
 
-    # ---- commands ----
-
     def append(self, entry: Entry) -> None:
         """Add the next entry; its payload must be on disk. The staged ones must be gone: only leaders append."""
         assert entry.index == self.known_index + 1, (entry.index, self.known_index)
@@ -245,8 +241,6 @@ class ReplicaLog:
         while self._writes and self._writes[0].token <= token:
             self._durable_index = self._writes.popleft().last_index
         self._pack()
-
-    # ---- inside ----
 
     def _pack(self) -> None:
         """Keep old entries that are on disk as bytes; those whose payload it has lost are at hand in `_lost`."""

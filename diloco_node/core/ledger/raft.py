@@ -126,8 +126,6 @@ class LedgerCore:
         self._heartbeat_at_ns = 0
         self._gate = WriteGate()
 
-    # ---- queries -----------------------------------------------------------------------------------------------------
-
     @property
     def role(self) -> Role:
         """What this voter is now."""
@@ -215,8 +213,6 @@ class LedgerCore:
         """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
         return tuple(entry.body for entry in self._log.waiting if not self._has_payload(entry.body))
 
-    # ---- commands ----------------------------------------------------------------------------------------------------
-
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take note of a fact.
 
@@ -273,8 +269,6 @@ class LedgerCore:
         self._taken_index = max(self._taken_index, last)
         return list(self._log.slice(first, last))
 
-    # ---- small decisions, each by itself -----------------------------------------------------------------------------
-
     def _may_persist(self, entry: Entry) -> bool:
         """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
         return self._has_payload(entry.body)
@@ -301,8 +295,6 @@ class LedgerCore:
             return True
         heard_ns = self._following.heard_ns
         return bool(self._leader) and heard_ns is not None and now_ns - heard_ns < self._election_timeout_ns
-
-    # ---- events ------------------------------------------------------------------------------------------------------
 
     def _timer_fired(self, now_ns: int) -> None:
         if self.is_leader:
@@ -354,8 +346,6 @@ class LedgerCore:
             self._following.heard_ns = None
             early_ns = now_ns + self._heartbeat_ns + self._dice.below(self._election_timeout_ns)
             self._election_at_ns = min(self._election_at_ns, early_ns)
-
-    # ---- elections ---------------------------------------------------------------------------------------------------
 
     def _draw_election(self, now_ns: int) -> None:
         timeout_ns = self._election_timeout_ns
@@ -444,8 +434,6 @@ class LedgerCore:
         if is_from_leader and not self._is_draining:
             self._stand(now_ns)
 
-    # ---- the leader --------------------------------------------------------------------------------------------------
-
     def _become_leader(self, now_ns: int) -> None:
         self._role = Role.LEADER
         self._leader = self._region
@@ -506,8 +494,6 @@ class LedgerCore:
             self._note(f"{why}: offers its place to {successor}")
             self._gate.send(successor, LeadershipOffered(self._term))
 
-    # ---- the follower ------------------------------------------------------------------------------------------------
-
     def _append_asked(self, peer: str, asked: AppendAsked, now_ns: int) -> None:
         self._adopt_term(asked.term, now_ns)
         if asked.term < self._term:
@@ -551,8 +537,6 @@ class LedgerCore:
             self._advance_commit(now_ns)
         elif self._leader and self._following.acknowledged_index(self._log) > self._following.told_index:
             self._acknowledge(self._following.asked_sequence)
-
-    # ---- out ---------------------------------------------------------------------------------------------------------
 
     def _note(self, text: str, *, is_alarm: bool = False) -> None:
         self._gate.note(f"term {self._term}: {self._region} {text}", is_alarm=is_alarm)

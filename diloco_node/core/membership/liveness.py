@@ -73,8 +73,6 @@ class Liveness:
         self._own_budget = NO_LIMITS
         self._stepped: dict[str, tuple[int, int, int]] = {}
 
-    # ---- facts -------------------------------------------------------------------------------------------------------
-
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """A lost link is silence at once; a new one may lead to a new process, which counts from one again."""
         known = self._peers.get(peer)
@@ -146,8 +144,6 @@ class Liveness:
         """All other regions, sorted."""
         return tuple(self._peers)
 
-    # ---- questions ---------------------------------------------------------------------------------------------------
-
     def is_alive(self, region: str, *, now_ns: int) -> bool:
         """Heard within the last few heartbeats; this region always is."""
         if region == self._region:
@@ -199,8 +195,6 @@ class Liveness:
     def hears_claimed(self, region: str) -> tuple[str, ...]:
         """Whom another region says it hears, by its last heartbeat."""
         return self._peers[region].hears
-
-    # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _measure_rtt(self, known: _Peer, beat: Heartbeat, now_ns: int) -> None:
         sent_at_ns = self._sent_at_ns.get(beat.echo)

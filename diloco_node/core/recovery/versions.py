@@ -44,8 +44,6 @@ class Replica:
         self._applied_index = 0
         self._recover(recovered)
 
-    # ---- facts -------------------------------------------------------------------------------------------------------
-
     def initial_state_stored(self, digests: tuple[bytes, ...]) -> None:
         """Theta_0 of this region's own learner is on disk; where genesis says otherwise it is fetched over it."""
         for fragment, digest in enumerate(digests):
@@ -75,8 +73,6 @@ class Replica:
         self._unapplied.append(entry)
         if isinstance(entry.body, RoundBody):
             self._queues[entry.body.fragment].append(entry.body)
-
-    # ---- questions ---------------------------------------------------------------------------------------------------
 
     def has_payload(self, body: EntryBody) -> bool:
         """Whether the entry can be applied from this region's own disk alone."""
@@ -112,8 +108,6 @@ class Replica:
             self._applied_index = self._unapplied.popleft().index
         return self._applied_index
 
-    # ---- what to do --------------------------------------------------------------------------------------------------
-
     def pump(self) -> None:
         """Start every apply that may start."""
         for fragment in range(len(self.applied)):
@@ -141,8 +135,6 @@ class Replica:
             initial |= {one: digest for one, digest in lost.items() if self.applied[one] < 0}
         for fragment in range(len(self.states)):
             self._plan_fragment(fragment, initial.get(fragment, b""), lacking.get(fragment, []), fetches)
-
-    # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _recover(self, recovered: Recovered) -> None:
         """A state from version 1 on was committed once, so it can be used before a leader is known.

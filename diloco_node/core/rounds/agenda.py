@@ -103,8 +103,6 @@ class Agenda:
             return self._next_last(rounds, now_ns)
         return self._next_due(rounds, now_ns)
 
-    # ---- as long as it runs ------------------------------------------------------------------------------------------
-
     def _next_due(self, rounds: Mapping[int, OpenRound], now_ns: int) -> Opening | None:
         surroundings = self._electorate.look_around(now_ns=now_ns)
         opening = self.opener.choose(surroundings, rounds, self._resting, self._electorate, now_ns=now_ns)
@@ -118,8 +116,6 @@ class Agenda:
         is_usual = bool(rounds) or now_ns - self.opener.last_open_ns < WAIT_SAID_NS
         said = "" if is_usual else "".join(letter for letter in self.reason if not letter.isdigit())
         self._outbox.note_change("waits", said, self.reason)
-
-    # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _has_ended(self, now_ns: int) -> bool:
         if self._ending is None:

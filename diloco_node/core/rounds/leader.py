@@ -90,8 +90,6 @@ class RoundLeader:
         self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, outbox=outbox)
         self._agenda = self._new_agenda()
 
-    # ---- coming and going --------------------------------------------------------------------------------------------
-
     @property
     def is_acting(self) -> bool:
         """Whether this region decides about rounds now."""
@@ -142,8 +140,6 @@ class RoundLeader:
         if self._agenda.wake_at_ns is not None:
             times.append(self._agenda.wake_at_ns)
         return min(times, default=None)
-
-    # ---- facts -------------------------------------------------------------------------------------------------------
 
     def status_changed(self, region: str, *, now_ns: int) -> None:
         """A region told about itself: its learner, or what it has applied."""
@@ -213,8 +209,6 @@ class RoundLeader:
         if self._is_acting:
             self._agenda.finish_wanted(reason)
             self._is_stale = True
-
-    # ---- decisions ---------------------------------------------------------------------------------------------------
 
     def advance(self, *, now_ns: int) -> None:
         """Decide everything that can be decided now."""
@@ -318,8 +312,6 @@ class RoundLeader:
         one.is_proposed = True
         self.proposals.append(self._merges.body(one))
 
-    # ---- answers -----------------------------------------------------------------------------------------------------
-
     def _may_contribute(self, offered: Contribution, version: int) -> str:
         """Why a contribution may not be merged; empty if it may. The one place where the leader decides it."""
         if self._discards.is_booking(offered):
@@ -378,8 +370,6 @@ class RoundLeader:
                 f"steps ({body.step_from}, {body.step_to}] of {peer}'s incarnation {body.incarnation}: {body.reason}",
                 fragment=body.fragment,
             )
-
-    # ---- ballots -----------------------------------------------------------------------------------------------------
 
     def _next_number(self) -> Ballot:
         """A ballot that never was before: one leader per term, one number per attempt of that leader."""
@@ -470,8 +460,6 @@ class RoundLeader:
         if one.decision is not None:
             for name in one.late_reducers():
                 self._outbox.send(name, one.decision)
-
-    # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _reaches(self, region: str, now_ns: int) -> bool:
         return self._electorate.reaches(region, now_ns=now_ns)

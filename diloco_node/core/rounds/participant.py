@@ -60,8 +60,6 @@ class RoundParticipant:
         self._committed: list[list[RoundBody]] = [[] for _ in range(fragments)]
         self._dirty: set[int] = set()
 
-    # ---- queries -----------------------------------------------------------------------------------------------------
-
     def open_versions(self) -> dict[int, int]:
         """Fragment to version of rounds that are open as far as is known here: a new leader opens them again."""
         return {
@@ -98,8 +96,6 @@ class RoundParticipant:
             return f"waits for the decision of {part.leader}"
         return f"waits for merged stripes of {', '.join(part.lacking_reducers())}"
 
-    # ---- the learner -------------------------------------------------------------------------------------------------
-
     def learner_changed(self, status: LearnerStatus | None) -> None:
         """The learner reported, attached or is gone. A new life knows nothing of the old one's snapshots."""
         is_new_life = status is not None and (self._learner is None or self._learner.incarnation != status.incarnation)
@@ -130,8 +126,6 @@ class RoundParticipant:
         if self._learner is not None and self._learner.positions[fragment].base_version == asked:
             self._decline(one.part, reason)
         self._dirty.add(fragment)
-
-    # ---- the leader --------------------------------------------------------------------------------------------------
 
     def ballot_opened(self, leader: str, opened: BallotOpened) -> None:
         """Follow a ballot, or answer again if it is the one that is followed. Lower ones are refused by silence."""
@@ -166,8 +160,6 @@ class RoundParticipant:
             return
         for _, reduced in sorted(part.reduced.items()):
             self._outbox.send(part.leader, part.report_of(reduced))
-
-    # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def stripe_arrived(self, event: ContributionStripeArrived) -> None:
         """A stripe of a contribution is here, perhaps before the ballot that explains which blocks it is."""
@@ -229,8 +221,6 @@ class RoundParticipant:
         if part is not None and part.ballot == ballot:
             part.is_lost = True
 
-    # ---- the ledger --------------------------------------------------------------------------------------------------
-
     def committed(self, body: RoundBody) -> None:
         """A round is decided for good; its bytes are kept until it is applied."""
         self._committed[body.fragment].append(body)
@@ -248,8 +238,6 @@ class RoundParticipant:
         if closed:
             self._early.forget(fragment, closed[-1].ballot)
         self._dirty.add(fragment)
-
-    # ---- what to do --------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Do everything that can be done now."""
@@ -319,8 +307,6 @@ class RoundParticipant:
                 StorePayload(part.ballot, part.opened.fragment, one.version, part.digest, part.opened.stripes)
             )
 
-    # ---- small decisions, each in one place --------------------------------------------------------------------------
-
     def _may_contribute(self, fragment: int, version: int) -> str:
         """Why the learner can't contribute just yet; empty if it can. It will be asked again when something changes.
 
@@ -364,8 +350,6 @@ class RoundParticipant:
     def _residual_of(self, fragment: int, stripe: int, blocks: Block) -> Ballot | None:
         """The ballot whose residual is added: the one that committed the version before, over the same blocks here."""
         return self._fragments[fragment].residual_of(stripe, blocks) if self._settings.error_feedback else None
-
-    # ---- inside ------------------------------------------------------------------------------------------------------
 
     def _say_again(self, one: FollowedRound, part: FollowedBallot) -> None:
         """Everything that was said in this ballot; any of it may have been lost."""
