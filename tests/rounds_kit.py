@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
@@ -106,9 +106,11 @@ class Neighbourhood:
     """Liveness of one region with the heartbeats of the others in a test's hand."""
 
     def __init__(self, region: str = "a", regions: tuple[str, ...] = REGIONS) -> None:
-        self.outbox = Outbox(region)
+        self.effects = EffectBuffer(region)
         self.regions = regions
-        self.liveness = Liveness(region=region, regions=regions, heartbeat_ns=SETTINGS.heartbeat_ns, outbox=self.outbox)
+        self.liveness = Liveness(
+            region=region, regions=regions, heartbeat_ns=SETTINGS.heartbeat_ns, effects=self.effects
+        )
         self._sequences = dict.fromkeys(regions, 0)
 
     def hear(

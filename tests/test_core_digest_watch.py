@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Note
 from diloco_node.core.recovery.digest_watch import FRESH_MAX, FRESH_NS, VERSIONS_KEPT, DigestWatch
 from diloco_node.core.types import FragmentDigest
@@ -11,57 +11,57 @@ GOOD = bytes(range(32))
 BAD = bytes(32)
 
 
-def a_watch(fragments: int = 3) -> tuple[DigestWatch, Outbox]:
-    outbox = Outbox("a")
-    return DigestWatch(fragments, outbox), outbox
+def a_watch(fragments: int = 3) -> tuple[DigestWatch, EffectBuffer]:
+    effects = EffectBuffer("a")
+    return DigestWatch(fragments, effects), effects
 
 
-def alarms(outbox: Outbox) -> list[tuple[int, int]]:
-    return [(note.fragment, note.version) for note in outbox.take() if isinstance(note, Note) and note.is_alarm]
+def alarms(effects: EffectBuffer) -> list[tuple[int, int]]:
+    return [(note.fragment, note.version) for note in effects.take() if isinstance(note, Note) and note.is_alarm]
 
 
 def test_equal_digests_are_silent_and_a_difference_is_an_alarm_once() -> None:
-    watch, outbox = a_watch()
+    watch, effects = a_watch()
     watch.computed(1, 4, GOOD, now_ns=0)
     watch.told("b", (FragmentDigest(1, 4, GOOD[:16]),))
-    assert alarms(outbox) == []
+    assert alarms(effects) == []
     watch.told("c", (FragmentDigest(1, 4, BAD[:16]),))
     watch.told("c", (FragmentDigest(1, 4, BAD[:16]),))
-    assert alarms(outbox) == [(1, 4)]
+    assert alarms(effects) == [(1, 4)]
     assert watch.differences == 1
 
 
 def test_other_versions_are_not_compared() -> None:
-    watch, outbox = a_watch()
+    watch, effects = a_watch()
     watch.computed(1, 4, GOOD, now_ns=0)
     watch.told("b", (FragmentDigest(1, 3, BAD[:16]), FragmentDigest(2, 4, BAD[:16])))
-    assert alarms(outbox) == []
+    assert alarms(effects) == []
 
 
 def test_peer_that_is_ahead_is_compared_when_we_get_there() -> None:
-    watch, outbox = a_watch()
+    watch, effects = a_watch()
     watch.told("b", (FragmentDigest(1, 5, BAD[:16]),))
     watch.computed(1, 4, GOOD, now_ns=0)
-    assert alarms(outbox) == []
+    assert alarms(effects) == []
     watch.computed(1, 5, GOOD, now_ns=0)
-    assert alarms(outbox) == [(1, 5)]
+    assert alarms(effects) == [(1, 5)]
 
 
 def test_peer_that_is_behind_is_compared_with_what_we_had() -> None:
-    watch, outbox = a_watch()
+    watch, effects = a_watch()
     for version in range(VERSIONS_KEPT + 1):
         watch.computed(0, version, GOOD, now_ns=0)
     watch.told("b", (FragmentDigest(0, 0, BAD[:16]),))
-    assert alarms(outbox) == [], "too long ago"
+    assert alarms(effects) == [], "too long ago"
     watch.told("b", (FragmentDigest(0, 1, BAD[:16]),))
-    assert alarms(outbox) == [(0, 1)]
+    assert alarms(effects) == [(0, 1)]
 
 
 def test_fragment_that_does_not_exist_is_ignored() -> None:
-    watch, outbox = a_watch()
+    watch, effects = a_watch()
     watch.told("b", (FragmentDigest(3, 0, BAD[:16]), FragmentDigest(-1, 0, BAD[:16])))
     watch.computed(2, 0, GOOD, now_ns=0)
-    assert alarms(outbox) == []
+    assert alarms(effects) == []
 
 
 def test_new_digests_ride_along_for_a_while_and_all_in_turn() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, FetchPayload, FetchState
 from diloco_node.core.recovery.fetches import FETCHES_MAX, RETRY_NS, RETRY_NS_MAX, Fetches
 from tests.rounds_kit import committed_round
@@ -14,12 +14,12 @@ class Desk:
     """Fetches of region a, with the effects of the last call."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox("a")
-        self.fetches = Fetches(region="a", regions=("a", *OTHERS), outbox=self.outbox)
+        self.effects = EffectBuffer("a")
+        self.fetches = Fetches(region="a", regions=("a", *OTHERS), effects=self.effects)
 
     def pump(self, *, leader: str = "c", alive: tuple[str, ...] = OTHERS, now_ns: int = 0) -> list[Effect]:
         self.fetches.pump(leader=leader, alive=alive, now_ns=now_ns)
-        return [effect for effect in self.outbox.take() if isinstance(effect, FetchPayload | FetchState)]
+        return [effect for effect in self.effects.take() if isinstance(effect, FetchPayload | FetchState)]
 
 
 BODY = committed_round(0, 3, ())

@@ -33,7 +33,7 @@ def test_every_region_tells_its_budget() -> None:
     world.liveness.own_budget(RateLimits(None, 9))
     assert world.liveness.budget("a") == RateLimits(None, 9)
     world.liveness.beat(applied_index=0, digests=(), now_ns=15)
-    beats = [effect.message for effect in world.outbox.take() if isinstance(effect, Send)]
+    beats = [effect.message for effect in world.effects.take() if isinstance(effect, Send)]
     assert [beat.budget for beat in beats if isinstance(beat, Heartbeat)] == [RateLimits(None, 9)] * 2
 
 
@@ -96,7 +96,7 @@ def test_heartbeat_says_how_long_ago_the_echo_was_heard() -> None:
     world = Neighbourhood()
     world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=17), now_ns=1_000)
     world.liveness.beat(applied_index=5, digests=(), now_ns=1_600)
-    told = {effect.peer: effect.message for effect in world.outbox.take() if isinstance(effect, Send)}
+    told = {effect.peer: effect.message for effect in world.effects.take() if isinstance(effect, Send)}
     to_b, to_c = told["b"], told["c"]
     assert isinstance(to_b, Heartbeat)
     assert isinstance(to_c, Heartbeat)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, OfferVersion
 from diloco_node.core.recovery.offers import Offers
 from diloco_node.core.recovery.versions import Replica
@@ -17,7 +17,7 @@ class Desk:
     """Region a with a learner."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox("a")
+        self.effects = EffectBuffer("a")
         self.history = RoundHistory(2)
         self.ledger = Ledger()
         self.replica = Replica(
@@ -25,9 +25,9 @@ class Desk:
             manifest_digest=MANIFEST.digest,
             recovered=Recovered(0, "", (), (-1, -1), frozenset()),
             history=self.history,
-            outbox=self.outbox,
+            effects=self.effects,
         )
-        self.offers = Offers(region="a", history=self.history, replica=self.replica, outbox=self.outbox)
+        self.offers = Offers(region="a", history=self.history, replica=self.replica, effects=self.effects)
 
     def commit(self, *bodies: EntryBody) -> None:
         for body in bodies:
@@ -36,11 +36,11 @@ class Desk:
     def apply(self, fragment: int, version: int) -> list[Effect]:
         self.replica.version_applied(fragment, version)
         self.offers.applied(fragment)
-        return self.outbox.take()
+        return self.effects.take()
 
     def attach(self, learner: LearnerStatus | None) -> list[Effect]:
         self.offers.attached(learner)
-        return self.outbox.take()
+        return self.effects.take()
 
 
 NEW = status(0, f0=position(base=-1), f1=position(base=-1))
@@ -102,7 +102,7 @@ def test_learner_with_work_of_its_own_waits_until_the_ledger_is_known() -> None:
     assert desk.apply(0, 1) == [], "recovered from disk, the ledger is not read yet: is its snapshot in it?"
     desk.commit(GENESIS, INCLUDED)
     desk.offers.applied(0)
-    assert desk.outbox.take() == [OfferVersion(0, 1, 5)]
+    assert desk.effects.take() == [OfferVersion(0, 1, 5)]
 
 
 def test_new_learner_does_not_wait_for_the_ledger() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import AdoptState, ApplyVersion, Effect
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Replica
@@ -17,7 +17,7 @@ class Disk:
     """A replica with its ledger; `commit` commits."""
 
     def __init__(self, recovered: Recovered = EMPTY) -> None:
-        self.outbox = Outbox("a")
+        self.effects = EffectBuffer("a")
         self.history = RoundHistory(2)
         self.ledger = Ledger()
         self.replica = Replica(
@@ -25,9 +25,9 @@ class Disk:
             manifest_digest=MANIFEST.digest,
             recovered=recovered,
             history=self.history,
-            outbox=self.outbox,
+            effects=self.effects,
         )
-        self.fetches = Fetches(region="a", regions=REGIONS, outbox=self.outbox)
+        self.fetches = Fetches(region="a", regions=REGIONS, effects=self.effects)
 
     def commit(self, body: EntryBody) -> Entry:
         entry = self.ledger.add(body)
@@ -37,7 +37,7 @@ class Disk:
 
     def pump(self) -> list[Effect]:
         self.replica.pump()
-        return self.outbox.take()
+        return self.effects.take()
 
     def begin(self) -> None:
         self.replica.initial_state_stored(DIGESTS)
@@ -132,7 +132,7 @@ def test_recovered_state_is_adopted_at_once_and_older_rounds_are_skipped() -> No
     entries = tuple(ledger.add(body) for body in (GENESIS, committed_round(0, 1, ()), committed_round(0, 2, ())))
     last = committed_round(0, 2, ())
     disk = Disk(Recovered(1, "", entries, (1, 0), frozenset({(0, 2, last.payload_digest)})))
-    assert disk.outbox.take() == [AdoptState(0, 1)], "version 0 waits for its genesis"
+    assert disk.effects.take() == [AdoptState(0, 1)], "version 0 waits for its genesis"
     disk.replica.version_applied(0, 1)
     disk.commit(GENESIS)
     disk.commit(committed_round(0, 1, ()))

@@ -21,7 +21,7 @@ from diloco_node.core.messages import (
     StripeHeld,
     StripeMerged,
 )
-from diloco_node.core.rounds.ending import GIVE_UP_BALLOTS
+from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.open_round import payload_digest
@@ -70,7 +70,7 @@ class Office:
             settings=settings,
             history=self.history,
             liveness=self.world.liveness,
-            outbox=self.world.outbox,
+            effects=self.world.effects,
         )
         self.notes: list[Note] = []
         self.commit(GENESIS)
@@ -95,13 +95,13 @@ class Office:
         self.now_ns += ns
         self.leader.advance(now_ns=self.now_ns)
         said: list[tuple[str, Message]] = []
-        for effect in self.world.outbox.take():
+        for effect in self.world.effects.take():
             if isinstance(effect, Send):
                 said.append((effect.peer, effect.message))
             elif isinstance(effect, Note):
                 self.notes.append(effect)
-        while self.world.outbox.local:
-            said.append(("a", self.world.outbox.local.popleft()))
+        while self.world.effects.local:
+            said.append(("a", self.world.effects.local.popleft()))
         return sorted(said, key=lambda one: (one[0], type(one[1]).__name__))
 
     def answer(self, peer: str, message: Message) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_node.core.rounds.eligibility import Electorate
+from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.types import FragmentPosition, LearnerStatus
@@ -29,7 +29,7 @@ class Desk:
         self.history, self.ledger = RoundHistory(2), Ledger()
         self.history.apply(self.ledger.add(GENESIS), now_ns=0)
         self.opener = Opener(settings=SETTINGS, fragments=2, history=self.history, liveness=self.world.liveness)
-        self.electorate = Electorate(region="a", regions=REGIONS, history=self.history, liveness=self.world.liveness)
+        self.eligibility = Eligibility(region="a", regions=REGIONS, history=self.history, liveness=self.world.liveness)
         self.now_ns = SECOND
 
     def report(self, learner: LearnerStatus, names: str = "abc") -> None:
@@ -41,8 +41,8 @@ class Desk:
             self.opener.status_changed(name, learner, now_ns=self.now_ns)
 
     def choose(self, in_flight: tuple[int, ...] = (), resting: tuple[int, ...] = ()) -> Opening | None:
-        around = self.electorate.look_around(now_ns=self.now_ns)
-        return self.opener.choose(around, in_flight, resting, self.electorate, now_ns=self.now_ns)
+        around = self.eligibility.reachability(now_ns=self.now_ns)
+        return self.opener.choose(around, in_flight, resting, self.eligibility, now_ns=self.now_ns)
 
 
 def at(mark: int) -> FragmentPosition:
@@ -114,11 +114,11 @@ def test_timing_is_learnt_from_openings_and_commits() -> None:
     desk.report(status(20))
     desk.opener.opened(Opening(0, "", (100, 300, 900), 3), now_ns=1_000)
     desk.opener.committed(5_000)
-    timing = desk.opener.timing(desk.electorate.look_around(now_ns=desk.now_ns))
+    timing = desk.opener.timing(desk.eligibility.reachability(now_ns=desk.now_ns))
     assert (timing.quorum_time_ns, timing.sync_time_ns, timing.spread_p99_ns) == (200, 5_000, 600)
     assert timing.step_time_ns == 100 * MS
     desk.opener.opened(Opening(0, "", (100, 300), 3), now_ns=1_000)
-    timing = desk.opener.timing(desk.electorate.look_around(now_ns=desk.now_ns))
+    timing = desk.opener.timing(desk.eligibility.reachability(now_ns=desk.now_ns))
     assert timing.spread_p99_ns == 700, "one was not due at all: the spread is at least until now"
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -32,7 +32,7 @@ from diloco_node.core.messages import (
     StripeMerged,
 )
 from diloco_node.core.recovery.versions import Replica
-from diloco_node.core.rounds.early import EARLY_MAX
+from diloco_node.core.rounds.followed import EARLY_MAX
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.participant import RoundParticipant
@@ -62,7 +62,7 @@ class Place:
     """Region b, with genesis committed and a learner at step 10; region a leads."""
 
     def __init__(self, settings: RunSettings = SETTINGS) -> None:
-        self.outbox = Outbox("b")
+        self.effects = EffectBuffer("b")
         self.history = RoundHistory(2)
         self.ledger = Ledger()
         self.replica = Replica(
@@ -70,7 +70,7 @@ class Place:
             manifest_digest=MANIFEST.digest,
             recovered=Recovered(0, "", (), (-1, -1), frozenset()),
             history=self.history,
-            outbox=self.outbox,
+            effects=self.effects,
         )
         self.participant = RoundParticipant(
             region="b",
@@ -79,7 +79,7 @@ class Place:
             settings=settings,
             history=self.history,
             replica=self.replica,
-            outbox=self.outbox,
+            effects=self.effects,
         )
         self.commit(GENESIS)
         for fragment in range(2):
@@ -99,7 +99,7 @@ class Place:
 
     def go(self) -> list[Effect]:
         self.participant.pump()
-        return self.outbox.take()
+        return self.effects.take()
 
     def open(self, opened: BallotOpened = OPENED) -> list[Effect]:
         self.participant.ballot_opened("a", opened)

@@ -8,7 +8,7 @@ from diloco_node.core.events import Effect, Note, Send
 from diloco_node.core.messages import Message
 
 
-class Outbox:
+class EffectBuffer:
     """Effects in the order in which they were decided, and messages of this region to itself.
 
     Attributes:

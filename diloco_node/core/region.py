@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Event
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
@@ -82,16 +82,16 @@ class RegionCore:
         self._manifest = manifest
         self._settings = settings
         fragments = len(manifest.fragments)
-        self._outbox = Outbox(region)
+        self._effects = EffectBuffer(region)
         self.history = RoundHistory(fragments)
         self.replica = Replica(
             fragments=fragments,
             manifest_digest=manifest.digest,
             recovered=recovered,
             history=self.history,
-            outbox=self._outbox,
+            effects=self._effects,
         )
-        self._fetches = Fetches(region=region, regions=self._regions, outbox=self._outbox)
+        self._fetches = Fetches(region=region, regions=self._regions, effects=self._effects)
         self.ledger = LedgerCore(
             region=region,
             voters=self._regions,
@@ -108,7 +108,7 @@ class RegionCore:
             region=region,
             regions=self._regions,
             heartbeat_ns=settings.heartbeat_ns,
-            outbox=self._outbox,
+            effects=self._effects,
             silent_heartbeats=silent_heartbeats,
         )
         self.leader = RoundLeader(
@@ -118,7 +118,7 @@ class RegionCore:
             settings=settings,
             history=self.history,
             liveness=self.liveness,
-            outbox=self._outbox,
+            effects=self._effects,
         )
         self.participant = RoundParticipant(
             region=region,
@@ -127,11 +127,11 @@ class RegionCore:
             settings=settings,
             history=self.history,
             replica=self.replica,
-            outbox=self._outbox,
+            effects=self._effects,
         )
-        self._offers = Offers(region=region, history=self.history, replica=self.replica, outbox=self._outbox)
+        self._offers = Offers(region=region, history=self.history, replica=self.replica, effects=self._effects)
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
-        self._digests = DigestWatch(fragments, self._outbox)
+        self._digests = DigestWatch(fragments, self._effects)
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
         self._due: frozenset[int] = frozenset()
@@ -178,13 +178,13 @@ class RegionCore:
         self._now_ns = now_ns
         self._arrows[type(event)](event, now_ns)
         self._settle(now_ns)
-        return self._outbox.take()
+        return self._effects.take()
 
     def hand_over(self, *, now_ns: int) -> list[Effect]:
         """This region is about to stop: offer leadership to another one, and never stand for election again."""
         self._emit(self.ledger.hand_over(now_ns=now_ns))
         self._settle(now_ns)
-        return self._outbox.take()
+        return self._effects.take()
 
     @property
     def wake_at_ns(self) -> int:
@@ -212,8 +212,8 @@ class RegionCore:
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
         for _ in range(TURNS_MAX):
-            if self._outbox.local:
-                self._own_message(self._outbox.local.popleft(), now_ns)
+            if self._effects.local:
+                self._own_message(self._effects.local.popleft(), now_ns)
                 continue
             is_news = False
             for entry in self.ledger.take_committed():
@@ -226,7 +226,7 @@ class RegionCore:
                 is_news = True
             self.replica.pump()
             self.participant.pump()
-            if not is_news and not self._outbox.local:
+            if not is_news and not self._effects.local:
                 break
         else:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
@@ -252,9 +252,9 @@ class RegionCore:
         own = (self._run_id, self._settings_digest, self._manifest.digest, self._regions)
         theirs = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
         if own != theirs:
-            self._outbox.note("genesis", f"the ledger is of another run: {theirs}, here {own}", is_alarm=True)
+            self._effects.note("genesis", f"the ledger is of another run: {theirs}, here {own}", is_alarm=True)
         else:
-            self._outbox.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun")
+            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun")
 
     def _count_participation(self, body: RoundBody) -> None:
         included = {member.contribution.learner for member in body.members}
@@ -267,7 +267,7 @@ class RegionCore:
         ledger = self.ledger
         if self._said_leader != f"{ledger.term} {ledger.leader}" and ledger.leader:
             self._said_leader = f"{ledger.term} {ledger.leader}"
-            self._outbox.note("leader", f"{ledger.leader} leads term {ledger.term}")
+            self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
         if self.leader.is_acting and not ledger.is_leader:
             self.leader.end()
         if self.leader.is_acting or not ledger.is_settled or ledger.commit_index < ledger.cluster_commit_index:
@@ -329,13 +329,13 @@ class RegionCore:
         if finished is None or self._is_writing_final or tuple(self.replica.applied) != finished.versions:
             return
         self._is_writing_final = True
-        self._outbox.emit(ev.WriteFinal(finished.versions))
+        self._effects.emit(ev.WriteFinal(finished.versions))
         self._stop_learner()
 
     def _stop_learner(self) -> None:
         finished = self.history.finished
         if finished is not None and self._is_writing_final and self.liveness.learner(self._region) is not None:
-            self._outbox.emit(ev.StopLearner(finished.reason))
+            self._effects.emit(ev.StopLearner(finished.reason))
 
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
@@ -373,16 +373,16 @@ class RegionCore:
             return
         bodies = self._discards.bodies()
         if bodies:
-            self._outbox.send(leader, msg.DiscardReported(bodies))
+            self._effects.send(leader, msg.DiscardReported(bodies))
         if self._finish_asked and self.history.finished is None:
-            self._outbox.send(leader, msg.FinishWanted(self._finish_asked))
+            self._effects.send(leader, msg.FinishWanted(self._finish_asked))
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
         if isinstance(message, _LEDGER_MESSAGES):
             self._to_ledger(event, now_ns)
         elif event.peer not in self._regions or event.peer == self._region:
-            self._outbox.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
+            self._effects.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
         elif isinstance(message, msg.Heartbeat):
             self._heartbeat(event.peer, message, now_ns)
         else:
@@ -409,7 +409,7 @@ class RegionCore:
     def _heartbeat(self, peer: str, beat: msg.Heartbeat, now_ns: int) -> None:
         learner = beat.learner
         if learner is not None and len(learner.positions) != len(self._manifest.fragments):
-            self._outbox.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
+            self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
             return
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
             self._digests.told(peer, beat.digests)
@@ -430,11 +430,11 @@ class RegionCore:
 
     def _emit(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            self._outbox.emit(effect)
+            self._effects.emit(effect)
 
     def _initial_state_stored(self, event: ev.InitialStateStored, now_ns: int) -> None:
         if event.manifest_digest != self._manifest.digest or len(event.fragment_digests) != len(self.replica.states):
-            self._outbox.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
+            self._effects.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
             return
         self.replica.initial_state_stored(event.fragment_digests)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
@@ -446,13 +446,13 @@ class RegionCore:
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
         self._discards.attached(status, event.trained_before)
-        self._outbox.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
+        self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self._offers.attached(status)
         self._learner_is(status, now_ns)
         self._stop_learner()
 
     def _learner_detached(self, _: ev.LearnerDetached, now_ns: int) -> None:
-        self._outbox.note("learner", "detached")
+        self._effects.note("learner", "detached")
         self._offers.attached(None)
         self._learner_is(None, now_ns)
 
@@ -532,7 +532,7 @@ class RegionCore:
 
     def _final_written(self, _: ev.FinalWritten, __: int) -> None:
         self._is_final = True
-        self._outbox.note("final", "final parameters are written")
+        self._effects.note("final", "final parameters are written")
 
     def view(self) -> RegionView:
         """Everything that `status` shows, as of the last event."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.messages import Heartbeat
 from diloco_node.core.types import FragmentDigest, LearnerStatus
 
@@ -60,13 +60,13 @@ class Liveness:
         region: str,
         regions: tuple[str, ...],
         heartbeat_ns: int,
-        outbox: Outbox,
+        effects: EffectBuffer,
         silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
         self._region = region
         self._peers = {name: _Peer() for name in sorted(regions) if name != region}
         self._silent_ns = silent_heartbeats * heartbeat_ns
-        self._outbox = outbox
+        self._effects = effects
         self._sequence = 0
         self._sent_at_ns: dict[int, int] = {}
         self._own_learner: LearnerStatus | None = None
@@ -132,7 +132,7 @@ class Liveness:
                     digests,
                     self._own_budget,
                 )
-                self._outbox.send(name, beat)
+                self._effects.send(name, beat)
 
     @property
     def silent_ns(self) -> int:

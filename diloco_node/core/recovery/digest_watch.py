@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.types import FragmentDigest
 
 DIGEST_BYTES: Final = 16
@@ -24,13 +24,13 @@ FRESH_MAX: Final = 8
 class DigestWatch:
     """Keeps this region's digests, chooses those to tell, and raises an alarm at a difference."""
 
-    def __init__(self, fragments: int, outbox: Outbox) -> None:
+    def __init__(self, fragments: int, effects: EffectBuffer) -> None:
         self._own: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
         self._told: dict[tuple[str, int], FragmentDigest] = {}
         self._fresh: OrderedDict[int, int] = OrderedDict()
         self._alarmed: set[tuple[str, int]] = set()
         self._rotation = 0
-        self._outbox = outbox
+        self._effects = effects
 
     def computed(self, fragment: int, version: int, digest: bytes, *, now_ns: int) -> None:
         """This region's digest of a fragment at a version is known."""
@@ -80,7 +80,7 @@ class DigestWatch:
         if own is None or own == told.digest[:DIGEST_BYTES] or (peer, told.fragment) in self._alarmed:
             return
         self._alarmed.add((peer, told.fragment))
-        self._outbox.note(
+        self._effects.note(
             "digest",
             f"{peer} has {told.digest.hex()}, here it is {own.hex()}: parameters differ at the same version",
             fragment=told.fragment,

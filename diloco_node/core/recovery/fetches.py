@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import FetchPayload, FetchState
 from diloco_node.core.types import RoundBody
 
@@ -52,9 +52,9 @@ class _Fetch:
 class Fetches:
     """Turns wants into fetch effects. After every call that changes something, call `pump`."""
 
-    def __init__(self, *, region: str, regions: tuple[str, ...], outbox: Outbox) -> None:
+    def __init__(self, *, region: str, regions: tuple[str, ...], effects: EffectBuffer) -> None:
         self._others = tuple(sorted(name for name in regions if name != region))
-        self._outbox = outbox
+        self._effects = effects
         self._fetches: dict[int, _Fetch] = {}
         self._alive: frozenset[str] = frozenset()
 
@@ -115,7 +115,7 @@ class Fetches:
         if reason in GONE and current.body is not None:
             # A state that a peer can't give now it may have later; a payload that was pruned does not come back.
             current.gone.add(peer)
-        self._outbox.note("fetch", f"{peer} could not send it: {reason}", fragment=fragment, version=current.version)
+        self._effects.note("fetch", f"{peer} could not send it: {reason}", fragment=fragment, version=current.version)
         if set(current.failed) >= set(self._others):
             current.failed.clear()
         # Those that are away can't be asked, so they are no reason to ask the others again without a pause.
@@ -188,8 +188,8 @@ class Fetches:
         body = current.body
         if body is None:
             what = f"state at version {current.version} or later"
-            self._outbox.emit(FetchState(current.peer, fragment, current.version, current.initial_digest))
+            self._effects.emit(FetchState(current.peer, fragment, current.version, current.initial_digest))
         else:
             what = "payload"
-            self._outbox.emit(FetchPayload(current.peer, fragment, body.version, body.payload_digest, body.stripes))
-        self._outbox.note("fetch", f"{what} from {current.peer}", fragment=fragment, version=current.version)
+            self._effects.emit(FetchPayload(current.peer, fragment, body.version, body.payload_digest, body.stripes))
+        self._effects.note("fetch", f"{what} from {current.peer}", fragment=fragment, version=current.version)

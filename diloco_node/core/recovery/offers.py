@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import OfferVersion
 from diloco_node.core.recovery.versions import Replica
 from diloco_node.core.rounds.history import RoundHistory
@@ -12,11 +12,11 @@ from diloco_node.core.types import LearnerStatus
 class Offers:
     """Offers each applied version once to each attached learner, and never an older one than it has."""
 
-    def __init__(self, *, region: str, history: RoundHistory, replica: Replica, outbox: Outbox) -> None:
+    def __init__(self, *, region: str, history: RoundHistory, replica: Replica, effects: EffectBuffer) -> None:
         self._region = region
         self._history = history
         self._replica = replica
-        self._outbox = outbox
+        self._effects = effects
         self._learner: LearnerStatus | None = None
         self._offered = [-1] * len(replica.applied)
 
@@ -48,4 +48,4 @@ class Offers:
             self._region, self._learner.incarnation, fragment, base=base, version=version
         )
         is_last = self._history.is_last_round(fragment, version)
-        self._outbox.emit(OfferVersion(fragment, version, included, is_last))
+        self._effects.emit(OfferVersion(fragment, version, included, is_last))

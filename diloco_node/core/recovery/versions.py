@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import AdoptState, ApplyVersion
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.rounds.history import RoundHistory
@@ -29,13 +29,19 @@ class Replica:
     """
 
     def __init__(
-        self, *, fragments: int, manifest_digest: str, recovered: Recovered, history: RoundHistory, outbox: Outbox
+        self,
+        *,
+        fragments: int,
+        manifest_digest: str,
+        recovered: Recovered,
+        history: RoundHistory,
+        effects: EffectBuffer,
     ) -> None:
         self.applied = [-1] * fragments
         self.states = list(recovered.states) or [-1] * fragments
         self._manifest_digest = manifest_digest
         self._history = history
-        self._outbox = outbox
+        self._effects = effects
         self._payloads = set(recovered.payloads)
         self._initial: dict[int, bytes] = {}
         self._queues: list[deque[RoundBody]] = [deque() for _ in range(fragments)]
@@ -146,7 +152,7 @@ class Replica:
         for fragment, version in enumerate(self.states):
             if version >= 1:
                 self._busy[fragment] = version
-                self._outbox.emit(AdoptState(fragment, version))
+                self._effects.emit(AdoptState(fragment, version))
             elif version == 0 and genesis is not None:
                 self._initial[fragment] = genesis.fragment_digests[fragment]
             else:
@@ -173,12 +179,12 @@ class Replica:
             queue.popleft()
         if applied < state <= self._history.versions[fragment] and self._may_adopt(fragment):
             self._busy[fragment] = state
-            self._outbox.emit(AdoptState(fragment, state))
+            self._effects.emit(AdoptState(fragment, state))
         elif queue and applied >= 0 and queue[0].version == applied + 1:
             body = queue[0]
             if (fragment, body.version, body.payload_digest) in self._payloads:
                 self._busy[fragment] = body.version
-                self._outbox.emit(ApplyVersion(body))
+                self._effects.emit(ApplyVersion(body))
 
     def _is_applied(self, entry: Entry) -> bool:
         if isinstance(entry.body, GenesisBody):

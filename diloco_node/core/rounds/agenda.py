@@ -1,15 +1,17 @@
-"""What the leader does next about rounds: open one that is due, hold the last ones, or close the run."""
+"""What the leader does next about rounds: open one that is due, hold the last ones, or close the run.
+
+A run ends with one last round per fragment, with everybody who can be reached, and then the entry that says so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.rounds.eligibility import Electorate
-from diloco_node.core.rounds.ending import Ending, begin_ending, end_reason
+from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
@@ -17,6 +19,58 @@ from diloco_node.core.types import FinishedBody, RunSettings
 
 WAIT_SAID_NS: Final = 2_000_000_000
 """How long nothing was opened when the reason goes into the log; status shows it at once."""
+
+
+READY_STEPS: Final = 4
+"""Steps that late members get to be ready for the last round of a fragment."""
+
+GIVE_UP_BALLOTS: Final = 8
+"""A fragment's last round may take as long as this many shortest ballots; then the run ends without it."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """The run is being closed by this leader.
+
+    Attributes:
+        reason: what ended it, in words.
+        pending: fragments whose last round is not committed (or given up).
+        ready_by_ns: until then a last round waits for every live learner, afterwards it takes those that can.
+        give_up_ns: per fragment, when its last round is given up; set when it is the fragment's turn.
+    """
+
+    reason: str
+    pending: set[int]
+    ready_by_ns: int
+    give_up_ns: dict[int, int] = field(default_factory=dict)
+
+    def allow(self, fragment: int, *, now_ns: int, ballot_ns: int) -> int:
+        """When the fragment's last round is given up, from its first turn on."""
+        return self.give_up_ns.setdefault(fragment, now_ns + GIVE_UP_BALLOTS * ballot_ns)
+
+
+def end_reason(settings: RunSettings, *, steps: Iterable[int], tokens: int, asked: str) -> str:
+    """Why the run ends now; empty while it goes on.
+
+    Args:
+        steps: of each learner, all its lives together.
+        tokens: merged, mean over the fragments.
+        asked: an operator's reason, empty if nobody asked.
+    """
+    fastest = max(steps, default=0)
+    if asked:
+        return asked
+    if 0 < settings.steps_max <= fastest:
+        return f"the fastest learner made {fastest} of {settings.steps_max} steps"
+    if 0 < settings.tokens_max <= tokens:
+        return f"{tokens} of {settings.tokens_max} tokens are merged"
+    return ""
+
+
+def begin_ending(settings: RunSettings, reason: str, *, fragments: int, step_time_ns: int, now_ns: int) -> Ending:
+    """Start to close the run."""
+    ready_by_ns = now_ns + max(settings.ballot_deadline_min_ns, READY_STEPS * step_time_ns)
+    return Ending(reason, set(range(fragments)), ready_by_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +99,8 @@ class Agenda:
         settings: RunSettings,
         history: RoundHistory,
         liveness: Liveness,
-        electorate: Electorate,
-        outbox: Outbox,
+        eligibility: Eligibility,
+        effects: EffectBuffer,
     ) -> None:
         self.reason = ""
         self.wake_at_ns: int | None = None
@@ -56,8 +110,8 @@ class Agenda:
         self._settings = settings
         self._history = history
         self._liveness = liveness
-        self._electorate = electorate
-        self._outbox = outbox
+        self._eligibility = eligibility
+        self._effects = effects
         self._resting: dict[int, int] = {}
         self._ending: Ending | None = None
         self._is_finishing = False
@@ -104,8 +158,8 @@ class Agenda:
         return self._next_due(rounds, now_ns)
 
     def _next_due(self, rounds: Mapping[int, OpenRound], now_ns: int) -> Opening | None:
-        surroundings = self._electorate.look_around(now_ns=now_ns)
-        opening = self.opener.choose(surroundings, rounds, self._resting, self._electorate, now_ns=now_ns)
+        reachability = self._eligibility.reachability(now_ns=now_ns)
+        opening = self.opener.choose(reachability, rounds, self._resting, self._eligibility, now_ns=now_ns)
         self.reason, self.wake_at_ns = self.opener.reason, self.opener.wake_at_ns
         if opening is None:
             self._say_why_nothing_opens(rounds, now_ns)
@@ -115,7 +169,7 @@ class Agenda:
         """Between two rounds there is always something to wait for: say it when it takes longer than that."""
         is_usual = bool(rounds) or now_ns - self.opener.last_open_ns < WAIT_SAID_NS
         said = "" if is_usual else "".join(letter for letter in self.reason if not letter.isdigit())
-        self._outbox.note_change("waits", said, self.reason)
+        self._effects.note_change("waits", said, self.reason)
 
     def _has_ended(self, now_ns: int) -> bool:
         if self._ending is None:
@@ -128,11 +182,11 @@ class Agenda:
             reason = end_reason(self._settings, steps=steps, tokens=tokens, asked=self._finish_asked)
             if not reason:
                 return False
-            timing = self.opener.timing(self._electorate.look_around(now_ns=now_ns))
+            timing = self.opener.timing(self._eligibility.reachability(now_ns=now_ns))
             self._ending = begin_ending(
                 self._settings, reason, fragments=self._fragments, step_time_ns=timing.step_time_ns, now_ns=now_ns
             )
-            self._outbox.note("ending", f"{reason}: one last round per fragment")
+            self._effects.note("ending", f"{reason}: one last round per fragment")
         return True
 
     def _next_last(self, rounds: Mapping[int, OpenRound], now_ns: int) -> Step | None:
@@ -166,13 +220,13 @@ class Agenda:
 
     def _open_last(self, ending: Ending, fragment: int, is_over: bool, now_ns: int) -> Opening | None:
         """The last round of a fragment with everybody, after a while with those who can; without any it is skipped."""
-        surroundings = self._electorate.look_around(now_ns=now_ns)
-        members, excluded = self._electorate.members(fragment, surroundings, now_ns=now_ns)
-        must_wait = fragment in self._resting or (bool(excluded) and now_ns < ending.ready_by_ns)
+        reachability = self._eligibility.reachability(now_ns=now_ns)
+        members, ineligible = self._eligibility.members(fragment, reachability, now_ns=now_ns)
+        must_wait = fragment in self._resting or (bool(ineligible) and now_ns < ending.ready_by_ns)
         if must_wait and not is_over:
             return None
         if members and not is_over:
             return Opening(fragment, "the last round", is_last=True)
-        self._outbox.note("skipped", "no learner contributes to a last round", fragment=fragment)
+        self._effects.note("skipped", "no learner contributes to a last round", fragment=fragment)
         ending.pending.discard(fragment)
         return None

@@ -1,14 +1,21 @@
-"""How long a ballot may take before the next one is opened: a pure function of what was measured."""
+"""A round's ballots: how long one may take, and with whom and over which stripes the next one is held.
+
+The deadline follows from what was measured. After a ballot that failed, contributions keep their names, so that what
+has arrived at a reducer that stays is not sent again.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
-from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, RunSettings, Stripe
+from diloco_node.core.messages import HeldStripe
+from diloco_node.core.rounds.open_round import Deadline, OpenRound
+from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, Contribution, RunSettings, Stripe
 from diloco_node.numeric import NS_PER_S
 
 MARGIN: Final = 3
@@ -35,19 +42,6 @@ def encoded_bytes(fragment: Fragment, codec: Codec) -> int:
         else:
             bits += _BITS[codec] * size + _SCALE_BITS * -(-size // BLOCK_VALUES)
     return -(-bits // 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """How long a ballot may take, and why.
-
-    Attributes:
-        duration_ns: from the opening of the ballot.
-        derivation: one line, for log and status.
-    """
-
-    duration_ns: int
-    derivation: str
 
 
 def ballot_deadline(
@@ -77,9 +71,13 @@ def ballot_deadline(
     expected_ns = 2 * step_time_ns + 4 * rtt_ns + transfer_ns
     factor = 1 << min(attempt, ATTEMPTS_DOUBLED_MAX)
     duration_ns = factor * max(minimum_ns, MARGIN * expected_ns)
+
+    def seconds(span_ns: int) -> str:
+        return f"{span_ns / NS_PER_S:.3g} s"
+
     derivation = (
-        f"{_s(duration_ns)} = {factor} x max({_s(minimum_ns)}, {MARGIN} x ("
-        f"2 steps of {_s(step_time_ns)} + 4 round trips of {_s(rtt_ns)} + "
+        f"{seconds(duration_ns)} = {factor} x max({seconds(minimum_ns)}, {MARGIN} x ("
+        f"2 steps of {seconds(step_time_ns)} + 4 round trips of {seconds(rtt_ns)} + "
         f"{transfer_bytes} bytes at {rate} bytes/s{'' if rate_bytes_per_s else ' (assumed)'}))"
     )
     return Deadline(duration_ns, derivation)
@@ -139,5 +137,80 @@ class BallotClock:
         return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
 
 
-def _s(duration_ns: int) -> str:
-    return f"{duration_ns / NS_PER_S:.3g} s"
+@dataclass(frozen=True, slots=True)
+class NextBallot:
+    """The plan.
+
+    Attributes:
+        contributions: known already, by learner; they keep their names.
+        held: of these, what has arrived and stays where it is.
+    """
+
+    members: tuple[str, ...]
+    contributions: dict[str, Contribution]
+    held: tuple[HeldStripe, ...]
+
+
+def plan_next(
+    one: OpenRound,
+    stripes: tuple[Stripe, ...],
+    *,
+    usable: Mapping[str, Contribution],
+    able: tuple[str, ...],
+    reachable: Collection[str],
+    is_late: bool,
+) -> NextBallot:
+    """Choose the members of the next ballot.
+
+    After a passed deadline those whose contribution has arrived at all reducers that stay; after a loss all that are
+    left. If that is nobody, everybody who can.
+
+    Args:
+        one: the round with the ballot that failed.
+        stripes: of the next ballot.
+        usable: contributions of this ballot that may still be merged.
+        able: learners that could contribute to a fresh round, sorted.
+        reachable: regions that the leader can talk to.
+        is_late: the deadline has passed; else somebody was lost.
+    """
+    places = {stripe: index for index, stripe in enumerate(stripes)}
+    kept = [(old, places[stripe]) for old, stripe in enumerate(one.stripes) if stripe in places]
+    stays = stripes == one.stripes
+    # The stripes of a member that is lost can't be sent again: it stays only where nothing moves.
+    whole = {
+        name for name in usable if kept and one.is_held(name, [old for old, _ in kept]) and (name in reachable or stays)
+    }
+    if is_late:
+        chosen = whole
+    else:
+        chosen = {
+            name
+            for name in one.members
+            if name in reachable and name not in one.declined and (name in usable or name in able)
+        }
+        chosen |= {name for name in whole if stays}
+    members = tuple(sorted(chosen)) or able
+    held = tuple(
+        HeldStripe(name, new)
+        for name in members
+        for old, new in kept
+        if name in usable and old in one.held.get(name, ())
+    )
+    return NextBallot(members, {name: usable[name] for name in members if name in usable}, held)
+
+
+def reducers_to_exclude(one: OpenRound) -> set[str]:
+    """Reducers that held up a ballot whose deadline has passed.
+
+    A reducer that lacks more than half of what another one holds is itself the one that is cut off from the bulk; where
+    merged stripes are missing, those that did not merge.
+    """
+    held_by = {
+        stripe.reducer: sum(1 for name in one.contributions if index in one.held.get(name, ()))
+        for index, stripe in enumerate(one.stripes)
+    }
+    most = max(held_by.values(), default=0)
+    late = {name for name, count in held_by.items() if 2 * count < most}
+    if one.merged:
+        late |= {stripe.reducer for index, stripe in enumerate(one.stripes) if index not in one.merged}
+    return late

@@ -29,7 +29,7 @@ BEHIND_MARGIN: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class Reachability:
     """The regions that the leader can work with.
 
     Attributes:
@@ -45,14 +45,14 @@ class Surroundings:
     away: tuple[tuple[str, str], ...]
 
 
-def look_around(
+def assess_reachability(
     leader: str,
     regions: tuple[str, ...],
     liveness: Liveness,
     *,
     now_ns: int,
-    shunned: Collection[str] = (),
-) -> Surroundings:
+    excluded: Collection[str] = (),
+) -> Reachability:
     """Who is there, who can reduce, whose learner steps.
 
     Of two regions that do not reach each other neither reduces, so that both stay members: full membership is worth
@@ -61,7 +61,7 @@ def look_around(
     Args:
         leader: the asking region.
         regions: all, in any order.
-        shunned: not to be reducers, unless nobody else is left.
+        excluded: not to be reducers, unless nobody else is left.
     """
     reachable = tuple(
         sorted(name for name in regions if liveness.reach_each_other(leader, name, now_ns=now_ns) or name == leader)
@@ -69,7 +69,7 @@ def look_around(
     central = [
         name for name in reachable if all(liveness.reach_each_other(name, other, now_ns=now_ns) for other in reachable)
     ]
-    reducers = tuple(name for name in central if name not in shunned) or tuple(central) or (leader,)
+    reducers = tuple(name for name in central if name not in excluded) or tuple(central) or (leader,)
     learners, away = [], []
     told = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
     for name in sorted(regions):
@@ -78,7 +78,7 @@ def look_around(
             away.append((name, reason))
         else:
             learners.append(name)
-    return Surroundings(reachable, reducers, tuple(learners), tuple(away))
+    return Reachability(reachable, reducers, tuple(learners), tuple(away))
 
 
 def stall_reason(region: str, liveness: Liveness, step_times_ns: Sequence[int], *, now_ns: int) -> str:
@@ -132,7 +132,7 @@ def member_fault(
     return ""
 
 
-class Electorate:
+class Eligibility:
     """What the leader asks about regions and learners, and which lives of learners it knows to be over."""
 
     def __init__(self, *, region: str, regions: tuple[str, ...], history: RoundHistory, liveness: Liveness) -> None:
@@ -173,29 +173,29 @@ class Electorate:
         """Whether the leader and the region hear each other."""
         return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
-    def look_around(self, *, now_ns: int, shunned: Collection[str] = ()) -> Surroundings:
-        """See `look_around`."""
-        return look_around(self._region, self._regions, self._liveness, now_ns=now_ns, shunned=shunned)
+    def reachability(self, *, now_ns: int, excluded: Collection[str] = ()) -> Reachability:
+        """See `assess_reachability`."""
+        return assess_reachability(self._region, self._regions, self._liveness, now_ns=now_ns, excluded=excluded)
 
     def members(
-        self, fragment: int, surroundings: Surroundings, *, now_ns: int, barred: Mapping[str, str] | None = None
+        self, fragment: int, reachability: Reachability, *, now_ns: int, rejected: Mapping[str, str] | None = None
     ) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
         """Who can contribute to the next round of a fragment.
 
         Args:
-            barred: learners that may not, and why.
+            rejected: learners that may not, and why.
 
         Returns:
             Members, sorted; and the learners that step but can't, with reasons.
         """
-        members, excluded = [], []
-        for name in surroundings.learners:
-            fault = (barred or {}).get(name, "") or self._fault(name, fragment, now_ns)
+        members, ineligible = [], []
+        for name in reachability.learners:
+            fault = (rejected or {}).get(name, "") or self._fault(name, fragment, now_ns)
             if fault:
-                excluded.append((name, fault))
+                ineligible.append((name, fault))
             else:
                 members.append(name)
-        return tuple(members), tuple(excluded)
+        return tuple(members), tuple(ineligible)
 
     def _fault(self, region: str, fragment: int, now_ns: int) -> str:
         status = self._liveness.learner(region)

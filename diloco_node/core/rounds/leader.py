@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import assert_never
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.merge.fragments import Fragment, Manifest
@@ -25,12 +25,11 @@ from diloco_node.core.messages import (
     StripeMerged,
 )
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
-from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes
+from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next, reducers_to_exclude
 from diloco_node.core.rounds.discards import DiscardDesk
-from diloco_node.core.rounds.eligibility import Electorate, Surroundings
+from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.merging import MergeDecisions
-from diloco_node.core.rounds.next_ballot import plan_next, reducers_to_shun
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opening
 from diloco_node.core.types import (
@@ -68,7 +67,7 @@ class RoundLeader:
         settings: RunSettings,
         history: RoundHistory,
         liveness: Liveness,
-        outbox: Outbox,
+        effects: EffectBuffer,
     ) -> None:
         self.proposals: deque[EntryBody] = deque()
         self.rounds: dict[int, OpenRound] = {}
@@ -79,15 +78,15 @@ class RoundLeader:
         self._settings = settings
         self._history = history
         self._liveness = liveness
-        self._outbox = outbox
+        self._effects = effects
         self._term = 0
         self._number = 0
         self._is_acting = False
         self._is_stale = True
         self._clock = BallotClock(manifest=manifest, settings=settings, liveness=liveness, regions=len(regions))
-        self._electorate = Electorate(region=region, regions=regions, history=history, liveness=liveness)
+        self._eligibility = Eligibility(region=region, regions=regions, history=history, liveness=liveness)
         self._discards = DiscardDesk(history)
-        self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, outbox=outbox)
+        self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, effects=effects)
         self._agenda = self._new_agenda()
 
     @property
@@ -144,11 +143,11 @@ class RoundLeader:
     def status_changed(self, region: str, *, now_ns: int) -> None:
         """A region told about itself: its learner, or what it has applied."""
         if region != self._region:
-            self._electorate.heard(region, now_ns=now_ns)
+            self._eligibility.heard(region, now_ns=now_ns)
         status = self._liveness.learner(region)
         self._agenda.opener.status_changed(region, status, now_ns=now_ns)
         if status is not None:
-            self._electorate.saw_incarnation(region, status.incarnation)
+            self._eligibility.saw_incarnation(region, status.incarnation)
         self._is_stale = True
 
     def tick(self) -> None:
@@ -175,7 +174,7 @@ class RoundLeader:
         self._agenda.committed(one, now_ns=now_ns)
         self._clock.took(body.fragment, now_ns - one.ballot_at_ns)
         names = ", ".join(member.contribution.learner for member in body.members)
-        self._outbox.note(
+        self._effects.note(
             "committed",
             f"ballot {body.ballot} with {names}, share {body.share:.3g}, after {took_ns / NS_PER_S:.3f} s",
             fragment=body.fragment,
@@ -246,7 +245,7 @@ class RoundLeader:
             self._try_propose(one, now_ns)
         if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
             reason = f"deadline passed while it {one.waiting()}"
-            self._shun(one)
+            self._exclude_late_reducers(one)
             self.is_in_the_way |= one.attempt > 0 and self._lacks_alone(one)
             self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
 
@@ -275,7 +274,7 @@ class RoundLeader:
         self._merges.decide(one, chosen)
         assert one.decision is not None
         for reducer in one.reducers:
-            self._outbox.send(reducer, one.decision)
+            self._effects.send(reducer, one.decision)
 
     def _try_propose(self, one: OpenRound, now_ns: int) -> None:
         assert one.decision is not None
@@ -286,9 +285,9 @@ class RoundLeader:
                     self._next_ballot(one, f"{name} is lost before its stripes arrived", now_ns=now_ns)
                     return
             return
-        liars = one.liars()
-        if liars:
-            self._bar(one, liars, now_ns)
+        norm_mismatch = one.norm_mismatch()
+        if norm_mismatch:
+            self._reject(one, norm_mismatch, now_ns)
             return
         holders = one.payload_holders()
         if self._region in holders and 2 * len(holders) > len(self._regions):
@@ -301,11 +300,11 @@ class RoundLeader:
         holders = one.payload_holders()
         return self._region not in holders and 2 * len(holders) > len(self._regions)
 
-    def _bar(self, one: OpenRound, liars: tuple[str, ...], now_ns: int) -> None:
-        for name in liars:
-            one.barred[name] = "its stripes do not add up to the norms it named"
-        text = f"contribution of {', '.join(liars)}: {one.barred[liars[0]]}"
-        self._outbox.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=True)
+    def _reject(self, one: OpenRound, norm_mismatch: tuple[str, ...], now_ns: int) -> None:
+        for name in norm_mismatch:
+            one.rejected[name] = "its stripes do not add up to the norms it named"
+        text = f"contribution of {', '.join(norm_mismatch)}: {one.rejected[norm_mismatch[0]]}"
+        self._effects.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=True)
         self._next_ballot(one, text, now_ns=now_ns)
 
     def _propose(self, one: OpenRound) -> None:
@@ -317,7 +316,7 @@ class RoundLeader:
         if self._discards.is_booking(offered):
             return "its steps are being booked as discarded"
         return self._history.contribution_fault(
-            offered, version=version, incarnation_min=self._electorate.incarnation_min(offered.learner)
+            offered, version=version, incarnation_min=self._eligibility.incarnation_min(offered.learner)
         )
 
     def _contributed(self, one: OpenRound, peer: str, offered: Contribution) -> None:
@@ -329,7 +328,7 @@ class RoundLeader:
         fault = weighing.refusal(offered, len(self._fragments[one.fragment].pieces))
         if offered.learner != peer or offered.fragment != one.fragment:
             fault = f"is named for {offered.learner} and fragment {offered.fragment}"
-        self._electorate.saw_incarnation(peer, offered.incarnation)
+        self._eligibility.saw_incarnation(peer, offered.incarnation)
         fault = fault or self._may_contribute(offered, one.version)
         if fault:
             self._declined(one, peer, fault)
@@ -341,14 +340,14 @@ class RoundLeader:
     def _declined(self, one: OpenRound, peer: str, reason: str) -> None:
         if peer in one.members and peer not in one.contributions and peer not in one.declined:
             one.declined[peer] = reason
-            self._outbox.note("declined", f"{peer}: {reason}", fragment=one.fragment, version=one.version)
+            self._effects.note("declined", f"{peer}: {reason}", fragment=one.fragment, version=one.version)
 
     def _stripe_merged(self, one: OpenRound, peer: str, report: StripeMerged) -> None:
         if one.decision is None or report.stripe in one.merged:
             return
         fault = one.report_fault(peer, report, len(self._fragments[one.fragment].pieces))
         if fault:
-            self._outbox.note("report", f"{peer}: {fault}", fragment=one.fragment, version=one.version, is_alarm=True)
+            self._effects.note("report", f"{peer}: {fault}", fragment=one.fragment, version=one.version, is_alarm=True)
             return
         one.merged[report.stripe] = report
 
@@ -360,12 +359,12 @@ class RoundLeader:
             status = self._liveness.learner(peer)
             if status is not None and body.incarnation < status.incarnation:
                 # That life is over: no ballot may name it from now on.
-                self._electorate.saw_incarnation(peer, body.incarnation + 1)
+                self._eligibility.saw_incarnation(peer, body.incarnation + 1)
             one = self.rounds.get(body.fragment)
             if (one is not None and peer in one.contributions) or not self._discards.accept(body):
                 continue
             self.proposals.append(body)
-            self._outbox.note(
+            self._effects.note(
                 "discarded",
                 f"steps ({body.step_from}, {body.step_to}] of {peer}'s incarnation {body.incarnation}: {body.reason}",
                 fragment=body.fragment,
@@ -379,11 +378,11 @@ class RoundLeader:
     def _open(self, opening: Opening, *, now_ns: int) -> bool:
         """Open a round with everybody who can contribute; returns False when nobody can."""
         fragment, version = opening.fragment, self._history.versions[opening.fragment] + 1
-        surroundings = self._electorate.look_around(now_ns=now_ns)
-        members, excluded = self._electorate.members(fragment, surroundings, now_ns=now_ns)
+        reachability = self._eligibility.reachability(now_ns=now_ns)
+        members, ineligible = self._eligibility.members(fragment, reachability, now_ns=now_ns)
         if not members:
             return False
-        stripes = self._stripes(fragment, surroundings)
+        stripes = self._stripes(fragment, reachability)
         one = OpenRound(
             opened_at_ns=now_ns,
             is_last=opening.is_last,
@@ -393,8 +392,8 @@ class RoundLeader:
         )
         self.rounds[fragment] = one
         self._agenda.opener.opened(opening, now_ns=now_ns)
-        without = "; without " + ", ".join(f"{name} ({why})" for name, why in excluded) if excluded else ""
-        self._outbox.note(
+        without = "; without " + ", ".join(f"{name} ({why})" for name, why in ineligible) if ineligible else ""
+        self._effects.note(
             "open",
             f"ballot {one.ballot}: {opening.reason}; members {', '.join(members)}{without}; reducers "
             f"{', '.join(one.reducers)}; deadline {one.deadline.derivation}",
@@ -406,15 +405,15 @@ class RoundLeader:
 
     def _next_ballot(self, one: OpenRound, reason: str, *, now_ns: int, is_late: bool = False) -> None:
         """Try the round again with what there is; contributions keep their name, so what arrived is not sent again."""
-        surroundings = self._electorate.look_around(now_ns=now_ns, shunned=one.shunned)
-        stripes = self._stripes(one.fragment, surroundings)
-        able, _ = self._electorate.members(one.fragment, surroundings, now_ns=now_ns, barred=one.barred)
+        reachability = self._eligibility.reachability(now_ns=now_ns, excluded=one.excluded)
+        stripes = self._stripes(one.fragment, reachability)
+        able, _ = self._eligibility.members(one.fragment, reachability, now_ns=now_ns, rejected=one.rejected)
         usable = {
             name: offered
             for name, offered in one.contributions.items()
-            if name not in one.barred and not self._may_contribute(offered, one.version)
+            if name not in one.rejected and not self._may_contribute(offered, one.version)
         }
-        plan = plan_next(one, stripes, usable=usable, able=able, reachable=surroundings.reachable, is_late=is_late)
+        plan = plan_next(one, stripes, usable=usable, able=able, reachable=reachability.reachable, is_late=is_late)
         if not plan.members:
             self._abandon(one, f"{reason}; nobody is left to contribute", now_ns=now_ns)
             return
@@ -425,7 +424,7 @@ class RoundLeader:
             contributions=plan.contributions,
             now_ns=now_ns,
         )
-        self._outbox.note(
+        self._effects.note(
             "ballot",
             f"ballot {ballot}: {reason}; members {', '.join(one.members)}; reducers {', '.join(one.reducers)}; "
             f"deadline {one.deadline.derivation}",
@@ -437,18 +436,18 @@ class RoundLeader:
 
     def _abandon(self, one: OpenRound, reason: str, *, now_ns: int) -> None:
         """Give up; the fragment stays at its version and is opened again when it can be."""
-        self._outbox.note("abandoned", f"ballot {one.ballot}: {reason}", fragment=one.fragment, version=one.version)
+        self._effects.note("abandoned", f"ballot {one.ballot}: {reason}", fragment=one.fragment, version=one.version)
         del self.rounds[one.fragment]
         self._agenda.abandoned(one.fragment, now_ns=now_ns)
 
     def _announce(self, one: OpenRound) -> None:
         for name in self._regions:
-            self._outbox.send(name, one.announcement)
+            self._effects.send(name, one.announcement)
 
-    def _shun(self, one: OpenRound) -> None:
-        one.shunned |= reducers_to_shun(one)
-        if one.shunned >= set(self._regions):
-            one.shunned.clear()
+    def _exclude_late_reducers(self, one: OpenRound) -> None:
+        one.excluded |= reducers_to_exclude(one)
+        if one.excluded >= set(self._regions):
+            one.excluded.clear()
 
     def _repeat(self, one: OpenRound) -> None:
         """Ask every region that is not done what it has; whatever was lost on the way is said again."""
@@ -456,20 +455,20 @@ class RoundLeader:
             return
         for name in self._regions:
             if name not in one.holders:
-                self._outbox.send(name, one.announcement)
+                self._effects.send(name, one.announcement)
         if one.decision is not None:
             for name in one.late_reducers():
-                self._outbox.send(name, one.decision)
+                self._effects.send(name, one.decision)
 
     def _reaches(self, region: str, now_ns: int) -> bool:
-        return self._electorate.reaches(region, now_ns=now_ns)
+        return self._eligibility.reaches(region, now_ns=now_ns)
 
-    def _stripes(self, fragment: int, surroundings: Surroundings) -> tuple[Stripe, ...]:
+    def _stripes(self, fragment: int, reachability: Reachability) -> tuple[Stripe, ...]:
         cut = self._fragments[fragment]
         up, down = (encoded_bytes(cut, codec) for codec in (self._settings.codec_up, self._settings.codec_down))
-        load = RoundLoad(block_count(cut), up, down, len(surroundings.reachable))
-        budgets = {name: self._liveness.budget(name) for name in surroundings.reducers}
-        return cut_finer(cut_by_budget(load, surroundings.reducers, budgets), encoded_bytes=down)
+        load = RoundLoad(block_count(cut), up, down, len(reachability.reachable))
+        budgets = {name: self._liveness.budget(name) for name in reachability.reducers}
+        return cut_finer(cut_by_budget(load, reachability.reducers, budgets), encoded_bytes=down)
 
     def _open_rounds(self) -> list[OpenRound]:
         return [self.rounds[fragment] for fragment in sorted(self.rounds)]
@@ -481,6 +480,6 @@ class RoundLeader:
             settings=self._settings,
             history=self._history,
             liveness=self._liveness,
-            electorate=self._electorate,
-            outbox=self._outbox,
+            eligibility=self._eligibility,
+            effects=self._effects,
         )

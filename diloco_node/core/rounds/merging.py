@@ -5,7 +5,7 @@ Who is in the merge is decided by the ballots (`leader`), the arithmetic is that
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.merge import outliers
 from diloco_node.core.merge import weights as weighing
 from diloco_node.core.merge.fragments import Fragment
@@ -19,12 +19,12 @@ class MergeDecisions:
     """See the module. Remembers whose contributions are too long, to raise an alarm only when that begins."""
 
     def __init__(
-        self, *, fragments: tuple[Fragment, ...], settings: RunSettings, history: RoundHistory, outbox: Outbox
+        self, *, fragments: tuple[Fragment, ...], settings: RunSettings, history: RoundHistory, effects: EffectBuffer
     ) -> None:
         self._fragments = fragments
         self._settings = settings
         self._history = history
-        self._outbox = outbox
+        self._effects = effects
         self._outliers: set[tuple[str, int]] = set()
 
     def clear(self) -> None:
@@ -67,7 +67,7 @@ class MergeDecisions:
             if said:
                 self._outliers.add((name, one.fragment))
                 text = f"contribution of {name}: {said}"
-                self._outbox.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=is_new)
+                self._effects.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=is_new)
             else:
                 self._outliers.discard((name, one.fragment))
 

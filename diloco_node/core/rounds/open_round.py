@@ -10,7 +10,6 @@ from typing import Final
 from diloco_node.core.merge.outliers import Clips
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
-from diloco_node.core.rounds.ballot import Deadline
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 NORM_TOLERANCE: Final = 1e-3
@@ -23,6 +22,19 @@ NORM_FLOOR: Final = 2.0**-200
 def payload_digest(stripe_digests: Sequence[bytes]) -> bytes:
     """The digest that names a merged payload: SHA-256 over its stripes' digests in block order."""
     return hashlib.sha256(b"".join(stripe_digests)).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """How long a ballot may take, and why.
+
+    Attributes:
+        duration_ns: from the opening of the ballot.
+        derivation: one line, for log and status.
+    """
+
+    duration_ns: int
+    derivation: str
 
 
 @dataclass(slots=True)
@@ -38,8 +50,8 @@ class OpenRound:
         decision, weights, clips: once decided.
         merged: by stripe.
         holders: regions that have the merged payload on disk, with its digest.
-        barred: learners that may not be in any ballot of this round, and why.
-        shunned: reducers that held up a ballot of this round.
+        rejected: learners that may not be in any ballot of this round, and why.
+        excluded: reducers that held up a ballot of this round.
         is_proposed: it is in the leader's log; nothing is changed any more.
         is_last: it is the run's last round of this fragment.
     """
@@ -58,14 +70,14 @@ class OpenRound:
     clips: Clips = ()
     merged: dict[int, StripeMerged] = field(default_factory=dict)
     holders: dict[str, bytes] = field(default_factory=dict)
-    barred: dict[str, str] = field(default_factory=dict)
-    shunned: set[str] = field(default_factory=set)
+    rejected: dict[str, str] = field(default_factory=dict)
+    excluded: set[str] = field(default_factory=set)
     is_proposed: bool = False
 
     def begin_ballot(
         self, announcement: BallotOpened, *, deadline: Deadline, contributions: dict[str, Contribution], now_ns: int
     ) -> None:
-        """Forget what came in for the ballot before, but not who is barred or shunned."""
+        """Forget what came in for the ballot before, but not who is rejected or excluded."""
         self.announcement, self.deadline, self.ballot_at_ns = announcement, deadline, now_ns
         self.attempt += 1
         self.contributions = contributions
@@ -168,7 +180,7 @@ class OpenRound:
             return "norms that are negative, not finite or beyond all bounds"
         return ""
 
-    def liars(self) -> tuple[str, ...]:
+    def norm_mismatch(self) -> tuple[str, ...]:
         """Learners whose stripes do not add up to the norms in the header of their contribution."""
         assert self.decision is not None
         found = []

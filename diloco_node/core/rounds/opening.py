@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.quorum import LearnerDue, OpenDecision, ReportSpread, RoundTiming, decide_open, quorum_size
 from diloco_node.core.merge.schedule import StepTime, earliest_open_ns, median_step_time_ns, overdue_steps
-from diloco_node.core.rounds.eligibility import Electorate, Surroundings
+from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import LearnerStatus, RunSettings
 
@@ -79,23 +79,23 @@ class Opener:
         """A round that was opened here is committed after this time."""
         self._sync_time = self._sync_time.after(sync_ns)
 
-    def timing(self, surroundings: Surroundings) -> RoundTiming:
+    def timing(self, reachability: Reachability) -> RoundTiming:
         """What is measured now."""
-        averages = [status.step_time_ns for _, status in self._statuses(surroundings)]
+        averages = [status.step_time_ns for _, status in self._statuses(reachability)]
         return RoundTiming(
             step_time_ns=median_step_time_ns(averages),
             quorum_time_ns=self._quorum_time.average_ns,
             sync_time_ns=self._sync_time.average_ns,
             spread_p99_ns=self._spread.p99_ns,
-            rtt_ns=max((self._liveness.rtt_ns(name) for name in surroundings.learners), default=0),
+            rtt_ns=max((self._liveness.rtt_ns(name) for name in reachability.learners), default=0),
         )
 
     def choose(
         self,
-        surroundings: Surroundings,
+        reachability: Reachability,
         open_fragments: Collection[int],
         resting: Collection[int],
-        electorate: Electorate,
+        eligibility: Eligibility,
         *,
         now_ns: int,
     ) -> Opening | None:
@@ -108,7 +108,7 @@ class Opener:
             resting: not to be opened just now.
         """
         self.wake_at_ns = None
-        timing = self.timing(surroundings)
+        timing = self.timing(reachability)
         not_before_ns = earliest_open_ns(
             self._last_open_ns,
             sync_every=self._settings.sync_every,
@@ -116,8 +116,8 @@ class Opener:
             step_time_ns=timing.step_time_ns,
         )
         reasons = []
-        for fragment in self._most_overdue(surroundings, {*open_fragments, *resting}):
-            learners = self._learners(fragment, surroundings, electorate)
+        for fragment in self._most_overdue(reachability, {*open_fragments, *resting}):
+            learners = self._learners(fragment, reachability, eligibility)
             decision = decide_open(
                 now_ns,
                 learners,
@@ -139,8 +139,8 @@ class Opener:
         if decision.wake_at_ns is not None:
             self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
 
-    def _statuses(self, surroundings: Surroundings) -> list[tuple[str, LearnerStatus]]:
-        found = ((name, self._liveness.learner(name)) for name in surroundings.learners)
+    def _statuses(self, reachability: Reachability) -> list[tuple[str, LearnerStatus]]:
+        found = ((name, self._liveness.learner(name)) for name in reachability.learners)
         return [(name, status) for name, status in found if status is not None]
 
     def _overdue(self, fragment: int, status: LearnerStatus) -> int:
@@ -160,8 +160,8 @@ class Opener:
             fragments=self._fragments,
         )
 
-    def _most_overdue(self, surroundings: Surroundings, left_out: Collection[int]) -> list[int]:
-        statuses = self._statuses(surroundings)
+    def _most_overdue(self, reachability: Reachability, left_out: Collection[int]) -> list[int]:
+        statuses = self._statuses(reachability)
         ranked = []
         for fragment, due in self._due.items():
             if due and fragment not in left_out:
@@ -170,13 +170,13 @@ class Opener:
                     ranked.append((-overdue, fragment))
         return [fragment for _, fragment in sorted(ranked)]
 
-    def _learners(self, fragment: int, surroundings: Surroundings, electorate: Electorate) -> list[LearnerDue]:
+    def _learners(self, fragment: int, reachability: Reachability, eligibility: Eligibility) -> list[LearnerDue]:
         """Live learners that have some version, due or not."""
         found = []
-        for name, status in self._statuses(surroundings):
+        for name, status in self._statuses(reachability):
             if status.positions[fragment].base_version < 0:
                 continue
-            is_over = status.incarnation < electorate.incarnation_min(name)
+            is_over = status.incarnation < eligibility.incarnation_min(name)
             is_due = not is_over and self._overdue(fragment, status) >= 0
             found.append(LearnerDue(name, self._due[fragment].get(name) if is_due else None))
         return found

@@ -6,7 +6,7 @@ its learner contributed keeps its name and bytes from ballot to ballot, until th
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import Outbox
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -27,8 +27,7 @@ from diloco_node.core.messages import (
     StripeHeld,
 )
 from diloco_node.core.recovery.versions import Replica
-from diloco_node.core.rounds.early import EarlyArrivals
-from diloco_node.core.rounds.followed import Block, FollowedBallot, FollowedRound, Name, name_of
+from diloco_node.core.rounds.followed import Block, EarlyArrivals, FollowedBallot, FollowedRound, Name, name_of
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings, Stripe
@@ -46,14 +45,14 @@ class RoundParticipant:
         settings: RunSettings,
         history: RoundHistory,
         replica: Replica,
-        outbox: Outbox,
+        effects: EffectBuffer,
     ) -> None:
         self._region = region
         self._others = tuple(sorted(name for name in regions if name != region))
         self._settings = settings
         self._history = history
         self._replica = replica
-        self._outbox = outbox
+        self._effects = effects
         self._learner: LearnerStatus | None = None
         self._fragments = [FollowedRound() for _ in range(fragments)]
         self._early = EarlyArrivals()
@@ -141,7 +140,7 @@ class RoundParticipant:
                 return
             if opened.ballot < part.ballot:
                 return
-            self._outbox.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
+            self._effects.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
         if opened.version > one.version:
             one.version, one.pending, one.asked = opened.version, None, None
         one.part = FollowedBallot(leader, opened)
@@ -159,7 +158,7 @@ class RoundParticipant:
             self._dirty.add(decision.fragment)
             return
         for _, reduced in sorted(part.reduced.items()):
-            self._outbox.send(part.leader, part.report_of(reduced))
+            self._effects.send(part.leader, part.report_of(reduced))
 
     def stripe_arrived(self, event: ContributionStripeArrived) -> None:
         """A stripe of a contribution is here, perhaps before the ballot that explains which blocks it is."""
@@ -173,7 +172,7 @@ class RoundParticipant:
             if one.keep_stripe(one.part, event, self._region):
                 self._dirty.add(fragment)
                 if one.holds_all(one.part, name_of(contribution), self._region):
-                    self._outbox.send(one.part.leader, StripeHeld(event.ballot, contribution.learner))
+                    self._effects.send(one.part.leader, StripeHeld(event.ballot, contribution.learner))
         elif one.part is None or event.ballot > one.part.ballot:
             self._early.keep(event)
 
@@ -195,8 +194,8 @@ class RoundParticipant:
             if part is not None and part.ballot == event.ballot and event.stripe in part.reducing:
                 part.reduced[event.stripe] = event
                 stripe = part.opened.stripes[event.stripe]
-                self._outbox.send(part.leader, part.report_of(event))
-                self._outbox.emit(
+                self._effects.send(part.leader, part.report_of(event))
+                self._effects.emit(
                     SendMerged(
                         event.ballot,
                         event.stripe,
@@ -213,7 +212,7 @@ class RoundParticipant:
         """A payload is on disk: tell the leader if it is the one of the current ballot."""
         one = self._fragments[fragment]
         if one.part is not None and one.version == version and one.part.digest == digest:
-            self._outbox.send(one.part.leader, PayloadHeld(one.part.ballot, digest))
+            self._effects.send(one.part.leader, PayloadHeld(one.part.ballot, digest))
 
     def payload_not_stored(self, fragment: int, ballot: Ballot) -> None:
         """The merged stripes went before they were written: should the ballot commit, its payload is to be fetched."""
@@ -259,13 +258,13 @@ class RoundParticipant:
             self._decline(part, reason)
         elif one.pending is not None:
             part.has_contributed = True
-            self._outbox.send(part.leader, Contributed(part.ballot, one.pending))
+            self._effects.send(part.leader, Contributed(part.ballot, one.pending))
             skip = tuple(sorted(held.stripe for held in opened.held if held.learner == self._region))
-            self._outbox.emit(SendContribution(part.ballot, one.version, one.pending, opened.stripes, skip))
+            self._effects.emit(SendContribution(part.ballot, one.version, one.pending, opened.stripes, skip))
         elif not self._may_contribute(opened.fragment, one.version):
             assert self._learner is not None
             one.asked = self._learner.positions[opened.fragment].base_version
-            self._outbox.emit(TakeSnapshot(opened.fragment, one.version, one.asked))
+            self._effects.emit(TakeSnapshot(opened.fragment, one.version, one.asked))
 
     def _reduce(self, one: FollowedRound, part: FollowedBallot) -> None:
         if part.decision is None:
@@ -282,7 +281,7 @@ class RoundParticipant:
             return
         order = self._order_of_sum(decision.contributions, list(one.arrived))
         part.reducing[index] = order
-        self._outbox.emit(
+        self._effects.emit(
             ReduceStripe(
                 ballot=part.ballot,
                 fragment=part.opened.fragment,
@@ -301,9 +300,9 @@ class RoundParticipant:
             return
         part.digest = payload_digest([part.merged[index] for index in range(len(part.opened.stripes))])
         if self._is_stored(one, part):
-            self._outbox.send(part.leader, PayloadHeld(part.ballot, part.digest))
+            self._effects.send(part.leader, PayloadHeld(part.ballot, part.digest))
         else:
-            self._outbox.emit(
+            self._effects.emit(
                 StorePayload(part.ballot, part.opened.fragment, one.version, part.digest, part.opened.stripes)
             )
 
@@ -354,23 +353,23 @@ class RoundParticipant:
     def _say_again(self, one: FollowedRound, part: FollowedBallot) -> None:
         """Everything that was said in this ballot; any of it may have been lost."""
         if part.has_contributed and one.pending is not None:
-            self._outbox.send(part.leader, Contributed(part.ballot, one.pending))
+            self._effects.send(part.leader, Contributed(part.ballot, one.pending))
         if part.declined:
-            self._outbox.send(part.leader, Declined(part.ballot, part.declined))
+            self._effects.send(part.leader, Declined(part.ballot, part.declined))
         if any(index not in part.reduced for index, _ in part.own_stripes(self._region)):
             self._say_held(one, part)
         for _, reduced in sorted(part.reduced.items()):
-            self._outbox.send(part.leader, part.report_of(reduced))
+            self._effects.send(part.leader, part.report_of(reduced))
         if part.digest and self._is_stored(one, part):
-            self._outbox.send(part.leader, PayloadHeld(part.ballot, part.digest))
+            self._effects.send(part.leader, PayloadHeld(part.ballot, part.digest))
 
     def _say_held(self, one: FollowedRound, part: FollowedBallot) -> None:
         for learner in one.held_members(part, self._region):
-            self._outbox.send(part.leader, StripeHeld(part.ballot, learner))
+            self._effects.send(part.leader, StripeHeld(part.ballot, learner))
 
     def _decline(self, part: FollowedBallot, reason: str) -> None:
         part.declined = reason
-        self._outbox.send(part.leader, Declined(part.ballot, reason))
+        self._effects.send(part.leader, Declined(part.ballot, reason))
 
     def _is_stored(self, one: FollowedRound, part: FollowedBallot) -> bool:
         return self._replica.has_stored(part.opened.fragment, one.version, part.digest)
@@ -390,15 +389,15 @@ class RoundParticipant:
         is_followed = part is not None and one.version == body.version
         if is_followed and part is not None:
             if part.ballot != body.ballot:
-                self._outbox.emit(CloseBallot(part.ballot, body.fragment, body.version, committed=False))
+                self._effects.emit(CloseBallot(part.ballot, body.fragment, body.version, committed=False))
             elif part.reduced:
                 one.residual = (body.version, body.ballot, part.reduced_blocks())
         if is_followed or one.arrived or self._early.has_any:
-            self._outbox.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
+            self._effects.emit(CloseBallot(body.ballot, body.fragment, body.version, committed=True))
 
     def _free_late(self, ballot: Ballot, fragment: int, version: int) -> None:
         """Bytes of a round that is over. Before it is applied here, it is still to be closed with all it has."""
         residual = self._fragments[fragment].residual
         is_kept = residual is not None and residual[1] == ballot
         if version <= self._replica.applied[fragment] and not is_kept:
-            self._outbox.emit(CloseBallot(ballot, fragment, version, committed=False))
+            self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))

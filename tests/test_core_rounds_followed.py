@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived
-from diloco_node.core.rounds.early import EARLY_MAX, EarlyArrivals
+from diloco_node.core.rounds.followed import EARLY_MAX, EarlyArrivals
 from diloco_node.core.types import Ballot, Stripe
 from tests.rounds_kit import contribution
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_node.core.rounds.ending import GIVE_UP_BALLOTS, READY_STEPS, begin_ending, end_reason
+from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, READY_STEPS, begin_ending, end_reason
 from tests.rounds_kit import SECOND, SETTINGS
 
 BY_STEPS = replace(SETTINGS, steps_max=100)

@@ -1,0 +1,32 @@
+"""The effect buffer: order, messages to itself, and reasons that are said once."""
+
+from __future__ import annotations
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import Note, Send, WriteFinal
+from diloco_node.core.messages import FinishWanted
+
+
+def test_effects_keep_their_order_and_are_handed_out_once() -> None:
+    effects = EffectBuffer("a")
+    effects.emit(WriteFinal((1,)))
+    effects.send("b", FinishWanted("x"))
+    effects.note("why", "because", fragment=2, version=3, is_alarm=True)
+    assert effects.take() == [WriteFinal((1,)), Send("b", FinishWanted("x")), Note("why", "because", 2, 3, True)]
+    assert effects.take() == []
+
+
+def test_message_to_itself_stays_inside() -> None:
+    effects = EffectBuffer("a")
+    effects.send("a", FinishWanted("x"))
+    assert effects.take() == []
+    assert list(effects.local) == [FinishWanted("x")]
+
+
+def test_reason_is_said_when_it_changes() -> None:
+    effects = EffectBuffer("a")
+    for said in ("quorum", "quorum", "grace", "quorum", "", "", "quorum"):
+        effects.note_change("waits", said, f"{said}!", fragment=1)
+    effects.note_change("waits", "quorum", "other fragment", fragment=2)
+    texts = [effect.text for effect in effects.take() if isinstance(effect, Note)]
+    assert texts == ["quorum!", "grace!", "quorum!", "quorum!", "other fragment"]
