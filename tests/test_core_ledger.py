@@ -8,7 +8,8 @@ from diloco_node.core.events import (
     LearnerDetached,
     TimerFired,
 )
-from diloco_node.core.ledger.raft import LedgerCore, Role
+from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
     AppendAnswered,
     LeadershipOffered,

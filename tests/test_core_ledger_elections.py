@@ -10,7 +10,7 @@ from diloco_node.core.events import (
     Send,
     TimerFired,
 )
-from diloco_node.core.ledger.raft import Role
+from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.write_gate import HELD_MESSAGES_MAX
 from diloco_node.core.messages import (
     AppendAnswered,

@@ -8,8 +8,8 @@ from diloco_node.core.events import (
     LinkChanged,
     TimerFired,
 )
+from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
-from diloco_node.core.ledger.raft import Role
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendAnswered,

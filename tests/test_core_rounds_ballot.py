@@ -12,13 +12,12 @@ from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.messages import BallotOpened, HeldStripe, MergeDecided, StripeMerged
 from diloco_node.core.rounds.ballot import (
     BallotClock,
-    Deadline,
     ballot_deadline,
     encoded_bytes,
     plan_next,
     reducers_to_exclude,
 )
-from diloco_node.core.rounds.open_round import OpenRound, payload_digest
+from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, Stripe
 from tests.rounds_kit import MANIFEST, MS, SECOND, SETTINGS, Neighbourhood, contribution, pieces, status
 

@@ -24,7 +24,6 @@ durable and may come unasked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 
 from diloco_node.core.events import (
     Effect,
@@ -34,11 +33,10 @@ from diloco_node.core.events import (
     MessageArrived,
     TimerFired,
 )
+from diloco_node.core.ledger.election import Election, Role, majority_of, majority_value
 from diloco_node.core.ledger.entries import seal
-from diloco_node.core.ledger.following import Following, fault_in
 from diloco_node.core.ledger.log import ReplicaLog
-from diloco_node.core.ledger.replication import Follower, majority_heard_ns, most_complete
-from diloco_node.core.ledger.votes import Dice, majority_of, majority_value
+from diloco_node.core.ledger.replication import Follower, Following, fault_in, majority_heard_ns, most_complete
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import (
     AppendAnswered,
@@ -50,15 +48,6 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.types import Entry, EntryBody, LeaderBody, RoundBody
 from diloco_node.errors import InvalidTransition
-
-
-class Role(StrEnum):
-    """What a voter is in its term. `ASKING` is a follower that asks whether it would get votes (pre-vote)."""
-
-    FOLLOWER = "follower"
-    ASKING = "asking"
-    CANDIDATE = "candidate"
-    LEADER = "leader"
 
 
 class LedgerCore:
@@ -102,54 +91,56 @@ class LedgerCore:
         self._heartbeat_ns = heartbeat_ns
         self._election_timeout_ns = election_timeout_ns
         self._has_payload = has_payload
-        self._dice = Dice(seed, region)
-
-        self._term = term
-        self._voted_for = voted_for
-        self._log = ReplicaLog(entries, self._may_persist)
-        self._role = Role.FOLLOWER
-        self._leader = ""
         self._is_draining = False
+
+        self._log = ReplicaLog(entries, self._may_persist)
+        self._gate = WriteGate()
+        self._election = Election(
+            region=region,
+            peers=self._peers,
+            timeout_ns=election_timeout_ns,
+            term=term,
+            voted_for=voted_for,
+            seed=seed,
+            log=self._log,
+            gate=self._gate,
+            now_ns=now_ns,
+        )
 
         # Known to be on a majority's disks; what is taken is on the own disk, too.
         self._cluster_commit_index = 0
         self._taken_index = 0
 
         self._following = Following()
-        self._election_at_ns = 0
-        self._draw_election(now_ns)
-
-        # As a candidate (or asking): who said yes. As a leader: the followers.
-        self._granted: set[str] = set()
+        # Only of a leader.
         self._followers: dict[str, Follower] = {}
         self._sequence = 0
         self._heartbeat_at_ns = 0
-        self._gate = WriteGate()
 
     @property
     def role(self) -> Role:
         """What this voter is now."""
-        return self._role
+        return self._election.role
 
     @property
     def term(self) -> int:
         """The newest term it knows of."""
-        return self._term
+        return self._election.term
 
     @property
     def leader(self) -> str:
         """The leader of that term; empty if unknown."""
-        return self._leader
+        return self._election.leader
 
     @property
     def is_leader(self) -> bool:
         """Whether this voter leads, as far as it knows."""
-        return self._role is Role.LEADER
+        return self._election.role is Role.LEADER
 
     @property
     def is_settled(self) -> bool:
         """It leads, and an entry of its own term is committed: its commit index is the true one."""
-        return self.is_leader and self._log.term_at(self._cluster_commit_index) == self._term
+        return self.is_leader and self._log.term_at(self._cluster_commit_index) == self.term
 
     @property
     def commit_index(self) -> int:
@@ -188,7 +179,7 @@ class LedgerCore:
     def wake_at_ns(self) -> int:
         """When the next TimerFired is due."""
         if not self.is_leader:
-            return self._election_at_ns
+            return self._election.due_at_ns
         until_ns = self._majority_until_ns()
         return self._heartbeat_at_ns if until_ns is None else min(self._heartbeat_at_ns, until_ns)
 
@@ -197,15 +188,16 @@ class LedgerCore:
         """One line for status: who leads, or why nobody does, and what is waited for."""
         needed = majority_of(len(self._voters))
         if self.is_leader:
-            state = f"leads term {self._term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
+            state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
             behind = [f"{name} at {index}" for name, index in self.durable_indexes.items() if index < self.last_index]
             return state + (f"; behind: {', '.join(behind)}" if behind else "")
-        if self._role in (Role.ASKING, Role.CANDIDATE):
-            asked = "asks who would vote" if self._role is Role.ASKING else f"stands for election in term {self._term}"
-            return f"no leader; {asked}: {', '.join(sorted(self._granted))}; needs {needed} of {len(self._voters)}"
-        if not self._leader:
-            return f"no leader in term {self._term} yet"
-        state = f"follows {self._leader} in term {self._term}, committed {self.commit_index} of {self.last_index}"
+        if self.role in (Role.ASKING, Role.CANDIDATE):
+            asked = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
+            granted = ", ".join(sorted(self._election.granted))
+            return f"no leader; {asked}: {granted}; needs {needed} of {len(self._voters)}"
+        if not self.leader:
+            return f"no leader in term {self.term} yet"
+        state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
         missing = self.wanted()
         return state + (f"; waits for {_named(missing[0])}" if missing else "")
 
@@ -247,7 +239,7 @@ class LedgerCore:
 
     def propose(self, body: EntryBody, *, now_ns: int) -> list[Effect]:
         """Append an entry. Only the leader may, and only what its own disk can apply."""
-        assert self.is_leader, f"{self._region} is {self._role} and can't propose"
+        assert self.is_leader, f"{self._region} is {self.role} and can't propose"
         assert self._has_payload(body), f"proposed without its payload: {_named(body)}"
         self._append(body, now_ns)
         return self._flush()
@@ -279,22 +271,15 @@ class LedgerCore:
         An older one may be on a majority and still be overwritten (figure 8 of the paper); it is committed by the first
         entry of this term after it.
         """
-        return self._log.term_at(index) == self._term
+        return self._log.term_at(index) == self.term
 
     def _vote_to_persist(self) -> str:
         """The vote as it goes to disk."""
-        return self._voted_for
+        return self._election.voted_for
 
     def _is_up_to_date(self, last_index: int, last_term: int) -> bool:
         """Whether a candidate's log holds at least what this one does."""
         return (last_term, last_index) >= (self._log.last_term, self._log.last_index)
-
-    def _hears_leader(self, now_ns: int) -> bool:
-        """Whether there is a leader that a pre-vote would disturb."""
-        if self.is_leader:
-            return True
-        heard_ns = self._following.heard_ns
-        return bool(self._leader) and heard_ns is not None and now_ns - heard_ns < self._election_timeout_ns
 
     def _timer_fired(self, now_ns: int) -> None:
         if self.is_leader:
@@ -306,10 +291,10 @@ class LedgerCore:
                 self._broadcast(now_ns)
                 if self._is_draining:
                     self._offer_leadership("is about to stop", now_ns)
-        elif now_ns >= self._election_at_ns:
-            self._draw_election(now_ns)
+        elif now_ns >= self._election.due_at_ns:
+            self._election.restart_timer(now_ns)
             if not self._is_draining:
-                self._ask_who_would_vote(now_ns)
+                self._election.ask(now_ns=now_ns)
 
     def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
         if peer not in self._peers:
@@ -341,30 +326,18 @@ class LedgerCore:
             self._followers[peer].link_changed()
             if is_up:
                 self._send_append(peer)
-        elif not is_up and peer == self._leader:
+        elif not is_up and peer == self.leader:
             # Most likely it died: do not wait for the whole timeout. If it lives, the others still hear it and refuse.
             self._following.heard_ns = None
-            early_ns = now_ns + self._heartbeat_ns + self._dice.below(self._election_timeout_ns)
-            self._election_at_ns = min(self._election_at_ns, early_ns)
-
-    def _draw_election(self, now_ns: int) -> None:
-        timeout_ns = self._election_timeout_ns
-        self._election_at_ns = now_ns + timeout_ns + self._dice.below(timeout_ns + 1)
+            self._election.hasten(now_ns + self._heartbeat_ns)
 
     def _adopt_term(self, term: int, now_ns: int) -> None:
-        if term <= self._term:
-            return
-        self._term = term
-        self._voted_for = ""
-        self._gate.change_hard_state()
-        self._become_follower("", now_ns)
+        if self._election.adopt_term(term):
+            self._become_follower("", now_ns)
 
     def _become_follower(self, leader: str, now_ns: int) -> None:
         """Follow the leader (or nobody yet) of the current term."""
-        if self._role is not Role.FOLLOWER:
-            self._draw_election(now_ns)
-        self._role = Role.FOLLOWER
-        self._leader = leader
+        self._election.follow(leader, now_ns=now_ns)
         self._following = Following(
             matched_index=min(self._cluster_commit_index, self._log.known_index), heard_ns=now_ns if leader else None
         )
@@ -372,71 +345,36 @@ class LedgerCore:
         if leader:
             self._note(f"follows {leader}")
 
-    def _ask_who_would_vote(self, now_ns: int) -> None:
-        """Pre-vote: ask before disturbing anybody with a new term."""
-        self._role = Role.ASKING
-        self._leader = ""
-        self._granted = {self._region}
-        self._ask_votes(self._term + 1, pre_vote=True)
-        self._count_votes(now_ns)
-
-    def _stand(self, now_ns: int) -> None:
-        """Begin a term as its candidate. The question leaves when the own vote is on disk."""
-        self._term += 1
-        self._voted_for = self._region
-        self._gate.change_hard_state()
-        self._role = Role.CANDIDATE
-        self._leader = ""
-        self._granted = {self._region}
-        self._draw_election(now_ns)
-        self._note("stands for election")
-        self._ask_votes(self._term, pre_vote=False)
-
-    def _ask_votes(self, term: int, *, pre_vote: bool) -> None:
-        asked = VoteAsked(term, pre_vote, self._log.last_index, self._log.last_term)
-        for peer in self._peers:
-            self._gate.send(peer, asked)
-
-    def _count_votes(self, now_ns: int) -> None:
-        if len(self._granted) < majority_of(len(self._voters)):
-            return
-        if self._role is Role.ASKING:
-            self._stand(now_ns)
-        elif self._role is Role.CANDIDATE and self._gate.is_hard_durable:
-            self._become_leader(now_ns)
-
     def _vote_asked(self, peer: str, asked: VoteAsked, now_ns: int) -> None:
-        is_up_to_date = self._is_up_to_date(asked.last_index, asked.last_term)
-        if asked.pre_vote:
-            granted = asked.term > self._term and is_up_to_date and not self._hears_leader(now_ns)
-            self._gate.send(peer, VoteAnswered(asked.term if granted else self._term, True, granted))
-            return
-        self._adopt_term(asked.term, now_ns)
-        granted = asked.term == self._term and self._voted_for in ("", peer) and is_up_to_date
-        if granted and self._voted_for != peer:
-            self._voted_for = peer
-            self._gate.change_hard_state()
-        if granted:
-            self._draw_election(now_ns)
-        self._gate.send(peer, VoteAnswered(self._term, False, granted))
+        if not asked.pre_vote:
+            self._adopt_term(asked.term, now_ns)
+        heard_ns = self._following.heard_ns
+        is_recent = bool(self.leader) and heard_ns is not None and now_ns - heard_ns < self._election_timeout_ns
+        self._election.answer(
+            peer,
+            asked,
+            is_up_to_date=self._is_up_to_date(asked.last_index, asked.last_term),
+            is_leader_heard=self.is_leader or is_recent,
+            now_ns=now_ns,
+        )
 
     def _vote_answered(self, peer: str, answer: VoteAnswered, now_ns: int) -> None:
         if not answer.granted:
             self._adopt_term(answer.term, now_ns)
-            return
-        expected_term = {Role.ASKING: self._term + 1, Role.CANDIDATE: self._term}.get(self._role)
-        if answer.term == expected_term and answer.pre_vote == (self._role is Role.ASKING):
-            self._granted.add(peer)
+        elif self._election.take_vote(peer, answer):
             self._count_votes(now_ns)
 
+    def _count_votes(self, now_ns: int) -> None:
+        if self._election.count_votes(now_ns=now_ns):
+            self._become_leader(now_ns)
+
     def _leadership_offered(self, peer: str, offered: LeadershipOffered, now_ns: int) -> None:
-        is_from_leader = offered.term == self._term and peer == self._leader and not self.is_leader
+        is_from_leader = offered.term == self.term and peer == self.leader and not self.is_leader
         if is_from_leader and not self._is_draining:
-            self._stand(now_ns)
+            self._election.stand(now_ns=now_ns)
 
     def _become_leader(self, now_ns: int) -> None:
-        self._role = Role.LEADER
-        self._leader = self._region
+        self._election.lead()
         self._log.drop_staged()
         next_index = self._log.last_index + 1
         self._followers = {peer: Follower(next_index=next_index, answered_ns=now_ns) for peer in self._peers}
@@ -446,7 +384,7 @@ class LedgerCore:
 
     def _append(self, body: EntryBody, now_ns: int) -> None:
         index = self._log.last_index + 1
-        self._log.append(seal(index, self._term, self._log.hash_at(index - 1), body))
+        self._log.append(seal(index, self.term, self._log.hash_at(index - 1), body))
         for peer in self._peers:
             if self._followers[peer].has_more(self._log):
                 self._send_append(peer)
@@ -459,13 +397,13 @@ class LedgerCore:
     def _send_append(self, peer: str) -> None:
         self._sequence += 1
         message = self._followers[peer].next_message(
-            self._log, term=self._term, sequence=self._sequence, commit_index=self._cluster_commit_index
+            self._log, term=self.term, sequence=self._sequence, commit_index=self._cluster_commit_index
         )
         self._gate.send(peer, message)
 
     def _append_answered(self, peer: str, answer: AppendAnswered, now_ns: int) -> None:
         self._adopt_term(answer.term, now_ns)
-        if not self.is_leader or answer.term != self._term:
+        if not self.is_leader or answer.term != self.term:
             return
         follower = self._followers[peer]
         if not follower.answered(answer, last_index=self._log.last_index, now_ns=now_ns):
@@ -492,57 +430,54 @@ class LedgerCore:
         successor = most_complete(self._followers, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")
-            self._gate.send(successor, LeadershipOffered(self._term))
+            self._gate.send(successor, LeadershipOffered(self.term))
 
     def _append_asked(self, peer: str, asked: AppendAsked, now_ns: int) -> None:
         self._adopt_term(asked.term, now_ns)
-        if asked.term < self._term:
-            self._gate.send(peer, AppendAnswered(self._term, asked.sequence, False, 0))
+        if asked.term < self.term:
+            self._gate.send(peer, AppendAnswered(self.term, asked.sequence, False, 0))
             return
-        if self._leader not in ("", peer):
-            self._note(f"{peer} and {self._leader} both lead this term: ignored {peer}", is_alarm=True)
+        if self.leader not in ("", peer):
+            self._note(f"{peer} and {self.leader} both lead this term: ignored {peer}", is_alarm=True)
             return
         fault = fault_in(asked, self._log, committed_index=self._cluster_commit_index)
         if fault:
             self._note(f"ignored entries from {peer}: {fault}", is_alarm=True)
             return
-        if self._leader != peer:
+        if self.leader != peer:
             self._become_follower(peer, now_ns)
-        self._draw_election(now_ns)
-        self._following.heard_ns = now_ns
-        self._following.asked_sequence = max(self._following.asked_sequence, asked.sequence)
+        self._election.restart_timer(now_ns)
+        following = self._following
+        following.heard_ns = now_ns
+        following.asked_sequence = max(following.asked_sequence, asked.sequence)
         if self._log.has(asked.previous_index, asked.previous_hash):
-            self._following.take(self._log, asked)
+            following.take(self._log, asked)
             self._log.promote(self._may_persist)
-            self._follow_commit(asked.commit_index)
+            following.commit_index = max(following.commit_index, asked.commit_index)
+            reached = min(following.commit_index, following.matched_index)
+            self._cluster_commit_index = max(self._cluster_commit_index, reached)
             self._acknowledge(asked.sequence)
         else:
             # What is committed is in the leader's log: no need to search before it.
             hint = max(self._log.search_hint(asked.previous_index), self.commit_index)
-            self._gate.send(peer, AppendAnswered(self._term, asked.sequence, False, hint))
-
-    def _follow_commit(self, leader_commit_index: int) -> None:
-        following = self._following
-        following.commit_index = max(following.commit_index, leader_commit_index)
-        index = min(following.commit_index, following.matched_index)
-        self._cluster_commit_index = max(self._cluster_commit_index, index)
+            self._gate.send(peer, AppendAnswered(self.term, asked.sequence, False, hint))
 
     def _acknowledge(self, sequence: int) -> None:
         self._following.told_index = self._following.acknowledged_index(self._log)
-        self._gate.send(self._leader, AppendAnswered(self._term, sequence, True, self._following.told_index))
+        self._gate.send(self.leader, AppendAnswered(self.term, sequence, True, self._following.told_index))
 
     def _tell_growth(self, now_ns: int) -> None:
         """More is on disk: a follower tells its leader without being asked."""
         if self.is_leader:
             self._advance_commit(now_ns)
-        elif self._leader and self._following.acknowledged_index(self._log) > self._following.told_index:
+        elif self.leader and self._following.acknowledged_index(self._log) > self._following.told_index:
             self._acknowledge(self._following.asked_sequence)
 
     def _note(self, text: str, *, is_alarm: bool = False) -> None:
-        self._gate.note(f"term {self._term}: {self._region} {text}", is_alarm=is_alarm)
+        self._gate.note(f"term {self.term}: {self._region} {text}", is_alarm=is_alarm)
 
     def _flush(self) -> list[Effect]:
-        return self._gate.flush(self._log, term=self._term, voted_for=self._vote_to_persist())
+        return self._gate.flush(self._log, term=self.term, voted_for=self._vote_to_persist())
 
 
 def _named(body: EntryBody) -> str:

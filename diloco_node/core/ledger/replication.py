@@ -1,4 +1,8 @@
-"""What a leader knows of its followers: what they have on disk, what to send them next, when they last answered."""
+"""Replication of the log, seen from both ends.
+
+A leader keeps a `Follower` for each of the others: what is on its disk, what to send next, when it last answered. A
+follower keeps a `Following`: when it heard its leader, how far the logs agree, what it has acknowledged.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.ledger.entries import encode_entry
+from diloco_node.core.ledger.election import majority_of
+from diloco_node.core.ledger.entries import encode_entry, verify_chain
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX, ReplicaLog
-from diloco_node.core.ledger.votes import majority_of
 from diloco_node.core.messages import AppendAnswered, AppendAsked
 from diloco_node.core.types import Entry
+from diloco_node.errors import ProtocolViolation
 
 BATCH_ENTRIES_MAX: Final = 64
 """Entries in one message."""
@@ -120,3 +125,54 @@ def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) 
     """The follower with the most on disk among those that answer; by name if equal; empty if none answers."""
     live = [(-each.durable_index, peer) for peer, each in followers.items() if each.answered_ns > answered_after_ns]
     return min(live)[1] if live else ""
+
+
+@dataclass(slots=True)
+class Following:
+    """One term under one leader, or under none yet.
+
+    Attributes:
+        matched_index: up to here this log, staged entries counted, is the leader's. At first what is committed: that
+            much is in the log of every leader to come.
+        heard_ns: when the leader was last heard; None if not, or if its link is down.
+        commit_index: what the leader said is committed.
+        asked_sequence: of its last message; acknowledgements that nobody asked for carry it.
+        told_index: what it was last told to be durable here.
+    """
+
+    matched_index: int = 0
+    heard_ns: int | None = None
+    commit_index: int = 0
+    asked_sequence: int = 0
+    told_index: int = 0
+
+    def acknowledged_index(self, log: ReplicaLog) -> int:
+        """On disk here, and the same as the leader's."""
+        return min(log.durable_index, self.matched_index)
+
+    def take(self, log: ReplicaLog, asked: AppendAsked) -> None:
+        """Stage the entries of a message whose previous entry matches, in place of what differs."""
+        conflict = log.first_conflict(asked.entries)
+        if conflict:
+            log.truncate(conflict)
+            self.matched_index = min(self.matched_index, conflict - 1)
+        log.stage(asked.entries)
+        reached = min(asked.previous_index + len(asked.entries), log.known_index)
+        self.matched_index = max(self.matched_index, reached)
+
+
+def fault_in(asked: AppendAsked, log: ReplicaLog, *, committed_index: int) -> str:
+    """Why the message can't come from a correct leader of its term; empty if it can."""
+    entries = asked.entries
+    if len(entries) > BATCH_ENTRIES_MAX or asked.previous_index < 0 or asked.commit_index < 0:
+        return f"{len(entries)} entries after {asked.previous_index}, {asked.commit_index} committed"
+    if entries and entries[-1].term > asked.term:
+        return f"entry {entries[-1].index} is of term {entries[-1].term}, the leader's is {asked.term}"
+    try:
+        verify_chain(entries, previous_index=asked.previous_index, previous_hash=asked.previous_hash)
+    except ProtocolViolation as error:
+        return str(error)
+    conflict = log.first_conflict(entries) if log.has(asked.previous_index, asked.previous_hash) else 0
+    if 0 < conflict <= committed_index:
+        return f"its entry {conflict} is another one than the entry that is committed here"
+    return ""

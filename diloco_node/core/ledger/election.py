@@ -1,0 +1,188 @@
+"""Elections of one voter: its term, its vote, the timer after which it asks for votes, and who said yes.
+
+Pre-vote: a follower first asks whether it would get votes, so that nobody is disturbed by a new term of a region that
+can't win. The timer is drawn at random, so that two voters rarely stand at the same moment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from enum import StrEnum
+from typing import Final
+
+from diloco_node.core.ledger.log import ReplicaLog
+from diloco_node.core.ledger.write_gate import WriteGate
+from diloco_node.core.messages import VoteAnswered, VoteAsked
+
+_MASK: Final = (1 << 64) - 1
+
+
+def majority_of(voters: int) -> int:
+    """How many of so many voters are a majority: two of two, two of three, three of four, three of five."""
+    return voters // 2 + 1
+
+
+def majority_value(values: Iterable[int]) -> int:
+    """The largest number that a majority of the values reach: 7 of (9, 7, 3), 3 of (9, 7, 3, 3).
+
+    Args:
+        values: one per voter, at least one.
+    """
+    ranked = sorted(values, reverse=True)
+    return ranked[majority_of(len(ranked)) - 1]
+
+
+class Dice:
+    """Random integers from a seed (SplitMix64): the same seed and name give the same throws on every machine."""
+
+    def __init__(self, seed: int, name: str) -> None:
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        self._state = int.from_bytes(digest[:8], "little")
+
+    def below(self, limit: int) -> int:
+        """A number in [0, limit); the bias of the remainder is below 2^-30 for limits up to 2^34 (17 s in ns)."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        mixed = self._state
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        return (mixed ^ (mixed >> 31)) % limit
+
+
+class Role(StrEnum):
+    """What a voter is in its term. `ASKING` is a follower that asks whether it would get votes (pre-vote)."""
+
+    FOLLOWER = "follower"
+    ASKING = "asking"
+    CANDIDATE = "candidate"
+    LEADER = "leader"
+
+
+class Election:
+    """Term, vote, role and election timer. The ledger calls it and replicates as the role says.
+
+    Args:
+        region: this voter. peers: the others.
+        timeout_ns: the timer is drawn from 1 to 2 times this.
+        term, voted_for: as the disk holds them.
+        seed: of the timer; the region's name is mixed in.
+        log: read only. gate: takes the messages, and holds them back until term and vote are on disk.
+
+    Attributes:
+        role, term, voted_for: as they are now, on disk or not.
+        leader: of the term; empty while it is unknown.
+        due_at_ns: when this voter asks for votes unless it hears a leader.
+        granted: who said yes, this voter too; of use while it asks or stands.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        peers: Sequence[str],
+        timeout_ns: int,
+        term: int,
+        voted_for: str,
+        seed: int,
+        log: ReplicaLog,
+        gate: WriteGate,
+        now_ns: int,
+    ) -> None:
+        self.role = Role.FOLLOWER
+        self.term = term
+        self.voted_for = voted_for
+        self.leader = ""
+        self.granted: set[str] = set()
+        self.due_at_ns = 0
+        self._region = region
+        self._peers = tuple(peers)
+        self._timeout_ns = timeout_ns
+        self._dice = Dice(seed, region)
+        self._log = log
+        self._gate = gate
+        self.restart_timer(now_ns)
+
+    def restart_timer(self, now_ns: int) -> None:
+        """A leader was heard, or a vote was given: wait for a whole timeout from now on."""
+        self.due_at_ns = now_ns + self._timeout_ns + self._dice.below(self._timeout_ns + 1)
+
+    def hasten(self, not_before_ns: int) -> None:
+        """The leader has probably died: ask within one timeout after this time, if that is earlier."""
+        self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(self._timeout_ns))
+
+    def adopt_term(self, term: int) -> bool:
+        """Take a newer term, with a free vote; False for one that is not newer. The caller then follows nobody."""
+        if term <= self.term:
+            return False
+        self.term, self.voted_for = term, ""
+        self._gate.change_hard_state()
+        return True
+
+    def follow(self, leader: str, *, now_ns: int) -> None:
+        """Follow the leader of this term; empty: nobody yet."""
+        if self.role is not Role.FOLLOWER:
+            self.restart_timer(now_ns)
+        self.role, self.leader = Role.FOLLOWER, leader
+
+    def lead(self) -> None:
+        """This voter was elected."""
+        self.role, self.leader = Role.LEADER, self._region
+
+    def ask(self, *, now_ns: int) -> None:
+        """Pre-vote: ask before disturbing anybody with a new term."""
+        self.role, self.leader = Role.ASKING, ""
+        self.granted = {self._region}
+        self._ask_votes(self.term + 1, pre_vote=True)
+        self.count_votes(now_ns=now_ns)
+
+    def stand(self, *, now_ns: int) -> None:
+        """Begin a term as its candidate. The question leaves when the own vote is on disk."""
+        self.term += 1
+        self.voted_for = self._region
+        self._gate.change_hard_state()
+        self.role, self.leader = Role.CANDIDATE, ""
+        self.granted = {self._region}
+        self.restart_timer(now_ns)
+        self._gate.note(f"term {self.term}: {self._region} stands for election")
+        self._ask_votes(self.term, pre_vote=False)
+
+    def count_votes(self, *, now_ns: int) -> bool:
+        """Stand with a majority of pre-votes; True with a majority of votes and the own one on disk: it has won."""
+        if len(self.granted) < majority_of(len(self._peers) + 1):
+            return False
+        if self.role is Role.ASKING:
+            self.stand(now_ns=now_ns)
+            return False
+        return self.role is Role.CANDIDATE and self._gate.is_hard_durable
+
+    def answer(self, peer: str, asked: VoteAsked, *, is_up_to_date: bool, is_leader_heard: bool, now_ns: int) -> None:
+        """Answer a candidate whose term was adopted, or a pre-vote, which changes nothing here.
+
+        Args:
+            is_up_to_date: its log holds at least what this voter's does.
+            is_leader_heard: there is a leader that an election would disturb.
+        """
+        if asked.pre_vote:
+            granted = asked.term > self.term and is_up_to_date and not is_leader_heard
+            self._gate.send(peer, VoteAnswered(asked.term if granted else self.term, True, granted))
+            return
+        granted = asked.term == self.term and self.voted_for in ("", peer) and is_up_to_date
+        if granted and self.voted_for != peer:
+            self.voted_for = peer
+            self._gate.change_hard_state()
+        if granted:
+            self.restart_timer(now_ns)
+        self._gate.send(peer, VoteAnswered(self.term, False, granted))
+
+    def take_vote(self, peer: str, answer: VoteAnswered) -> bool:
+        """Note who said yes; False if that answers nothing that is asked now."""
+        expected_term = {Role.ASKING: self.term + 1, Role.CANDIDATE: self.term}.get(self.role)
+        if answer.term != expected_term or answer.pre_vote != (self.role is Role.ASKING):
+            return False
+        self.granted.add(peer)
+        return True
+
+    def _ask_votes(self, term: int, *, pre_vote: bool) -> None:
+        asked = VoteAsked(term, pre_vote, self._log.last_index, self._log.last_term)
+        for peer in self._peers:
+            self._gate.send(peer, asked)
