@@ -31,7 +31,7 @@ from diloco_node.core.messages import (
     StripeHeld,
     StripeMerged,
 )
-from diloco_node.core.recovery.versions import Replica
+from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.followed import EARLY_MAX
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
@@ -65,7 +65,8 @@ class Place:
         self.effects = EffectBuffer("b")
         self.history = RoundHistory(2)
         self.ledger = Ledger()
-        self.replica = Replica(
+        self.versions = Versions(
+            region="b",
             fragments=2,
             manifest_digest=MANIFEST.digest,
             recovered=Recovered(0, "", (), (-1, -1), frozenset()),
@@ -78,12 +79,12 @@ class Place:
             fragments=2,
             settings=settings,
             history=self.history,
-            replica=self.replica,
+            versions=self.versions,
             effects=self.effects,
         )
         self.commit(GENESIS)
         for fragment in range(2):
-            self.replica.version_applied(fragment, 0)
+            self.versions.version_applied(fragment, 0)
         self.participant.learner_changed(status(10))
 
     def commit(self, body: EntryBody) -> None:
@@ -93,7 +94,7 @@ class Place:
 
     def apply(self, body: RoundBody) -> list[Effect]:
         self.commit(body)
-        self.replica.version_applied(body.fragment, body.version)
+        self.versions.version_applied(body.fragment, body.version)
         self.participant.applied(body.fragment, body.version)
         return self.go()
 
@@ -414,7 +415,7 @@ def test_whole_payload_is_stored_and_then_vouched_for() -> None:
     assert place.merged([2, 0]) == []
     assert place.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
     assert place.open(replace(OPENED, members=("a", "c"))) == [], "not on disk yet: nothing is said"
-    place.replica.payload_stored(0, 1, PAYLOAD)
+    place.versions.payload_stored(0, 1, PAYLOAD)
     place.participant.payload_stored(0, 1, PAYLOAD)
     assert told(place.go()) == [PayloadHeld(FIRST, PAYLOAD)]
     assert PayloadHeld(FIRST, PAYLOAD) in told(place.open(replace(OPENED, members=("a", "c"))))
@@ -489,7 +490,7 @@ def test_equal_payload_of_a_later_ballot_is_not_stored_twice() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
     place.merged([0, 1, 2])
-    place.replica.payload_stored(0, 1, PAYLOAD)
+    place.versions.payload_stored(0, 1, PAYLOAD)
     place.open(replace(AGAIN, members=("a", "c")))
     assert place.merged([0, 1, 2], SECOND_BALLOT) == [Send("a", PayloadHeld(SECOND_BALLOT, PAYLOAD))]
 
@@ -563,7 +564,7 @@ def test_reason_of_an_open_round_follows_what_happens() -> None:
     look()
     place.merged([0, 1, 2])
     look()
-    place.replica.payload_stored(0, 1, PAYLOAD)
+    place.versions.payload_stored(0, 1, PAYLOAD)
     look()
     assert reasons == [
         "waits for the learner",

@@ -241,7 +241,7 @@ async def test_theta_0_without_a_genesis_is_asked_for_again_after_a_restart(
         assert isinstance(welcome, Welcome)
         assert welcome.wants_initial_state
         learner.say(InitialState())
-        await until(lambda: nodes[-1].core.replica.initial_digests is not None)
+        await until(lambda: nodes[-1].core.versions.initial_digests is not None)
         await learner.close()
         assert await end(daemon, running) == 0
     store = RegionStore(spec.state_dir)

@@ -22,8 +22,7 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
 from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
-from diloco_node.core.recovery.offers import Offers
-from diloco_node.core.recovery.versions import Replica
+from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
@@ -84,7 +83,8 @@ class RegionCore:
         fragments = len(manifest.fragments)
         self._effects = EffectBuffer(region)
         self.history = RoundHistory(fragments)
-        self.replica = Replica(
+        self.versions = Versions(
+            region=region,
             fragments=fragments,
             manifest_digest=manifest.digest,
             recovered=recovered,
@@ -126,10 +126,9 @@ class RegionCore:
             fragments=fragments,
             settings=settings,
             history=self.history,
-            replica=self.replica,
+            versions=self.versions,
             effects=self._effects,
         )
-        self._offers = Offers(region=region, history=self.history, replica=self.replica, effects=self._effects)
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
         self._digests = DigestWatch(fragments, self._effects)
         self._next_beat_ns = now_ns
@@ -205,7 +204,7 @@ class RegionCore:
         Where one is, only the bytes that it names count; on disk they must not be written over, and what is lacking
         is fetched.
         """
-        is_lacking = min(self.replica.states) < 0
+        is_lacking = min(self.versions.states) < 0
         bodies = (self.ledger.entry(index).body for index in range(1, self.ledger.last_index + 1))  # it is an early one
         return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
 
@@ -224,7 +223,7 @@ class RegionCore:
             while self.leader.proposals and self.ledger.is_leader:
                 self._emit(self.ledger.propose(self.leader.proposals.popleft(), now_ns=now_ns))
                 is_news = True
-            self.replica.pump()
+            self.versions.pump()
             self.participant.pump()
             if not is_news and not self._effects.local:
                 break
@@ -236,14 +235,14 @@ class RegionCore:
     def _committed(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
         self.history.apply(entry, now_ns=now_ns)
-        self.replica.committed(entry)
+        self.versions.committed(entry)
         if isinstance(body, RoundBody):
             self._count_participation(body)
             self.participant.committed(body)
-            if self.replica.applied[body.fragment] >= body.version:
+            if self.versions.applied[body.fragment] >= body.version:
                 # Recovered from a later state: nothing will be applied, and nobody waits for it.
-                self.participant.applied(body.fragment, self.replica.applied[body.fragment])
-                self._offers.applied(body.fragment)
+                self.participant.applied(body.fragment, self.versions.applied[body.fragment])
+                self.versions.offer(body.fragment)
         elif isinstance(body, GenesisBody):
             self._check_genesis(body)
         self.leader.committed(entry, now_ns=now_ns)
@@ -281,11 +280,11 @@ class RegionCore:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
-        return self.replica.has_payload(body)
+        return self.versions.has_payload(body)
 
     def _propose_genesis(self) -> None:
         """The run begins with Theta_0 of the first leader that has one."""
-        digests = self.replica.initial_digests
+        digests = self.versions.initial_digests
         is_free = self.leader.is_acting and self.history.genesis is None and not self._has_proposed_genesis
         if is_free and digests is not None and not self._fetches.brings_other_initial(digests):
             self._has_proposed_genesis = True
@@ -295,9 +294,9 @@ class RegionCore:
 
     def _fetch_what_is_missing(self, now_ns: int) -> None:
         lacking = self._lacking(now_ns)
-        if not lacking and self._fetches.is_idle and self.replica.has_started:
+        if not lacking and self._fetches.is_idle and self.versions.has_started:
             return
-        self.replica.plan_fetches(lacking, self._fetches)
+        self.versions.plan_fetches(lacking, self._fetches)
         self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.heard(now_ns=now_ns), now_ns=now_ns)
 
     def _lacking(self, now_ns: int) -> list[EntryBody]:
@@ -326,7 +325,7 @@ class RegionCore:
 
     def _finish(self) -> None:
         finished = self.history.finished
-        if finished is None or self._is_writing_final or tuple(self.replica.applied) != finished.versions:
+        if finished is None or self._is_writing_final or tuple(self.versions.applied) != finished.versions:
             return
         self._is_writing_final = True
         self._effects.emit(ev.WriteFinal(finished.versions))
@@ -361,7 +360,7 @@ class RegionCore:
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(
-            applied_index=self.replica.applied_index(),
+            applied_index=self.versions.applied_index(),
             digests=self._digests.to_tell(now_ns=now_ns) if only_to is None else (),
             now_ns=now_ns,
             only_to=only_to,
@@ -433,10 +432,10 @@ class RegionCore:
             self._effects.emit(effect)
 
     def _initial_state_stored(self, event: ev.InitialStateStored, now_ns: int) -> None:
-        if event.manifest_digest != self._manifest.digest or len(event.fragment_digests) != len(self.replica.states):
+        if event.manifest_digest != self._manifest.digest or len(event.fragment_digests) != len(self.versions.states):
             self._effects.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
             return
-        self.replica.initial_state_stored(event.fragment_digests)
+        self.versions.initial_state_stored(event.fragment_digests)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         self._propose_genesis()
 
@@ -447,13 +446,13 @@ class RegionCore:
         status = event.status
         self._discards.attached(status, event.trained_before)
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
-        self._offers.attached(status)
+        self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
         self._stop_learner()
 
     def _learner_detached(self, _: ev.LearnerDetached, now_ns: int) -> None:
         self._effects.note("learner", "detached")
-        self._offers.attached(None)
+        self.versions.learner_attached(None)
         self._learner_is(None, now_ns)
 
     def _learner_is(self, status: LearnerStatus | None, now_ns: int) -> None:
@@ -462,7 +461,7 @@ class RegionCore:
         self.leader.status_changed(self._region, now_ns=now_ns)
         self.participant.learner_changed(status)
         self._discards.learner_changed(status)
-        self._offers.learner_changed(status)
+        self.versions.learner_changed(status)
         if self._discards.has_news():
             self._repeat_requests()
         due = self._due_fragments(status)
@@ -497,7 +496,7 @@ class RegionCore:
         self.participant.merged_arrived(event)
 
     def _payload_stored(self, event: ev.PayloadStored, now_ns: int) -> None:
-        self.replica.payload_stored(event.fragment, event.version, event.digest)
+        self.versions.payload_stored(event.fragment, event.version, event.digest)
         self._fetches.ended(event.fragment, version=event.version, is_state=False)
         self.participant.payload_stored(event.fragment, event.version, event.digest)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
@@ -507,7 +506,7 @@ class RegionCore:
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
     def _state_stored(self, event: ev.StateStored, now_ns: int) -> None:
-        self.replica.state_stored(event.fragment, event.version, event.digest)
+        self.versions.state_stored(event.fragment, event.version, event.digest)
         self._fetches.ended(event.fragment, version=event.version, is_state=True)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         self._propose_genesis()
@@ -518,8 +517,7 @@ class RegionCore:
         self._propose_genesis()
 
     def _version_applied(self, event: ev.VersionApplied, now_ns: int) -> None:
-        self.replica.version_applied(event.fragment, event.version)
-        self._offers.applied(event.fragment)
+        self.versions.version_applied(event.fragment, event.version)
         self.participant.applied(event.fragment, event.version)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
@@ -546,9 +544,9 @@ class RegionCore:
             ledger_reason=ledger.reason,
             last_index=ledger.last_index,
             commit_index=ledger.commit_index,
-            applied_index=self.replica.applied_index(),
+            applied_index=self.versions.applied_index(),
             committed_versions=tuple(history.versions),
-            versions=tuple(self.replica.applied),
+            versions=tuple(self.versions.applied),
             digests=tuple(self._digests.newest(fragment) for fragment in fragments),
             learner=self.liveness.learner(self._region),
             rounds=round_views(self.leader, self.participant),

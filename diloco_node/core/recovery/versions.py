@@ -1,7 +1,7 @@
-"""Which version of each fragment this region holds, on disk and in memory, and what is to be done to follow the ledger.
+"""Which version of each fragment this region holds, on disk, in memory and offered to its learner.
 
-On disk: payloads and states, so that an entry can be acknowledged. In memory: the applied version. Entries are applied
-in order per fragment, one at a time; different fragments go in parallel.
+Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time;
+different fragments go in parallel. What is applied is offered to the learner.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import AdoptState, ApplyVersion
+from diloco_node.core.events import AdoptState, ApplyVersion, OfferVersion
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import Entry, EntryBody, GenesisBody, Recovered, RoundBody
+from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody
 
 PAYLOADS_RATHER_MAX: Final = 8
 """A fragment that lacks more payloads than this is fetched as state: 8 bytes a value against about one per payload."""
 
 
-class Replica:
-    """Follows the ledger with this region's parameters and momentum.
+class Versions:
+    """Follows the ledger with this region's parameters and momentum, and its learner with offers.
+
+    Each applied version is offered once to each attached learner, and never an older one than it has.
 
     Attributes:
         applied: per fragment the version in memory; -1 before there is one.
@@ -31,6 +33,7 @@ class Replica:
     def __init__(
         self,
         *,
+        region: str,
         fragments: int,
         manifest_digest: str,
         recovered: Recovered,
@@ -39,6 +42,7 @@ class Replica:
     ) -> None:
         self.applied = [-1] * fragments
         self.states = list(recovered.states) or [-1] * fragments
+        self._region = region
         self._manifest_digest = manifest_digest
         self._history = history
         self._effects = effects
@@ -48,6 +52,8 @@ class Replica:
         self._busy: list[int | None] = [None] * fragments
         self._unapplied: deque[Entry] = deque()
         self._applied_index = 0
+        self._learner: LearnerStatus | None = None
+        self._offered = [-1] * fragments
         self._recover(recovered)
 
     def initial_state_stored(self, digests: tuple[bytes, ...]) -> None:
@@ -73,12 +79,43 @@ class Replica:
         self.applied[fragment] = max(self.applied[fragment], version)
         # Payloads of older versions are never asked for again: what is committed and applied can't be truncated.
         self._payloads = {one for one in self._payloads if one[0] != fragment or one[1] >= version}
+        self.offer(fragment)
 
     def committed(self, entry: Entry) -> None:
         """An entry is committed: it is to be applied."""
         self._unapplied.append(entry)
         if isinstance(entry.body, RoundBody):
             self._queues[entry.body.fragment].append(entry.body)
+
+    def learner_attached(self, status: LearnerStatus | None) -> None:
+        """A learner is there (again), or gone: what was offered before may be lost with the connection."""
+        self._learner = status
+        self._offered = [-1] * len(self._offered)
+        for fragment in range(len(self._offered)):
+            self.offer(fragment)
+
+    def learner_changed(self, status: LearnerStatus | None) -> None:
+        """It reported."""
+        self._learner = status
+
+    def offer(self, fragment: int) -> None:
+        """Offer the applied version if that is news to the learner, with its snapshot that the version includes."""
+        version = self.applied[fragment]
+        if self._learner is None or version <= self._offered[fragment]:
+            return
+        base = self._learner.positions[fragment].base_version
+        if version <= base:
+            return
+        if base >= 0 and self._history.versions[fragment] < version:
+            # Right after a restart: a state from disk is there before the ledger says whom it includes. Handing it to a
+            # learner with work of its own would make that work count twice. A new learner has none.
+            return
+        self._offered[fragment] = version
+        included = self._history.included_snapshot(
+            self._region, self._learner.incarnation, fragment, base=base, version=version
+        )
+        is_last = self._history.is_last_round(fragment, version)
+        self._effects.emit(OfferVersion(fragment, version, included, is_last))
 
     def has_payload(self, body: EntryBody) -> bool:
         """Whether the entry can be applied from this region's own disk alone."""

@@ -26,7 +26,7 @@ from diloco_node.core.messages import (
     PayloadHeld,
     StripeHeld,
 )
-from diloco_node.core.recovery.versions import Replica
+from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.followed import Block, EarlyArrivals, FollowedBallot, FollowedRound, Name, name_of
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
@@ -44,14 +44,14 @@ class RoundParticipant:
         fragments: int,
         settings: RunSettings,
         history: RoundHistory,
-        replica: Replica,
+        versions: Versions,
         effects: EffectBuffer,
     ) -> None:
         self._region = region
         self._others = tuple(sorted(name for name in regions if name != region))
         self._settings = settings
         self._history = history
-        self._replica = replica
+        self._versions = versions
         self._effects = effects
         self._learner: LearnerStatus | None = None
         self._fragments = [FollowedRound() for _ in range(fragments)]
@@ -372,7 +372,7 @@ class RoundParticipant:
         self._effects.send(part.leader, Declined(part.ballot, reason))
 
     def _is_stored(self, one: FollowedRound, part: FollowedBallot) -> bool:
-        return self._replica.has_stored(part.opened.fragment, one.version, part.digest)
+        return self._versions.has_stored(part.opened.fragment, one.version, part.digest)
 
     def _take_early(self, one: FollowedRound, part: FollowedBallot) -> None:
         """A new ballot: what came before its announcement, and what is held from the ballots before."""
@@ -399,5 +399,5 @@ class RoundParticipant:
         """Bytes of a round that is over. Before it is applied here, it is still to be closed with all it has."""
         residual = self._fragments[fragment].residual
         is_kept = residual is not None and residual[1] == ballot
-        if version <= self._replica.applied[fragment] and not is_kept:
+        if version <= self._versions.applied[fragment] and not is_kept:
             self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))
