@@ -26,9 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.delay import DelayCut
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, Refused
+from diloco_node.core.types import RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.kernel import tcp_info

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.membership.liveness import Liveness
@@ -12,6 +11,7 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifes
 from diloco_node.core.messages import Heartbeat
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import (
+    NO_LIMITS,
     Ballot,
     Contribution,
     Entry,
@@ -21,6 +21,7 @@ from diloco_node.core.types import (
     LearnerStatus,
     Member,
     MergeRule,
+    RateLimits,
     RoundBody,
     RunSettings,
     Stripe,

@@ -17,9 +17,10 @@ import pytest
 
 from diloco_node.adapters import asides, plain_accept
 from diloco_node.core import measuring as msg
-from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.measuring import NS_PER_S, Probe
 from diloco_node.core.messages import IngressGranted
+from diloco_node.core.types import RateLimits
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.measure import answering
 from diloco_node.transport import link, outbound

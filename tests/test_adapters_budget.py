@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import (
     BulkHeader,
@@ -32,7 +32,7 @@ from diloco_node.core.messages import (
     PayloadWanted,
     State,
 )
-from diloco_node.core.types import Ballot
+from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter

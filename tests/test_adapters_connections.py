@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, MergedStripe, Payload, State, VoteAnswered
-from diloco_node.core.types import Ballot
+from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
 from diloco_node.transport import bundle
 from diloco_node.transport.bulk_lanes import lane_of

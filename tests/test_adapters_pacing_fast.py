@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.delay import IN_VAIN_CUTS
 from diloco_node.core.messages import Payload
+from diloco_node.core.types import RateLimits
 from diloco_node.errors import PeerError
 from diloco_node.transport import outbound as outbound_module
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.events import Send
 from diloco_node.core.membership.liveness import OLD_SEQUENCES_MAX, RTT_NS_MAX, SENT_KEPT, SILENT_HEARTBEATS
 from diloco_node.core.messages import Heartbeat
+from diloco_node.core.types import RateLimits
 from tests.rounds_kit import MS, SETTINGS, Neighbourhood, status
 
 SILENT_NS = SILENT_HEARTBEATS * SETTINGS.heartbeat_ns

@@ -9,12 +9,20 @@ import pytest
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.events import Note
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import Ballot, CarryMode, DiscardedBody, FragmentDigest, GenesisBody, Recovered, RoundBody
+from diloco_node.core.types import (
+    Ballot,
+    CarryMode,
+    DiscardedBody,
+    FragmentDigest,
+    GenesisBody,
+    RateLimits,
+    Recovered,
+    RoundBody,
+)
 from diloco_node.core.view import RegionView
 from diloco_node.sim import run
 from diloco_node.sim.run import Simulation

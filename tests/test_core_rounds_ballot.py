@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
 from diloco_node.core.messages import BallotOpened, HeldStripe, MergeDecided, StripeMerged
@@ -18,7 +17,7 @@ from diloco_node.core.rounds.ballot import (
     reducers_to_exclude,
 )
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
-from diloco_node.core.types import Ballot, Codec, MergeRule, Stripe
+from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
 from tests.rounds_kit import MANIFEST, MS, SECOND, SETTINGS, Neighbourhood, contribution, pieces, status
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.events import Note, Send
 from diloco_node.core.messages import (
     BallotOpened,
@@ -33,6 +32,7 @@ from diloco_node.core.types import (
     FinishedBody,
     LearnerStatus,
     MergeRule,
+    RateLimits,
     RoundBody,
     RunSettings,
 )

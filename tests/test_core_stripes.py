@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.merge.stripes import (
     CEILING_FACTOR_MAX,
@@ -18,7 +17,7 @@ from diloco_node.core.merge.stripes import (
     cut_stripes,
     piece_blocks,
 )
-from diloco_node.core.types import Stripe
+from diloco_node.core.types import RateLimits, Stripe
 
 share_lists = st.dictionaries(st.text("abcd", min_size=1, max_size=3), st.integers(0, 10_000), min_size=1, max_size=9)
 

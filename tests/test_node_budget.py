@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.types import RateLimits
 from diloco_node.daemon.budget import changed_plan, plan_of_file
 from diloco_node.errors import ConfigError
 

@@ -13,8 +13,9 @@ import pytest
 
 from diloco_node.adapters.flows import FlowTimes
 from diloco_node.core import measuring as msg
-from diloco_node.core.budget_plan import BudgetPlan, RateLimits
+from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.measuring import NS_PER_S, MeasuringMessage, Probe
+from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import echoes, probes
 from diloco_node.measure.asking import FlowOverLink, FlowWanted

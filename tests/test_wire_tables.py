@@ -9,7 +9,7 @@ import pytest
 from diloco_node.core import measuring as g
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
-from diloco_node.core.budget_plan import RateLimits
+from diloco_node.core.types import RateLimits
 from diloco_node.wire.tables import BULK_HEADERS, CONTROL, ENTRIES, ENTRY_BODIES, HEADERS, MESSAGES, PROTOCOL_VERSION
 
 BALLOT = t.Ballot(3, 4)

@@ -4,40 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
 from typing import Any, Final
+
+from diloco_node.core.types import NO_LIMITS, Direction, RateLimits
 
 MINUTES_PER_DAY: Final = 24 * 60
 WINDOWS_MAX: Final = 96
-
-
-class Direction(StrEnum):
-    """Of traffic, seen from this region."""
-
-    EGRESS = "egress"
-    INGRESS = "ingress"
-
-
-@dataclass(frozen=True, slots=True)
-class RateLimits:
-    """Ceilings in bytes per second; None: no limit."""
-
-    egress: int | None = None
-    ingress: int | None = None
-
-    def __str__(self) -> str:
-        """In one line; empty without limits."""
-        parts = (("egress", self.egress), ("ingress", self.ingress))
-        return ", ".join(f"{name} {8 * rate:,} bit/s" for name, rate in parts if rate is not None)
-
-    def with_rate(self, direction: Direction, rate_bytes_per_s: int | None) -> RateLimits:
-        """The same with one of them changed."""
-        if direction is Direction.EGRESS:
-            return replace(self, egress=rate_bytes_per_s)
-        return replace(self, ingress=rate_bytes_per_s)
-
-
-NO_LIMITS: Final = RateLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +47,7 @@ class BudgetPlan:
         schedule: other limits of all peers together by time of day; the first window that holds decides.
     """
 
-    limits: RateLimits = RateLimits()
+    limits: RateLimits = NO_LIMITS
     peers: tuple[tuple[str, RateLimits], ...] = ()
     schedule: tuple[TimeWindow, ...] = ()
 

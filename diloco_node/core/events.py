@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_node.core.budget_plan import RateLimits
 from diloco_node.core.messages import Message
 from diloco_node.core.types import (
     Ballot,
     Contribution,
     Entry,
     LearnerStatus,
+    RateLimits,
     RoundBody,
     Stripe,
 )

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
 from diloco_node.core.measuring import MeasuringMessage, Probe
 from diloco_node.core.types import (
+    NO_LIMITS,
     Ballot,
     Contribution,
     DiscardedBody,
     Entry,
     FragmentDigest,
     LearnerStatus,
+    RateLimits,
     Stripe,
 )
 

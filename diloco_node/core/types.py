@@ -6,7 +6,7 @@ incarnation; times end in `_ns` (monotonic integer nanoseconds); sizes are float
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -238,6 +238,35 @@ class Entry:
     previous: bytes
     body: EntryBody
     hash: bytes
+
+
+class Direction(StrEnum):
+    """Of traffic, seen from this region."""
+
+    EGRESS = "egress"
+    INGRESS = "ingress"
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimits:
+    """Ceilings in bytes per second; None: no limit."""
+
+    egress: int | None = None
+    ingress: int | None = None
+
+    def __str__(self) -> str:
+        """In one line; empty without limits."""
+        parts = (("egress", self.egress), ("ingress", self.ingress))
+        return ", ".join(f"{name} {8 * rate:,} bit/s" for name, rate in parts if rate is not None)
+
+    def with_rate(self, direction: Direction, rate_bytes_per_s: int | None) -> RateLimits:
+        """The same with one of them changed."""
+        if direction is Direction.EGRESS:
+            return replace(self, egress=rate_bytes_per_s)
+        return replace(self, ingress=rate_bytes_per_s)
+
+
+NO_LIMITS: Final = RateLimits()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from diloco_node.core.budget_plan import BudgetPlan, Direction
+from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.core.types import Direction
 from diloco_node.errors import ConfigError
 
 _KEYS = frozenset({"egress", "ingress", "peer"})

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
 from diloco_node.core.events import (
     BudgetChanged,
     Event,
@@ -24,7 +23,7 @@ from diloco_node.core.measuring import MeasuringMessage, Probe
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message, PayloadWanted, Refused, StateWanted
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import Recovered
+from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
 from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.status import region_status
 from diloco_node.daemon.budget_watch import LOOK_S, BudgetWatch

@@ -18,7 +18,7 @@ from diloco_node.planning.plan import FragmentSize, Network
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
     from diloco_node.config.schema import ModelSection
-    from diloco_node.core.budget_plan import RateLimits
+    from diloco_node.core.types import RateLimits
     from diloco_node.daemon.spec import NodeSpec
 
 _VOCABULARY: Final = 256

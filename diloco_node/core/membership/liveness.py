@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.messages import Heartbeat
-from diloco_node.core.types import FragmentDigest, LearnerStatus
+from diloco_node.core.types import NO_LIMITS, FragmentDigest, LearnerStatus, RateLimits
 
 SILENT_HEARTBEATS: Final = 5
 """A region that was not heard for this many heartbeats counts as gone."""

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.budget_plan import NO_LIMITS, RateLimits
 from diloco_node.core.merge.fragments import Fragment
-from diloco_node.core.types import BLOCK_VALUES, Stripe
+from diloco_node.core.types import BLOCK_VALUES, NO_LIMITS, RateLimits, Stripe
 from diloco_node.numeric import NS_PER_S
 
 STRIPE_BYTES_MIN: Final = 8 * 2**20

@@ -32,7 +32,7 @@ _SCALE_BITS: Final = 32
 
 
 def encoded_bytes(fragment: Fragment, codec: Codec) -> int:
-    """About how many bytes a fragment takes (docs/architecture.md, "Encoded bytes"), before compression."""
+    """About how many bytes a fragment takes (docs/formats.md, "Encoded bytes"), before compression."""
     bits = 0
     for size in fragment.piece_sizes:
         if codec is Codec.FP32:
