@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from diloco_node.core.ledger.account import AccountCore, AccountReport, LastInclusion, check_account
+from diloco_node.core.ledger.account import AccountCore, LastInclusion
+from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import (
     Ballot,

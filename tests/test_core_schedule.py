@@ -4,10 +4,10 @@ from hypothesis import strategies as st
 
 from diloco_node.core.merge.schedule import (
     StepTime,
-    choose_fragment,
     due_step,
     earliest_open_ns,
     median_step_time_ns,
+    most_overdue_first,
     next_news_step,
     overdue_steps,
 )
@@ -60,10 +60,10 @@ def test_snapshots_of_a_lone_learner_are_h_steps_apart() -> None:
 
 
 def test_the_most_overdue_fragment_goes_first_and_ties_go_by_index() -> None:
-    assert choose_fragment([(3, 2), (1, 5), (2, 5), (0, 0)]) == 1
-    assert choose_fragment([(2, 0), (5, -1)]) == 2
-    assert choose_fragment([(2, -1)]) is None
-    assert choose_fragment([]) is None
+    assert most_overdue_first([(3, 2), (1, 5), (2, 5), (0, 0)]) == [1, 2, 3, 0]
+    assert most_overdue_first([(2, 0), (5, -1)]) == [2]
+    assert most_overdue_first([(2, -1)]) == []
+    assert most_overdue_first([]) == []
 
 
 def test_pacing_is_h_step_times_over_p_rounded_up() -> None:

@@ -14,7 +14,7 @@ import pytest
 from node_kit import MANIFEST, NO_BUDGET
 from node_world import MemoryTransport, Network, Region, VirtualLoop
 
-from diloco_node.core.ledger.account import check_account
+from diloco_node.core.ledger.account_check import check_account
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node
 from diloco_node.memory import read_trained

@@ -146,23 +146,27 @@ class RegionCore:
             ev.TimerFired: self._timer_fired,
             ev.MessageArrived: self._message_arrived,
             ev.LinkChanged: self._link_changed,
-            ev.BudgetChanged: self._budget_changed,
+            ev.BudgetChanged: lambda event, _: self.liveness.own_budget(event.limits),
             ev.LedgerPersisted: self._to_ledger,
             ev.InitialStateStored: self._initial_state_stored,
-            ev.LearnerReported: self._learner_reported,
+            ev.LearnerReported: lambda event, now_ns: self._learner_is(event.status, now_ns),
             ev.LearnerAttached: self._learner_attached,
             ev.LearnerDetached: self._learner_detached,
-            ev.SnapshotTaken: self._snapshot_taken,
-            ev.SnapshotRefused: self._snapshot_refused,
-            ev.ContributionStripeArrived: self._stripe_arrived,
-            ev.StripeReduced: self._stripe_reduced,
-            ev.MergedStripeArrived: self._merged_arrived,
+            ev.SnapshotTaken: lambda event, _: self.participant.snapshot_taken(event.contribution),
+            ev.SnapshotRefused: lambda event, _: self.participant.snapshot_refused(
+                event.fragment, event.version, event.reason
+            ),
+            ev.ContributionStripeArrived: lambda event, _: self.participant.stripe_arrived(event),
+            ev.StripeReduced: lambda event, _: self.participant.stripe_reduced(event),
+            ev.MergedStripeArrived: lambda event, _: self.participant.merged_arrived(event),
             ev.PayloadStored: self._payload_stored,
             ev.PayloadNotStored: self._payload_not_stored,
             ev.StateStored: self._state_stored,
             ev.FetchFailed: self._fetch_failed,
             ev.VersionApplied: self._version_applied,
-            ev.DigestComputed: self._digest_computed,
+            ev.DigestComputed: lambda event, now_ns: self._digests.computed(
+                event.fragment, event.version, event.digest, now_ns=now_ns
+            ),
             ev.FinishAsked: self._finish_was_asked,
             ev.FinalWritten: self._final_written,
         }
@@ -212,7 +216,7 @@ class RegionCore:
         """Follow every consequence inside this region until nothing more follows."""
         for _ in range(TURNS_MAX):
             if self._effects.local:
-                self._own_message(self._effects.local.popleft(), now_ns)
+                self._round_message(self._region, self._effects.local.popleft(), now_ns)
                 continue
             is_news = False
             for entry in self.ledger.take_committed():
@@ -229,8 +233,16 @@ class RegionCore:
                 break
         else:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
-        self._fetch_what_is_missing(now_ns)
-        self._finish()
+        lacking = self._lacking(now_ns)
+        if lacking or not self._fetches.is_idle or not self.versions.has_started:
+            self.versions.plan_fetches(lacking, self._fetches)
+            alive = self.liveness.heard(now_ns=now_ns)
+            self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
+        finished = self.history.finished
+        if finished is not None and not self._is_writing_final and tuple(self.versions.applied) == finished.versions:
+            self._is_writing_final = True
+            self._effects.emit(ev.WriteFinal(finished.versions))
+            self._stop_learner()
 
     def _committed(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
@@ -292,13 +304,6 @@ class RegionCore:
                 GenesisBody(self._run_id, self._manifest.digest, self._settings_digest, self._regions, digests)
             )
 
-    def _fetch_what_is_missing(self, now_ns: int) -> None:
-        lacking = self._lacking(now_ns)
-        if not lacking and self._fetches.is_idle and self.versions.has_started:
-            return
-        self.versions.plan_fetches(lacking, self._fetches)
-        self._fetches.pump(leader=self.ledger.leader, alive=self.liveness.heard(now_ns=now_ns), now_ns=now_ns)
-
     def _lacking(self, now_ns: int) -> list[EntryBody]:
         """What the ledger waits for and nobody is sending already.
 
@@ -322,14 +327,6 @@ class RegionCore:
             or not self.participant.is_following(body)
             or (now_ns - since[body.payload_digest] >= patience_ns and not self.participant.is_storing(body))
         ]
-
-    def _finish(self) -> None:
-        finished = self.history.finished
-        if finished is None or self._is_writing_final or tuple(self.versions.applied) != finished.versions:
-            return
-        self._is_writing_final = True
-        self._effects.emit(ev.WriteFinal(finished.versions))
-        self._stop_learner()
 
     def _stop_learner(self) -> None:
         finished = self.history.finished
@@ -387,9 +384,6 @@ class RegionCore:
         else:
             self._round_message(event.peer, message, now_ns)
 
-    def _own_message(self, message: msg.Message, now_ns: int) -> None:
-        self._round_message(self._region, message, now_ns)
-
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
         if isinstance(message, _LEADER_MESSAGES):
             self.leader.arrived(peer, message, now_ns=now_ns)
@@ -420,10 +414,6 @@ class RegionCore:
         if event.is_up:
             self._beat(now_ns, only_to=event.peer)
 
-    def _budget_changed(self, event: ev.BudgetChanged, now_ns: int) -> None:
-        del now_ns  # the next heartbeat tells the others
-        self.liveness.own_budget(event.limits)
-
     def _to_ledger(self, event: Event, now_ns: int) -> None:
         self._emit(self.ledger.handle(event, now_ns=now_ns))
 
@@ -438,9 +428,6 @@ class RegionCore:
         self.versions.initial_state_stored(event.fragment_digests)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         self._propose_genesis()
-
-    def _learner_reported(self, event: ev.LearnerReported, now_ns: int) -> None:
-        self._learner_is(event.status, now_ns)
 
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
@@ -480,21 +467,6 @@ class RegionCore:
             if overdue_steps(fragment, position, status.step, sync_every=settings.sync_every, fragments=fragments) >= 0
         )
 
-    def _snapshot_taken(self, event: ev.SnapshotTaken, _: int) -> None:
-        self.participant.snapshot_taken(event.contribution)
-
-    def _snapshot_refused(self, event: ev.SnapshotRefused, _: int) -> None:
-        self.participant.snapshot_refused(event.fragment, event.version, event.reason)
-
-    def _stripe_arrived(self, event: ev.ContributionStripeArrived, _: int) -> None:
-        self.participant.stripe_arrived(event)
-
-    def _stripe_reduced(self, event: ev.StripeReduced, _: int) -> None:
-        self.participant.stripe_reduced(event)
-
-    def _merged_arrived(self, event: ev.MergedStripeArrived, _: int) -> None:
-        self.participant.merged_arrived(event)
-
     def _payload_stored(self, event: ev.PayloadStored, now_ns: int) -> None:
         self.versions.payload_stored(event.fragment, event.version, event.digest)
         self._fetches.ended(event.fragment, version=event.version, is_state=False)
@@ -520,9 +492,6 @@ class RegionCore:
         self.versions.version_applied(event.fragment, event.version)
         self.participant.applied(event.fragment, event.version)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-
-    def _digest_computed(self, event: ev.DigestComputed, now_ns: int) -> None:
-        self._digests.computed(event.fragment, event.version, event.digest, now_ns=now_ns)
 
     def _finish_was_asked(self, event: ev.FinishAsked, _: int) -> None:
         self._finish_asked = event.reason

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from diloco_node.core.ledger.account import AccountReport, check_account
+from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, RoundBody

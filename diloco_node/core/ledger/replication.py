@@ -86,17 +86,15 @@ class Follower:
         has_lost = answer.sequence == self.sent_sequence and self.is_certain
         if has_lost:
             self.durable_index = min(self.durable_index, max(0, answer.durable_index))
-        self._search_from(answer.durable_index)
+        # Search the common part further back.
+        self.next_index = max(self.durable_index + 1, min(answer.durable_index + 1, self.next_index))
+        self.batch_sequence = 0
+        self.heeded_sequence = self.sent_sequence + 1
         return not has_lost
 
     def link_changed(self) -> None:
         """What was on its way is lost; the next message tells where the follower stands."""
         self.batch_sequence = 0
-
-    def _search_from(self, hint: int) -> None:
-        self.next_index = max(self.durable_index + 1, min(hint + 1, self.next_index))
-        self.batch_sequence = 0
-        self.heeded_sequence = self.sent_sequence + 1
 
     @property
     def _window_end(self) -> int:

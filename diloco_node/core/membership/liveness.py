@@ -107,7 +107,7 @@ class Liveness:
         self._own_learner = status
 
     def own_budget(self, limits: RateLimits) -> None:
-        """What this region may send and receive from now on."""
+        """What this region may send and receive from now on; the next heartbeat tells the others."""
         self._own_budget = limits
 
     def beat(

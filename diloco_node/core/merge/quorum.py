@@ -140,7 +140,9 @@ def decide_open(
     late = sorted(one.name for one in learners if one.due_at_ns is None)
     needed = quorum_size(len(learners), settings.quorum_min)
     if len(due) < needed:
-        return OpenDecision(False, None, _quorum_reason([name for _, name in due], len(learners), needed))
+        names = f" ({_listed(sorted(name for _, name in due))})" if due else ""
+        reason = f"waits for quorum: {len(due)} of {len(learners)} learners due{names}, {needed} needed"
+        return OpenDecision(False, None, reason if learners else "no live learner")
     if rounds_in_flight >= settings.rounds_in_flight_max:
         reason = f"{rounds_in_flight} rounds in flight, at most {settings.rounds_in_flight_max} allowed"
         return OpenDecision(False, None, reason)
@@ -155,13 +157,6 @@ def decide_open(
         return OpenDecision(False, closes_ns, f"grace: {_ms(closes_ns - now_ns)} left for {_listed(late)}")
     reason = f"{len(due)} of {len(learners)} due, grace of {_ms(window_ns)} is over, not due: {_listed(late)}"
     return OpenDecision(True, None, reason)
-
-
-def _quorum_reason(due: Sequence[str], live: int, needed: int) -> str:
-    if live == 0:
-        return "no live learner"
-    names = f" ({_listed(sorted(due))})" if due else ""
-    return f"waits for quorum: {len(due)} of {live} learners due{names}, {needed} needed"
 
 
 def _ms(duration_ns: int) -> str:

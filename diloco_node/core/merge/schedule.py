@@ -75,17 +75,13 @@ def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_eve
     return min((one for one in news if one > step), default=None)
 
 
-def choose_fragment(overdue: Iterable[tuple[int, int]]) -> int | None:
-    """The fragment whose round is opened first: the most overdue; ties go to the smaller index.
+def most_overdue_first(overdue: Iterable[tuple[int, int]]) -> list[int]:
+    """Fragments in the order in which their rounds are opened: the most overdue first; ties go to the smaller index.
 
     Args:
         overdue: (fragment, overdue steps) of the candidates, any order; negative ones are not due and left out.
-
-    Returns:
-        None if none is due.
     """
-    due = [(-steps, fragment) for fragment, steps in overdue if steps >= 0]
-    return min(due)[1] if due else None
+    return [fragment for _, fragment in sorted((-steps, fragment) for fragment, steps in overdue if steps >= 0)]
 
 
 def earliest_open_ns(last_open_ns: int | None, *, sync_every: int, fragments: int, step_time_ns: int) -> int:

@@ -107,7 +107,8 @@ def weights(
         return (1.0,) * len(raw)
     is_away = [one.steps > carry_steps_limit for one in contributions]
     usual = [value for value, away in zip(raw, is_away, strict=True) if not away and value > 0.0]
-    median = _median(usual or raw)
+    ordered = sorted(usual or raw)
+    median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     cap = weight_cap * median
     most = WEIGHT_RATIO_MAX * median if len(raw) >= MEMBERS_MIN else FLOAT32_MAX
     return tuple(to_float32(min(value, cap if away else most)) for value, away in zip(raw, is_away, strict=True))
@@ -250,8 +251,3 @@ def _orthogonal_norm(contributions: Sequence[Contribution], weights: Sequence[fl
 def _norm(squared: float) -> float:
     norm = sqrt(squared)
     return norm if norm >= NORM_MIN else 0.0
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

@@ -206,15 +206,13 @@ class Versions:
     def _has_initial(self, fragment: int, body: GenesisBody) -> bool:
         return self.states[fragment] >= 1 or self._initial.get(fragment) == body.fragment_digests[fragment]
 
-    def _may_adopt(self, fragment: int) -> bool:
-        genesis = self._history.genesis
-        return genesis is not None and self._has_initial(fragment, genesis)
-
     def _advance(self, fragment: int) -> None:
         queue, applied, state = self._queues[fragment], self.applied[fragment], self.states[fragment]
         while queue and queue[0].version <= applied:
             queue.popleft()
-        if applied < state <= self._history.versions[fragment] and self._may_adopt(fragment):
+        genesis = self._history.genesis
+        is_of_run = genesis is not None and self._has_initial(fragment, genesis)
+        if applied < state <= self._history.versions[fragment] and is_of_run:
             self._busy[fragment] = state
             self._effects.emit(AdoptState(fragment, state))
         elif queue and applied >= 0 and queue[0].version == applied + 1:

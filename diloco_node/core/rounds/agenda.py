@@ -155,21 +155,15 @@ class Agenda:
             return None
         if self._has_ended(now_ns):
             return self._next_last(rounds, now_ns)
-        return self._next_due(rounds, now_ns)
-
-    def _next_due(self, rounds: Mapping[int, OpenRound], now_ns: int) -> Opening | None:
         reachability = self._eligibility.reachability(now_ns=now_ns)
         opening = self.opener.choose(reachability, rounds, self._resting, self._eligibility, now_ns=now_ns)
         self.reason, self.wake_at_ns = self.opener.reason, self.opener.wake_at_ns
         if opening is None:
-            self._say_why_nothing_opens(rounds, now_ns)
+            # Between two rounds there is always something to wait for: say it when it takes longer than that.
+            is_usual = bool(rounds) or now_ns - self.opener.last_open_ns < WAIT_SAID_NS
+            said = "" if is_usual else "".join(letter for letter in self.reason if not letter.isdigit())
+            self._effects.note_change("waits", said, self.reason)
         return opening
-
-    def _say_why_nothing_opens(self, rounds: Mapping[int, OpenRound], now_ns: int) -> None:
-        """Between two rounds there is always something to wait for: say it when it takes longer than that."""
-        is_usual = bool(rounds) or now_ns - self.opener.last_open_ns < WAIT_SAID_NS
-        said = "" if is_usual else "".join(letter for letter in self.reason if not letter.isdigit())
-        self._effects.note_change("waits", said, self.reason)
 
     def _has_ended(self, now_ns: int) -> bool:
         if self._ending is None:

@@ -245,7 +245,9 @@ class RoundLeader:
             self._try_propose(one, now_ns)
         if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
             reason = f"deadline passed while it {one.waiting()}"
-            self._exclude_late_reducers(one)
+            one.excluded |= reducers_to_exclude(one)
+            if one.excluded >= set(self._regions):
+                one.excluded.clear()
             self.is_in_the_way |= one.attempt > 0 and self._lacks_alone(one)
             self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
 
@@ -265,16 +267,12 @@ class RoundLeader:
             else:
                 chosen.append(offered)
         if chosen:
-            self._decide(one, tuple(chosen))
+            decision = self._merges.decide(one, tuple(chosen))
+            for reducer in one.reducers:
+                self._effects.send(reducer, decision)
         else:
             reasons = ", ".join(f"{name}: {reason}" for name, reason in sorted(one.declined.items()))
             self._abandon(one, f"nobody contributes ({reasons})", now_ns=now_ns)
-
-    def _decide(self, one: OpenRound, chosen: tuple[Contribution, ...]) -> None:
-        self._merges.decide(one, chosen)
-        assert one.decision is not None
-        for reducer in one.reducers:
-            self._effects.send(reducer, one.decision)
 
     def _try_propose(self, one: OpenRound, now_ns: int) -> None:
         assert one.decision is not None
@@ -285,13 +283,18 @@ class RoundLeader:
                     self._next_ballot(one, f"{name} is lost before its stripes arrived", now_ns=now_ns)
                     return
             return
-        norm_mismatch = one.norm_mismatch()
-        if norm_mismatch:
-            self._reject(one, norm_mismatch, now_ns)
+        mismatched = one.norm_mismatch()
+        if mismatched:
+            fault = "its stripes do not add up to the norms it named"
+            one.rejected.update(dict.fromkeys(mismatched, fault))
+            text = f"contribution of {', '.join(mismatched)}: {fault}"
+            self._effects.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=True)
+            self._next_ballot(one, text, now_ns=now_ns)
             return
         holders = one.payload_holders()
         if self._region in holders and 2 * len(holders) > len(self._regions):
-            self._propose(one)
+            one.is_proposed = True
+            self.proposals.append(self._merges.body(one))
 
     def _lacks_alone(self, one: OpenRound) -> bool:
         """Whether the round waits for nothing but this region's disk."""
@@ -299,17 +302,6 @@ class RoundLeader:
             return False
         holders = one.payload_holders()
         return self._region not in holders and 2 * len(holders) > len(self._regions)
-
-    def _reject(self, one: OpenRound, norm_mismatch: tuple[str, ...], now_ns: int) -> None:
-        for name in norm_mismatch:
-            one.rejected[name] = "its stripes do not add up to the norms it named"
-        text = f"contribution of {', '.join(norm_mismatch)}: {one.rejected[norm_mismatch[0]]}"
-        self._effects.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=True)
-        self._next_ballot(one, text, now_ns=now_ns)
-
-    def _propose(self, one: OpenRound) -> None:
-        one.is_proposed = True
-        self.proposals.append(self._merges.body(one))
 
     def _may_contribute(self, offered: Contribution, version: int) -> str:
         """Why a contribution may not be merged; empty if it may. The one place where the leader decides it."""
@@ -443,11 +435,6 @@ class RoundLeader:
     def _announce(self, one: OpenRound) -> None:
         for name in self._regions:
             self._effects.send(name, one.announcement)
-
-    def _exclude_late_reducers(self, one: OpenRound) -> None:
-        one.excluded |= reducers_to_exclude(one)
-        if one.excluded >= set(self._regions):
-            one.excluded.clear()
 
     def _repeat(self, one: OpenRound) -> None:
         """Ask every region that is not done what it has; whatever was lost on the way is said again."""

@@ -31,7 +31,7 @@ class MergeDecisions:
         """This region leads no longer: the next time all are new."""
         self._outliers.clear()
 
-    def decide(self, one: OpenRound, chosen: tuple[Contribution, ...]) -> None:
+    def decide(self, one: OpenRound, chosen: tuple[Contribution, ...]) -> MergeDecided:
         """Fix weights, what of each counts, and coefficients; the stripes may still be on their way."""
         rules = self._rules(one)
         one.weights = weighing.weights(
@@ -45,6 +45,7 @@ class MergeDecisions:
         self._note_outliers(one, outliers.excess(chosen, one.clips, recent))
         coefficients = weighing.coefficients(chosen, one.weights, rules, one.clips)
         one.decision = MergeDecided(one.ballot, one.fragment, one.version, chosen, coefficients)
+        return one.decision
 
     def body(self, one: OpenRound) -> RoundBody:
         """The entry of a round whose stripes are all merged."""

@@ -6,8 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.merge.quorum import LearnerDue, OpenDecision, ReportSpread, RoundTiming, decide_open, quorum_size
-from diloco_node.core.merge.schedule import StepTime, earliest_open_ns, median_step_time_ns, overdue_steps
+from diloco_node.core.merge.quorum import LearnerDue, ReportSpread, RoundTiming, decide_open, quorum_size
+from diloco_node.core.merge.schedule import (
+    StepTime,
+    earliest_open_ns,
+    median_step_time_ns,
+    most_overdue_first,
+    overdue_steps,
+)
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import LearnerStatus, RunSettings
@@ -115,8 +121,14 @@ class Opener:
             fragments=self._fragments,
             step_time_ns=timing.step_time_ns,
         )
+        statuses = self._statuses(reachability)
+        overdue = [
+            (fragment, max((self._overdue(fragment, status) for name, status in statuses if name in due), default=-1))
+            for fragment, due in self._due.items()
+            if fragment not in open_fragments and fragment not in resting
+        ]
         reasons = []
-        for fragment in self._most_overdue(reachability, {*open_fragments, *resting}):
+        for fragment in most_overdue_first(overdue):
             learners = self._learners(fragment, reachability, eligibility)
             decision = decide_open(
                 now_ns,
@@ -130,14 +142,11 @@ class Opener:
                 self.reason = ""
                 due = sorted(one.due_at_ns for one in learners if one.due_at_ns is not None)
                 return Opening(fragment, decision.reason, tuple(due), len(learners))
-            self._wait(decision)
+            if decision.wake_at_ns is not None:
+                self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
             reasons.append(f"fragment {fragment}: {decision.reason}")
         self.reason = reasons[0] if reasons else "no fragment is due"
         return None
-
-    def _wait(self, decision: OpenDecision) -> None:
-        if decision.wake_at_ns is not None:
-            self.wake_at_ns = min(self.wake_at_ns or decision.wake_at_ns, decision.wake_at_ns)
 
     def _statuses(self, reachability: Reachability) -> list[tuple[str, LearnerStatus]]:
         found = ((name, self._liveness.learner(name)) for name in reachability.learners)
@@ -159,16 +168,6 @@ class Opener:
             sync_every=self._settings.sync_every,
             fragments=self._fragments,
         )
-
-    def _most_overdue(self, reachability: Reachability, left_out: Collection[int]) -> list[int]:
-        statuses = self._statuses(reachability)
-        ranked = []
-        for fragment, due in self._due.items():
-            if due and fragment not in left_out:
-                overdue = max((self._overdue(fragment, status) for name, status in statuses if name in due), default=-1)
-                if overdue >= 0:
-                    ranked.append((-overdue, fragment))
-        return [fragment for _, fragment in sorted(ranked)]
 
     def _learners(self, fragment: int, reachability: Reachability, eligibility: Eligibility) -> list[LearnerDue]:
         """Live learners that have some version, due or not."""

@@ -30,7 +30,7 @@ from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.followed import Block, EarlyArrivals, FollowedBallot, FollowedRound, Name, name_of
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
-from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings, Stripe
+from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings
 
 
 class RoundParticipant:
@@ -144,7 +144,13 @@ class RoundParticipant:
         if opened.version > one.version:
             one.version, one.pending, one.asked = opened.version, None, None
         one.part = FollowedBallot(leader, opened)
-        self._take_early(one, one.part)
+        # What came before the announcement, and what is held from the ballots before.
+        for event in self._early.take(opened.ballot, opened.fragment):
+            if isinstance(event, MergedStripeArrived):
+                one.part.keep_merged(event)
+            else:
+                one.keep_stripe(one.part, event, self._region)
+        self._say_held(one, one.part)
         self._dirty.add(opened.fragment)
 
     def merge_decided(self, decision: MergeDecided) -> None:
@@ -267,33 +273,30 @@ class RoundParticipant:
             self._effects.emit(TakeSnapshot(opened.fragment, one.version, one.asked))
 
     def _reduce(self, one: FollowedRound, part: FollowedBallot) -> None:
-        if part.decision is None:
+        """Start the sum of every stripe of this region whose contributions are all here."""
+        decision = part.decision
+        if decision is None:
             return
         for index, stripe in part.own_stripes(self._region):
-            if index not in part.reducing:
-                self._try_reduce(one, part, part.decision, index, stripe)
-
-    def _try_reduce(
-        self, one: FollowedRound, part: FollowedBallot, decision: MergeDecided, index: int, stripe: Stripe
-    ) -> None:
-        blocks = (stripe.block_start, stripe.block_stop)
-        if any((name_of(named), blocks) not in one.arrived for named in decision.contributions):
-            return
-        order = self._order_of_sum(decision.contributions, list(one.arrived))
-        part.reducing[index] = order
-        self._effects.emit(
-            ReduceStripe(
-                ballot=part.ballot,
-                fragment=part.opened.fragment,
-                version=one.version,
-                stripe=index,
-                block_start=stripe.block_start,
-                block_stop=stripe.block_stop,
-                contributions=tuple(decision.contributions[place] for place in order),
-                coefficients=tuple(decision.coefficients[place] for place in order),
-                residual_of=self._residual_of(part.opened.fragment, index, blocks),
+            blocks = (stripe.block_start, stripe.block_stop)
+            is_whole = all((name_of(named), blocks) in one.arrived for named in decision.contributions)
+            if index in part.reducing or not is_whole:
+                continue
+            order = self._order_of_sum(decision.contributions, list(one.arrived))
+            part.reducing[index] = order
+            self._effects.emit(
+                ReduceStripe(
+                    ballot=part.ballot,
+                    fragment=part.opened.fragment,
+                    version=one.version,
+                    stripe=index,
+                    block_start=stripe.block_start,
+                    block_stop=stripe.block_stop,
+                    contributions=tuple(decision.contributions[place] for place in order),
+                    coefficients=tuple(decision.coefficients[place] for place in order),
+                    residual_of=one.residual_of(index, blocks) if self._settings.error_feedback else None,
+                )
             )
-        )
 
     def _hold(self, one: FollowedRound, part: FollowedBallot) -> None:
         if part.digest or len(part.merged) < len(part.opened.stripes):
@@ -346,10 +349,6 @@ class RoundParticipant:
         del arrived
         return sorted(range(len(named)), key=lambda place: named[place].learner)
 
-    def _residual_of(self, fragment: int, stripe: int, blocks: Block) -> Ballot | None:
-        """The ballot whose residual is added: the one that committed the version before, over the same blocks here."""
-        return self._fragments[fragment].residual_of(stripe, blocks) if self._settings.error_feedback else None
-
     def _say_again(self, one: FollowedRound, part: FollowedBallot) -> None:
         """Everything that was said in this ballot; any of it may have been lost."""
         if part.has_contributed and one.pending is not None:
@@ -373,15 +372,6 @@ class RoundParticipant:
 
     def _is_stored(self, one: FollowedRound, part: FollowedBallot) -> bool:
         return self._versions.has_stored(part.opened.fragment, one.version, part.digest)
-
-    def _take_early(self, one: FollowedRound, part: FollowedBallot) -> None:
-        """A new ballot: what came before its announcement, and what is held from the ballots before."""
-        for event in self._early.take(part.ballot, part.opened.fragment):
-            if isinstance(event, MergedStripeArrived):
-                part.keep_merged(event)
-            elif one.keep_stripe(part, event, self._region):
-                self._dirty.add(part.opened.fragment)
-        self._say_held(one, part)
 
     def _close(self, one: FollowedRound, body: RoundBody) -> None:
         part = one.part

@@ -1,0 +1,225 @@
+"""The independent check of a run's token account: from the raw entries of its ledger and the learners' own counts.
+
+It shares no code with `AccountCore`, which the daemon keeps, so that each finds what the other forgot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
+
+from diloco_node.core.types import Contribution, DiscardedBody, Entry, LearnerStatus, RoundBody
+
+
+@dataclass(frozen=True, slots=True)
+class AccountReport:
+    """The account in tokens, and every fault that was found.
+
+    Attributes:
+        trained: by all learners and incarnations, as they counted themselves.
+        merged, discarded: mean over the fragments, weighted with their sizes, rounded to whole tokens.
+        carried: likewise; what living learners hold that is in no merge yet. If balanced, the three add up to trained.
+        balanced: no fault.
+        faults: one line each, sorted.
+    """
+
+    trained: int
+    merged: int
+    carried: int
+    discarded: int
+    balanced: bool
+    faults: tuple[str, ...]
+
+
+class _Interval(NamedTuple):
+    step_from: int
+    step_to: int
+    tokens: int
+    is_merged: bool
+    entry: int
+
+
+_Life = tuple[str, int]
+
+
+def check_account(
+    entries: Iterable[Entry],
+    trained: Mapping[tuple[str, int], tuple[int, int]],
+    *,
+    fragment_sizes: Sequence[int],
+    positions: Mapping[str, LearnerStatus] | None = None,
+) -> AccountReport:
+    """Recompute the account of a run from its ledger and the learners' own counts.
+
+    Args:
+        entries: committed ones, from entry 1 (hash chain: `entries.verify_chain`).
+        trained: per (learner, incarnation) the steps and tokens that it counted itself and that were persisted apart
+            from the ledger. The highest incarnation of a learner is taken as alive, the others as dead.
+        fragment_sizes: values of each fragment, by index: their weights in the report, and how many there are.
+        positions: per learner what it last said of itself. With them a lost inclusion at the end of an account is found
+            too; without them it would look like steps that are carried.
+
+    Returns:
+        The report. It never raises for what is wrong in the data: that is a fault in the report.
+    """
+    checker = _Checker(trained, len(fragment_sizes), positions or {})
+    for entry in entries:
+        checker.read(entry)
+    checker.check()
+    return checker.report(fragment_sizes)
+
+
+class _Checker:
+    """One pass over the entries, then one over the accounts."""
+
+    def __init__(
+        self, trained: Mapping[_Life, tuple[int, int]], fragments: int, positions: Mapping[str, LearnerStatus]
+    ) -> None:
+        self._trained = trained
+        self._fragments = fragments
+        self._positions = positions
+        self._faults: list[str] = []
+        self._intervals: dict[tuple[str, int, int], list[_Interval]] = {}
+        self._versions: dict[int, int] = {}
+        self._included: dict[tuple[str, int, int], int] = {}
+
+    def read(self, entry: Entry) -> None:
+        body = entry.body
+        if isinstance(body, RoundBody):
+            self._read_round(entry.index, body)
+        elif isinstance(body, DiscardedBody):
+            interval = _Interval(body.step_from, body.step_to, body.tokens, False, entry.index)
+            self._add((body.learner, body.incarnation), body.fragment, interval)
+
+    def _read_round(self, index: int, body: RoundBody) -> None:
+        expected = self._versions.get(body.fragment, 0) + 1
+        if body.version != expected:
+            self._fault(f"entry {index}: fragment {body.fragment} goes to version {body.version}, expected {expected}")
+        self._versions[body.fragment] = body.version
+        learners = [member.contribution.learner for member in body.members]
+        if len(set(learners)) != len(learners):
+            self._fault(f"entry {index}: a learner is in the round twice: {', '.join(sorted(learners))}")
+        for member in body.members:
+            self._read_member(index, body, member.contribution)
+
+    def _read_member(self, index: int, body: RoundBody, made: Contribution) -> None:
+        where = f"entry {index}: {made.learner} incarnation {made.incarnation} fragment {body.fragment}"
+        if made.fragment != body.fragment:
+            self._fault(f"{where}: the contribution is of fragment {made.fragment}")
+        last = self._included.get((made.learner, made.incarnation, body.fragment), 0)
+        if not last <= made.base_version < body.version:
+            self._fault(
+                f"{where}: base version {made.base_version} for version {body.version}, last included in {last}"
+            )
+        self._included[made.learner, made.incarnation, body.fragment] = body.version
+        interval = _Interval(made.step_from, made.step_to, made.tokens, True, index)
+        self._add((made.learner, made.incarnation), body.fragment, interval)
+
+    def _add(self, life: _Life, fragment: int, interval: _Interval) -> None:
+        if not 0 <= fragment < self._fragments:
+            self._fault(f"entry {interval.entry}: fragment {fragment} of {self._fragments}")
+        if interval.step_to <= interval.step_from or interval.step_from < 0 or interval.tokens < 0:
+            self._fault(f"entry {interval.entry}: {_text(interval)} with {interval.tokens} tokens is no interval")
+        if life not in self._trained:
+            self._fault(f"entry {interval.entry}: {life[0]} incarnation {life[1]} is in no learner's own count")
+        self._intervals.setdefault((*life, fragment), []).append(interval)
+
+    def check(self) -> None:
+        newest: dict[str, int] = {}
+        for learner, incarnation in sorted(self._trained):
+            newest[learner] = incarnation
+        for life in sorted(self._trained):
+            tokens_at: dict[int, int] = {0: 0}
+            for fragment in range(self._fragments):
+                covered = self._check_contiguous(life, fragment, tokens_at)
+                self._check_rest(life, fragment, covered, is_alive=newest[life[0]] == life[1])
+            self._check_monotonic(life, tokens_at)
+        for learner in sorted(self._positions):
+            self._check_position(learner, self._positions[learner])
+
+    def _check_contiguous(self, life: _Life, fragment: int, tokens_at: dict[int, int]) -> tuple[int, int]:
+        """The intervals follow each other from 0, and a step has the same tokens before it in every fragment."""
+        step = tokens = 0
+        for interval in sorted(self._intervals.get((*life, fragment), [])):
+            where = f"entry {interval.entry}: {_named(life, fragment)}: {_text(interval)}"
+            if interval.step_from > step:
+                self._fault(f"{where} leaves out ({step}, {interval.step_from}]")
+            elif interval.step_from < step:
+                self._fault(f"{where} counts ({interval.step_from}, {min(step, interval.step_to)}] twice")
+            step = max(step, interval.step_to)
+            tokens += interval.tokens
+            known = tokens_at.setdefault(step, tokens)
+            if known != tokens:
+                self._fault(f"{where} makes {tokens} tokens up to step {step}, another fragment's account {known}")
+        return step, tokens
+
+    def _check_rest(self, life: _Life, fragment: int, covered: tuple[int, int], *, is_alive: bool) -> None:
+        """What is covered was trained; of a dead incarnation, everything that was trained is covered."""
+        trained = self._trained[life]
+        if covered[0] > trained[0] or covered[1] > trained[1]:
+            self._fault(f"{_named(life, fragment)}: {_pair(covered)} merged or discarded, {_pair(trained)} trained")
+        elif covered[0] == trained[0] and covered[1] != trained[1]:
+            self._fault(f"{_named(life, fragment)}: all steps are covered, but {_pair(covered)} of {_pair(trained)}")
+        elif not is_alive and covered != trained:
+            self._fault(f"{_named(life, fragment)}: dead, but only {_pair(covered)} of {_pair(trained)} are covered")
+
+    def _check_monotonic(self, life: _Life, tokens_at: dict[int, int]) -> None:
+        steps = sorted(tokens_at)
+        for before, after in pairwise(steps):
+            if tokens_at[after] < tokens_at[before]:
+                self._fault(f"{life[0]} incarnation {life[1]}: fewer tokens up to step {after} than up to {before}")
+
+    def _check_position(self, learner: str, status: LearnerStatus) -> None:
+        """The learner's own marks are ends of intervals; the ledger may be ahead (not applied yet), never behind."""
+        life = (learner, status.incarnation)
+        trained = self._trained.get(life)
+        if trained is None or status.step > trained[0] or status.tokens > trained[1]:
+            self._fault(f"{learner} incarnation {status.incarnation}: says {status.step} steps, counted {trained}")
+        if len(status.positions) != self._fragments:
+            self._fault(f"{learner}: {len(status.positions)} positions for {self._fragments} fragments")
+        for fragment, position in enumerate(status.positions[: self._fragments]):
+            ends = {(0, 0)}
+            tokens = 0
+            for interval in sorted(self._intervals.get((*life, fragment), [])):
+                tokens += interval.tokens
+                ends.add((interval.step_to, tokens))
+            if (position.included_step, position.included_tokens) not in ends:
+                own = _pair((position.included_step, position.included_tokens))
+                self._fault(f"{_named(life, fragment)}: the learner was included up to {own}, the ledger has no such")
+
+    def _fault(self, text: str) -> None:
+        self._faults.append(text)
+
+    def report(self, fragment_sizes: Sequence[int]) -> AccountReport:
+        total = sum(fragment_sizes)
+        merged = discarded = Fraction(0)
+        for (_, _, fragment), intervals in self._intervals.items():
+            share = Fraction(fragment_sizes[fragment], total) if 0 <= fragment < self._fragments else Fraction(0)
+            merged += share * sum(interval.tokens for interval in intervals if interval.is_merged)
+            discarded += share * sum(interval.tokens for interval in intervals if not interval.is_merged)
+        trained = sum(tokens for _, tokens in self._trained.values())
+        merged_tokens, discarded_tokens = round(merged), round(discarded)
+        return AccountReport(
+            trained=trained,
+            merged=merged_tokens,
+            carried=trained - merged_tokens - discarded_tokens,
+            discarded=discarded_tokens,
+            balanced=not self._faults,
+            faults=tuple(sorted(self._faults)),
+        )
+
+
+def _named(life: _Life, fragment: int) -> str:
+    return f"{life[0]} incarnation {life[1]} fragment {fragment}"
+
+
+def _text(interval: _Interval) -> str:
+    kind = "merged" if interval.is_merged else "discarded"
+    return f"{kind} ({interval.step_from}, {interval.step_to}]"
+
+
+def _pair(covered: tuple[int, int]) -> str:
+    return f"{covered[0]} steps ({covered[1]} tokens)"
