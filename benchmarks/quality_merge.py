@@ -2,8 +2,8 @@
 
 `Rounds` plays leader, reducers and regions at once. After every inner step of the stack it commits the rounds whose
 overlap is over, hands the new versions to the learners, and opens the rounds that are due. As all regions hold equal
-bytes, there is one copy of the global parameters. What a round does is the production code: `core.fragments`,
-`core.schedule`, `core.weights`, `core.outliers`, `core.carry`, `codec.kernels`.
+bytes, there is one copy of the global parameters. What a round does is the production code: `core.merge.fragments`,
+`core.merge.schedule`, `core.merge.weights`, `core.merge.outliers`, `core.merge.carry`, `codec.kernels`.
 """
 
 from __future__ import annotations
@@ -244,7 +244,8 @@ class Rounds:
             down,
             merged,
             np.array(factors, np.float32),
-            *((1.0, 0.0) if one.is_last else (settings.outer_lr, settings.outer_momentum)),  # as core.outer.outer_of
+            # As `core.merge.outer.outer_of`.
+            *((1.0, 0.0) if one.is_last else (settings.outer_lr, settings.outer_momentum)),
             state.theta,
             state.momentum,
         )

@@ -183,8 +183,8 @@ class RoundBody:
             share and the radial part of RDA are in it.
         payload_digest: SHA-256 over the merged stripes' digests in block order.
         stripes: how the payload was cut; stripe by stripe, in block order, it is the payload.
-        share: part of a full outer step; below 1 if members bring work of versions that left them out (`core.weights`).
-        is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.outer.outer_of`).
+        share: part of a full outer step; below 1 if members bring work of versions that left them out (`merge.weights`).
+        is_last: the run's last round of this fragment: the members' plain mean, taken whole (`merge.outer.outer_of`).
     """
 
     fragment: int
@@ -278,10 +278,10 @@ class RunSettings:
         quorum_min: learners due before the grace window starts; 0 means a majority of the live ones.
         grace_gamma: part of the slack that the grace window may use.
         rounds_in_flight_max: rounds (on different fragments) open at once.
-        outer_lr, outer_momentum: outer SGD with Nesterov momentum, 0 is plain SGD (`core.outer.default_outer`).
+        outer_lr, outer_momentum: outer SGD with Nesterov momentum, 0 is plain SGD (`core.merge.outer.default_outer`).
         merge: rule for tensors that are not embeddings or head (those are always averaged).
         codec_up: of contributions. codec_down: of merged stripes.
-        carry, carry_steps_max: see CarryMode and `core.carry`; beyond carry_steps_max lambda discounts (0: 4 H).
+        carry, carry_steps_max: see CarryMode and `core.merge.carry`; beyond carry_steps_max lambda discounts (0: 4 H).
         weight_cap: a member that was away weighs at most this times the round's median weight.
         error_feedback: reducers keep the quantisation residual of the merged stripe for the next round.
         tokens_max, steps_max: end of the run by merged tokens of all regions, or by the steps of the fastest

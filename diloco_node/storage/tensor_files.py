@@ -32,7 +32,7 @@ from diloco_node.storage.durable import disk_error, replace_file
 
 HEADER_BYTES: Final = 512
 PARTS_MAX: Final = 64
-"""Stripes of a payload: `core.stripes` makes fewer."""
+"""Stripes of a payload: `core.merge.stripes` makes fewer."""
 
 _MAGIC: Final = b"DLTENS2\n"
 _NAME: Final = re.compile(r"f(\d{3,})-v(\d{8,})(?:-([0-9a-f]{16}))?\.bin")

@@ -1,1 +1,1 @@
-"""The arithmetic of merges: fragments, stripes, weights, outliers, the outer step, carry-over, and when to merge."""
+"""What makes one merge out of many contributions: cutting, weighing, pacing and the outer step."""

@@ -91,7 +91,7 @@ def clips(contributions: Sequence[Contribution], sizes: Sequence[int], recent: R
     """How much of each contribution counts.
 
     Args:
-        contributions: of one round; none that `core.weights.refusal` objects to.
+        contributions: of one round; none that `core.merge.weights.refusal` objects to.
         sizes: values of each piece of the fragment.
         recent: the rounds of the fragment before this one.
     """

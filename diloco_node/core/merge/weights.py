@@ -7,8 +7,8 @@ the contributions) and the factor after it (from the norm of the decoded sum). W
 - RDA: `c[m] = w[m] / W * R / |delta_m|` with the radius `R = sum w |delta| / W`, so the sum is R times the mean
   direction; `factor = share * R / |sum|` stretches it back to the radius.
 
-A contribution much longer than anybody's counts in part (`core.outliers`): with the part p of a piece, p * delta takes
-the place of delta in all of this.
+A contribution much longer than anybody's counts in part (`core.merge.outliers`): with the part p of a piece, p * delta
+takes the place of delta in all of this.
 
 A learner that missed n versions brings its last cycle and what it carried of the n before: `cycles(n)` cycles' worth.
 It weighs so much more, and the share scales the round back to one cycle, as all learners make one cycle at a time.
@@ -72,7 +72,7 @@ def weight(tokens: int, steps: int) -> float:
 def cycles(versions_missed: int) -> float:
     """How many cycles' worth of steps a contribution holds: the last one whole, each one before discounted once more.
 
-    `1 + keep + keep^2 + ...` with `core.carry.MISSED_KEEP`: 1 for a learner that was in the last round, at most 2.
+    `1 + keep + keep^2 + ...` with `carry.MISSED_KEEP`: 1 for a learner that was in the last round, at most 2.
     """
     return float((1.0 - MISSED_KEEP ** (versions_missed + 1)) / (1.0 - MISSED_KEEP))
 
@@ -157,7 +157,7 @@ def coefficients(
         contributions: at least one, sorted by learner (the order of the sum).
         weights: one per contribution, from `weights`.
         rules: one per piece of the fragment.
-        clips: the part of each contribution that counts, from `core.outliers.clips`.
+        clips: the part of each contribution that counts, from `core.merge.outliers.clips`.
 
     Returns:
         Per contribution, per piece; float32-exact, finite. 0 for a zero outer gradient under RDA.

@@ -1,6 +1,7 @@
 """What a leader decides about the numbers of a merge: weights, clips, coefficients; then its share and factors.
 
-Who is in the merge is decided by the ballots (`leader`), the arithmetic is that of `core.weights` and `core.outliers`.
+Who is in the merge is decided by the ballots (`leader`). The arithmetic is that of `core.merge.weights` and
+`core.merge.outliers`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class MergeDecisions:
                 self._outliers.discard((name, one.fragment))
 
     def _rules(self, one: OpenRound) -> tuple[MergeRule, ...]:
-        """Per piece; the last round is a plain mean (`core.outer.outer_of`)."""
+        """Per piece; the last round is a plain mean (`core.merge.outer.outer_of`)."""
         rules = self._fragments[one.fragment].rules
         return (MergeRule.AVG,) * len(rules) if one.is_last else rules
 

@@ -145,7 +145,7 @@ class ModelTensors:
     def shift(self, fragment: Fragment, new: Tensor, anchor: Tensor | None, lam: float, scratch: Tensor) -> None:
         """Carry-over in place: `theta = new + lam * (theta - anchor)`, or without an anchor `theta = new`.
 
-        Each operation is rounded to float32 by itself, as in `core.carry.carry_over`.
+        Each operation is rounded to float32 by itself, as in `core.merge.carry.carry_over`.
 
         Args:
             new, anchor: shape (fragment.size,), float32, CPU. Not changed.
