@@ -183,8 +183,8 @@ class RoundBody:
             share and the radial part of RDA are in it.
         payload_digest: SHA-256 over the merged stripes' digests in block order.
         stripes: how the payload was cut; stripe by stripe, in block order, it is the payload.
-        share: part of a full outer step; below 1 if members bring work of versions that left them out (`merge.weights`).
-        is_last: the run's last round of this fragment: the members' plain mean, taken whole (`merge.outer.outer_of`).
+        share: part of a full outer step; below 1 if members bring work of versions without them (`core.merge.weights`).
+        is_last: the run's last round of this fragment: the members' plain mean, taken whole (`core.merge.outer`).
     """
 
     fragment: int
@@ -230,7 +230,7 @@ class Entry:
         index: from 1, without gaps.
         term: of the leader that appended it.
         previous: hash of the entry before (32 zero bytes before entry 1).
-        hash: SHA-256 over (previous, canonical encoding of index, term and body); made by `core.entries.seal`.
+        hash: SHA-256 over (previous, canonical encoding of index, term and body); made by `core.ledger.entries.seal`.
     """
 
     index: int

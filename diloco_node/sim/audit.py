@@ -1,6 +1,6 @@
 """The token account, recomputed from nothing but committed entries, learner counters and the learners themselves.
 
-It shares no code with `core.account`, so that each finds what the other forgot.
+It shares no code with `core.ledger.account`, so that each finds what the other forgot.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The replicated ledger: one order of merges, decided by a majority, with the token account over it."""
+"""The replicated ledger: Raft over a hash chain of entries, and the token account that it adds up to."""
