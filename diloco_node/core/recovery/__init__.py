@@ -1,1 +1,1 @@
-"""What this region lacks and how it comes to it: versions, fetches, digests that differ."""
+"""What a region holds and lacks: its versions, what it fetches, and whether equal versions are equal."""
