@@ -1,1 +1,1 @@
-"""Who is alive and who hears whom."""
+"""Who is there: liveness of the regions and their learners."""
