@@ -50,11 +50,6 @@ _DEPTH_MAX: Final = 6
 _Plain = int | float | str | bytes | list[Any]
 
 
-def kind_of(body: EntryBody) -> EntryKind:
-    """What the body records."""
-    return EntryKind(_KINDS[type(body)])
-
-
 def seal(index: int, term: int, previous: bytes, body: EntryBody) -> Entry:
     """Make the entry with its place in the chain.
 
