@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?= --regions 4 --seconds 90
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check e2e bench format clean
+.PHONY: demo test check docs e2e bench format clean
 
 demo: $(STAMP)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
@@ -13,11 +13,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-check: $(STAMP)
+check: $(STAMP) docs
 	$(BIN)/ruff format --check diloco_node tests benchmarks
 	$(BIN)/ruff check diloco_node tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py
@@ -32,8 +36,8 @@ format: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) runs build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) runs build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
