@@ -62,7 +62,7 @@ QUEUE_MS = 100
 """Of the emulated lines. Not scaled: in packets of 1500 bytes the scaled one would have room for two or three."""
 
 BUDGET_SHARE = 0.9
-"""Of the line's rate, as docs/measuring.md advises."""
+"""Of the line's rate, as docs/measure-and-budget.md advises."""
 
 START_S = 120.0
 PORTS = (7400, 7401)

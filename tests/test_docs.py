@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import click
 import pytest
 import typer
 
@@ -140,13 +139,15 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
 
 def objection(words: list[str]) -> str:
     """What is wrong with a command, "" if it exists with all its flags. Nothing is run."""
-    command: click.Command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)  # typer may bring a click of its own, so no type of click's
     path = ["diloco-node"]
     rest = list(words)
-    while isinstance(command, click.Group) and rest and not rest[0].startswith("-"):
+    while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         word = rest.pop(0)
-        if word == "..." or word not in command.commands:
-            return "" if word == "..." else f"{' '.join(path)} has no command {word!r}"
+        if word == "...":
+            return ""
+        if word not in command.commands:
+            return f"{' '.join(path)} has no command {word!r}"
         command = command.commands[word]
         path.append(word)
     known = {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)} | {"--help", "-h", "--debug"}

@@ -273,7 +273,7 @@ class Daemon:
         self._end(None)
 
     def status(self) -> dict[str, Any]:
-        """The status document (docs/status.md); also what report.json holds at the end."""
+        """The status document (docs/operate.md); also what report.json holds at the end."""
         if self._node is not None:
             return self._node.status()
         return {"region": self.spec.region, "run_id": self.spec.run_id, "state": "starting"}

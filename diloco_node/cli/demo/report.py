@@ -92,7 +92,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
 def build_report(
     folder: Path, regions: Sequence[str], *, wan: dict[str, Any] | None = None, outage: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The demo's report, one JSON object; the fields are described in README.md.
+    """The demo's report, one JSON object; the fields are described in docs/operate.md.
 
     Args:
         folder: with one folder per region, all daemons ended.
