@@ -16,7 +16,7 @@ import typer
 
 from diloco_node.cli.main import app
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 PAGES: Final = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 )
