@@ -21,7 +21,7 @@ check: $(STAMP) docs
 
 # The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
 docs: $(STAMP)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py

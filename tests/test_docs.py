@@ -167,8 +167,9 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_name)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=_name)
 def test_every_command_exists(page: Path) -> None:
+    """The changelog also names commands that are gone."""
     wrong = [f"{_name(page)}:{line}: {why}" for line, words in commands(page.read_text()) if (why := objection(words))]
     assert not wrong, "\n".join(wrong)
 
