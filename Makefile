@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO_ARGS ?= --regions 4 --seconds 90
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check docs e2e bench format clean
+.PHONY: demo test check e2e bench format clean
 
 demo: $(STAMP)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
@@ -19,14 +19,15 @@ check: $(STAMP) docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
-docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py
 	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
 	$(BIN)/python benchmarks/round.py
+
+# The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
+.PHONY: docs
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(STAMP)
 	$(BIN)/ruff format diloco_node tests benchmarks
