@@ -17,6 +17,7 @@ import typer
 from diloco_node.cli.main import app
 
 ROOT: Final = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
+PACKAGE: Final = ROOT / "diloco_node"
 PAGES: Final = sorted(
     [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 )
@@ -209,6 +210,14 @@ def test_pages_that_the_code_names_exist() -> None:
         if not (ROOT / page).exists()
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_architecture_page_names_what_is_there() -> None:
+    """Rooms end in a slash, files in .py. They are below the package, tests below tests/."""
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 60
+    missing = [name for name in named if not (ROOT if name.startswith("tests/") else PACKAGE).joinpath(name).exists()]
+    assert not missing
 
 
 # ---- the site --------------------------------------------------------------------------------------------------------
