@@ -151,6 +151,9 @@ class FakeDaemon:
                 self._offer(index, NO_SNAPSHOT)
 
     def learner_said(self, message: ToDaemon) -> None:
+        if isinstance(message, Attach):
+            self.learner_attached(message)
+            return
         if isinstance(message, InitialState) and not self.theta:
             self.theta = [part.copy() for part in self._inbox_parts()]
             if self.is_genesis_automatic:

@@ -16,9 +16,8 @@ from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
-from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.parameters import Parameters
 from diloco_node.errors import LinkLost
-from diloco_node.ports import PeerTraffic
 from diloco_node.storage.store import RegionStore
 
 SETTINGS = RunSettings(fragments=2, sync_every=4, checkpoint_versions=2, payload_versions=3)
@@ -112,12 +111,6 @@ class FakeTransport:
     waiting: list[tuple[str, BulkHeader, asyncio.Event]] = field(default_factory=list)
     cancelled: list[tuple[str, BulkHeader]] = field(default_factory=list)
 
-    async def start(self) -> None:
-        """Nothing to do."""
-
-    async def stop(self) -> None:
-        """Nothing to do."""
-
     def send(self, peer: str, message: Message) -> bool:
         """Record."""
         if self.is_down:
@@ -146,10 +139,6 @@ class FakeTransport:
             gate.set()
         await settle()
 
-    def traffic(self) -> dict[str, PeerTraffic]:
-        """None."""
-        return {}
-
 
 def theta_of(fragment: int, seed: int = 1) -> np.ndarray:
     """Parameters of a fragment, shape (n,), float32."""
@@ -157,20 +146,20 @@ def theta_of(fragment: int, seed: int = 1) -> np.ndarray:
     return rng.standard_normal(MANIFEST.fragments[fragment].size).astype(np.float32)
 
 
-async def make_replica(
+async def make_parameters(
     folder: Path, pool: Executor | None = None, settings: RunSettings = SETTINGS
-) -> tuple[Replica, RegionStore]:
-    """A replica at version 0 with its store."""
+) -> tuple[Parameters, RegionStore]:
+    """Parameters at version 0 with its store."""
     store = RegionStore(folder)
     store.load(len(MANIFEST.fragments))
-    replica = Replica(MANIFEST, settings, store, InlineExecutor())
+    parameters = Parameters(MANIFEST, settings, store, InlineExecutor())
     for fragment in range(len(MANIFEST.fragments)):
         theta = theta_of(fragment)
         store.store_state(fragment, 0, theta, np.zeros_like(theta), fragment_digest(theta, np.zeros_like(theta)))
-        await replica.adopt(fragment, 0)
+        await parameters.adopt(fragment, 0)
     if pool is not None:
-        replica._pool = pool
-    return replica, store
+        parameters._pool = parameters._background = pool
+    return parameters, store
 
 
 def contribution_of(

@@ -20,18 +20,18 @@ from node_kit import MANIFEST, NO_BUDGET, InlineExecutor
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.events import Note
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, FragmentPosition, RunSettings
 from diloco_node.daemon.admin.status import NoteBook
-from diloco_node.daemon.node import Node
+from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.parameters import fragment_offsets
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.work import Threads
 from diloco_node.errors import LinkLost
 from diloco_node.memory import MemoryStore, TrainedCounter, request_area
-from diloco_node.ports import PeerTraffic
 from diloco_node.storage.store import RegionStore
+from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.wire.envelope import (
     TransferBegin,
     decode_bulk,
@@ -128,7 +128,7 @@ class Network:
 
 
 class MemoryTransport:
-    """`ports.Transport` over a Network; takes what GrpcTransport takes."""
+    """GrpcTransport over a Network."""
 
     network: Network
 
@@ -244,7 +244,7 @@ class FakeLearner:
             self._snapshots[f].contribution.snapshot if f in self._snapshots else -1 for f in range(fragments)
         )
         is_new = self.incarnation == 0
-        self.region.node.learner_attached(
+        self._say(
             Attach(
                 LINK_PROTOCOL,
                 1,
@@ -371,8 +371,12 @@ class FakeLearner:
         self.region.node.learner_said(message)
 
 
+def _now_ns() -> int:
+    return int(asyncio.get_running_loop().time() * 1e9)
+
+
 class Region:
-    """What `Daemon` is to its node, and the node."""
+    """What `Daemon` does for its node, and the node."""
 
     def __init__(self, name: str, names: tuple[str, ...], folder: Path, settings: RunSettings, seed: int) -> None:
         self.name = name
@@ -397,11 +401,7 @@ class Region:
             settings_digest="settings",
             seed=seed,
         )
-        self.pool = self.disk = self.background = InlineExecutor()
-        self.clock = SimpleNamespace(now_ns=lambda: int(asyncio.get_running_loop().time() * 1e9))
-        self.budget = None
-        self.notes = NoteBook()
-        self.learner_server = SimpleNamespace(send=self._send, refuse=self._refuse)
+        self.notes = NoteBook(name, _now_ns)
         self.errors: list[BaseException] = []
         self.has_finished = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -410,7 +410,18 @@ class Region:
         self.learner = FakeLearner(self, seed, 0.05)
 
     def _build(self) -> Node:
-        return Node(self, MANIFEST, self.store, self.store.load(len(MANIFEST.fragments)))  # type: ignore[arg-type]
+        threads = InlineExecutor()
+        runtime = NodeRuntime(
+            spec=self.spec,
+            store=self.store,
+            threads=Threads(threads, threads, threads),
+            learner_server=SimpleNamespace(send=self._send, refuse=self._refuse),  # type: ignore[arg-type]
+            notes=self.notes,
+            spawn=self.spawn,
+            now_ns=_now_ns,
+            end=self.end,
+        )
+        return Node(runtime, MANIFEST, self.store.load(len(MANIFEST.fragments)))
 
     async def start(self) -> None:
         await self.node.start()
@@ -450,19 +461,13 @@ class Region:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
-            self.broke(task.exception())  # type: ignore[arg-type]
+            self.end(task.exception())
 
-    def superseded(self, error: Exception) -> None:
-        self.errors.append(error)
-
-    def broke(self, error: BaseException) -> None:
-        self.errors.append(error)
-
-    def note(self, note: Note) -> None:
-        self.notes.add(note, self.clock.now_ns())
-
-    def finished(self) -> None:
-        self.has_finished = True
+    def end(self, error: BaseException | None) -> None:
+        if error is None:
+            self.has_finished = True
+        else:
+            self.errors.append(error)
 
     def _send(self, message: ToLearner) -> bool:
         asyncio.get_running_loop().call_soon(self.learner.take, message)

@@ -16,10 +16,9 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import LinkLost
-from diloco_node.ports import PeerTraffic
 from diloco_node.transport.kernel import tcp_info
 from diloco_node.transport.kernel.tcp_info import SocketCounters, read_sockets
-from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from tests.socket_kit import PACED, REMOTE, counters_of, send
 
 

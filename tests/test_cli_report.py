@@ -24,7 +24,7 @@ from diloco_node.cli.demo.report import (
     read_region_report,
 )
 from diloco_node.core.types import LearnerStatus, RunSettings
-from diloco_node.daemon import node
+from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME, write_report
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
 from diloco_node.errors import ProtocolViolation, StorageError
@@ -64,8 +64,8 @@ def train(folder: Path) -> dict[str, LearnerStatus]:
 def trained() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node, "GrpcTransport", MemoryTransport)
-        patch.setattr(node, "load_identity", lambda *_, **__: SimpleNamespace())
+        patch.setattr(node_module, "GrpcTransport", MemoryTransport)
+        patch.setattr(node_module, "load_identity", lambda *_, **__: SimpleNamespace())
         statuses = train(folder)
     for name, status in statuses.items():
         assert learner_status(read_region_report(folder / name)["learner"]) == status

@@ -16,7 +16,7 @@ from node_world import MemoryTransport, Network, Region, VirtualLoop
 
 from diloco_node.core.ledger.account_check import check_account
 from diloco_node.core.types import RoundBody, RunSettings
-from diloco_node.daemon import node
+from diloco_node.daemon import node as node_module
 from diloco_node.memory import read_trained
 
 MS = 1_000_000
@@ -100,12 +100,12 @@ class World:
         for region in self.regions.values():
             view = region.node.view()
             assert view.digest_differences == 0
-            assert region.node.effects.stripes.buffered_bytes() == 0
+            assert region.node.effects.stripes.table.buffered_bytes() == 0
             assert region.node._fetcher.serves == 0
             # What a learner was given last is what the region holds.
             for fragment in range(len(MANIFEST.fragments)):
                 if region.learner.positions[fragment].base_version == view.versions[fragment]:
-                    assert region.learner.base[fragment].tobytes() == region.node.replica._theta[fragment].tobytes()
+                    assert region.learner.base[fragment].tobytes() == region.node.parameters._theta[fragment].tobytes()
 
     async def stop(self) -> None:
         for region in self.regions.values():
@@ -117,8 +117,8 @@ Play = Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
-    monkeypatch.setattr(node, "GrpcTransport", MemoryTransport)
-    monkeypatch.setattr(node, "load_identity", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(node_module, "GrpcTransport", MemoryTransport)
+    monkeypatch.setattr(node_module, "load_identity", lambda *_, **__: SimpleNamespace())
     # In memory where possible: an fsync on a busy disk takes longer than everything else here.
     folder = Path(tempfile.mkdtemp(prefix="dl-", dir=SHM if SHM.is_dir() else None))
 
@@ -265,7 +265,7 @@ def test_a_daemon_that_finds_files_missing_fetches_them_and_goes_on_with_the_sam
 
 def test_the_core_hears_of_a_lost_link_before_the_fetches_that_fail_with_it() -> None:
     told: list[str] = []
-    node = node.Node.__new__(node.Node)
+    node = node_module.Node.__new__(node_module.Node)
     node._post = lambda event: told.append(type(event).__name__)
     node._fetcher = SimpleNamespace(peer_lost=lambda peer: told.append(f"fetches from {peer} fail"))
     node._measuring = SimpleNamespace(link_lost=lambda peer: None)

@@ -17,7 +17,7 @@ from node_kit import MANIFEST
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
-from diloco_node.daemon import node
+from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
 from diloco_node.daemon.manifest_file import save_manifest
@@ -71,11 +71,11 @@ def spec() -> Iterator[NodeSpec]:
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> list[node.Node]:
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[node_module.Node]:
     """Every node that is built."""
-    built: list[node.Node] = []
+    built: list[node_module.Node] = []
 
-    class Counted(node.Node):
+    class Counted(node_module.Node):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             built.append(self)
@@ -131,13 +131,13 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 
 async def end(daemon: Daemon, running: asyncio.Task[int]) -> int:
-    daemon.finished()
+    daemon.end()
     async with asyncio.timeout(120):
         return await running
 
 
 async def test_a_learner_that_attaches_during_recovery_waits_for_the_one_node(
-    spec: NodeSpec, nodes: list[node.Node], monkeypatch: pytest.MonkeyPatch
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A daemon that was restarted: its learner redials at once, while the states are still being read."""
     save_manifest(spec.state_dir, MANIFEST)
@@ -162,7 +162,7 @@ async def test_a_learner_that_attaches_during_recovery_waits_for_the_one_node(
 
 
 async def test_the_first_learner_tells_the_model_and_a_second_process_gets_the_same_node(
-    spec: NodeSpec, nodes: list[node.Node]
+    spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
@@ -181,7 +181,7 @@ async def test_the_first_learner_tells_the_model_and_a_second_process_gets_the_s
 
 
 async def test_an_older_life_that_finds_a_new_daemon_first_or_last_does_not_displace_the_newest(
-    spec: NodeSpec, nodes: list[node.Node]
+    spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
@@ -213,7 +213,7 @@ async def test_an_older_life_that_finds_a_new_daemon_first_or_last_does_not_disp
 
 
 async def test_a_process_with_another_model_does_not_displace_the_learner(
-    spec: NodeSpec, nodes: list[node.Node]
+    spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
@@ -230,7 +230,7 @@ async def test_a_process_with_another_model_does_not_displace_the_learner(
 
 
 async def test_theta_0_without_a_genesis_is_asked_for_again_after_a_restart(
-    spec: NodeSpec, nodes: list[node.Node]
+    spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     """It is on the disk, but no ledger says that it counts: without it this region could never propose a genesis."""
     for _ in range(2):
@@ -249,7 +249,9 @@ async def test_theta_0_without_a_genesis_is_asked_for_again_after_a_restart(
     store.close()
 
 
-async def test_a_newer_process_with_our_certificate_ends_this_one(spec: NodeSpec, nodes: list[node.Node]) -> None:
+async def test_a_newer_process_with_our_certificate_ends_this_one(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
@@ -264,7 +266,7 @@ async def test_a_newer_process_with_our_certificate_ends_this_one(spec: NodeSpec
     await learner.close()
 
 
-async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node.Node]) -> None:
+async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
@@ -279,7 +281,9 @@ async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node.Node]) -> No
     RegionStore(spec.state_dir).close()  # the lock is free
 
 
-async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(spec: NodeSpec, nodes: list[node.Node]) -> None:
+async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
     daemon = Daemon(spec)
@@ -294,7 +298,7 @@ async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(spec: NodeSp
 
 
 async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
-    spec: NodeSpec, nodes: list[node.Node], monkeypatch: pytest.MonkeyPatch
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> int:
         raise StorageError("the disk is full")
@@ -302,7 +306,7 @@ async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     with monkeypatch.context() as patch:
-        patch.setattr(node, "allot_incarnation", refuse)
+        patch.setattr(node_module, "allot_incarnation", refuse)
         learner = await Learner.attach(spec)
         answer = await learner.hear()
     assert isinstance(answer, Refuse)
@@ -315,7 +319,7 @@ async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
     assert await end(daemon, running) == 0
 
 
-async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes: list[node.Node]) -> None:
+async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)

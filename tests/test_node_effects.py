@@ -18,7 +18,7 @@ from node_kit import (
     Tasks,
     contribution_of,
     encoded,
-    make_replica,
+    make_parameters,
     settle,
     theta_of,
 )
@@ -53,11 +53,17 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.messages import ContributionStripe, MergedStripe, PayloadWanted
 from diloco_node.core.types import Ballot, Contribution, Entry, RoundBody, Stripe
-from diloco_node.daemon import effects as effects_module
+from diloco_node.daemon import disk_effects
+from diloco_node.daemon.disk_effects import DiskEffects
+from diloco_node.daemon.drafts import Drafts
 from diloco_node.daemon.effects import Effects
 from diloco_node.daemon.fetch import Fetcher
 from diloco_node.daemon.initial import InitialStates
-from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.sending import Sending
+from diloco_node.daemon.stripe_effects import StripeEffects
+from diloco_node.daemon.stripes import StripeTable
+from diloco_node.daemon.version_effects import VersionEffects
 from diloco_node.errors import DilocoError, LedgerLost, StorageError
 from diloco_node.storage.store import RegionStore
 
@@ -139,42 +145,76 @@ class FlakyStore:
 
 
 class Bench:
-    """One region's effects between fakes, with the real codec, replica and store."""
+    """One region's effects between fakes, with the real codec, parameters and store."""
 
-    def __init__(self, folder: Path, replica: Replica, store: RegionStore) -> None:
-        self.replica, self.store = replica, FlakyStore(store)
+    def __init__(self, folder: Path, parameters: Parameters, store: RegionStore) -> None:
+        self.parameters, self.store = parameters, FlakyStore(store)
         self.folder = folder
         up = [FragmentBlocks(part.piece_sizes, SETTINGS.codec_up) for part in MANIFEST.fragments]
-        self.down = replica.blocks
+        self.down = parameters.blocks
         self.learner = FakeLearner(up, [encoded(one, theta_of(index, 7)) for index, one in enumerate(up)])
         self.transport = FakeTransport()
         self.tasks = Tasks()
         self.posted: list[Event] = []
         self.notes: list[Note] = []
-        self.pool: Any = InlineExecutor()
+        pool = InlineExecutor()
+        self.table, drafts = StripeTable(), Drafts(store, pool, self.tasks.spawn)
+        initial = InitialStates(len(MANIFEST.fragments), store)
+        learner: Any = self.learner
+        flaky: Any = self.store
         fetcher = Fetcher(
-            replica=replica,
+            parameters=parameters,
             store=store,
             transport=self.transport,
-            pool=InlineExecutor(),
+            pool=pool,
             post=self.posted.append,
             spawn=self.tasks.spawn,
-            initial=InitialStates(len(MANIFEST.fragments), store, InlineExecutor()),
+            initial=initial,
+        )
+        disk = DiskEffects(
+            state_dir=folder,
+            init=None,
+            parameters=parameters,
+            store=flaky,
+            drafts=drafts,
+            fetcher=fetcher,
+            initial=initial,
+            pool=pool,
+            disk=pool,
+            post=self.posted.append,
+            note=self.notes.append,
+        )
+        self.stripe_effects = StripeEffects(
+            region="a",
+            keeps_residual=SETTINGS.error_feedback,
+            parameters=parameters,
+            learner=learner,
+            table=self.table,
+            drafts=drafts,
+            sending=Sending(self.transport, self.tasks.spawn),
+            pool=pool,
+            post=self.posted.append,
+            note=self.notes.append,
+        )
+        versions = VersionEffects(
+            checkpoint_versions=SETTINGS.checkpoint_versions,
+            parameters=parameters,
+            store=flaky,
+            table=self.table,
+            inbox=learner.inbox,
+            pool=pool,
+            post=self.posted.append,
+            note=self.notes.append,
         )
         self.effects = Effects(
-            region="a",
-            settings=SETTINGS,
-            state_dir=folder,
-            replica=replica,
-            store=self.store,  # type: ignore[arg-type]
-            learner=self.learner,  # type: ignore[arg-type]
-            transport=self.transport,
-            fetcher=fetcher,
-            pool=self.pool,
-            disk=InlineExecutor(),
-            post=self.posted.append,
-            spawn=self.tasks.spawn,
-            note=self.notes.append,
+            disk,
+            self.stripe_effects,
+            versions,
+            fetcher,
+            learner,
+            self.transport,
+            self.tasks.spawn,
+            self.notes.append,
         )
 
     async def do(self, *effects: Any) -> list[Event]:
@@ -234,8 +274,8 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    replica, store = await make_replica(tmp_path)
-    one = Bench(tmp_path, replica, store)
+    parameters, store = await make_parameters(tmp_path)
+    one = Bench(tmp_path, parameters, store)
     yield one
     one.tasks.running and await one.tasks.finish()
     assert one.tasks.errors == []
@@ -254,7 +294,7 @@ async def test_stripes_of_a_contribution_go_to_their_reducers_and_the_own_one_st
         "b",
         ContributionStripe(BALLOT, 1, 1, bench.own(), other.block_start, other.block_stop),
     )
-    held = bench.effects.stripes.contribution(1, bench.own(), own.block_start, own.block_stop)
+    held = bench.table.contribution(1, bench.own(), own.block_start, own.block_stop)
     assert held is not None
     assert held.tobytes() + body == bench.learner.outbox[0].tobytes()
 
@@ -272,7 +312,7 @@ async def test_a_snapshot_into_the_outbox_does_not_change_what_waits_for_a_slow_
     bench.learner.outbox[0][:] = 0
     await bench.transport.deliver()
     own, _ = bench.stripes()
-    held = bench.effects.stripes.contribution(1, bench.own(), own.block_start, own.block_stop)
+    held = bench.table.contribution(1, bench.own(), own.block_start, own.block_stop)
     assert held is not None
     assert held.tobytes() + bench.transport.transfers[0][2] == before
 
@@ -321,10 +361,10 @@ async def test_a_contribution_that_arrives_whole_is_held(bench: Bench) -> None:
     header, body = contribution_header(bench), contribution_body(bench)
     assert await bench.receive("b", header, body, is_whole=False)
     assert bench.posted == []
-    assert bench.effects.stripes.buffered_bytes() == 0
+    assert bench.table.buffered_bytes() == 0
     assert await bench.receive("b", header, body)
     assert bench.posted == [arrived(bench, header.contribution)]
-    assert bench.effects.stripes.buffered_bytes() == len(body)
+    assert bench.table.buffered_bytes() == len(body)
 
 
 async def test_an_own_stripe_that_does_not_decode_never_counts_as_held(bench: Bench) -> None:
@@ -333,7 +373,7 @@ async def test_an_own_stripe_that_does_not_decode_never_counts_as_held(bench: Be
     assert await bench.do(bench.send_order()) == []
     assert bench.notes[-1].kind == "corrupt"
     assert bench.notes[-1].is_alarm
-    assert bench.effects.stripes.buffered_bytes() == 0
+    assert bench.table.buffered_bytes() == 0
 
 
 async def test_a_contribution_that_does_not_decode_never_counts_as_held(bench: Bench) -> None:
@@ -341,7 +381,7 @@ async def test_a_contribution_that_does_not_decode_never_counts_as_held(bench: B
     body[:4] = np.float32("nan").tobytes()
     assert await bench.receive("b", contribution_header(bench), bytes(body))
     assert bench.posted == []
-    assert bench.effects.stripes.buffered_bytes() == 0
+    assert bench.table.buffered_bytes() == 0
     assert [(note.kind, note.is_alarm) for note in bench.notes] == [("corrupt", True)]
 
 
@@ -363,7 +403,7 @@ async def test_a_contribution_that_makes_no_sense_gets_no_memory(
     header = contribution_header(bench, **changes)
     assert not await bench.receive(peer, header, contribution_body(bench) + b"\0" * extra_bytes)
     assert [note.kind for note in bench.notes] == ["refused"]
-    assert bench.effects.stripes._rounds == {}
+    assert bench.table._rounds == {}
 
 
 async def test_a_contribution_that_comes_when_its_round_is_over_leaves_nothing(bench: Bench) -> None:
@@ -371,25 +411,25 @@ async def test_a_contribution_that_comes_when_its_round_is_over_leaves_nothing(b
     buffer = bench.effects.transfer_opened("b", header, len(body))
     assert buffer is not None
     buffer[:] = body
-    bench.replica.versions[0] = 1  # applied while the bytes came in
+    bench.parameters.versions[0] = 1  # applied while the bytes came in
     bench.effects.transfer_closed("b", header, buffer, is_whole=True)
     await bench.tasks.finish()
     assert bench.posted == []
-    assert bench.effects.stripes._rounds == {}
+    assert bench.table._rounds == {}
 
 
 async def test_late_bytes_that_the_core_gives_back_are_freed(bench: Bench) -> None:
     assert await bench.receive("b", contribution_header(bench), contribution_body(bench))
-    bench.replica.versions[0] = 1
+    bench.parameters.versions[0] = 1
     await bench.do(CloseBallot(BALLOT, 0, 1, committed=False))
-    assert bench.effects.stripes._rounds == {}
+    assert bench.table._rounds == {}
 
 
 async def test_a_failed_ballot_leaves_the_contributions_for_the_next_one(bench: Bench) -> None:
     assert await bench.receive("b", contribution_header(bench), contribution_body(bench))
     await bench.receive_payload()
     await bench.do(CloseBallot(BALLOT, 0, 1, committed=False))
-    assert bench.effects.stripes.buffered_bytes() == len(contribution_body(bench))
+    assert bench.table.buffered_bytes() == len(contribution_body(bench))
 
 
 # ---- reduce and merged stripes ---------------------------------------------------------------------------------------
@@ -421,7 +461,7 @@ async def test_a_reduction_without_its_bytes_says_whose_are_missing(bench: Bench
     order = ReduceStripe(BALLOT, 0, 1, 0, own.block_start, own.block_stop, names, (ones,), None)
     assert await bench.do(order) == []
     assert bench.notes[-1].text == "no bytes from c"
-    assert bench.effects.stripes._rounds == {}
+    assert bench.table._rounds == {}
 
 
 async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_committed_one_go_on(bench: Bench) -> None:
@@ -432,7 +472,7 @@ async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_com
     send = SendMerged(BALLOT, 0, 0, 1, reduced.digest, own.block_start, own.block_stop, ("b",))
     bench.effects.perform(send)
     await settle()
-    bench.replica.versions[0] = 1
+    bench.parameters.versions[0] = 1
     bench.effects.perform(CloseBallot(BALLOT, 0, 1, committed=True))
     bench.effects.perform(CloseBallot(BALLOT, 0, 1, committed=False))  # late bytes of the same ballot
     await settle()
@@ -440,7 +480,7 @@ async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_com
     bench.effects.perform(CloseBallot(Ballot(1, 9), 1, 2, committed=True))
     await settle()
     assert bench.transport.cancelled == [], "another fragment"
-    bench.replica.versions[0] = 2
+    bench.parameters.versions[0] = 2
     bench.effects.perform(CloseBallot(Ballot(1, 3), 0, 2, committed=True))
     await settle()
     assert [peer for peer, _ in bench.transport.cancelled] == ["b"], "the next version is out: it would pile up"
@@ -497,7 +537,7 @@ async def test_a_second_stripe_of_the_same_name_changes_nothing(bench: Bench) ->
 
 @pytest.fixture
 def no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(effects_module, "STORAGE_RETRY_S", 0.0)
+    monkeypatch.setattr(disk_effects, "STORAGE_RETRY_S", 0.0)
 
 
 async def test_the_ledger_is_written_in_order_also_while_the_disk_refuses(bench: Bench, no_wait: None) -> None:
@@ -566,7 +606,7 @@ async def test_stripes_of_another_digest_are_not_stored(bench: Bench) -> None:
 
 async def apply(bench: Bench) -> np.ndarray:
     """The committed payload applied; theta afterwards."""
-    await bench.replica.copy_theta(0, out := np.empty(MANIFEST.fragments[0].size, np.float32))
+    await bench.parameters.copy_theta(0, out := np.empty(MANIFEST.fragments[0].size, np.float32))
     return out
 
 
@@ -592,8 +632,8 @@ async def test_memory_and_disk_give_the_same_parameters(bench: Bench, tmp_path: 
     digest = await stored_payload(bench)
     await bench.do(ApplyVersion(bench.round(digest)))
     from_memory = await apply(bench)
-    await bench.replica.adopt(0, 0)
-    bench.effects.stripes.close(BALLOT, 0, 1, committed=True)
+    await bench.parameters.adopt(0, 0)
+    bench.table.close(BALLOT, 0, 1, committed=True)
     await bench.do(ApplyVersion(bench.round(digest)))
     assert (await apply(bench)).tobytes() == from_memory.tobytes()
     assert bench.learner.inbox.written == [], "the place was never free"
@@ -604,8 +644,8 @@ async def test_other_stripes_of_the_same_ballot_are_never_applied(bench: Bench) 
     digest = await stored_payload(bench)
     await bench.do(ApplyVersion(bench.round(digest)))
     right = await apply(bench)
-    await bench.replica.adopt(0, 0)
-    bench.effects.stripes.close(BALLOT, 0, 1, committed=True)
+    await bench.parameters.adopt(0, 0)
+    bench.table.close(BALLOT, 0, 1, committed=True)
     for index, stripe in enumerate(bench.stripes()):
         other = bench.merged_bytes(stripe, seed=99)
         header = bench.merged_header(index, digest=stripe_digest(other))
@@ -633,7 +673,7 @@ async def test_checkpoints_are_written_every_so_many_versions(bench: Bench) -> N
     digest = await stored_payload(bench)
     await bench.do(ApplyVersion(bench.round(digest)))
     assert bench.store.state_versions(0) == (0,)
-    bench.replica.versions[0] = 1
+    bench.parameters.versions[0] = 1
     digest = payload_digest([stripe_digest(bench.merged_bytes(stripe)) for stripe in bench.stripes()])
     for index, stripe in enumerate(bench.stripes()):
         assert await bench.receive(
@@ -668,14 +708,15 @@ async def test_the_final_model_is_written(bench: Bench) -> None:
 async def test_the_loop_is_not_held_up_by_copies_and_checks(bench: Bench) -> None:
     """Whatever is in proportion to the fragment runs in the pool: while it stands still nothing has happened."""
     held = HeldExecutor()
-    bench.effects._pool = held
+    bench.stripe_effects.pool = held
     bench.effects.perform(bench.send_order())
     await settle()
     assert bench.posted == []
     assert len(held.calls) == 2, "a copy for each of the stripes"
+    await held.let_go(2)
+    assert bench.posted == []
     await held.let_go()
-    await held.let_go()
-    assert len(bench.posted) == 1
+    assert len(bench.posted) == 1, "the own stripe was checked"
     body = contribution_body(bench)
     buffer = bench.effects.transfer_opened("b", contribution_header(bench), len(body))
     assert buffer is not None

@@ -15,7 +15,7 @@ from node_kit import (
     InlineExecutor,
     Tasks,
     encoded,
-    make_replica,
+    make_parameters,
     settle,
     theta_of,
 )
@@ -27,21 +27,21 @@ from diloco_node.core.types import Stripe
 from diloco_node.daemon import fetch as fetch_module
 from diloco_node.daemon.fetch import SERVES_MAX, Fetcher
 from diloco_node.daemon.initial import InitialStates
-from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.parameters import Parameters
 from diloco_node.errors import StorageError
 from diloco_node.storage.store import RegionStore
 
 
 class Bench:
-    def __init__(self, replica: Replica, store: RegionStore) -> None:
-        self.replica, self.store = replica, store
+    def __init__(self, parameters: Parameters, store: RegionStore) -> None:
+        self.parameters, self.store = parameters, store
         self.transport = FakeTransport()
         self.tasks = Tasks()
         self.posted: list[Event] = []
         self.pool: Any = InlineExecutor()
-        self.initial = InitialStates(len(MANIFEST.fragments), store, InlineExecutor())
+        self.initial = InitialStates(len(MANIFEST.fragments), store)
         self.fetcher = Fetcher(
-            replica=replica,
+            parameters=parameters,
             store=store,
             transport=self.transport,
             pool=self.pool,
@@ -49,7 +49,7 @@ class Bench:
             spawn=self.tasks.spawn,
             initial=self.initial,
         )
-        blocks = replica.blocks[0]
+        blocks = parameters.blocks[0]
         half = blocks.block_count // 2
         self.stripes = (Stripe("b", 0, half), Stripe("c", half, blocks.block_count))
         self.body = encoded(blocks, theta_of(0, 3)).tobytes()
@@ -75,8 +75,8 @@ class Bench:
 
 @pytest.fixture
 async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
-    replica, store = await make_replica(tmp_path)
-    one = Bench(replica, store)
+    parameters, store = await make_parameters(tmp_path)
+    one = Bench(parameters, store)
     yield one
     for pending in one.fetcher._pending.values():
         pending.watchdog.cancel()
@@ -233,9 +233,9 @@ async def test_the_learners_own_theta_0_is_not_written_over_a_fetched_one(bench:
     header, body = bench.state(0)
     bench.fetcher.ask(FetchState("b", 0, 0, header.digest))
     assert await bench.arrive("b", header, body)
-    assert await bench.initial.store_own(0, theta_of(0, 77)) == header.digest
+    assert bench.initial.store_own(0, theta_of(0, 77)) == header.digest
     assert bench.store.read_state(0, 0)[0].tobytes() == body[: len(body) // 2]
-    assert await bench.initial.store_own(1, theta_of(1, 77)) == fragment_digest(
+    assert bench.initial.store_own(1, theta_of(1, 77)) == fragment_digest(
         theta_of(1, 77), np.zeros_like(theta_of(1, 77))
     )
 
@@ -256,17 +256,17 @@ async def test_an_own_disk_that_refuses_is_a_failure_that_says_so(
 
 
 async def test_a_payload_is_served_from_disk(bench: Bench) -> None:
-    edge = bench.replica.blocks[0].span_bytes(0, bench.stripes[0].block_stop)
+    edge = bench.parameters.blocks[0].span_bytes(0, bench.stripes[0].block_stop)
     body = np.frombuffer(bench.body, np.uint8)
     bench.store.store_payload(0, 1, bench.digest, [body[:edge], body[edge:]])
-    bench.fetcher.wanted("c", PayloadWanted(0, 1, bench.digest))
+    bench.fetcher.requested("c", PayloadWanted(0, 1, bench.digest))
     await bench.tasks.finish()
     assert bench.transport.transfers == [("c", Payload(0, 1, bench.digest), bench.body)]
     assert bench.fetcher.serves == 0
 
 
 async def test_a_state_is_served_from_memory_with_its_digest(bench: Bench) -> None:
-    bench.fetcher.wanted("c", StateWanted(0, 0))
+    bench.fetcher.requested("c", StateWanted(0, 0))
     await bench.tasks.finish()
     ((_, header, body),) = bench.transport.transfers
     theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
@@ -275,13 +275,13 @@ async def test_a_state_is_served_from_memory_with_its_digest(bench: Bench) -> No
 
 
 async def test_before_genesis_theta_0_is_served_from_disk_and_not_on_the_loop(bench: Bench) -> None:
-    bench.replica.versions[0] = -1
+    bench.parameters.versions[0] = -1
     held = HeldExecutor()
-    bench.fetcher._pool = held
+    bench.fetcher.pool = held
     read: list[int] = []
     real = bench.store.read_state
     bench.store.read_state = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]
-    bench.fetcher.wanted("c", StateWanted(0, 0))
+    bench.fetcher.requested("c", StateWanted(0, 0))
     await settle()
     assert read == [], "reading and hashing a fragment takes too long for the loop"
     await held.let_go()
@@ -303,7 +303,7 @@ async def test_before_genesis_theta_0_is_served_from_disk_and_not_on_the_loop(be
 async def test_what_is_not_here_is_refused_with_the_reason(
     bench: Bench, want: PayloadWanted | StateWanted, reason: str
 ) -> None:
-    bench.fetcher.wanted("c", want)
+    bench.fetcher.requested("c", want)
     await bench.tasks.finish()
     version = want.version if isinstance(want, PayloadWanted) else want.version_min
     assert bench.transport.sent == [("c", Refused(want.fragment, version, reason))]
@@ -315,7 +315,7 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
         raise StorageError("can't read it: too many open files")
 
     bench.store.read_payload = refuse  # type: ignore[method-assign]
-    bench.fetcher.wanted("c", PayloadWanted(0, 1, bench.digest))
+    bench.fetcher.requested("c", PayloadWanted(0, 1, bench.digest))
     await bench.tasks.finish()
     assert bench.transport.sent == [("c", Refused(0, 1, "busy"))], "a peer that is gone is not asked for it again"
 
@@ -323,7 +323,7 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
 async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
     bench.transport.is_slow = True
     for _ in range(SERVES_MAX + 1):
-        bench.fetcher.wanted("c", StateWanted(0, 0))
+        bench.fetcher.requested("c", StateWanted(0, 0))
         await settle(50)
     assert bench.fetcher.serves == SERVES_MAX
     assert bench.transport.sent == [("c", Refused(0, 0, "busy"))]
@@ -334,7 +334,7 @@ async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
 
 async def test_a_link_lost_while_serving_frees_the_place(bench: Bench) -> None:
     bench.transport.is_down = True
-    bench.fetcher.wanted("c", StateWanted(0, 0))
+    bench.fetcher.requested("c", StateWanted(0, 0))
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0
     assert bench.transport.sent == []

@@ -46,7 +46,7 @@ async def test_events_posted_from_inside_an_effect_wait_for_their_turn() -> None
         if effect == Note("first", "a"):
             pump.post(FinishAsked("b"))
 
-    pump = Pump(core, perform, ManualClock())
+    pump = Pump(core, perform, ManualClock().now_ns)
     pump.post(FinishAsked("a"))
     assert performed == [("first", "a"), ("second", "a"), ("first", "b"), ("second", "b")]
     pump.close()
@@ -55,7 +55,7 @@ async def test_events_posted_from_inside_an_effect_wait_for_their_turn() -> None
 async def test_the_timer_fires_when_the_core_wants_it_and_not_before() -> None:
     core, clock = ScriptedCore(), ManualClock()
     core.wake_at_ns = 5_000_000
-    pump = Pump(core, lambda effect: None, clock)
+    pump = Pump(core, lambda effect: None, clock.now_ns)
     pump.start()
     for _ in range(50):
         await asyncio.sleep(0)
@@ -85,7 +85,7 @@ async def test_a_fault_of_the_core_closes_the_pump_and_is_told() -> None:
     """Half of what an event asked for may be missing: nothing may go on from there."""
     faults: list[Exception] = []
     core = Broken(AssertionError("impossible"))
-    pump = Pump(core, lambda effect: None, ManualClock(), on_fault=faults.append)
+    pump = Pump(core, lambda effect: None, ManualClock().now_ns, on_fault=faults.append)
     with pytest.raises(AssertionError):
         pump.post(FinishAsked("a"))
     assert [str(fault) for fault in faults] == ["impossible"]
@@ -99,7 +99,7 @@ async def test_a_fault_in_an_effect_is_told_too() -> None:
     def perform(effect: Effect) -> None:
         raise KeyError("no such thing")
 
-    pump = Pump(ScriptedCore(), perform, ManualClock(), on_fault=faults.append)
+    pump = Pump(ScriptedCore(), perform, ManualClock().now_ns, on_fault=faults.append)
     with pytest.raises(KeyError):
         pump.post(FinishAsked("a"))
     assert len(faults) == 1
@@ -109,7 +109,7 @@ async def test_a_peers_fault_is_the_callers_and_the_pump_goes_on() -> None:
     faults: list[Exception] = []
     core = Broken(ProtocolViolation("b: nonsense"))
     core.wake_at_ns = 0
-    pump = Pump(core, lambda effect: None, ManualClock(), on_fault=faults.append)
+    pump = Pump(core, lambda effect: None, ManualClock().now_ns, on_fault=faults.append)
     with pytest.raises(ProtocolViolation):
         pump.post(FinishAsked("a"))
     assert faults == []
@@ -121,7 +121,7 @@ async def test_a_peers_fault_is_the_callers_and_the_pump_goes_on() -> None:
 async def test_a_closed_pump_takes_nothing_and_fires_nothing() -> None:
     core, clock = ScriptedCore(), ManualClock()
     core.wake_at_ns = 0
-    pump = Pump(core, lambda effect: None, clock)
+    pump = Pump(core, lambda effect: None, clock.now_ns)
     pump.start()
     pump.close()
     pump.post(FinishAsked("late"))

@@ -10,8 +10,7 @@ import structlog
 import uvloop
 
 from diloco_node.daemon.daemon import Daemon
-from diloco_node.daemon.logs import set_up_logs
-from diloco_node.daemon.process import keep_freed_memory
+from diloco_node.daemon.process import keep_freed_memory, set_up_logs
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import DISK_CODE
 from diloco_node.errors import DilocoError, DiskRefused

@@ -1,20 +1,16 @@
 """One region's daemon: builds the parts, joins them, runs until the run is finished or it is told to stop.
 
 Before the model is known (first start: until the learner lists its tensors) there is only the learner's socket and the
-admin port. Then `Node` is built: ledger, rounds, replica, links.
+admin port. Then `Node` is built: ledger, rounds, parameters, links.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import structlog
@@ -26,45 +22,26 @@ from diloco_node.codec.kernels import warm_up
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
-from diloco_node.daemon.admin.status import NoteBook, StatusCollector, write_report
+from diloco_node.daemon.admin.status import NoteBook, write_report
 from diloco_node.daemon.budget import changed_plan, plan_of_file
-from diloco_node.daemon.learner.admission import LearnerOrder
+from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.daemon.manifest_file import load_manifest, save_manifest
-from diloco_node.daemon.node import Node
+from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
-from diloco_node.errors import ConfigError, PeersUnreachable, StorageError, SupersededError
+from diloco_node.daemon.work import Threads, in_thread
+from diloco_node.errors import ConfigError, PeersUnreachable, StorageError
 from diloco_node.memory import Process
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity
-from diloco_node.wire.learner_link import Attach, Failed, ToDaemon, merge_rules
+from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
 ADMIN_PORT_NAME: Final = "admin.port"
-WORKERS: Final = 6
-"""Threads for what a round waits for; some of them wait for the disk."""
-
-BACKGROUND_NICENESS: Final = 5
-"""What the thread for digests and the like adds to its own: rounds and the learner go first."""
 
 log = structlog.get_logger()
-
-
-class MonotonicClock:
-    """The clock of the real world."""
-
-    def now_ns(self) -> int:
-        """See ports.Clock."""
-        return time.monotonic_ns()
-
-
-def _lower_priority() -> None:
-    """For the calling thread: Linux keeps the niceness per thread."""
-    thread = threading.get_native_id()
-    niceness = os.getpriority(os.PRIO_PROCESS, thread)
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, niceness + BACKGROUND_NICENESS)
 
 
 class Daemon:
@@ -72,22 +49,15 @@ class Daemon:
 
     def __init__(self, spec: NodeSpec) -> None:
         self.spec = spec
-        self.clock = MonotonicClock()
-        self.notes = NoteBook()
-        self.pool = ThreadPoolExecutor(max_workers=WORKERS, thread_name_prefix="work")
-        self.background = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="background", initializer=_lower_priority
-        )
-        self.disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="disk")
+        self.notes = NoteBook(spec.region, time.monotonic_ns)
         self.learner_server = LearnerServer(spec.learner_socket, self)
+        self._threads = Threads.start()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.budget = spec.budget
         self._ended: asyncio.Future[int] | None = None
         self._store: RegionStore | None = None
-        self._manifest: Manifest | None = None
         self._node: Node | None = None
-        self._building = False
-        self._learner_order = LearnerOrder(spec.state_dir)
+        self._is_building = False
+        self._admission = Admission(spec.state_dir)
         self._waiting_attach: Attach | None = None
 
     async def run(self) -> int:
@@ -96,10 +66,10 @@ class Daemon:
         Raises:
             DilocoError: it could not start (its `exit_code` says why), or broke.
         """
-        self._ended = asyncio.get_running_loop().create_future()
         loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end, None)
+            loop.add_signal_handler(number, self.end)
         loop.add_signal_handler(signal.SIGHUP, lambda: self.spawn(self._reload_budget(), "reload budget"))
         registry = CollectorRegistry()
         registry.register(StatusCollector(self.status))
@@ -123,8 +93,8 @@ class Daemon:
             await admin.start()
             replace_file(self.spec.state_dir / ADMIN_PORT_NAME, [f"{admin.port}\n".encode()])
             load_identity(self.spec.identity_dir, region=self.spec.region, run_id=self.spec.run_id)
-            await loop.run_in_executor(self.pool, check_golden)
-            await loop.run_in_executor(self.pool, warm_up)
+            await in_thread(self._threads.pool, check_golden)
+            await in_thread(self._threads.pool, warm_up)
             await self.learner_server.start()
             manifest = load_manifest(self.spec.state_dir)
             if manifest is not None:
@@ -140,7 +110,10 @@ class Daemon:
         if self._node is not None:
             if is_clean:  # else nobody knows what state the core is in
                 await self._node.drain()
-            self._leave_report()
+            try:
+                write_report(self.spec.state_dir, self.status())
+            except StorageError as error:
+                log.warning("no report", region=self.spec.region, reason=str(error))
             await self._node.stop()
         await self.learner_server.stop()
         await admin.stop()
@@ -149,17 +122,9 @@ class Daemon:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.pool.shutdown(wait=True, cancel_futures=True)
-        self.background.shutdown(wait=True, cancel_futures=True)
-        self.disk.shutdown(wait=True, cancel_futures=True)
+        self._threads.stop()
         if self._store is not None:
             self._store.close()
-
-    def _leave_report(self) -> None:
-        try:
-            write_report(self.spec.state_dir, self.status())
-        except StorageError as error:
-            log.warning("no report", region=self.spec.region, reason=str(error))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a named task; when it breaks, the daemon breaks with it (bad code is a crash, bad peers are not)."""
@@ -170,24 +135,20 @@ class Daemon:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
+        error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("task broke", task=task.get_name(), error=repr(error))
-            self._end(error)
+            log.error("task broke", task=task.get_name())
+            self.end(error)
 
-    def broke(self, error: Exception) -> None:
-        """The core or an effect raised what it never should: end, so that a new process starts from the disk."""
-        log.error("core broke", region=self.spec.region, exc_info=error)
-        self._end(error)
+    def end(self, error: BaseException | None = None) -> None:
+        """End the process.
 
-    def superseded(self, error: SupersededError) -> None:
-        """A newer process has our certificate and the others follow it: two of one region must not vote."""
-        log.error("superseded", region=self.spec.region, reason=str(error))
-        self._end(error)
-
-    def _end(self, error: BaseException | None) -> None:
+        Args:
+            error: None: the run is over, or somebody asked for it. Else the core, an effect or a task raised what it
+                never should, and a new process starts from the disk; or a newer process of this region runs.
+        """
+        if error is not None:
+            log.error("ends", region=self.spec.region, error=repr(error))
         if self._ended is None or self._ended.done():
             return
         if error is None:
@@ -195,52 +156,52 @@ class Daemon:
         else:
             self._ended.set_exception(error)
 
-    def note(self, note: Note) -> None:
-        """A decision and its reason: to the log and the status."""
-        self.notes.add(note, self.clock.now_ns())
-        write = log.warning if note.is_alarm else log.info
-        where = {} if note.fragment < 0 else {"fragment": note.fragment, "version": note.version}
-        write(note.kind, region=self.spec.region, **where, reason=note.text)
-
     async def _build(self, manifest: Manifest) -> None:
         assert self._store is not None
         # A learner that attaches from now on waits until the node is there: it must not build a second one.
-        self._building = True
-        self._manifest = manifest
+        self._is_building = True
         # In a thread: recovery reads and checks whole states.
-        recovered = await asyncio.get_running_loop().run_in_executor(
-            self.pool, self._store.load, len(manifest.fragments)
+        recovered = await in_thread(self._threads.pool, self._store.load, len(manifest.fragments))
+        runtime = NodeRuntime(
+            self.spec,
+            self._store,
+            self._threads,
+            self.learner_server,
+            self.notes,
+            self.spawn,
+            time.monotonic_ns,
+            self.end,
         )
-        node = Node(self, manifest, self._store, recovered)
+        node = Node(runtime, manifest, recovered)
         await node.start()
         self._node = node
         attach, self._waiting_attach = self._waiting_attach, None
         if attach is not None:
-            node.learner_attached(attach)
-
-    # ---- the learner -------------------------------------------------------------------------------------------------
+            node.learner_said(attach)
 
     def objection(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
-        known, reason = 0, ""
-        if self._node is not None:
-            known, reason = self._node.known_incarnation, self._node.objection(attach)
-        reason = reason or self._learner_order.objection(attach, process, known_incarnation=known)
+        node = self._node
+        known = 0 if node is None else node.known_incarnation
+        reason = "" if node is None else node.objection(attach)
+        reason = reason or self._admission.objection(attach, process, known_incarnation=known)
         if reason:
-            self.note(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
+            self.notes.add(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
         else:
-            self._learner_order.let_in(process)
+            self._admission.let_in(process)
         return reason
 
-    def learner_attached(self, attach: Attach) -> None:
-        """The first learner of a fresh region tells what the model is; every later one must have the same."""
+    def learner_said(self, message: ToDaemon) -> None:
+        """The first learner of a fresh region says what the model is; every later one must have the same."""
         if self._node is not None:
-            self._node.learner_attached(attach)
-            return
-        self._waiting_attach = attach
-        if not self._building:
-            self._building = True
-            self.spawn(self._build_for(attach.tensors), "build")
+            self._node.learner_said(message)
+        elif not isinstance(message, Attach):
+            self.notes.add(Note("learner", f"before its welcome: {message}", is_alarm=True))
+        else:
+            self._waiting_attach = message
+            if not self._is_building:
+                self._is_building = True
+                self.spawn(self._build_for(message.tensors), "build")
 
     async def _build_for(self, tensors: tuple[TensorSpec, ...]) -> None:
         settings = self.spec.settings
@@ -252,25 +213,12 @@ class Daemon:
         save_manifest(self.spec.state_dir, manifest)
         await self._build(manifest)
 
-    def learner_said(self, message: ToDaemon) -> None:
-        """Anything but Attach."""
-        if isinstance(message, Failed):
-            self.note(Note("learner", f"the learner failed: {message.reason}", is_alarm=True))
-        elif self._node is not None:
-            self._node.learner_said(message)
-
     def learner_detached(self, reason: str) -> None:
         """Its connection is gone."""
         self._waiting_attach = None
         if self._node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
             self._node.learner.detached()
-
-    # ---- the operator ------------------------------------------------------------------------------------------------
-
-    def finished(self) -> None:
-        """The run is over and nobody needs this process any more."""
-        self._end(None)
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
@@ -283,29 +231,28 @@ class Daemon:
 
     def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""
-        self._follow_budget(changed_plan(self.budget, document, self.spec.peers), "an operator")
-        return self.budget.to_plain()
+        self._follow_budget(changed_plan(self.spec.budget, document, self.spec.peers), "an operator")
+        return self.spec.budget.to_plain()
 
     async def _reload_budget(self) -> None:
         path = self.spec.config_file
         if path is None:
-            self.note(Note("budget", "SIGHUP: this region was started without a run.toml", is_alarm=True))
+            self.notes.add(Note("budget", "SIGHUP: this region was started without a run.toml", is_alarm=True))
             return
         try:
-            loop = asyncio.get_running_loop()
-            plan = await loop.run_in_executor(self.pool, plan_of_file, path, self.spec.region)
+            plan = await in_thread(self._threads.pool, plan_of_file, path, self.spec.region)
         except ConfigError as error:
-            self.note(Note("budget", f"SIGHUP: the budget stays as it is: {error}", is_alarm=True))
+            self.notes.add(Note("budget", f"SIGHUP: the budget stays as it is: {error}", is_alarm=True))
         else:
             self._follow_budget(plan, str(path))
 
     def _follow_budget(self, plan: BudgetPlan, why: str) -> None:
-        self.budget = plan
+        self.spec = dataclasses.replace(self.spec, budget=plan)
         # A daemon that dies and starts again must not go back to an older, perhaps larger budget.
-        dataclasses.replace(self.spec, budget=plan).save(self.spec.state_dir / NODE_FILE)
+        self.spec.save(self.spec.state_dir / NODE_FILE)
         if self._node is not None:
             self._node.transport.set_budget(plan)
-        self.note(Note("budget", f"set by {why}: {plan}"))
+        self.notes.add(Note("budget", f"set by {why}: {plan}"))
 
     def _pardon(self, peer: str) -> bool:
         """End a peer's quarantine. Raises ConfigError."""
@@ -313,7 +260,7 @@ class Daemon:
             raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self.spec.peers))}")
         was = self._node is not None and self._node.transport.pardon(peer)
         if was:
-            self.note(Note("peer", f"{peer} is pardoned by an operator"))
+            self.notes.add(Note("peer", f"{peer} is pardoned by an operator"))
         return was
 
     async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None], keep: Keep) -> Mapping[str, Any]:

@@ -8,22 +8,19 @@ left to write. A draft becomes the payload only if it holds the very bytes that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Final, ParamSpec, TypeVar
+from typing import Final
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import Ballot
-from diloco_node.daemon.sending import Spawn
 from diloco_node.daemon.stripes import MergedPart
+from diloco_node.daemon.work import Spawn, in_thread
 from diloco_node.errors import StorageError
 from diloco_node.numeric import U8
 from diloco_node.storage.payload_files import PayloadDraft
 from diloco_node.storage.store import RegionStore
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 DRAFTS_MAX: Final = 4
 """Files that grow at once. Stripes of further ballots are written when they are all there."""
@@ -38,13 +35,13 @@ class _Draft:
     Attributes:
         file: None until the first write has begun.
         written: the encoded stripes whose bytes lie in the file, or will, by the block where they begin.
-        wanted_bytes: of those; together at most the payload's.
+        added_bytes: of those; together at most the payload's.
         tasks: writes that have not ended. has_failed: the disk refused one of them, or two were for the same place.
         lock: the file is opened once.
     """
 
     written: dict[int, U8] = field(default_factory=dict)
-    wanted_bytes: int = 0
+    added_bytes: int = 0
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     file: PayloadDraft | None = None
@@ -59,11 +56,6 @@ class Drafts:
         self._pool = pool
         self._spawn = spawn
         self._drafts: dict[_Name, _Draft] = {}
-
-    @property
-    def count(self) -> int:
-        """Files that grow now."""
-        return len(self._drafts)
 
     def add(
         self, ballot: Ballot, fragment: int, version: int, block_start: int, encoded: U8, *, blocks: FragmentBlocks
@@ -80,12 +72,12 @@ class Drafts:
             if len(self._drafts) >= DRAFTS_MAX:
                 return
             draft = self._drafts[name] = _Draft()
-        if block_start in draft.written or draft.wanted_bytes + encoded.nbytes > blocks.encoded_bytes:
+        if block_start in draft.written or draft.added_bytes + encoded.nbytes > blocks.encoded_bytes:
             draft.has_failed = True  # nobody knows which of them the disk has in the end
         if draft.has_failed:
             return
         draft.written[block_start] = encoded
-        draft.wanted_bytes += encoded.nbytes
+        draft.added_bytes += encoded.nbytes
         task = self._spawn(self._write(draft, block_start, encoded, blocks), f"draft {fragment}.{version}")
         draft.tasks.add(task)
         task.add_done_callback(draft.tasks.discard)
@@ -94,9 +86,9 @@ class Drafts:
         try:
             async with draft.lock:
                 if draft.file is None:
-                    draft.file = await self._run(self._store.draft_payload, blocks.encoded_bytes)
+                    draft.file = await in_thread(self._pool, self._store.draft_payload, blocks.encoded_bytes)
             offset = self._store.content_offset(blocks.span_bytes(0, block_start))
-            await self._run(draft.file.write, offset, encoded.data)
+            await in_thread(self._pool, draft.file.write, offset, encoded.data)
         except StorageError:
             draft.has_failed = True
         except BaseException:
@@ -120,9 +112,13 @@ class Drafts:
         if draft.tasks:
             await asyncio.wait(set(draft.tasks))
         sizes = [part.encoded.nbytes for part in parts]
+        # The file has the very bytes of these parts, and nothing else was written there.
+        is_same = len(draft.written) == len(parts) and all(
+            draft.written.get(part.block_start) is part.encoded for part in parts
+        )
         try:
-            if draft.file is not None and _holds(draft, parts):
-                await self._run(self._store.finish_payload, draft.file, fragment, version, digest, sizes)
+            if draft.file is not None and is_same and not draft.has_failed:
+                await in_thread(self._pool, self._store.finish_payload, draft.file, fragment, version, digest, sizes)
                 return True
         except StorageError:
             pass
@@ -139,16 +135,4 @@ class Drafts:
         if draft.tasks:
             await asyncio.wait(set(draft.tasks))
         if draft.file is not None:
-            await self._run(draft.file.discard)
-
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
-
-
-def _holds(draft: _Draft, parts: Sequence[MergedPart]) -> bool:
-    """Whether the file has the very bytes of these parts and nothing else was written there."""
-    return (
-        not draft.has_failed
-        and len(draft.written) == len(parts)
-        and all(draft.written.get(part.block_start) is part.encoded for part in parts)
-    )
+            await in_thread(self._pool, draft.file.discard)

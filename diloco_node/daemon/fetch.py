@@ -1,12 +1,12 @@
-"""What is missing: asking peers for payloads and states, checking what comes, and serving what they ask for."""
+"""Payloads and states that are missing: requested from peers, checked, stored; and served to peers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Any, Final, ParamSpec, TypeVar
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
@@ -14,71 +14,61 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
 from diloco_node.daemon.initial import InitialStates
-from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.sending import Transport
 from diloco_node.daemon.stripes import cut_payload
+from diloco_node.daemon.work import Spawn, in_thread
 from diloco_node.errors import LinkLost, StorageError
 from diloco_node.numeric import U8
-from diloco_node.ports import Transport
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import DamagedFile
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 FETCH_SILENCE_S: Final = 30.0
 """A donor that sends nothing for this long has forgotten us: the core asks another."""
 SERVES_MAX: Final = 4
-"""Transfers served to peers at once; further ones are refused as busy and asked again."""
+"""Transfers served to peers at once; further ones are refused as busy and requested again."""
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A fetch under way: what was asked of whom, and the watchdog that ends it."""
+    """A fetch under way: what was requested from whom, and the watchdog that ends it."""
 
     order: FetchPayload | FetchState
     watchdog: asyncio.TimerHandle
 
 
+@dataclass(slots=True, kw_only=True)
 class Fetcher:
-    """Both sides of a fetch. Every order of the core is answered exactly once."""
+    """Both sides of a fetch. Every order of the core is answered exactly once.
 
-    def __init__(
-        self,
-        *,
-        replica: Replica,
-        store: RegionStore,
-        transport: Transport,
-        pool: Executor,
-        post: Callable[[Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None], str], object],
-        initial: InitialStates,
-    ) -> None:
-        self._replica = replica
-        self._store = store
-        self._transport = transport
-        self._pool = pool
-        self._post = post
-        self._spawn = spawn
-        self._initial = initial
-        self._pending: dict[tuple[str, int, bool], _Pending] = {}
-        self._serves = 0
+    Attributes:
+        serves: transfers to peers that are being prepared or are on their way.
+    """
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    parameters: Parameters
+    store: RegionStore
+    transport: Transport
+    pool: Executor
+    post: Callable[[Event], None]
+    spawn: Spawn
+    initial: InitialStates
+    serves: int = field(default=0, init=False)
+    _pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
 
     def ask(self, order: FetchPayload | FetchState) -> None:
-        """Send the want and start the watchdog."""
+        """Send the request and start the watchdog."""
         is_payload = isinstance(order, FetchPayload)
         key = (order.peer, order.fragment, is_payload)
         if key in self._pending:
-            self._fail(key, "asked again")
+            self._fail(key, "requested again")
         watchdog = asyncio.get_running_loop().call_later(FETCH_SILENCE_S, self._fail, key, "no answer in time")
         self._pending[key] = _Pending(order, watchdog)
-        want: PayloadWanted | StateWanted
+        request: PayloadWanted | StateWanted
         if isinstance(order, FetchPayload):
-            want = PayloadWanted(order.fragment, order.version, order.digest)
+            request = PayloadWanted(order.fragment, order.version, order.digest)
         else:
-            want = StateWanted(order.fragment, order.version_min)
-        if not self._transport.send(order.peer, want):
+            request = StateWanted(order.fragment, order.version_min)
+        if not self.transport.send(order.peer, request):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._fail(key, "no link")
 
@@ -96,24 +86,22 @@ class Fetcher:
             self._fail(key, "link lost")
 
     def expects(self, peer: str, header: Payload | State, raw_bytes: int) -> bool:
-        """Whether a transfer that a peer begins is one that was asked for, with the size it must have."""
+        """Whether a transfer that a peer begins is one that was requested, with the size it must have."""
         pending = self._pending.get((peer, header.fragment, isinstance(header, Payload)))
-        if pending is None:
-            return False
-        if not self._is_asked(pending.order, header, raw_bytes):
+        if pending is None or not self._is_requested(pending.order, header, raw_bytes):
             return False
         # Progress within the transfer is the transport's to watch (its own floor in bytes/s).
         pending.watchdog.cancel()
         return True
 
-    def _is_asked(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
+    def _is_requested(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
         if isinstance(order, FetchPayload):
-            blocks = self._replica.blocks[header.fragment]
+            blocks = self.parameters.blocks[header.fragment]
             return (header.version, header.digest) == (order.version, order.digest) and (
                 raw_bytes == blocks.encoded_bytes
             )
         return header.version >= order.version_min and (
-            raw_bytes == 8 * self._replica.manifest.fragments[header.fragment].size
+            raw_bytes == 8 * self.parameters.manifest.fragments[header.fragment].size
         )
 
     def stored(self, fragment: int, version: int) -> None:
@@ -122,16 +110,11 @@ class Fetcher:
             if key[1:] == (fragment, True) and _version(self._pending[key].order) == version:
                 self._pending.pop(key).watchdog.cancel()
 
-    @property
-    def serves(self) -> int:
-        """Transfers to peers that are being prepared or are on their way."""
-        return self._serves
-
     async def arrived(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
         """Check and store what came; tell the core."""
         key = (peer, header.fragment, isinstance(header, Payload))
         pending = self._pending.get(key)
-        if pending is None or not self._is_asked(pending.order, header, body.nbytes):
+        if pending is None or not self._is_requested(pending.order, header, body.nbytes):
             return
         if not is_whole:
             self._fail(key, "the transfer broke off")
@@ -148,15 +131,15 @@ class Fetcher:
                 event = await self._store_state(peer, pending.order, header, body)
         except StorageError as error:
             event = FetchFailed(peer, header.fragment, _version(pending.order), f"own disk: {error}")
-        self._post(event)
+        self.post(event)
 
     async def _store_payload(self, order: FetchPayload, body: U8) -> Event:
-        blocks = self._replica.blocks[order.fragment]
+        blocks = self.parameters.blocks[order.fragment]
         parts = cut_payload(body, blocks, order.stripes)
-        digest = await self._offload(lambda: payload_digest([stripe_digest(part) for part in parts]))
+        digest = await in_thread(self.pool, lambda: payload_digest([stripe_digest(part) for part in parts]))
         if digest != order.digest:
             return FetchFailed(order.peer, order.fragment, order.version, "the payload does not match its digest")
-        await self._offload(self._store.store_payload, order.fragment, order.version, order.digest, parts)
+        await in_thread(self.pool, self.store.store_payload, order.fragment, order.version, order.digest, parts)
         return PayloadStored(order.fragment, order.version, order.digest)
 
     async def _store_state(self, peer: str, order: FetchPayload | FetchState, header: State, body: U8) -> Event:
@@ -164,15 +147,14 @@ class Fetcher:
         if header.version == 0 and order.initial_digest not in (b"", header.digest):
             return FetchFailed(peer, header.fragment, header.version, "the Theta_0 of another genesis")
         theta, momentum = np.split(body.view(np.float32), 2)
-        digest = await self._offload(fragment_digest, theta, momentum)
+        digest = await in_thread(self.pool, fragment_digest, theta, momentum)
         if digest != header.digest:
             return FetchFailed(peer, header.fragment, header.version, "the state does not match its digest")
+        state = (theta, momentum, header.digest)
         if header.version == 0:
-            await self._initial.store_fetched(header.fragment, theta, momentum, header.digest)
+            await in_thread(self.pool, lambda: self.initial.store_fetched(header.fragment, *state))
         else:
-            await self._offload(
-                self._store.store_state, header.fragment, header.version, theta, momentum, header.digest
-            )
+            await in_thread(self.pool, lambda: self.store.store_state(header.fragment, header.version, *state))
         return StateStored(header.fragment, header.version, header.digest)
 
     def _fail(self, key: tuple[str, int, bool], reason: str) -> None:
@@ -180,53 +162,48 @@ class Fetcher:
         if pending is None:
             return
         pending.watchdog.cancel()
-        self._post(FetchFailed(key[0], key[1], _version(pending.order), reason))
+        self.post(FetchFailed(key[0], key[1], _version(pending.order), reason))
 
-    async def _offload(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
-
-    # ---- serving -----------------------------------------------------------------------------------------------------
-
-    def wanted(self, peer: str, message: PayloadWanted | StateWanted) -> None:
-        """A peer asks; answer with a transfer or Refused."""
+    def requested(self, peer: str, message: PayloadWanted | StateWanted) -> None:
+        """A peer requests bytes; answer with a transfer or Refused."""
         version = message.version if isinstance(message, PayloadWanted) else message.version_min
-        if not 0 <= message.fragment < len(self._replica.versions):
-            self._transport.send(peer, Refused(message.fragment, version, "unknown"))
-        elif self._serves >= SERVES_MAX:
-            self._transport.send(peer, Refused(message.fragment, version, "busy"))
+        if not 0 <= message.fragment < len(self.parameters.versions):
+            self.transport.send(peer, Refused(message.fragment, version, "unknown"))
+        elif self.serves >= SERVES_MAX:
+            self.transport.send(peer, Refused(message.fragment, version, "busy"))
         else:
-            self._serves += 1
-            self._spawn(self._serve(peer, message, version), f"serve {peer}")
+            self.serves += 1
+            self.spawn(self._serve(peer, message, version), f"serve {peer}")
 
     async def _serve(self, peer: str, message: PayloadWanted | StateWanted, version: int) -> None:
         try:
             header: Payload | State
             if isinstance(message, PayloadWanted):
-                body = await self._offload(self._store.read_payload, message.fragment, version, message.digest)
+                body = await in_thread(self.pool, self.store.read_payload, message.fragment, version, message.digest)
                 header = Payload(message.fragment, version, message.digest)
             else:
-                held, digest, body = await self._state(message.fragment, version)
-                header = State(message.fragment, held, digest)
-            await self._transport.transfer(peer, header, body.data)
+                newest, digest, body = await self._state(message.fragment, version)
+                header = State(message.fragment, newest, digest)
+            await self.transport.transfer(peer, header, body.data)
         except DamagedFile:
-            self._transport.send(peer, Refused(message.fragment, version, "gone"))
+            self.transport.send(peer, Refused(message.fragment, version, "gone"))
         except StorageError:  # it is there, and can't be read just now
-            self._transport.send(peer, Refused(message.fragment, version, "busy"))
+            self.transport.send(peer, Refused(message.fragment, version, "busy"))
         except LinkLost:
             pass  # the peer sees the link go too, and asks again when it is back
         finally:
-            self._serves -= 1
+            self.serves -= 1
 
     async def _state(self, fragment: int, version_min: int) -> tuple[int, bytes, U8]:
         """From memory, or before genesis is committed Theta_0 from disk. Raises StorageError when there is neither."""
-        if self._replica.versions[fragment] >= version_min:
-            return await self._replica.state_bytes(fragment)
+        if self.parameters.versions[fragment] >= version_min:
+            return await self.parameters.state_bytes(fragment)
 
         def read() -> tuple[bytes, U8]:
-            theta, momentum = self._store.read_state(fragment, version_min)
+            theta, momentum = self.store.read_state(fragment, version_min)
             return fragment_digest(theta, momentum), np.concatenate((theta, momentum)).view(np.uint8)
 
-        digest, body = await self._offload(read)
+        digest, body = await in_thread(self.pool, read)
         return version_min, digest, body
 
 

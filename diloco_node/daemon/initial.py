@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
-from concurrent.futures import Executor
+import threading
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,19 +23,18 @@ _LENGTH: Final = struct.Struct("<Q")
 
 
 class InitialStates:
-    """The states at version 0 on disk, one writer per fragment at a time.
+    """The states at version 0 on disk, one writer per fragment at a time. For threads: all methods wait for the disk.
 
-    The learner's own Theta_0 is never written over a fetched one: a region may have told the others already that it
+    The learner's own Theta_0 is never written over a fetched one: a region may have said to the others already that it
     holds what genesis names.
     """
 
-    def __init__(self, fragments: int, store: RegionStore, pool: Executor) -> None:
+    def __init__(self, fragments: int, store: RegionStore) -> None:
         self._store = store
-        self._pool = pool
-        self._locks = [asyncio.Lock() for _ in range(fragments)]
+        self._locks = [threading.Lock() for _ in range(fragments)]
         self._fetched: dict[int, bytes] = {}
 
-    async def store_own(self, fragment: int, theta: F32) -> bytes:
+    def store_own(self, fragment: int, theta: F32) -> bytes:
         """Write this region's Theta_0 of a fragment, unless a fetched one is there.
 
         Args:
@@ -48,24 +46,19 @@ class InitialStates:
         Raises:
             StorageError: the disk refused.
         """
-        async with self._locks[fragment]:
+        with self._locks[fragment]:
             if fragment in self._fetched:
                 return self._fetched[fragment]
-            return await asyncio.get_running_loop().run_in_executor(self._pool, self._write_own, fragment, theta)
+            momentum = np.zeros_like(theta)
+            digest = fragment_digest(theta, momentum)
+            self._store.store_state(fragment, 0, theta, momentum, digest)
+            return digest
 
-    async def store_fetched(self, fragment: int, theta: F32, momentum: F32, digest: bytes) -> None:
+    def store_fetched(self, fragment: int, theta: F32, momentum: F32, digest: bytes) -> None:
         """Write the Theta_0 that genesis names over whatever is there. Raises StorageError."""
-        async with self._locks[fragment]:
-            await asyncio.get_running_loop().run_in_executor(
-                self._pool, self._store.store_state, fragment, 0, theta, momentum, digest
-            )
+        with self._locks[fragment]:
+            self._store.store_state(fragment, 0, theta, momentum, digest)
             self._fetched[fragment] = digest
-
-    def _write_own(self, fragment: int, theta: F32) -> bytes:
-        momentum = np.zeros_like(theta)
-        digest = fragment_digest(theta, momentum)
-        self._store.store_state(fragment, 0, theta, momentum, digest)
-        return digest
 
 
 def read_initial(path: Path, manifest: Manifest) -> list[F32]:

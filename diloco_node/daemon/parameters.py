@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Final, ParamSpec, TypeVar
+from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -20,18 +21,16 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.outer import outer_of
-from diloco_node.core.types import RoundBody, RunSettings, Stripe
+from diloco_node.core.types import RoundBody, RunSettings
+from diloco_node.daemon.work import in_thread
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 OUTER_THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 """The rest of the cores is the learner's."""
 
 
-class Replica:
+class Parameters:
     """Theta and momentum of all fragments.
 
     Args:
@@ -59,7 +58,7 @@ class Replica:
         self._settings = settings
         self._store = store
         self._pool = pool
-        self._background = background
+        self._background = background or pool
         self._theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
         self._momentum: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
         self._locks = [asyncio.Lock() for _ in manifest.fragments]
@@ -72,7 +71,9 @@ class Replica:
         """
         async with self._locks[fragment]:
             # The store's arrays are the caller's to keep: a copy of a fragment here would hold up the loop.
-            self._theta[fragment], self._momentum[fragment] = await self._run(self._store.read_state, fragment, version)
+            self._theta[fragment], self._momentum[fragment] = await in_thread(
+                self._pool, self._store.read_state, fragment, version
+            )
             self.versions[fragment] = version
 
     async def apply(
@@ -87,6 +88,7 @@ class Replica:
             is_checked: the parts have been looked at block by block since they came.
         """
         fragment = body.fragment
+        blocks = self.blocks[fragment]
         factors = np.array(body.factors, np.float32)
         async with self._locks[fragment]:
             assert self.versions[fragment] == body.version - 1, (fragment, self.versions[fragment], body.version)
@@ -94,56 +96,43 @@ class Replica:
 
             def step(share: int) -> None:
                 for stripe, part in work[share::OUTER_THREADS]:
-                    self._outer_step(body, stripe, part, factors, inbox, is_checked=is_checked)
+                    span = blocks.value_slice(stripe.block_start, stripe.block_stop)
+                    kernels.outer_step(
+                        blocks,
+                        part,
+                        factors,
+                        *outer_of(self._settings, body),
+                        self._theta[fragment][span],
+                        self._momentum[fragment][span],
+                        None if inbox is None else inbox[span],
+                        stripe.block_start,
+                        stripe.block_stop,
+                        is_checked=is_checked,
+                    )
 
-            await asyncio.gather(*(self._run(step, share) for share in range(min(OUTER_THREADS, len(work)))))
+            shares = range(min(OUTER_THREADS, len(work)))
+            await asyncio.gather(*(in_thread(self._pool, step, share) for share in shares))
             self.versions[fragment] = body.version
-
-    def _outer_step(
-        self,
-        body: RoundBody,
-        stripe: Stripe,
-        part: npt.NDArray[np.uint8],
-        factors: F32,
-        inbox: F32 | None,
-        *,
-        is_checked: bool,
-    ) -> None:
-        fragment = body.fragment
-        blocks = self.blocks[fragment]
-        span = blocks.value_slice(stripe.block_start, stripe.block_stop)
-        kernels.outer_step(
-            blocks,
-            part,
-            factors,
-            *outer_of(self._settings, body),
-            self._theta[fragment][span],
-            self._momentum[fragment][span],
-            None if inbox is None else inbox[span],
-            stripe.block_start,
-            stripe.block_stop,
-            is_checked=is_checked,
-        )
 
     async def digest(self, fragment: int) -> tuple[int, bytes]:
         """The version in memory and the digest of its parameters and momentum."""
         async with self._locks[fragment]:
             version = self.versions[fragment]
-            digest = await self._when_idle(fragment_digest, self._theta[fragment], self._momentum[fragment])
+            digest = await in_thread(self._background, fragment_digest, self._theta[fragment], self._momentum[fragment])
         return version, digest
 
     async def copy_theta(self, fragment: int, out: F32) -> int:
         """Copy the parameters into `out` (shape (n,), float32); returns their version."""
         async with self._locks[fragment]:
-            await self._run(np.copyto, out, self._theta[fragment])
+            await in_thread(self._pool, np.copyto, out, self._theta[fragment])
             return self.versions[fragment]
 
     async def state_bytes(self, fragment: int) -> tuple[int, bytes, npt.NDArray[np.uint8]]:
         """Version, digest, and a copy of parameters followed by momentum as bytes."""
         async with self._locks[fragment]:
             version = self.versions[fragment]
-            digest = await self._run(fragment_digest, self._theta[fragment], self._momentum[fragment])
-            both = await self._run(np.concatenate, (self._theta[fragment], self._momentum[fragment]))
+            digest = await in_thread(self._pool, fragment_digest, self._theta[fragment], self._momentum[fragment])
+            both = await in_thread(self._pool, np.concatenate, (self._theta[fragment], self._momentum[fragment]))
         return version, digest, both.view(np.uint8)
 
     async def checkpoint(self, fragment: int) -> int:
@@ -154,17 +143,23 @@ class Replica:
         """
         async with self._locks[fragment]:
             version = self.versions[fragment]
-            digest = await self._run(fragment_digest, self._theta[fragment], self._momentum[fragment])
-            await self._run(
-                self._store.store_state, fragment, version, self._theta[fragment], self._momentum[fragment], digest
+            digest = await in_thread(self._pool, fragment_digest, self._theta[fragment], self._momentum[fragment])
+            await in_thread(
+                self._pool,
+                self._store.store_state,
+                fragment,
+                version,
+                self._theta[fragment],
+                self._momentum[fragment],
+                digest,
             )
         keep_from = version - self._settings.payload_versions
-        await self._run(self._store.prune, fragment, keep_from)
+        await in_thread(self._pool, self._store.prune, fragment, keep_from)
         return version
 
     async def write_ahead(self, fragment: int) -> None:
         """Prepare a file for the fragment's next payload. Raises StorageError."""
-        await self._when_idle(self._store.write_ahead, self.blocks[fragment].encoded_bytes)
+        await in_thread(self._background, self._store.write_ahead, self.blocks[fragment].encoded_bytes)
 
     def full_tensors(self) -> dict[str, F32]:
         """The whole model by tensor name, float32, shaped; a copy. Call it when no round is open."""
@@ -177,17 +172,7 @@ class Replica:
             spec.name: values.reshape(spec.shape) for spec, values in zip(self.manifest.tensors, tensors, strict=True)
         }
 
-    async def _when_idle(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        pool = self._background or self._pool
-        return await asyncio.get_running_loop().run_in_executor(pool, lambda: call(*args, **kwargs))
-
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
-
 
 def fragment_offsets(manifest: Manifest) -> Sequence[int]:
     """Where each fragment begins in the inbox, in values, and one past the last."""
-    offsets = [0]
-    for fragment in manifest.fragments:
-        offsets.append(offsets[-1] + fragment.size)
-    return offsets
+    return list(accumulate((fragment.size for fragment in manifest.fragments), initial=0))

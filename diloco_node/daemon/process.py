@@ -1,14 +1,20 @@
-"""The C library's memory in a daemon: what one round frees stays for the next.
+"""Set-up of a daemon process, once and before anything else: the C library's memory, and the log.
 
-A round takes and frees tens of megabytes: stripes, frames of 1 MiB, gRPC's slices. By default glibc gives blocks of
-that size back to the kernel, which clears every page again when the next round asks. In a transfer over TLS that was a
-seventh of the CPU time; page faults fell to a seventh.
+What one round frees stays in the process for the next one. A round takes and frees tens of megabytes: stripes, frames
+of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page again
+when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a seventh.
+
+Log lines hold one fact each, key=value, and go to standard error; the supervisor keeps them in logs/.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import sys
 from typing import Final
+
+import structlog
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
@@ -39,9 +45,28 @@ def keep_freed_memory() -> bool:
     # Older ones refuse more than half of one of their heaps. Any setting freezes the threshold, so it must be ours.
     if not any(mallopt(_M_MMAP_THRESHOLD, size) == 1 for size in (HEAP_BLOCK_BYTES_MAX, HEAP_BLOCK_BYTES_MAX // 2)):
         return False
-    wanted = (
+    settings = (
         (_M_TRIM_THRESHOLD, KEPT_BYTES_MAX),
         (_M_TOP_PAD, GROWTH_BYTES),
         (_M_ARENA_MAX, 1),
     )
-    return all([mallopt(name, value) == 1 for name, value in wanted])  # noqa: C419 - each of them, whatever the others
+    return all([mallopt(name, value) == 1 for name, value in settings])  # noqa: C419 - each of them, whatever the others
+
+
+def set_up_logs(level: str = "info") -> None:
+    """Configure structlog for this process. Control characters in values are escaped (names come from outside)."""
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.LogfmtRenderer(
+                key_order=["timestamp", "level", "event", "region", "peer", "fragment", "version"],
+                drop_missing=True,
+                bool_as_flag=False,
+            ),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )

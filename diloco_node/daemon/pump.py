@@ -5,55 +5,41 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from diloco_node.core.events import Effect, Event, TimerFired
+from diloco_node.core.region import RegionCore
 from diloco_node.errors import PeerError
-from diloco_node.ports import Clock
 
 WAKE_SLACK_NS = 1_000_000
 """asyncio's clock and ours may differ by a rounding: a timer that fires this much early counts as due."""
-
-
-class Core(Protocol):
-    """What the pump drives."""
-
-    @property
-    def wake_at_ns(self) -> int:
-        """When the core wants TimerFired, on the clock given to `handle`."""
-        ...
-
-    def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
-        """Take a fact, return what to do."""
-        ...
 
 
 class Pump:
     """Feeds events to the core and its effects to `perform`.
 
     `post` may be called from the event loop only, also from inside `perform`: the event then waits its turn, so the
-    core never runs inside itself. The inbox is bounded by what can be in flight: effects with answers, links with
+    core never runs inside itself. The event queue is bounded by what can be in flight: effects with answers, links with
     queues.
 
     Args:
-        core: see Core. perform: starts an effect. clock: the one that the core's times are on.
-        on_fault: told of anything that core or `perform` raise but a PeerError. Half of what an event asks for may not
-            have been done then: the pump is closed, and who owns it should end.
+        perform: starts an effect. now_ns: monotonic, what the core's times are on.
+        on_fault: called with anything that core or `perform` raise but a PeerError. Half of what an event asks for may
+            not have been done then: the pump is closed, and who owns it should end.
     """
 
     def __init__(
         self,
-        core: Core,
+        core: RegionCore,
         perform: Callable[[Effect], None],
-        clock: Clock,
+        now_ns: Callable[[], int],
         *,
         on_fault: Callable[[Exception], None] = lambda _: None,
     ) -> None:
         self._core = core
         self._perform = perform
-        self._clock = clock
+        self._now_ns = now_ns
         self._on_fault = on_fault
-        self._inbox: deque[Event] = deque()
+        self._events: deque[Event] = deque()
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -67,15 +53,15 @@ class Pump:
         """Hand a fact to the core, now or right after the one it is busy with."""
         if self._is_closed:
             return
-        self._inbox.append(event)
+        self._events.append(event)
         if self._is_running:
             return
         self._is_running = True
         try:
-            while self._inbox:
-                event = self._inbox.popleft()
+            while self._events:
+                event = self._events.popleft()
                 self.events_total += 1
-                for effect in self._core.handle(event, now_ns=self._clock.now_ns()):
+                for effect in self._core.handle(event, now_ns=self._now_ns()):
                     self._perform(effect)
         except PeerError:
             raise
@@ -87,27 +73,23 @@ class Pump:
             self._is_running = False
             self._arm()
 
-    def post_from_thread(self, loop: asyncio.AbstractEventLoop, event: Event) -> None:
-        """Hand a fact to the core from another thread."""
-        loop.call_soon_threadsafe(self.post, event)
-
     def close(self) -> None:
         """Drop the timer and everything that comes from now on."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._inbox.clear()
+        self._events.clear()
 
     def _arm(self) -> None:
         if self._is_closed:
             return
         if self._timer is not None:
             self._timer.cancel()
-        delay_ns = max(0, self._core.wake_at_ns - self._clock.now_ns())
+        delay_ns = max(0, self._core.wake_at_ns - self._now_ns())
         self._timer = asyncio.get_running_loop().call_later(delay_ns / 1e9, self._fire)
 
     def _fire(self) -> None:
-        if self._core.wake_at_ns - self._clock.now_ns() > WAKE_SLACK_NS:
+        if self._core.wake_at_ns - self._now_ns() > WAKE_SLACK_NS:
             self._arm()
             return
         self.post(TimerFired())

@@ -6,20 +6,34 @@ A peer that is slower than the rounds would otherwise make stripes pile up in me
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
-from diloco_node.core.messages import ContributionStripe, MergedStripe
+from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Message
 from diloco_node.core.types import Ballot
+from diloco_node.daemon.work import Spawn
 from diloco_node.errors import LinkLost
 from diloco_node.numeric import U8
-from diloco_node.ports import Transport
-
-Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 log = structlog.get_logger()
+
+
+class Transport(Protocol):
+    """What the effects need of the links to the other regions."""
+
+    def send(self, peer: str, message: Message) -> bool:
+        """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
+        ...
+
+    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
+        """Stream a body. Returns when the last chunk is handed to the link.
+
+        Raises:
+            LinkLost: the link is down, or went down on the way.
+        """
+        ...
 
 
 class Sending:
@@ -40,11 +54,6 @@ class Sending:
         self._tasks[task] = header
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    @property
-    def count(self) -> int:
-        """Transfers that have not ended."""
-        return len(self._tasks)
-
     def contributed_again(self, fragment: int, ballot: Ballot) -> None:
         """A later ballot asks for the contribution: what is left of it for ballots before comes too late."""
         self._give_up(
@@ -64,7 +73,12 @@ class Sending:
 
         A region that still lacks those fetches the payload when it gets there, from whoever is best reached.
         """
-        self._give_up(lambda header: _fragment(header) == fragment and header.version < version)
+
+        def is_void(header: ContributionStripe | MergedStripe) -> bool:
+            named = header if isinstance(header, MergedStripe) else header.contribution
+            return named.fragment == fragment and header.version < version
+
+        self._give_up(is_void)
 
     def _give_up(self, is_void: Callable[[ContributionStripe | MergedStripe], bool]) -> None:
         for task, header in list(self._tasks.items()):
@@ -76,7 +90,3 @@ class Sending:
             await self._transport.transfer(peer, header, body.data.cast("B"))
         except LinkLost as error:
             log.info("transfer lost", peer=peer, transfer=type(header).__name__, reason=str(error))
-
-
-def _fragment(header: ContributionStripe | MergedStripe) -> int:
-    return header.fragment if isinstance(header, MergedStripe) else header.contribution.fragment

@@ -5,33 +5,28 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import stripe_digest
-from diloco_node.core.events import ReduceStripe
+from diloco_node.core.events import ReduceStripe, StripeReduced
 from diloco_node.core.messages import MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Stripe
 from diloco_node.errors import PayloadCorrupt
 from diloco_node.numeric import F32, U8
 
+K = TypeVar("K")
+
 ContributionKey = tuple[str, int, int, int, int, int]
-"""(learner, incarnation, fragment, snapshot, block_start, block_stop)"""
+"""(learner, incarnation, fragment, snapshot, block_start, block_stop): names a stripe whatever the ballot."""
 
 
-def contribution_key(contribution: Contribution, block_start: int, block_stop: int) -> ContributionKey:
-    """What names a stripe of a contribution whatever the ballot."""
-    return (
-        contribution.learner,
-        contribution.incarnation,
-        contribution.fragment,
-        contribution.snapshot,
-        block_start,
-        block_stop,
-    )
+def _key(contribution: Contribution, block_start: int, block_stop: int) -> ContributionKey:
+    one = contribution
+    return one.learner, one.incarnation, one.fragment, one.snapshot, block_start, block_stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ _NOTHING: Final = OpenRoundBytes()
 class StripeTable:
     """All bytes of open rounds. Nothing here blocks; the reduction is a pure function over what the table hands out.
 
-    What one region may keep here for one round is bounded: beyond `kept_bytes_max` its oldest bytes go.
+    What one region may keep here for one round is bounded: beyond `limit_bytes` its oldest bytes go.
     """
 
     def __init__(self) -> None:
@@ -83,14 +78,12 @@ class StripeTable:
         self._residuals: dict[tuple[int, Ballot, int], F32] = {}
 
     def buffered_bytes(self) -> int:
-        """Everything held, for the memory metric."""
+        """All of them, for the memory metric."""
         return sum(
-            sum(part.nbytes for part in held.contributions.values())
-            + sum(part.encoded.nbytes for part in held.merged.values())
-            for held in self._rounds.values()
+            sum(part.nbytes for part in one.contributions.values())
+            + sum(part.encoded.nbytes for part in one.merged.values())
+            for one in self._rounds.values()
         )
-
-    # ---- what comes in -----------------------------------------------------------------------------------------------
 
     def ballot_known(self, ballot: Ballot, fragment: int, version: int, stripes: tuple[Stripe, ...]) -> None:
         """How a ballot cuts the fragment: merged stripes that do not fit are refused from now on."""
@@ -98,10 +91,10 @@ class StripeTable:
 
     def fits(self, header: MergedStripe, sender: str) -> bool:
         """Whether a merged stripe may be what its reducer made in its ballot, as far as the ballot is known."""
-        held = self._held(header.fragment, header.version)
-        if (header.ballot, header.stripe, sender) in held.merged:
+        known = self._find(header.fragment, header.version)
+        if (header.ballot, header.stripe, sender) in known.merged:
             return False
-        stripes = held.layouts.get(header.ballot)
+        stripes = known.layouts.get(header.ballot)
         if stripes is None:
             return True
         expected = Stripe(sender, header.block_start, header.block_stop)
@@ -122,16 +115,13 @@ class StripeTable:
         Args:
             version: what the round makes. limit_bytes: what this learner may have here for the round.
         """
-        held = self._open(contribution.fragment, version).contributions
-        key = contribution_key(contribution, block_start, block_stop)
-        held.pop(key, None)
-        held[key] = encoded
-        own = [key for key in held if key[0] == contribution.learner]
-        total = sum(held[key].nbytes for key in own)
-        for key in own[:-1]:
-            if total <= limit_bytes:
-                break
-            total -= held.pop(key).nbytes
+        contributions = self._open(contribution.fragment, version).contributions
+        key = _key(contribution, block_start, block_stop)
+        contributions.pop(key, None)  # what came again is the newest
+        contributions[key] = encoded
+        sizes = {key: one.nbytes for key, one in contributions.items() if key[0] == contribution.learner}
+        for old in _oldest_beyond(limit_bytes, sizes):
+            del contributions[old]
 
     def keep_merged(
         self, ballot: Ballot, stripe: int, fragment: int, version: int, part: MergedPart, *, limit_bytes: int
@@ -141,32 +131,26 @@ class StripeTable:
         Args:
             limit_bytes: what `part.sender` may have here for the round.
         """
-        held = self._open(fragment, version).merged
-        if (ballot, stripe, part.sender) in held:
+        merged = self._open(fragment, version).merged
+        if (ballot, stripe, part.sender) in merged:
             return False
-        held[ballot, stripe, part.sender] = part
-        own = [key for key, one in held.items() if one.sender == part.sender]
-        total = sum(held[key].encoded.nbytes for key in own)
-        for key in own[:-1]:
-            if total <= limit_bytes:
-                break
-            total -= held.pop(key).encoded.nbytes
+        merged[ballot, stripe, part.sender] = part
+        sizes = {key: one.encoded.nbytes for key, one in merged.items() if one.sender == part.sender}
+        for old in _oldest_beyond(limit_bytes, sizes):
+            del merged[old]
         return True
 
     def keep_residual(self, ballot: Ballot, stripe: int, fragment: int, version: int, residual: F32) -> None:
         """Keep what the encoding of a stripe reduced here lost, until the ballot is closed."""
         self._open(fragment, version).residuals[ballot, stripe] = residual
 
-    # ---- what is there -----------------------------------------------------------------------------------------------
-
     def contribution(self, version: int, contribution: Contribution, block_start: int, block_stop: int) -> U8 | None:
         """A stripe of a contribution, whichever ballot brought it; None if it is not here."""
-        held = self._held(contribution.fragment, version)
-        return held.contributions.get(contribution_key(contribution, block_start, block_stop))
+        return self._find(contribution.fragment, version).contributions.get(_key(contribution, block_start, block_stop))
 
     def merged(self, ballot: Ballot, stripe: int, fragment: int, version: int, *, sender: str) -> MergedPart | None:
         """One merged stripe."""
-        return self._held(fragment, version).merged.get((ballot, stripe, sender))
+        return self._find(fragment, version).merged.get((ballot, stripe, sender))
 
     def payload(self, ballot: Ballot, fragment: int, version: int, stripes: Sequence[Stripe]) -> list[MergedPart]:
         """The merged stripes of a ballot in block order, as far as they are here.
@@ -174,7 +158,7 @@ class StripeTable:
         Args:
             stripes: the ballot's; numbered in block order. Each is taken from its reducer.
         """
-        merged = self._held(fragment, version).merged
+        merged = self._find(fragment, version).merged
         found = (merged.get((ballot, index, stripe.reducer)) for index, stripe in enumerate(stripes))
         return [part for part in found if part is not None]
 
@@ -182,17 +166,15 @@ class StripeTable:
         """The residual that a committed ballot left for a stripe, if it is to be added."""
         return None if ballot is None else self._residuals.get((fragment, ballot, stripe))
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
-
     def close(self, ballot: Ballot, fragment: int, version: int, *, committed: bool) -> None:
         """Forget a ballot. When it committed, the whole round goes and its residual stays for the next one."""
-        held = self._rounds.get((fragment, version))
-        if held is None:
+        closed = self._rounds.get((fragment, version))
+        if closed is None:
             return
-        residuals = {key: held.residuals.pop(key) for key in list(held.residuals) if key[0] == ballot}
-        held.layouts.pop(ballot, None)
-        for key in [key for key in held.merged if key[0] == ballot]:
-            del held.merged[key]
+        residuals = {key: closed.residuals.pop(key) for key in list(closed.residuals) if key[0] == ballot}
+        closed.layouts.pop(ballot, None)
+        for key in [key for key in closed.merged if key[0] == ballot]:
+            del closed.merged[key]
         if committed:
             for old in [key for key in self._residuals if key[0] == fragment]:
                 del self._residuals[old]
@@ -208,33 +190,26 @@ class StripeTable:
     def _open(self, fragment: int, version: int) -> OpenRoundBytes:
         return self._rounds.setdefault((fragment, version), OpenRoundBytes())
 
-    def _held(self, fragment: int, version: int) -> OpenRoundBytes:
+    def _find(self, fragment: int, version: int) -> OpenRoundBytes:
         """Without making one: a question must leave nothing behind."""
         return self._rounds.get((fragment, version), _NOTHING)
+
+
+def _oldest_beyond(limit_bytes: int, sizes: dict[K, int]) -> list[K]:
+    """The first of these, oldest first, whose bytes are over the limit together with the later ones; never the last."""
+    total, over = sum(sizes.values()), []
+    for key in list(sizes)[:-1]:
+        if total <= limit_bytes:
+            break
+        total -= sizes[key]
+        over.append(key)
+    return over
 
 
 def is_contiguous(parts: Sequence[MergedPart], block_count: int) -> bool:
     """Whether these stripes, one after the other, are a whole fragment."""
     edges = [0, *(part.block_stop for part in parts)]
     return edges[-1] == block_count and all(part.block_start == edge for part, edge in zip(parts, edges, strict=False))
-
-
-@dataclass(frozen=True, slots=True)
-class ReducedStripe:
-    """The outcome of a reduction.
-
-    Attributes:
-        encoded: shape (bytes,), uint8.
-        squared_norms: per piece, of the decoded merged stripe.
-        contribution_norms: per contribution, per piece, the part in this stripe.
-        residual: shape (values,), float32, sum minus decoded sum; None unless asked for.
-    """
-
-    encoded: U8
-    squared_norms: tuple[float, ...]
-    contribution_norms: tuple[tuple[float, ...], ...]
-    digest: bytes
-    residual: F32 | None
 
 
 _free: Final[list[F32]] = []
@@ -248,17 +223,17 @@ def _zeros(size: int) -> Iterator[F32]:
     time of a reduction. There are never more than reductions at once.
     """
     try:
-        held = _free.pop()
+        memory = _free.pop()
     except IndexError:
-        held = np.empty(size, np.float32)
-    if held.size < size:
-        held = np.empty(size, np.float32)
-    zeros = held[:size]
+        memory = np.empty(size, np.float32)
+    if memory.size < size:
+        memory = np.empty(size, np.float32)
+    zeros = memory[:size]
     zeros.fill(0.0)
     try:
         yield zeros
     finally:
-        _free.append(held)
+        _free.append(memory)
 
 
 def reduce_stripe(
@@ -269,7 +244,7 @@ def reduce_stripe(
     *,
     residual_before: F32 | None,
     keeps_residual: bool,
-) -> ReducedStripe:
+) -> tuple[StripeReduced, U8, F32 | None]:
     """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
 
     Args:
@@ -278,6 +253,9 @@ def reduce_stripe(
         blocks_up: layout of contributions. blocks_down: layout of the merged stripe.
         residual_before: shape (values of the range,), float32, added before encoding.
         keeps_residual: whether to work out what the encoding loses.
+
+    Returns:
+        What the core gets; the encoded stripe, shape (bytes,), uint8; sum minus decoded sum, shape (values,), float32.
 
     Raises:
         PayloadCorrupt: a part has the wrong size, or does not decode to finite values.
@@ -303,13 +281,14 @@ def reduce_stripe(
             residual = total.copy()
             minus_one = np.full(blocks_down.pieces, -1.0, np.float32)
             kernels.accumulate(blocks_down, encoded, start, stop, minus_one, residual)
-        return ReducedStripe(
-            encoded=encoded,
+        reduced = StripeReduced(
+            order.ballot,
+            order.stripe,
             squared_norms=tuple(float(value) for value in squares),
             contribution_norms=tuple(norms),
             digest=stripe_digest(encoded),
-            residual=residual,
         )
+        return reduced, encoded, residual
 
 
 def checked_digest(blocks: FragmentBlocks, encoded: U8, block_start: int, block_stop: int) -> bytes:

@@ -111,18 +111,15 @@ class _Exited:
     code: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Signalled:
-    number: int
-
-
-_Event = _Exited | _Signalled
+_Event = _Exited | int
+"""Or the number of a signal."""
 
 
 class _Log:
-    """A child's log file with a size limit. Written by one reader thread at a time."""
+    """A process's log file with a size limit. Written by one reader thread at a time."""
 
     def __init__(self, path: Path, is_echoing: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._is_echoing = is_echoing
         self._file = path.open("ab", buffering=0)
@@ -157,7 +154,7 @@ class _Log:
 class _Child:
     """One of the two processes, through all its lives."""
 
-    def __init__(self, name: str, command: list[str], death_signal: int, spec: SupervisorSpec, log: _Log) -> None:
+    def __init__(self, name: str, command: list[str], death_signal: int, spec: SupervisorSpec) -> None:
         self.name = name
         self.starts = 0
         self.restart_at_s: float | None = None
@@ -165,7 +162,7 @@ class _Child:
         self._command = command
         self._death_signal = death_signal
         self._spec = spec
-        self._log = log
+        self.log = _Log(spec.state_dir / "logs" / f"{name}.log", spec.is_echoing)
         self._process: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None
         self._started_s = 0.0
@@ -201,7 +198,7 @@ class _Child:
     def _copy_output(self, pipe: IO[bytes]) -> None:
         with pipe:
             while data := os.read(pipe.fileno(), 65536):
-                self._log.write(data)
+                self.log.write(data)
 
     def _watch(self, process: subprocess.Popen[bytes], report: Callable[[_Event], None]) -> None:
         # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what
@@ -230,17 +227,11 @@ class _Child:
         self._backoff_s = min(2 * self._backoff_s, self._spec.backoff_max_s)
         return wait_s
 
-    def terminate(self) -> None:
-        """SIGTERM to the child alone: `torchrun` passes it on to its ranks in its own order."""
+    def send_signal(self, number: int) -> None:
+        """To the child alone: `torchrun` passes SIGTERM on to its ranks in its own order."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-
-    def reload(self) -> None:
-        """SIGHUP to the child: it reads its settings again. One that does not run will when it starts."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGHUP)
+                self._process.send_signal(number)
 
     def kill(self) -> None:
         if self._process is not None:
@@ -270,66 +261,56 @@ class _Supervisor:
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        logs = spec.state_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        self._own_log = _Log(logs / "supervisor.log", spec.is_echoing)
-        self._logs = [self._own_log]
-        self._daemon = self._child("daemon", spec.daemon_command, signal.SIGKILL)
-        # A learner may be a launcher with ranks below it: SIGTERM lets it take them along.
-        self._learner = (
-            self._child("learner", spec.learner_command, signal.SIGTERM) if spec.learner_command is not None else None
-        )
-
-    def _child(self, name: str, command: list[str], death_signal: int) -> _Child:
-        log = _Log(self._spec.state_dir / "logs" / f"{name}.log", self._spec.is_echoing)
-        self._logs.append(log)
-        return _Child(name, command, death_signal, self._spec, log)
+        self._log = _Log(spec.state_dir / "logs" / "supervisor.log", spec.is_echoing)
+        self._daemon = _Child("daemon", spec.daemon_command, signal.SIGKILL, spec)
+        self._children = [self._daemon]
+        self._learner: _Child | None = None
+        if spec.learner_command is not None:
+            # A learner may be a launcher with ranks below it: SIGTERM lets it take them along.
+            self._learner = _Child("learner", spec.learner_command, signal.SIGTERM, spec)
+            self._children.append(self._learner)
 
     def say(self, text: str) -> None:
         stamp = time.strftime("%H:%M:%S")
-        self._own_log.write(f"{stamp} supervisor region={self._spec.region} {text}\n".encode())
+        self._log.write(f"{stamp} supervisor region={self._spec.region} {text}\n".encode())
 
     def run(self) -> int:
         try:
-            self._start(self._daemon)
-            if self._learner is not None:
-                self._start(self._learner)
+            for child in self._children:
+                self._start(child)
             code: int | None = None
             while code is None:
                 code = self._turn()
             return code
         finally:
             self._stop_all()
-            for log in self._logs:
+            for log in (self._log, *(child.log for child in self._children)):
                 log.close()
 
     def signalled(self, number: int, _frame: FrameType | None) -> None:
         """The handler of SIGTERM, SIGINT and SIGHUP."""
-        self._events.put(_Signalled(number))
+        self._events.put(number)
 
     def _start(self, child: _Child) -> None:
         child.start(self._env, self._events.put)
         self.say(f"{child.name} started, start={child.starts}")
 
-    def _children(self) -> list[_Child]:
-        return [self._daemon] if self._learner is None else [self._daemon, self._learner]
-
     def _turn(self) -> int | None:
         """Carry out one event or one restart that is due. Returns the exit code when it is over."""
         now_s = time.monotonic()
-        due = [child for child in self._children() if child.restart_at_s is not None and child.restart_at_s <= now_s]
+        due = [child for child in self._children if child.restart_at_s is not None and child.restart_at_s <= now_s]
         for child in due:
             self._start(child)
-        waiting = [child.restart_at_s for child in self._children() if child.restart_at_s is not None]
+        waiting = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
         try:
             event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
             return None
-        if isinstance(event, _Signalled) and event.number == signal.SIGHUP:
-            self._daemon.reload()
+        if event == signal.SIGHUP:
+            self._daemon.send_signal(signal.SIGHUP)  # it reads its settings again; else it does when it starts
             return None
-        if isinstance(event, _Signalled):
-            self.say(f"signal {signal.Signals(event.number).name}: stopping")
+        if isinstance(event, int):
+            self.say(f"signal {signal.Signals(event).name}: stopping")
             return 0
         return self._child_exited(event.child, event.code)
 
@@ -339,8 +320,9 @@ class _Supervisor:
         final = self._final_code(child, code, lived_s)
         if final is not None:
             self.say(f"{what}: the region ends with {final}")
-            if child is self._daemon and code == 0:
-                self._await_learner()
+            if child is self._daemon and code == 0 and self._learner is not None:
+                # The run is finished; the learner was told so and writes its last files.
+                self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
         if child.is_done:
             self.say(f"{what}: it is done")
@@ -359,13 +341,6 @@ class _Supervisor:
         child.is_done = code == 0
         # A learner that never came up and says that its settings are wrong would say so for ever.
         return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
-
-    def _await_learner(self) -> None:
-        """The run is finished; the learner has been told so and writes its last files."""
-        learner = self._learner
-        deadline_s = time.monotonic() + self._spec.finish_s
-        if learner is not None and learner.is_running:
-            self._await_exit(learner, deadline_s, is_interruptible=True)
 
     def _await_exit(self, child: _Child, deadline_s: float, *, is_interruptible: bool = False) -> bool:
         while child.is_running:
@@ -389,7 +364,7 @@ class _Supervisor:
         for child, deadline_s in stops:
             if child is None or not child.is_running:
                 continue
-            child.terminate()
+            child.send_signal(signal.SIGTERM)
             if not self._await_exit(child, time.monotonic() + deadline_s):
                 self.say(f"{child.name} did not stop within {deadline_s:.0f} s: killed")
                 child.kill()

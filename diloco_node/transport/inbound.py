@@ -22,12 +22,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 from diloco_node.codec.payload import decompress_chunk
-from diloco_node.core.messages import BulkHeader
+from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import ProtocolViolation
-from diloco_node.ports import TransportHandler
 from diloco_node.transport.bulk_lanes import lane_of
 from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.reassembly import Reassembly
@@ -44,6 +43,26 @@ INLINE_BYTES_MAX: Final = 64 * 2**10
 
 DECODING_MAX: Final = 3
 """Chunks of one peer being decoded at once; a connection whose chunk is the next is not read before one is done."""
+
+
+class TransportHandler(Protocol):
+    """Who gets what the transport receives. All calls are made on the event loop, and must not block it."""
+
+    def control_arrived(self, peer: str, message: Message) -> None:
+        """A decoded control message."""
+        ...
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """The connections to the peer are up (hello done), or one of them is gone."""
+        ...
+
+    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+        """A transfer begins: return a writable buffer of exactly `raw_bytes`, or None to skip its bytes."""
+        ...
+
+    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+        """The buffer is full, or (not whole) the transfer broke off."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

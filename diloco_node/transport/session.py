@@ -17,9 +17,8 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.errors import LinkLost, PeerError
-from diloco_node.ports import TransportHandler
 from diloco_node.transport.certs import Identity
-from diloco_node.transport.inbound import BulkInbound
+from diloco_node.transport.inbound import BulkInbound, TransportHandler
 from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer

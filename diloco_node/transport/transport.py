@@ -1,4 +1,4 @@
-"""Links to all other regions over HTTP/2 (grpc.aio), mutual TLS, one port: implements `ports.Transport`.
+"""Links to all other regions over HTTP/2 (grpc.aio), mutual TLS, one port.
 
 Per pair of regions there is one connection for control (small messages, never behind bulk) and one or more for bulk
 (transfers), with one bidirectional call each. Who is at the other end is what the certificate says. `streams` knows
@@ -35,12 +35,12 @@ from diloco_node.errors import (
     ProtocolViolation,
     SupersededError,
 )
-from diloco_node.ports import PeerTraffic, TransportHandler
 from diloco_node.transport.certs import Identity, tls_name
 from diloco_node.transport.connections import CONNECTIONS_MAX
+from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.kernel.sock_diag import read_sockets_to
 from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
-from diloco_node.transport.kernel.wire_meter import WireMeter
+from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.link import PeerLink, PeerStatus
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.quarantine import Quarantine

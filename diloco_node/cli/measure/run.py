@@ -369,7 +369,7 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def _set_up_logs_of_serve() -> None:
-    from diloco_node.daemon.logs import set_up_logs
+    from diloco_node.daemon.process import set_up_logs
 
     set_up_logs()
     # It logs a traceback for each call that its dialing side has left meanwhile, which is how every flow ends.

@@ -1,1 +1,1 @@
-"""The operator's port: status, metrics, and the few commands that change something."""
+"""What an operator sees and does: the HTTP port, the status document, the metrics."""

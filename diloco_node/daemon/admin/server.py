@@ -44,8 +44,8 @@ class AdminHandlers:
         status: the status document, ready for JSON.
         not_ready_reason: "" when the region trains (or has finished), else why not.
         finish: ask the run to end after one last round per fragment; the argument is the reason.
-        set_budget: change the bandwidth budget (`node.budget.changed_plan`); returns the new one. Raises ConfigError.
-        measure: carry out a measurement (`node.measure_command`); calls its second argument with what goes on, the
+        set_budget: change the bandwidth budget (`changed_plan`); returns the new one. Raises ConfigError.
+        measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the
             third with the document as it is so far; returns the document.
             Cancelled when the caller goes away. Raises DilocoError.
         pardon: end a peer's quarantine and forget its strikes; whether there was anything. Raises ConfigError.
@@ -99,7 +99,7 @@ class AdminServer:
             BindError: the port is taken, or the socket can't be made.
         """
         self._token = load_token(self._state_dir)
-        app = web.Application(middlewares=[_check_host], client_max_size=BODY_BYTES_MAX)
+        app = web.Application(middlewares=[self._check], client_max_size=BODY_BYTES_MAX)
         app.add_routes(
             [
                 web.get("/livez", self._livez),
@@ -163,40 +163,23 @@ class AdminServer:
         return web.json_response(dict(self._handlers.status()))
 
     async def _finish(self, request: web.Request) -> web.Response:
-        if not self._may_command(request):
-            return self._refusal()
         self._handlers.finish("asked by the operator")
         return web.json_response({"accepted": True}, status=202)
 
     async def _set_budget(self, request: web.Request) -> web.Response:
-        if not self._may_command(request):
-            return self._refusal()
-        try:
-            document = await _document(request)
-            return web.json_response({"budget": dict(self._handlers.set_budget(document))})
-        except ConfigError as error:
-            return web.json_response({"error": str(error)}, status=400)
+        document = await _document(request)
+        return web.json_response({"budget": dict(self._handlers.set_budget(document))})
 
     async def _pardon(self, request: web.Request) -> web.Response:
-        if not self._may_command(request):
-            return self._refusal()
-        try:
-            peer = (await _document(request)).get("peer")
-            if not isinstance(peer, str):
-                raise ConfigError("the body must name a peer, as text")
-            return web.json_response({"pardoned": self._handlers.pardon(peer)})
-        except ConfigError as error:
-            return web.json_response({"error": str(error)}, status=400)
+        peer = (await _document(request)).get("peer")
+        if not isinstance(peer, str):
+            raise ConfigError("the body must name a peer, as text")
+        return web.json_response({"pardoned": self._handlers.pardon(peer)})
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
         """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the
         document, at the end {"document"} or {"error"}."""
-        if not self._may_command(request):
-            return self._refusal()
-        try:
-            document = await _document(request)
-        except ConfigError as error:
-            return web.json_response({"error": str(error)}, status=400)
+        document = await _document(request)
         answer = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await answer.prepare(request)
         now, so_far = [""], deque[dict[str, Any]](maxlen=1)
@@ -217,13 +200,21 @@ class AdminServer:
             await asyncio.gather(measuring, return_exceptions=True)
         return answer
 
-    def _may_command(self, request: web.Request) -> bool:
-        given = request.headers.get("Authorization", "")
-        return hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode())
-
-    def _refusal(self) -> web.Response:
-        reason = f"missing or wrong bearer token; it is in {self._state_dir / TOKEN_FILE}"
-        return web.json_response({"error": reason}, status=401)
+    @web.middleware
+    async def _check(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
+        """Whether to answer at all; a request that makes no sense gets the reason."""
+        host = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
+        if host not in HOSTS_ALLOWED:
+            return web.json_response({"error": "this port answers to loopback names only"}, status=403)
+        given = request.headers.get("Authorization", "").encode()
+        if request.method == "POST" and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            reason = f"missing or wrong bearer token; it is in {self._state_dir / TOKEN_FILE}"
+            return web.json_response({"error": reason}, status=401)
+        try:
+            response: web.StreamResponse = await handler(request)
+        except ConfigError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        return response
 
 
 async def _document(request: web.Request) -> dict[str, Any]:
@@ -256,12 +247,3 @@ def load_token(state_dir: Path) -> str:
         path.touch(mode=0o600)
         path.write_text(secrets.token_urlsafe(32))
     return path.read_text().strip()
-
-
-@web.middleware
-async def _check_host(request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
-    host = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
-    if host not in HOSTS_ALLOWED:
-        return web.json_response({"error": "this port answers to loopback names only"}, status=403)
-    response: web.StreamResponse = await handler(request)
-    return response

@@ -1,4 +1,4 @@
-"""What a region shows: the status document, the metrics, and the report it leaves behind."""
+"""What a region shows: the status document, and the report it leaves behind."""
 
 from __future__ import annotations
 
@@ -10,37 +10,45 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+import structlog
 
 from diloco_node.core.events import Note
 from diloco_node.core.view import PeerView, RegionView, RoundView
-from diloco_node.daemon.learner.proxy import LearnerSide
-from diloco_node.ports import PeerTraffic
+from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.storage.durable import replace_file
+from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.transport.link import PeerStatus
 from diloco_node.transport.transport import GrpcTransport
 
 REPORT_NAME: Final = "report.json"
 NOTES_SHOWN_MAX: Final = 64
 
-_SHARE: Final = ("peer", "direction")
-_LANE: Final = ("peer", "lane")
+log = structlog.get_logger()
 
 
 class NoteBook:
-    """The last decisions with their reasons, and how often each kind was made."""
+    """Decisions with their reasons: each goes to the log, the last ones to the status.
 
-    def __init__(self) -> None:
+    Args:
+        region: for the log. now_ns: monotonic.
+
+    Attributes:
+        last: as the status shows them. alarms: how many there were.
+    """
+
+    def __init__(self, region: str, now_ns: Callable[[], int]) -> None:
         self.last: deque[dict[str, Any]] = deque(maxlen=NOTES_SHOWN_MAX)
-        self.counts: dict[str, int] = {}
         self.alarms = 0
+        self._region = region
+        self._now_ns = now_ns
 
-    def add(self, note: Note, now_ns: int) -> None:
-        """Remember one."""
-        self.last.append({"at_ns": now_ns, **dataclasses.asdict(note)})
-        self.counts[note.kind] = self.counts.get(note.kind, 0) + 1
+    def add(self, note: Note) -> None:
+        """Take one."""
+        self.last.append({"at_ns": self._now_ns(), **dataclasses.asdict(note)})
         self.alarms += note.is_alarm
+        write = log.warning if note.is_alarm else log.info
+        where = {} if note.fragment < 0 else {"fragment": note.fragment, "version": note.version}
+        write(note.kind, region=self._region, **where, reason=note.text)
 
 
 def model_digest(digests: Iterable[bytes]) -> str:
@@ -58,7 +66,7 @@ def region_status(
     *,
     run_id: str,
     state: str,
-    learner: LearnerSide,
+    learner: LearnerProxy,
     transport: GrpcTransport,
     notes: NoteBook,
     now_ns: int,
@@ -158,7 +166,7 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
     }
 
 
-def _learner(learner: LearnerSide, now_ns: int) -> dict[str, Any] | None:
+def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
     status, facts = learner.shown_status, learner.facts
     if status is None:
         return None
@@ -179,95 +187,3 @@ def _learner(learner: LearnerSide, now_ns: int) -> dict[str, Any] | None:
         "finished": status.finished,
         "positions": [dataclasses.asdict(position) for position in status.positions],
     }
-
-
-class StatusCollector(Collector):
-    """Prometheus metrics made from the status document, so that both always say the same."""
-
-    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
-        self._status = status
-
-    def collect(self) -> Iterable[Metric]:
-        """One sample per fact; labels are peers and fragments only."""
-        status = self._status()
-        if status["state"] == "starting":
-            return
-        learner = status["learner"]
-        yield from _gauges(
-            {
-                "diloco_learner_attached": learner is not None,
-                "diloco_learner_inner_steps": learner["step"] if learner else 0,
-                "diloco_learner_tokens": learner["tokens"] if learner else 0,
-                "diloco_learner_blocked_seconds": learner["blocked_seconds"] if learner else 0.0,
-                "diloco_ledger_term": status["term"],
-                "diloco_ledger_commit_index": status["commit_index"],
-                "diloco_ledger_applied_index": status["applied_index"],
-                "diloco_ledger_is_leader": status["role"] == "leader",
-                "diloco_rounds_open": len(status["rounds"]),
-                "diloco_participation_ratio": status["participation"],
-                "diloco_stripes_buffered_bytes": status["buffered_bytes"],
-            }
-        )
-        yield from _counters(
-            {
-                "diloco_rounds_committed": status["rounds_committed"],
-                "diloco_alarms": status["alarms"],
-                "diloco_events": status["events"],
-            }
-        )
-        yield _per_peer("diloco_peer_wire_sent_bytes", status["peers"], "wire_bytes_out")
-        yield _per_peer("diloco_peer_wire_received_bytes", status["peers"], "wire_bytes_in")
-        yield _per_peer("diloco_peer_rtt_seconds", status["peers"], "rtt_seconds")
-        yield _per_peer("diloco_peer_bulk_connections", status["peers"], "bulk_connections")
-        yield from _budget(status["budget"])
-        versions = GaugeMetricFamily("diloco_fragment_version", "version applied", labels=["fragment"])
-        for index, version in enumerate(status["versions"]):
-            versions.add_metric([str(index)], version)
-        yield versions
-        rejections = CounterMetricFamily("diloco_rejections", "input refused", labels=["peer", "reason"])
-        for row in status["rejections"]:
-            rejections.add_metric([row["peer"], row["reason"]], row["count"])
-        yield rejections
-
-
-def _gauges(values: Mapping[str, float]) -> Iterable[Metric]:
-    for name, value in values.items():
-        yield GaugeMetricFamily(name, name.replace("_", " "), value=float(value))
-
-
-def _counters(values: Mapping[str, float]) -> Iterable[Metric]:
-    for name, value in values.items():
-        yield CounterMetricFamily(name, name.replace("_", " "), value=float(value))
-
-
-def _budget(budget: Mapping[str, Any]) -> Iterable[Metric]:
-    """Ceilings (no sample: no limit), shares, and bytes wanted and used by peer and lane."""
-    ceilings = GaugeMetricFamily("diloco_budget_ceiling_bytes_per_second", "of the region", labels=["direction"])
-    for direction in ("egress", "ingress"):
-        if budget[f"{direction}_bytes_per_s"] is not None:
-            ceilings.add_metric([direction], budget[f"{direction}_bytes_per_s"])
-    yield ceilings
-    yield from _counters(
-        {"diloco_budget_allowed_bytes": budget["allowed_bytes"], "diloco_budget_used_bytes": budget["used_bytes"]}
-    )
-    limits = GaugeMetricFamily("diloco_peer_budget_bytes_per_second", "what a peer may get or send", labels=_SHARE)
-    wanted = CounterMetricFamily("diloco_lane_wanted_bytes", "asked to be sent, on the wire", labels=_LANE)
-    used = CounterMetricFamily("diloco_lane_used_bytes", "sent, on the wire", labels=_LANE)
-    other = CounterMetricFamily("diloco_peer_correction_bytes", "acknowledgements and such", labels=["peer"])
-    for peer, row in budget["peers"].items():
-        for direction, key in (("egress", "egress_bytes_per_s"), ("ingress", "granted_bytes_per_s")):
-            if row[key] is not None:
-                limits.add_metric([peer, direction], row[key])
-        other.add_metric([peer], row["correction_bytes"])
-        for lane, use in row["lanes"].items():
-            wanted.add_metric([peer, lane], use["wanted_bytes"])
-            used.add_metric([peer, lane], use["used_bytes"])
-    yield from (limits, wanted, used, other)
-
-
-def _per_peer(name: str, peers: Iterable[Mapping[str, Any]], key: str) -> Metric:
-    family = GaugeMetricFamily(name, name.replace("_", " "), labels=["peer"])
-    for peer in peers:
-        if peer[key] is not None:
-            family.add_metric([peer["name"]], float(peer[key]))
-    return family

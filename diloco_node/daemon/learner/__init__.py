@@ -1,1 +1,1 @@
-"""The daemon's end of its learner."""
+"""The learner as its daemon has it: the socket, who may attach, where it stands, what is offered to it."""

@@ -1,4 +1,4 @@
-"""Which of two learner processes is the newer one: by the lives that were allotted, and by when they were started.
+"""Which of two learner processes is the newer one: by incarnation, and by when they were started.
 
 Never by who comes last: an older process may attach late, for it was stopped, was slow to start, or finds a new daemon
 before the newer one does.
@@ -21,7 +21,7 @@ HOLDER_NAME: Final = "learner.process"
 log = structlog.get_logger()
 
 
-class LearnerOrder:
+class Admission:
     """Remembers who was let in last, in the state folder: the next daemon must know it, too."""
 
     def __init__(self, state_dir: Path) -> None:
@@ -33,14 +33,18 @@ class LearnerOrder:
 
         Args:
             attach: what it said. process: what the kernel says of it; None if that can't be had.
-            known_incarnation: the newest life that the ledger knows of.
+            known_incarnation: the newest that the ledger knows of.
         """
         newest = max(known_incarnation, newest_incarnation(self._state_dir))
         if NEW_PROCESS < attach.incarnation < newest:
-            return f"life {attach.incarnation} of this learner was over when life {newest} began"
-        holder = self._read()
-        is_older = holder is not None and process is not None and process.is_older_than(holder)
-        if holder is not None and is_older and process_of(holder.pid) == holder:
+            return f"incarnation {attach.incarnation} of this learner was over when incarnation {newest} began"
+        try:
+            pid, ticks, boot = self._path.read_text().split()
+            holder = Process(int(pid), int(ticks), boot)
+        except (OSError, ValueError):
+            return ""  # nobody yet, or the disk: then the incarnations decide alone
+        is_older = process is not None and process.is_older_than(holder)
+        if is_older and process_of(holder.pid) == holder:
             return f"process {holder.pid} was started later and is this region's learner"
         return ""
 
@@ -52,10 +56,3 @@ class LearnerOrder:
             replace_file(self._path, [f"{process.pid} {process.start_ticks} {process.boot}\n".encode()])
         except StorageError as error:
             log.warning("which learner came last is not on disk", reason=str(error))
-
-    def _read(self) -> Process | None:
-        try:
-            pid, ticks, boot = self._path.read_text().split()
-            return Process(int(pid), int(ticks), boot)
-        except (OSError, ValueError):
-            return None  # nobody yet, or the disk: then the lives decide alone

@@ -1,53 +1,36 @@
 """The daemon's end of its learner: who is attached, where it stands, its snapshots and the versions offered to it.
 
-Shared memory: `inbox` (the model, fragment after fragment, float32) is written here and read by the learner between
-VersionOffered and Applied; `outbox` (encoded contributions) is written by the learner, read here after SnapshotReady.
+Two areas of memory are shared with it. The version area holds the model, fragment after fragment, float32: it is
+written here, and read by the learner between VersionOffered and Applied. The contribution area holds encoded
+contributions: it is written by the learner, and read here after SnapshotReady.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.events import (
-    Event,
-    LearnerAttached,
-    LearnerDetached,
-    LearnerReported,
-    SnapshotRefused,
-    SnapshotTaken,
-    TakeSnapshot,
-)
+from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
 from diloco_node.core.types import LearnerStatus, RunSettings
 from diloco_node.daemon.learner.version_area import Inbox
-from diloco_node.daemon.parameters import Replica, fragment_offsets
+from diloco_node.daemon.parameters import Parameters, fragment_offsets
+from diloco_node.daemon.work import Spawn
 from diloco_node.memory import request_area
 from diloco_node.numeric import U8
-from diloco_node.wire.learner_link import (
-    INBOX,
-    OUTBOX,
-    Applied,
-    Attach,
-    Done,
-    Report,
-    SnapshotDenied,
-    SnapshotReady,
-    SnapshotWanted,
-    Stop,
-    ToLearner,
-)
+from diloco_node.wire import learner_link
 
 REPORT_EVERY_NS: Final = 20_000_000
-"""The core hears of steps that change nothing at most so often: each report costs it a fifth of a millisecond."""
+"""The core gets steps that change nothing at most so often: each report costs it a fifth of a millisecond."""
 
 
 @dataclass(slots=True)
@@ -74,7 +57,7 @@ class LearnerFacts:
     discounted_versions: int = 0
 
 
-class LearnerSide:
+class LearnerProxy:
     """One region's learner as the daemon sees it. All methods run on the event loop."""
 
     def __init__(
@@ -82,16 +65,17 @@ class LearnerSide:
         *,
         manifest: Manifest,
         settings: RunSettings,
-        replica: Replica,
+        parameters: Parameters,
         memory_socket: Path,
-        send: Callable[[ToLearner], bool],
-        post: Callable[[Event], None],
-        spawn: Callable[[Coroutine[Any, Any, None], str], object],
+        send: Callable[[learner_link.ToLearner], bool],
+        post: Callable[[ev.Event], None],
+        spawn: Spawn,
         now_ns: Callable[[], int],
     ) -> None:
         self.facts = LearnerFacts()
         self.status: LearnerStatus | None = None
-        self.done: Done | None = None
+        self.done: learner_link.Done | None = None
+        self.pid = 0
         self._last_status: LearnerStatus | None = None
         self.steps_total = 0
         self.tokens_total = 0
@@ -103,23 +87,21 @@ class LearnerSide:
         self._send = send
         self._post = post
         self._now_ns = now_ns
-        self._outbox_offsets = [0]
-        for blocks in self.blocks:
-            self._outbox_offsets.append(self._outbox_offsets[-1] + blocks.encoded_bytes)
-        self._inbox_area: mmap.mmap = request_area(memory_socket, INBOX, 4 * manifest.size)
-        self._outbox_area: mmap.mmap = request_area(memory_socket, OUTBOX, self._outbox_offsets[-1])
-        self._outbox = np.frombuffer(self._outbox_area, np.uint8)
+        self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
+        self._version_area: mmap.mmap = request_area(memory_socket, learner_link.INBOX, 4 * manifest.size)
+        self._contribution_area: mmap.mmap = request_area(memory_socket, learner_link.OUTBOX, self._offsets[-1])
+        self._contributions = np.frombuffer(self._contribution_area, np.uint8)
         self.inbox = Inbox(
-            np.frombuffer(self._inbox_area, np.float32),
+            np.frombuffer(self._version_area, np.float32),
             fragment_offsets(manifest),
-            replica=replica,
+            parameters=parameters,
             send=send,
             spawn=spawn,
             now_ns=now_ns,
         )
-        self._snapshots_asked: dict[int, TakeSnapshot] = {}
+        self._requested: dict[int, ev.TakeSnapshot] = {}
         self._sync_every = settings.sync_every
-        self._told_ns = -REPORT_EVERY_NS
+        self._reported_ns = -REPORT_EVERY_NS
 
     @property
     def shown_status(self) -> LearnerStatus | None:
@@ -128,26 +110,25 @@ class LearnerSide:
             return self._last_status
         return self.status
 
-    # ---- from the learner --------------------------------------------------------------------------------------------
-
     def attached(
         self,
-        attach: Attach,
+        attach: learner_link.Attach,
         incarnation: int,
         trained_before: tuple[tuple[int, int, int], ...],
         *,
         writes_initial: bool = False,
     ) -> None:
-        """A learner was welcomed: nothing that was asked of the one before will be answered.
+        """A learner was welcomed: nothing that was requested from the one before will be answered.
 
         Args:
-            attach: what it said, with a position and a snapshot per fragment. incarnation: which life it is.
-            trained_before: (incarnation, steps, tokens) of the lives before.
-            writes_initial: it was asked to lay Theta_0 into the inbox.
+            attach: what it said, with a position and a snapshot per fragment. incarnation: of the learner.
+            trained_before: (incarnation, steps, tokens) of those before.
+            writes_initial: it is to write Theta_0 into the inbox.
         """
-        self._lose_asked("the learner restarted")
-        self.inbox.learner_came(writes_initial=writes_initial)
+        self._refuse_requested("the learner restarted")
+        self.inbox.attached(writes_initial=writes_initial)
         self.done = None
+        self.pid = attach.pid
         if incarnation != self._incarnation:
             # Its counters begin at zero; so does what is measured by them.
             self._incarnation = incarnation
@@ -163,18 +144,18 @@ class LearnerSide:
         self._steps_before = sum(steps for _, steps, _ in trained_before)
         self._tokens_before = sum(tokens for _, _, tokens in trained_before)
         self._note_totals()
-        self._post(LearnerAttached(self.status, attach.snapshots, trained_before))
+        self._post(ev.LearnerAttached(self.status, attach.snapshots, trained_before))
 
     def detached(self) -> None:
         """Its connection is gone."""
-        self._lose_asked("the learner is gone")
-        self.inbox.learner_went()
+        self._refuse_requested("the learner is gone")
+        self.inbox.detached()
         if self.done is not None:
             self._last_status = self.status
         self.status = None
-        self._post(LearnerDetached())
+        self._post(ev.LearnerDetached())
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: learner_link.Report) -> None:
         """One inner step."""
         if self.status is None:
             return
@@ -183,21 +164,24 @@ class LearnerSide:
         if not facts.first_report_ns:
             facts.first_report_ns, facts.tokens_at_first_report = now_ns, report.tokens
         facts.last_report_ns = now_ns
-        facts.blocked_ns = self._blocked_before_ns + report.blocked_ns
         if report.loss is not None:
             facts.loss_last = report.loss
             if facts.loss_first is None:
                 facts.loss_first = report.loss
-        if report.val_loss is not None:
-            facts.val_loss = report.val_loss
-        if report.val_loss_global is not None:
-            facts.val_loss_global = report.val_loss_global
+        self._note_figures(report)
         before = self.status
         self.status = replace(before, step=report.step, tokens=report.tokens, step_time_ns=report.step_time_ns)
         self._note_totals()
-        if now_ns - self._told_ns >= REPORT_EVERY_NS or self._is_news(before.step, report.step):
-            self._told_ns = now_ns
-            self._post(LearnerReported(self.status))
+        if now_ns - self._reported_ns >= REPORT_EVERY_NS or self._is_news(before.step, report.step):
+            self._reported_ns = now_ns
+            self._post(ev.LearnerReported(self.status))
+
+    def _note_figures(self, message: learner_link.Report | learner_link.Done) -> None:
+        if message.val_loss is not None:
+            self.facts.val_loss = message.val_loss
+        if message.val_loss_global is not None:
+            self.facts.val_loss_global = message.val_loss_global
+        self.facts.blocked_ns = self._blocked_before_ns + message.blocked_ns
 
     def _is_news(self, before: int, step: int) -> bool:
         """Whether a step changes what the core may do: a fragment becomes due, or there is something to contribute."""
@@ -210,22 +194,22 @@ class LearnerSide:
                 return True
         return False
 
-    def snapshot_ready(self, message: SnapshotReady) -> None:
+    def snapshot_ready(self, message: learner_link.SnapshotReady) -> None:
         """The answer to SnapshotWanted: its bytes lie in the outbox."""
         contribution = message.contribution
-        asked = self._snapshots_asked.get(contribution.fragment)
-        if asked is not None and asked.base_version == contribution.base_version:
-            del self._snapshots_asked[contribution.fragment]
-            self._post(SnapshotTaken(contribution))
+        order = self._requested.get(contribution.fragment)
+        if order is not None and order.base_version == contribution.base_version:
+            del self._requested[contribution.fragment]
+            self._post(ev.SnapshotTaken(contribution))
 
-    def snapshot_denied(self, message: SnapshotDenied) -> None:
+    def snapshot_denied(self, message: learner_link.SnapshotDenied) -> None:
         """The answer to SnapshotWanted when it could not."""
-        asked = self._snapshots_asked.get(message.fragment)
-        if asked is not None and asked.version == message.version:
-            del self._snapshots_asked[message.fragment]
-            self._post(SnapshotRefused(message.fragment, message.version, message.reason))
+        order = self._requested.get(message.fragment)
+        if order is not None and order.version == message.version:
+            del self._requested[message.fragment]
+            self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
-    def applied(self, message: Applied) -> None:
+    def applied(self, message: learner_link.Applied) -> None:
         """It took a version: its place in the inbox is free."""
         if self.status is None:
             return
@@ -234,51 +218,45 @@ class LearnerSide:
         self.status = replace(self.status, positions=tuple(positions))
         if message.lam < 1.0:
             self.facts.discounted_versions += 1
-        self._post(LearnerReported(self.status))
+        self._post(ev.LearnerReported(self.status))
         self.inbox.applied(message.fragment, message.version)
 
-    def finished(self, done: Done) -> None:
+    def finished(self, done: learner_link.Done) -> None:
         """It has stopped stepping."""
         self.done = done
-        if done.val_loss is not None:
-            self.facts.val_loss = done.val_loss
-        if done.val_loss_global is not None:
-            self.facts.val_loss_global = done.val_loss_global
-        self.facts.blocked_ns = self._blocked_before_ns + done.blocked_ns
+        self._note_figures(done)
         if self.status is not None:
             self.status = replace(self.status, step=done.step, tokens=done.tokens, finished=True)
             self._note_totals()
-            self._post(LearnerReported(self.status))
+            self._post(ev.LearnerReported(self.status))
 
-    # ---- to the learner ----------------------------------------------------------------------------------------------
-
-    def take_snapshot(self, order: TakeSnapshot) -> None:
+    def take_snapshot(self, order: ev.TakeSnapshot) -> None:
         """Ask for a snapshot at the next step boundary."""
         if self.status is None:
-            self._post(SnapshotRefused(order.fragment, order.version, "no learner is attached"))
+            self._post(ev.SnapshotRefused(order.fragment, order.version, "no learner is attached"))
             return
-        self._snapshots_asked[order.fragment] = order
-        self._send(SnapshotWanted(order.fragment, order.version, order.base_version))
+        self._requested[order.fragment] = order
+        self._send(learner_link.SnapshotWanted(order.fragment, order.version, order.base_version))
 
     def stop(self, reason: str) -> None:
         """The run is over."""
-        self._send(Stop(reason))
+        self._send(learner_link.Stop(reason))
 
     def has_restarted_since(self, incarnation: int) -> bool:
-        """Whether another life of the learner has begun, which may write over the outbox."""
+        """Whether another incarnation of the learner has begun, which may write over the contributions."""
         return self._incarnation != incarnation
 
     def contribution_bytes(self, fragment: int, block_start: int, block_stop: int) -> U8:
         """The encoded blocks of the newest contribution of a fragment; a view into the outbox."""
         blocks = self.blocks[fragment]
-        start = self._outbox_offsets[fragment] + blocks.span_bytes(0, block_start)
-        return self._outbox[start : start + blocks.span_bytes(block_start, block_stop)]
+        start = self._offsets[fragment] + blocks.span_bytes(0, block_start)
+        return self._contributions[start : start + blocks.span_bytes(block_start, block_stop)]
 
     def close(self) -> None:
-        """Let go of the shared memory. The learner may still be told off, and status asked for, after this."""
+        """Let go of the shared memory. The learner may still be refused, and the status be read, after this."""
         self.inbox.close()
-        self._outbox = np.zeros(0, np.uint8)
-        for area in (self._inbox_area, self._outbox_area):
+        self._contributions = np.zeros(0, np.uint8)
+        for area in (self._version_area, self._contribution_area):
             # A transfer may still read a slice of it; then it goes with the process.
             with contextlib.suppress(BufferError):
                 area.close()
@@ -288,7 +266,7 @@ class LearnerSide:
             self.steps_total = self._steps_before + self.status.step
             self.tokens_total = self._tokens_before + self.status.tokens
 
-    def _lose_asked(self, reason: str) -> None:
-        for fragment in sorted(self._snapshots_asked):
-            order = self._snapshots_asked.pop(fragment)
-            self._post(SnapshotRefused(fragment, order.version, reason))
+    def _refuse_requested(self, reason: str) -> None:
+        for fragment in sorted(self._requested):
+            order = self._requested.pop(fragment)
+            self._post(ev.SnapshotRefused(fragment, order.version, reason))

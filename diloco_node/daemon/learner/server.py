@@ -43,16 +43,15 @@ class LearnerHandler(Protocol):
         """Why this process may not be the learner, for good; empty if it may. Who is attached stays until then."""
         ...
 
-    def learner_attached(self, attach: Attach) -> None:
-        """A learner is connected; answer with `LearnerServer.send(Welcome)` or `refuse`, now or later."""
-        ...
-
     def learner_said(self, message: ToDaemon) -> None:
-        """Anything but Attach, in the order it was sent."""
+        """Its messages in the order they were sent. Attach comes once and first.
+
+        The answer to Attach is `LearnerServer.send(Welcome)` or `refuse`, now or later.
+        """
         ...
 
     def learner_detached(self, reason: str) -> None:
-        """Its connection is gone. Also called before `learner_attached` when a newer process takes its place."""
+        """Its connection is gone. Also called before the Attach of a newer process that takes its place."""
         ...
 
 
@@ -123,7 +122,7 @@ class LearnerServer:
         writer = self._attached
         if writer is None:
             return
-        self._detach(writer, f"refused: {reason}")
+        self._detach(writer, reason)
         _say_no(writer, reason, is_final=is_final)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -132,7 +131,9 @@ class LearnerServer:
         self._connections[task] = writer
         reason = "the learner closed the connection"
         try:
-            if self._is_welcome(writer):
+            # Only processes of the same user (or root) may speak, and not too many at once.
+            is_ours = peer_uid(writer.get_extra_info("socket")) in (os.getuid(), 0)
+            if is_ours and len(self._connections) <= CONNECTIONS_MAX:
                 await self._converse(reader, writer)
         except (ProtocolViolation, TimeoutError) as error:  # before OSError, which TimeoutError is
             reason = f"{type(error).__name__}: {error}"
@@ -143,11 +144,6 @@ class LearnerServer:
             del self._connections[task]
             self._detach(writer, reason)
             writer.close()
-
-    def _is_welcome(self, writer: asyncio.StreamWriter) -> bool:
-        """Only processes of the same user (or root) may speak, and not too many at once."""
-        connection = writer.get_extra_info("socket")
-        return len(self._connections) <= CONNECTIONS_MAX and peer_uid(connection) in (os.getuid(), 0)
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(ATTACH_TIMEOUT_S):
@@ -166,23 +162,14 @@ class LearnerServer:
         if objection:
             _say_no(writer, objection, is_final=True)
             return
-        self._replace(writer, first.pid)
-        self._handler.learner_attached(first)
-        while True:
+        self.refuse(f"a newer learner process (pid {first.pid}) has attached to this region", is_final=True)
+        self._attached = writer
+        message: ToDaemon = first
+        while self._attached is writer:  # else replaced or refused meanwhile: what it says is void
+            self._handler.learner_said(message)
             message = await _read(reader)
             if isinstance(message, Attach):
                 raise ProtocolViolation("learner link: a second Attach on one connection")
-            if self._attached is not writer:
-                return  # replaced or refused meanwhile: what it says is void
-            self._handler.learner_said(message)
-
-    def _replace(self, writer: asyncio.StreamWriter, pid: int) -> None:
-        older = self._attached
-        if older is not None:
-            reason = f"a newer learner process (pid {pid}) has attached to this region"
-            self._detach(older, reason)
-            _say_no(older, reason, is_final=True)
-        self._attached = writer
 
     def _detach(self, writer: asyncio.StreamWriter, reason: str) -> None:
         if self._attached is writer:

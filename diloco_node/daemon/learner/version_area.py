@@ -7,14 +7,15 @@ writes Theta_0. Without an attached learner nobody can tell whether a process of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
 from diloco_node.core.events import OfferVersion
-from diloco_node.daemon.parameters import Replica
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.work import Spawn
 from diloco_node.numeric import F32
 from diloco_node.wire.learner_link import NO_SNAPSHOT, ToLearner, VersionOffered
 
@@ -22,62 +23,51 @@ OFFERS_KEPT: Final = 64
 """Offers whose time is remembered, for whoever measures rounds from outside."""
 
 
+@dataclass(slots=True)
 class Inbox:
     """See the module. All methods run on the event loop.
 
     Args:
         area: shape (all values,), float32, shared with the learner. offsets: where each fragment begins, and the end.
-        replica: where versions are copied from. send: to the learner; False if it is gone.
+        parameters: where versions are copied from. send: to the learner; False if it is gone.
         spawn: runs a task. now_ns: monotonic.
 
     Attributes:
-        life: grows whenever a learner comes or goes; what was begun in an older one is void.
+        generation: grows whenever a learner attaches or detaches; what was begun in an older one is void.
         offered_at_ns: (fragment, version, monotonic ns) of the last versions that the learner could read.
     """
 
-    def __init__(
-        self,
-        area: F32,
-        offsets: Sequence[int],
-        *,
-        replica: Replica,
-        send: Callable[[ToLearner], bool],
-        spawn: Callable[[Coroutine[Any, Any, None], str], object],
-        now_ns: Callable[[], int],
-    ) -> None:
-        self.life = 0
-        self.offered_at_ns: deque[tuple[int, int, int]] = deque(maxlen=OFFERS_KEPT)
-        self._area = area
-        self._offsets = offsets
-        self._replica = replica
-        self._send = send
-        self._spawn = spawn
-        self._now_ns = now_ns
-        self._has_learner = False
-        self._is_lent = False
-        self._offered: dict[int, OfferVersion] = {}
-        self._waiting: dict[int, OfferVersion] = {}
-        self._written: dict[int, int] = {}
+    area: F32
+    offsets: Sequence[int]
+    parameters: Parameters
+    send: Callable[[ToLearner], bool]
+    spawn: Spawn
+    now_ns: Callable[[], int]
+    generation: int = field(default=0, init=False)
+    offered_at_ns: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=OFFERS_KEPT), init=False)
+    _has_learner: bool = field(default=False, init=False)
+    _is_lent: bool = field(default=False, init=False)
+    _offered: dict[int, OfferVersion] = field(default_factory=dict, init=False)
+    _waiting: dict[int, OfferVersion] = field(default_factory=dict, init=False)
+    _written: dict[int, int] = field(default_factory=dict, init=False)
 
     def place(self, fragment: int) -> F32:
         """The fragment's place, shape (n,), float32, not a copy."""
-        return self._area[self._offsets[fragment] : self._offsets[fragment + 1]]
+        return self.area[self.offsets[fragment] : self.offsets[fragment + 1]]
 
-    # ---- the learner -------------------------------------------------------------------------------------------------
-
-    def learner_came(self, *, writes_initial: bool) -> None:
+    def attached(self, *, writes_initial: bool) -> None:
         """A learner is attached: what the one before was offered is void.
 
         Args:
-            writes_initial: it is asked for Theta_0: every place is its own until `initial_taken`.
+            writes_initial: it is to write Theta_0: every place is its own until `initial_taken`.
         """
-        self._begin_life()
+        self._begin_generation()
         self._has_learner = True
         self._is_lent = writes_initial
 
-    def learner_went(self) -> None:
+    def detached(self) -> None:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
-        self._begin_life()
+        self._begin_generation()
 
     def applied(self, fragment: int, version: int) -> None:
         """The learner has taken a version: the place is free, and the next one may be offered."""
@@ -96,8 +86,6 @@ class Inbox:
         self._take_back()
         for fragment in sorted(self._waiting):
             self._offer_waiting(fragment)
-
-    # ---- versions ----------------------------------------------------------------------------------------------------
 
     def free_place(self, fragment: int) -> F32 | None:
         """The fragment's place if nobody may be reading or writing it; the caller writes the next version there."""
@@ -120,42 +108,40 @@ class Inbox:
             return
         self._offered[fragment] = order
         if self._written.get(fragment) == order.version:
-            self._tell(order)
+            self._send_offer(order)
         else:
-            self._spawn(self._copy(order, self.life), f"offer {fragment}")
+            self.spawn(self._copy(order, self.generation), f"offer {fragment}")
 
-    async def _copy(self, order: OfferVersion, life: int) -> None:
+    async def _copy(self, order: OfferVersion, generation: int) -> None:
         fragment = order.fragment
-        version = await self._replica.copy_theta(fragment, self.place(fragment))
+        version = await self.parameters.copy_theta(fragment, self.place(fragment))
         self._written[fragment] = version
-        if life != self.life:
+        if generation != self.generation:
             return  # the snapshot it names is another learner's
         if version == order.version:
-            self._tell(order)
+            self._send_offer(order)
             return
-        # The replica has moved on, and only the core knows whether that version includes a snapshot: its own offer of
-        # it follows, or has come meanwhile.
+        # The parameters have moved on, and only the core knows whether that version includes a snapshot. Its own offer
+        # of it follows, or has come meanwhile.
         del self._offered[fragment]
         self._offer_waiting(fragment)
 
     def close(self) -> None:
         """Let go of the shared memory: nothing is offered any more."""
-        self._begin_life()
-        self._area = np.zeros(0, np.float32)
+        self._begin_generation()
+        self.area = np.zeros(0, np.float32)
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
-
-    def _tell(self, order: OfferVersion) -> None:
-        self._send(VersionOffered(order.fragment, order.version, order.included_snapshot, order.is_last))
-        self.offered_at_ns.append((order.fragment, order.version, self._now_ns()))
+    def _send_offer(self, order: OfferVersion) -> None:
+        self.send(VersionOffered(order.fragment, order.version, order.included_snapshot, order.is_last))
+        self.offered_at_ns.append((order.fragment, order.version, self.now_ns()))
 
     def _offer_waiting(self, fragment: int) -> None:
         waiting = self._waiting.pop(fragment, None)
         if waiting is not None:
             self.offer(waiting)
 
-    def _begin_life(self) -> None:
-        self.life += 1
+    def _begin_generation(self) -> None:
+        self.generation += 1
         self._has_learner = False
         self._take_back()
         self._offered.clear()

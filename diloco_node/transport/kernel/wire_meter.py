@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.ports import PeerTraffic
 from diloco_node.transport.kernel import tcp_info
 from diloco_node.transport.kernel.tcp_info import Address, SocketCounters, TcpCounters, plain_ip, tcp_of
 
@@ -25,6 +24,15 @@ FORGET_AFTER_SAMPLES: Final = 2
 _Framed = tuple[int, int, int, int]
 _NOTHING: Final[_Framed] = (0, 0, 0, 0)
 """First and other bytes out, bytes in, carried bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerTraffic:
+    """Wire bytes exchanged with one peer since start, headers included; measured by the kernel where it tells."""
+
+    bytes_out: int
+    bytes_in: int
+    is_measured: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 
 from diloco_node.core.merge.fragments import TensorSpec
-from diloco_node.daemon.learner.admission import HOLDER_NAME, LearnerOrder
+from diloco_node.daemon.learner.admission import HOLDER_NAME, Admission
 from diloco_node.memory import Process, allot_incarnation, process_of
 from diloco_node.wire.learner_link import LINK_PROTOCOL, Attach
 
 ATTACH = Attach(LINK_PROTOCOL, 17, (TensorSpec("w", (3,)),), 0, "", 0, 0, 0, (), ())
 
 
-def of_life(number: int) -> Attach:
+def of_incarnation(number: int) -> Attach:
     return replace(ATTACH, incarnation=number)
 
 
@@ -50,41 +50,43 @@ def test_the_kernel_says_who_was_started_first(own: Process, later: Process) -> 
 
 
 @pytest.mark.parametrize("is_same_daemon", [True, False])
-def test_a_life_that_is_over_does_not_come_back(tmp_path: Path, own: Process, *, is_same_daemon: bool) -> None:
-    order = LearnerOrder(tmp_path)
+def test_an_incarnation_that_is_over_does_not_come_back(tmp_path: Path, own: Process, *, is_same_daemon: bool) -> None:
+    order = Admission(tmp_path)
     first, second = allot_incarnation(tmp_path), allot_incarnation(tmp_path)
     order.let_in(own)
     if not is_same_daemon:
-        order = LearnerOrder(tmp_path)
-    assert "over when life 2 began" in order.objection(of_life(first), own)
-    assert order.objection(of_life(second), own) == ""
+        order = Admission(tmp_path)
+    assert "over when incarnation 2 began" in order.objection(of_incarnation(first), own)
+    assert order.objection(of_incarnation(second), own) == ""
     assert order.objection(ATTACH, own) == "", "a new one is newer than all"
-    assert "life 7" in order.objection(of_life(second), own, known_incarnation=7), "the disk was lost, the ledger knows"
+    assert "incarnation 7" in order.objection(of_incarnation(second), own, known_incarnation=7), (
+        "the disk was lost, the ledger knows"
+    )
 
 
 @pytest.mark.parametrize("is_same_daemon", [True, False])
 def test_a_process_that_was_started_earlier_and_attaches_later_is_refused(
     tmp_path: Path, own: Process, later: Process, *, is_same_daemon: bool
 ) -> None:
-    order = LearnerOrder(tmp_path)
+    order = Admission(tmp_path)
     earlier = replace(own, start_ticks=later.start_ticks - 1)
     assert order.objection(ATTACH, later) == ""
     order.let_in(later)
     if not is_same_daemon:
-        order = LearnerOrder(tmp_path)
+        order = Admission(tmp_path)
     assert f"process {later.pid} was started later" in order.objection(ATTACH, earlier)
     assert order.objection(ATTACH, later) == ""
     assert order.objection(ATTACH, None) == "", "of a process that can't be seen nothing is known"
 
 
 def test_who_was_started_later_and_is_gone_holds_nobody_off(tmp_path: Path, own: Process) -> None:
-    order = LearnerOrder(tmp_path)
+    order = Admission(tmp_path)
     order.let_in(replace(own, start_ticks=own.start_ticks + 1))  # its number is another process's now
     assert order.objection(ATTACH, own) == ""
 
 
 def test_without_its_file_the_lives_decide(tmp_path: Path, own: Process, later: Process) -> None:
-    order = LearnerOrder(tmp_path)
+    order = Admission(tmp_path)
     (tmp_path / HOLDER_NAME).write_text("not a process")
     assert order.objection(ATTACH, own) == ""
     (tmp_path / HOLDER_NAME).unlink()

@@ -13,7 +13,7 @@ import pytest
 
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import FragmentPosition, MergeRule
-from diloco_node.daemon.learner import server
+from diloco_node.daemon.learner import server as learner_server
 from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.errors import BindError, ProtocolViolation
 from diloco_node.memory import Process, process_of
@@ -53,9 +53,6 @@ class Daemon:
     def objection(self, attach: Attach, process: Process | None) -> str:
         self.processes.append(process)
         return "there is a newer one" if attach.incarnation in self.refuses else ""
-
-    def learner_attached(self, attach: Attach) -> None:
-        self._note(attach)
 
     def learner_said(self, message: ToDaemon) -> None:
         self._note(message)
@@ -172,7 +169,7 @@ async def test_refused_learner_is_told_why_and_hung_up_on(tmp_path: Path) -> Non
         server.refuse("another model", is_final=True)
         assert await learner.hear() == Refuse("another model", True)
         assert await learner.is_hung_up()
-        assert daemon.calls == [ATTACH, "detached: refused: another model"]
+        assert daemon.calls == [ATTACH, "detached: another model"]
         learner.leave()
 
 
@@ -218,7 +215,7 @@ async def test_violation_hangs_up_and_the_server_lives_on(tmp_path: Path, garbag
 
 
 async def test_silent_connection_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "ATTACH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(learner_server, "ATTACH_TIMEOUT_S", 0.01)
     async with serving(tmp_path) as (server, _daemon):
         learner = await dial(server)
         assert isinstance(await learner.hear(), Refuse)
@@ -226,7 +223,7 @@ async def test_silent_connection_is_dropped(tmp_path: Path, monkeypatch: pytest.
 
 
 async def test_process_of_another_user_is_not_listened_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "peer_uid", lambda _connection: os.getuid() + 1)
+    monkeypatch.setattr(learner_server, "peer_uid", lambda _connection: os.getuid() + 1)
     async with serving(tmp_path) as (server, daemon):
         learner = await dial(server)
         learner.say(ATTACH)
@@ -237,7 +234,7 @@ async def test_process_of_another_user_is_not_listened_to(tmp_path: Path, monkey
 
 
 async def test_learner_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "UNSENT_BYTES_MAX", 4096)
+    monkeypatch.setattr(learner_server, "UNSENT_BYTES_MAX", 4096)
     async with serving(tmp_path) as (server, daemon):
         learner = await dial(server)
         learner.say(ATTACH)
@@ -253,7 +250,7 @@ async def test_learner_that_does_not_read_is_dropped(tmp_path: Path, monkeypatch
 
 async def test_number_of_connections_is_bounded(tmp_path: Path) -> None:
     async with serving(tmp_path) as (server, _daemon):
-        silent = [await dial(server) for _ in range(server.CONNECTIONS_MAX)]
+        silent = [await dial(server) for _ in range(learner_server.CONNECTIONS_MAX)]
         one_more = await dial(server)
         assert await one_more.is_hung_up()
         for learner in [*silent, one_more]:

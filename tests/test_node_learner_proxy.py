@@ -23,7 +23,7 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.merge.schedule import due_step
 from diloco_node.core.types import FragmentPosition
-from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerSide
+from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerProxy
 from diloco_node.memory import MemoryStore, request_area
 from diloco_node.wire.learner_link import (
     INBOX,
@@ -59,10 +59,10 @@ class Bench:
         self.said: list[ToLearner] = []
         self.posted: list[Event] = []
         self.now_ns = 0
-        self.side = LearnerSide(
+        self.side = LearnerProxy(
             manifest=MANIFEST,
             settings=SETTINGS,
-            replica=None,  # type: ignore[arg-type] - nothing is offered here
+            parameters=None,  # type: ignore[arg-type] - nothing is offered here
             memory_socket=memory,
             send=lambda message: self.said.append(message) is None,
             post=self.posted.append,

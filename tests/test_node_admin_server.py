@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from diloco_node.daemon.admin import server
+from diloco_node.daemon.admin import server as admin
 from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import BindError, ConfigError, PeersUnreachable
 from diloco_node.memory import socket_path
@@ -196,7 +196,7 @@ def token(folder: Path) -> dict[str, str]:
 
 async def test_a_measurement_tells_what_goes_on_and_then_its_document(served, tmp_path: Path, monkeypatch) -> None:
     region, _, session = served
-    monkeypatch.setattr(server, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(admin, "PROGRESS_S", 0.01)
     async with session.post("/api/v1/measure", json={"peer": "b"}, headers=token(tmp_path)) as answer:
         assert answer.status == 200
         first = json.loads(await answer.content.readline())
@@ -231,7 +231,7 @@ async def test_a_measurement_needs_the_token_and_an_object(served, tmp_path: Pat
 
 async def test_who_goes_away_ends_its_measurement(served, tmp_path: Path, monkeypatch) -> None:
     region, _, session = served
-    monkeypatch.setattr(server, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(admin, "PROGRESS_S", 0.01)
     answer = await session.post("/api/v1/measure", json={"peer": "b"}, headers=token(tmp_path))
     await answer.content.readline()
     answer.close()

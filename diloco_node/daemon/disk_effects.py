@@ -1,0 +1,136 @@
+"""Effects on the disk: the ledger, merged payloads, Theta_0 and the final model. Answers come back as events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from diloco_node.codec.digest import payload_digest
+from diloco_node.core import events as ev
+from diloco_node.daemon.drafts import Drafts
+from diloco_node.daemon.fetch import Fetcher
+from diloco_node.daemon.initial import InitialStates, read_initial
+from diloco_node.daemon.learner.version_area import Inbox
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.run_end import write_final
+from diloco_node.daemon.stripes import MergedPart, is_contiguous
+from diloco_node.daemon.work import in_thread
+from diloco_node.errors import LedgerLost, StorageError
+from diloco_node.storage.store import RegionStore
+
+T = TypeVar("T")
+
+STORAGE_RETRY_S: Final = 1.0
+"""A full disk must not stop training: what could not be written is tried again, and an alarm says so."""
+
+STORAGE_RETRIES_SILENT: Final = 30
+"""The alarm is repeated after so many tries."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DiskEffects:
+    """Writes what must survive the process, and tries again while the disk refuses.
+
+    Args:
+        init: a file with Theta_0; None: it is the learner's.
+        pool: for everything but the ledger. disk: one thread, for the ledger.
+    """
+
+    state_dir: Path
+    init: Path | None
+    parameters: Parameters
+    store: RegionStore
+    drafts: Drafts
+    fetcher: Fetcher
+    initial: InitialStates
+    pool: Executor
+    disk: Executor
+    post: Callable[[ev.Event], None]
+    note: Callable[[ev.Note], None]
+    _ledger_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _is_ledger_broken: bool = field(default=False, init=False)
+    _initial_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def persist_ledger(self, order: ev.PersistLedger) -> None:
+        """Append to the ledger. Orders are carried out one at a time, also while the disk refuses."""
+        async with self._ledger_lock:
+            if self._is_ledger_broken:
+                return
+            # Until it is written: the answer to a later token answers for this one, too.
+            self._is_ledger_broken = True
+            write = partial(self.store.persist, order.term, order.voted_for, order.truncate_from, order.entries)
+            await self._until_written("ledger", self.disk, write)
+            self._is_ledger_broken = False
+            self.post(ev.LedgerPersisted(order.token))
+
+    async def store_payload(self, order: ev.StorePayload, parts: list[MergedPart]) -> None:
+        """Write a merged payload.
+
+        Args:
+            parts: the ballot's merged stripes that are in memory, in block order.
+        """
+        fragment, version, digest = order.fragment, order.version, order.digest
+        is_right = is_contiguous(parts, self.parameters.blocks[fragment].block_count)
+        if not is_right or payload_digest([part.digest for part in parts]) != digest:
+            # If it commits all the same it is fetched, else the ballot's deadline passes.
+            text = f"the merged stripes of ballot {order.ballot} are no whole fragment: not stored"
+            self.note(ev.Note("corrupt", text, fragment, version, is_alarm=True))
+            self.post(ev.PayloadNotStored(order.ballot, fragment, version))
+            return
+        if not await self.drafts.finish(order.ballot, fragment, version, digest, parts):
+            chunks = [part.encoded for part in parts]
+            write = partial(self.store.store_payload, fragment, version, digest, chunks)
+            await self._until_written(f"payload {fragment}.{version}", self.pool, write)
+        self.fetcher.stored(fragment, version)
+        self.post(ev.PayloadStored(fragment, version, digest))
+
+    async def store_initial_state(self, inbox: Inbox) -> None:
+        """Write Theta_0 of the whole model: this region can propose genesis then.
+
+        Args:
+            inbox: the learner's Theta_0 is read where it lies; nothing is offered there before `initial_taken`.
+        """
+        async with self._initial_lock:
+            generation = inbox.generation
+            manifest = self.parameters.manifest
+            given = None
+            if self.init is not None:
+                given = await in_thread(self.pool, read_initial, self.init, manifest)
+            digests = []
+            for fragment in range(len(manifest.fragments)):
+                theta = inbox.place(fragment) if given is None else given[fragment]
+                write = partial(self.initial.store_own, fragment, theta)
+                digests.append(await self._until_written("Theta_0", self.pool, write))
+            if inbox.generation != generation:
+                return  # it may have been written over while it was read; the next learner lays down its own
+            self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
+            inbox.initial_taken()
+
+    async def write_final(self) -> None:
+        """Write final.safetensors."""
+        await self._until_written(
+            "final.safetensors", self.pool, lambda: write_final(self.state_dir, self.parameters.full_tensors())
+        )
+        self.post(ev.FinalWritten())
+
+    async def _until_written(self, what: str, executor: Executor, write: Callable[[], T]) -> T:
+        tries = 0
+        while True:
+            try:
+                written = await in_thread(executor, write)
+            except LedgerLost:
+                raise  # the daemon ends with it
+            except StorageError as error:
+                if tries % STORAGE_RETRIES_SILENT == 0:
+                    self.note(ev.Note("disk", f"{what} not written, trying again: {error}", is_alarm=True))
+                tries += 1
+                await asyncio.sleep(STORAGE_RETRY_S)
+                continue
+            if tries:
+                self.note(ev.Note("disk", f"{what} written after {tries + 1} tries"))
+            return written

@@ -1,0 +1,65 @@
+"""Where the daemon's work runs: named tasks on the event loop, and calls in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, TypeVarTuple
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
+"""Starts a named task of the daemon. When it breaks, the daemon ends with it."""
+
+POOL_THREADS: Final = 6
+"""For what a round waits for; some of them wait for the disk."""
+
+BACKGROUND_NICENESS: Final = 5
+"""What the thread for digests and the like adds to its own: rounds and the learner go first."""
+
+
+def in_thread(executor: Executor, call: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
+    """The outcome of a call that a thread of the executor makes."""
+    return asyncio.get_running_loop().run_in_executor(executor, call, *args)
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """The daemon's threads.
+
+    Attributes:
+        pool: for what a round waits for. background: for what nobody waits for; behind everything else.
+        disk: one, for the ledger: its writes stay in order.
+    """
+
+    pool: Executor
+    background: Executor
+    disk: Executor
+
+    @classmethod
+    def start(cls) -> Threads:
+        """Executors that start their threads when they are first used."""
+        return cls(
+            ThreadPoolExecutor(POOL_THREADS, "work"),
+            ThreadPoolExecutor(1, "background", _lower_priority),
+            ThreadPoolExecutor(1, "disk"),
+        )
+
+    def stop(self) -> None:
+        """Wait for the calls that are being made, and drop those that have not begun."""
+        for executor in (self.pool, self.background, self.disk):
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _lower_priority() -> None:
+    """For the calling thread: Linux keeps the niceness per thread."""
+    thread = threading.get_native_id()
+    niceness = os.getpriority(os.PRIO_PROCESS, thread)
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, thread, niceness + BACKGROUND_NICENESS)
