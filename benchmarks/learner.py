@@ -20,8 +20,9 @@ import torch
 
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec
-from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
-from diloco_node.learner.fragments import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.builtin.model import ByteGPT
+from diloco_node.learner.builtin.shape import ModelSettings
+from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
 from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.wire.learner_link import SnapshotReady, SnapshotWanted, VersionOffered
 
@@ -38,7 +39,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 class Bench:
-    """A 50 M model with its optimizer, and the island that holds it."""
+    """A 50 M model with its optimizer, and its fragments."""
 
     def __init__(self) -> None:
         self.model = ByteGPT(SHAPE)
@@ -49,17 +50,17 @@ class Bench:
         inbox_bytes, outbox_bytes = area_sizes(self.manifest, Codec.INT4)
         self.inbox = np.zeros(inbox_bytes // 4, np.float32)
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        self.island = Island(
+        self.fragments = LearnerFragments(
             tensors,
             self.manifest,
-            IslandSettings("bench", 1, Codec.INT4, CarryMode.CARRY, 96),
+            FragmentSettings("bench", 1, Codec.INT4, CarryMode.CARRY, 96),
             inbox=self.inbox,
             outbox=np.zeros(outbox_bytes, np.uint8),
             answer=self.answers.put,
         )
-        self.island.write_initial_state()
+        self.fragments.write_initial_state()
         for index in range(FRAGMENTS):
-            self.island.apply(VersionOffered(index, 0, -1))
+            self.fragments.apply(VersionOffered(index, 0, -1))
 
     def inner_step(self) -> None:
         """Forward, backward, AdamW."""
@@ -67,20 +68,20 @@ class Bench:
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        self.island.step += 1
-        self.island.tokens += BATCH * SHAPE.context
+        self.fragments.step += 1
+        self.fragments.tokens += BATCH * SHAPE.context
 
     def round(self, index: int, version: int) -> tuple[float, float, float]:
         """Seconds that the snapshot and the apply took the training thread, and until the contribution was encoded."""
         wanted = SnapshotWanted(index, version, version - 1)
         start = time.perf_counter()
-        self.island.snapshot(wanted)
+        self.fragments.snapshot(wanted)
         snapshot_s = time.perf_counter() - start
         answer = self.answers.get(timeout=60)
         encoded_s = time.perf_counter() - start
         assert isinstance(answer, SnapshotReady), answer
         offered = VersionOffered(index, version, answer.contribution.snapshot)
-        return snapshot_s, timed(lambda: self.island.apply(offered)), encoded_s
+        return snapshot_s, timed(lambda: self.fragments.apply(offered)), encoded_s
 
 
 def measure(steps: int) -> dict[str, float]:

@@ -39,7 +39,7 @@ from quality_stack import Batches, Inner, Stack
 from diloco_node.core.merge.outer import default_outer
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.learner.builtin.data import Corpus, load_corpus
-from diloco_node.learner.builtin.model import ModelSettings
+from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import BETAS
 
 REVISION: Final = 4

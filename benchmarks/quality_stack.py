@@ -19,14 +19,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from diloco_node.learner.builtin.data import Corpus, RegionSampler
-from diloco_node.learner.builtin.model import (
-    VOCABULARY,
-    ModelSettings,
-    initial_parameters,
-    parameter_shapes,
-    rotary_tables,
-    token_logits,
-)
+from diloco_node.learner.builtin.model import initial_parameters, rotary_tables, token_logits
+from diloco_node.learner.builtin.shape import VOCABULARY, ModelSettings, parameter_shapes
 from diloco_node.numeric import F32
 
 

@@ -223,7 +223,8 @@ def held_out_curve(folder: Path, bench: Bench) -> list[tuple[int, float]]:
     from torch.nn.utils import vector_to_parameters
 
     from diloco_node.learner.builtin.data import load_corpus
-    from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
+    from diloco_node.learner.builtin.model import ByteGPT
+    from diloco_node.learner.builtin.shape import ModelSettings
     from diloco_node.learner.builtin.trainer import held_out_loss
 
     shape = ModelSettings(**MODEL)
@@ -342,7 +343,7 @@ def parameters_of_model() -> int:
     """How many the small model has."""
     from math import prod
 
-    from diloco_node.learner.builtin.model import ModelSettings, parameter_shapes
+    from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 
     return sum(prod(shape) for shape in parameter_shapes(ModelSettings(**MODEL)).values())
 

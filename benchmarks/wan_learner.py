@@ -30,7 +30,8 @@ from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_para
 
 from diloco_node.core.merge.outer import outer_step
 from diloco_node.learner.builtin.data import RegionSampler, load_corpus
-from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
+from diloco_node.learner.builtin.model import ByteGPT
+from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import CLIP_NORM, TrainerSettings, make_optimizer
 
 GLOO_TIMEOUT_S = 600.0

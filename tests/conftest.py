@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from diloco_node.cli import status
+from diloco_node.cli import status as status_cmd
 
 # An example that takes long, or is made slowly, says something about the machine only.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -18,7 +18,7 @@ settings.load_profile("any-machine")
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for a status in this process waits for it: a region that answers late is there."""
-    monkeypatch.setattr(status, "TIMEOUT_S", 120.0)
+    monkeypatch.setattr(status_cmd, "TIMEOUT_S", 120.0)
 
 
 @pytest.fixture

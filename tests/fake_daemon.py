@@ -20,8 +20,10 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition, MergeRule
 from diloco_node.daemon.learner.server import LearnerServer
-from diloco_node.memory import MemoryStore, Process, allot_incarnation, request_area
 from diloco_node.numeric import F32
+from diloco_node.shared_memory import MemoryStore, request_area
+from diloco_node.storage.trained import allot_incarnation
+from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import (
     INBOX,
     NEW_PROCESS,

@@ -13,7 +13,7 @@ from fake_daemon import PATIENCE_S, FakeDaemon
 from torch import nn
 
 from diloco_node.learner.attach import Diloco
-from diloco_node.memory import MemoryStore
+from diloco_node.shared_memory import MemoryStore
 
 
 def region_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
@@ -52,4 +52,4 @@ class Toy:
 
 def vector(diloco: Diloco, fragment: int) -> np.ndarray:
     assert diloco._session is not None
-    return diloco._session.island.vector(fragment).numpy()
+    return diloco._session.fragments.vector(fragment).numpy()

@@ -29,8 +29,9 @@ from diloco_node.daemon.parameters import fragment_offsets
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import Threads
 from diloco_node.errors import LinkLost
-from diloco_node.memory import MemoryStore, TrainedCounter, request_area
+from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import TrainedCounter
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.wire.envelope import (
     TransferBegin,

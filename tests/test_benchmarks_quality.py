@@ -19,7 +19,8 @@ from quality_merge import Rounds
 from quality_stack import Inner, Stack
 
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
-from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
+from diloco_node.learner.builtin.model import ByteGPT
+from diloco_node.learner.builtin.shape import ModelSettings
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=12)
 INNER = Inner(lr=1e-2, steps=20, warmup=3)

@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from diloco_node.cli.demo.live import COLUMNS, PLAIN_PERIOD_S, LiveView, human_bytes, region_cells
+from diloco_node.cli.demo.live import PLAIN_PERIOD_S, LiveView
+from diloco_node.cli.tables import COLUMNS, human_bytes, region_cells
 
 STATUS = {
     "role": "leader",
@@ -91,7 +92,7 @@ def test_quiet_is_quiet() -> None:
     assert out.getvalue() == ""
 
 
-@pytest.mark.parametrize(("width", "shows_bytes"), [(80, False), (150, True)])
+@pytest.mark.parametrize(("width", "shows_bytes"), [(50, False), (80, True)])
 def test_on_a_terminal_the_table_has_room_for_the_reason(
     width: int, shows_bytes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

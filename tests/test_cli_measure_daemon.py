@@ -25,8 +25,8 @@ from diloco_node.measure import command as measure_command
 from diloco_node.measure.asking import FlowOverLink
 from diloco_node.measure.documents import FlowCase, latency_document, pair_document
 from diloco_node.measure.samples import summarise_rtts
-from diloco_node.memory import socket_path
 from diloco_node.transport.certs import init_run
+from diloco_node.unix_sockets import socket_path
 from diloco_node.wire.measurement import PairMeasured
 
 COLUMNS = 100
@@ -59,7 +59,7 @@ class Region:
         self.folder.mkdir(parents=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        handlers = AdminHandlers(dict, str, print, dict, measure=self._measure, pardon=None)
+        handlers = AdminHandlers(dict, str, print, dict, measure=self._measure, lift_quarantine=None)
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=self.folder)
 
     async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None], keep: Any) -> Mapping[str, Any]:

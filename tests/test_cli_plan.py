@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diloco_node.cli.main import app, main
-from diloco_node.cli.plan.inputs import built_in_tensors, parse_parameters
-from diloco_node.config.schema import ModelSection
+from diloco_node.cli.plan.inputs import parse_parameters
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RateLimits, RunSettings
@@ -210,14 +209,6 @@ def test_output_that_is_piped_is_not_cut() -> None:
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_built_in_model_is_the_trainers() -> None:
-    from diloco_node.learner.builtin.model import ModelSettings, parameter_shapes
-
-    for section in (ModelSection(), ModelSection(layers=3, dim=48, heads=2)):
-        expected = parameter_shapes(ModelSettings(section.layers, section.dim, section.heads, section.context))
-        assert {tensor.name: tensor.shape for tensor in built_in_tensors(section)} == expected
-
-
 def test_a_region_that_ran_knows_its_model(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(RUN_TOML)
     folder = tmp_path / "state" / "us-east"
@@ -244,11 +235,11 @@ def test_a_regions_folder_says_all(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     # Its daemon, when it answers, also tells step time and round trip.
     (folder / "admin.port").write_text("7")
     live = {"learner": {"step_seconds": 0.25}, "peers": [{"rtt_seconds": 0.03}, {"rtt_seconds": None}]}
-    monkeypatch.setattr("diloco_node.cli.status_cmd.ask", lambda target: live if target.port == 7 else {})
+    monkeypatch.setattr("diloco_node.cli.status.ask", lambda target: live if target.port == 7 else {})
     inputs = plan_json("--state", str(folder))["inputs"]
     assert (inputs["step_seconds"], inputs["rtt_seconds"]) == (0.25, 0.03)
     assert inputs["origins"]["step_time"] == "as it runs"
-    monkeypatch.setattr("diloco_node.cli.status_cmd.ask", lambda target: {"error": "no status"})
+    monkeypatch.setattr("diloco_node.cli.status.ask", lambda target: {"error": "no status"})
     assert plan_json("--state", str(folder))["inputs"]["step_seconds"] == 1
 
 

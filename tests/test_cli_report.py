@@ -28,7 +28,7 @@ from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME, write_report
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
 from diloco_node.errors import ProtocolViolation, StorageError
-from diloco_node.memory import allot_incarnation
+from diloco_node.storage.trained import allot_incarnation
 
 NAMES = ("a", "b", "c")
 SETTINGS = RunSettings(

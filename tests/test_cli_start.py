@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.cli import start
+from diloco_node.cli import start as start_cmd
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.main import main
 from diloco_node.config import Flag, NodeConfig, load_config
@@ -97,8 +97,8 @@ def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("torch")
     from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, settings_from_environment
 
-    start.prepare(resolve(), "eu", [])
-    assert SETTINGS_VARIABLE == start.TRAINER_VARIABLE
+    start_cmd.prepare(resolve(), "eu", [])
+    assert SETTINGS_VARIABLE == start_cmd.TRAINER_VARIABLE
     monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "state/eu/trainer.json"))
     settings = settings_from_environment()
     assert (settings.model.context, settings.batch, settings.steps) == (32, 4, 1000)
@@ -134,28 +134,28 @@ def test_two_regions_are_warned(
 
 def test_regions_draw_different_seeds_from_one(tmp_path: Path) -> None:
     config = resolve()
-    seeds = [start.node_spec(config, name, tmp_path).seed for name in config.regions]
+    seeds = [start_cmd.node_spec(config, name, tmp_path).seed for name in config.regions]
     assert len(set(seeds)) == 3
-    assert start.node_spec(config, "eu", tmp_path).seed == seeds[0]
+    assert start_cmd.node_spec(config, "eu", tmp_path).seed == seeds[0]
 
 
 def test_the_schedule_is_as_long_as_the_run() -> None:
     # 4 sequences x 32 tokens x 3 regions = 384 tokens a step
-    assert start.schedule_steps(resolve()) == start.SCHEDULE_STEPS_UNKNOWN
-    assert start.schedule_steps(resolve(Flag("run.steps", 70, "-"))) == 70
-    assert start.schedule_steps(resolve(Flag("run.tokens", 3841, "-"))) == 11
-    assert start.schedule_steps(resolve(Flag("run.tokens", 3840, "-"), Flag("run.steps", 7, "-"))) == 7
-    assert start.schedule_steps(resolve(Flag("run.steps", 7, "-"), Flag("model.schedule_steps", 99, "-"))) == 99
+    assert start_cmd.schedule_steps(resolve()) == start_cmd.SCHEDULE_STEPS_UNKNOWN
+    assert start_cmd.schedule_steps(resolve(Flag("run.steps", 70, "-"))) == 70
+    assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3841, "-"))) == 11
+    assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3840, "-"), Flag("run.steps", 7, "-"))) == 7
+    assert start_cmd.schedule_steps(resolve(Flag("run.steps", 7, "-"), Flag("model.schedule_steps", 99, "-"))) == 99
 
 
 def test_learning_rate_ends_at_zero_only_where_the_run_ends() -> None:
     steps = Flag("run.steps", 70, "-")
-    assert start.lr_floor(resolve(steps)) == 0.0
-    assert start.trainer_settings(resolve(steps))["lr_floor"] == 0.0
-    assert start.lr_floor(resolve(steps, Flag("run.tokens", 10**9, "-"))) == 0.0
+    assert start_cmd.lr_floor(resolve(steps)) == 0.0
+    assert start_cmd.trainer_settings(resolve(steps))["lr_floor"] == 0.0
+    assert start_cmd.lr_floor(resolve(steps, Flag("run.tokens", 10**9, "-"))) == 0.0
     for may_go_on in ((), (Flag("run.tokens", 3841, "-"),), (steps, Flag("model.schedule_steps", 60, "-"))):
-        assert start.lr_floor(resolve(*may_go_on)) == 0.1
-    assert start.lr_floor(resolve(steps, Flag("model.lr_floor", 0.25, "-"))) == 0.25
+        assert start_cmd.lr_floor(resolve(*may_go_on)) == 0.1
+    assert start_cmd.lr_floor(resolve(steps, Flag("model.lr_floor", 0.25, "-"))) == 0.25
 
 
 # ---- what is refused, and with which exit code -----------------------------------------------------------------------
@@ -222,8 +222,8 @@ def test_a_port_that_another_process_would_share_is_taken() -> None:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
         with pytest.raises(BindError):
-            start.check_port("127.0.0.1", sock.getsockname()[1], "x")
-    start.check_port("127.0.0.1", 0, "x")
+            start_cmd.check_port("127.0.0.1", sock.getsockname()[1], "x")
+    start_cmd.check_port("127.0.0.1", 0, "x")
 
 
 def test_an_address_of_another_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli import status
+from diloco_node.cli import status as status_cmd
 from diloco_node.cli.main import main
-from diloco_node.cli.status import Target, ask, detail_lines, find_targets, render
+from diloco_node.cli.status import Target, ask, detail_lines, find_targets, status_lines
 from diloco_node.errors import ConfigError
 
 DOCUMENT: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_watch_asks_again_until_ctrl_c(
         if len(naps) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(status.time, "sleep", nap)
+    monkeypatch.setattr(status_cmd.time, "sleep", nap)
     assert main(["status", str(admin), "--watch", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line) for line in lines] == [{"regions": [DOCUMENT]}] * 3
@@ -169,13 +169,32 @@ def test_watch_asks_again_until_ctrl_c(
     assert "leader" in capsys.readouterr().out
 
 
-def test_a_starting_region_and_markup_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    from rich.console import Console
+def test_a_starting_region_and_markup_are_shown_as_they_are() -> None:
+    lines = status_lines([{"region": "eu", "run_id": "try", "state": "starting", "reason": "[red]x[/red]"}], 80)
+    assert "starting" in lines[1]
+    assert lines[2] == "  [red]x[/red]"
 
-    Console().print(render([{"region": "eu", "run_id": "try", "state": "starting", "reason": "[red]x[/red]"}]))
-    shown = capsys.readouterr().out
-    assert "starting" in shown
-    assert "[red]x[/red]" in shown
+
+LONG_REASON = "grace: 120 ms left for us-east, whose link has been down for 12 s (connection refused)"
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+def test_reasons_are_wrapped_below_their_rows(width: int) -> None:
+    other = {**DOCUMENT, "region": "ap-southeast", "reason": LONG_REASON, "rounds": []}
+    lines = status_lines([DOCUMENT, other, {"region": "us", "error": "no status from 127.0.0.1:1"}], width)
+    assert max(len(line) for line in lines) <= width
+    starts = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert starts == ["region", "eu", "ap-southeast", "us", "eu:"]
+    first, last = lines.index("  all 3 due") + 2, next(at for at, line in enumerate(lines) if line.startswith("us "))
+    assert " ".join(line.strip() for line in lines[first:last]) == LONG_REASON
+    assert lines[last + 1] == "  no status from 127.0.0.1:1"
+
+
+def test_piped_lines_are_whole(admin: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS")
+    Admin.body = json.dumps({**DOCUMENT, "reason": 3 * LONG_REASON}).encode()
+    assert main(["status", str(admin)]) == 0
+    assert f"  {3 * LONG_REASON}\n" in capsys.readouterr().out
 
 
 def test_details_name_links_that_are_down_and_the_last_alarm() -> None:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.processes import RegionProcess
-from diloco_node.cli.demo.wan import DemoWan, Outage, wan_lines
+from diloco_node.cli.demo.wan import DemoOutage, DemoWan, wan_lines
 from diloco_node.cli.main import main
 from diloco_node.cli.status import ask, find_targets
 from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
@@ -148,7 +148,7 @@ async def test_an_outage_cuts_a_follower_and_watches_it_come_back(monkeypatch: p
     monkeypatch.setattr(asyncio, "sleep", no_wait)
     wan = FakeWan()
     regions = [FakeRegion(name, wan) for name in "abc"]
-    outage = Outage(wan, regions, lambda line: None, cycle_steps=300)  # type: ignore[arg-type]
+    outage = DemoOutage(wan, regions, lambda line: None, cycle_steps=300)  # type: ignore[arg-type]
     await outage.run(100)
     assert wan.commands == [("cut", "c"), ("heal", "c")]
     assert waits[:2] == [40, pytest.approx(20)]
@@ -175,7 +175,7 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         finish=print,
         set_budget=lambda change: change,
         measure=None,
-        pardon=None,
+        lift_quarantine=None,
     )
     server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
     await server.start()
@@ -189,7 +189,7 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
 
 
 def test_measured_pairs_are_told_in_milliseconds_and_bits() -> None:
-    pair = probe.PairMeasured("a", "b", 40_000_000, 40_250_000, 10**9 // 8, None, 1000, 15, 14)
+    pair = probe.PathMeasured("a", "b", 40_000_000, 40_250_000, 10**9 // 8, None, 1000, 15, 14)
     assert probe.as_document([pair]) == [
         {
             "from": "a",

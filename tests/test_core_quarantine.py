@@ -72,15 +72,15 @@ def test_what_is_found_during_a_quarantine_does_not_count() -> None:
     assert struck(quarantine, FIRST_NS)[:2] == [False, False], "nor do the strikes that led to it"
 
 
-def test_a_pardon_forgets_everything() -> None:
+def test_a_lifted_quarantine_forgets_everything() -> None:
     quarantine = Quarantine(["b"])
-    assert not quarantine.pardon("b")
+    assert not quarantine.lift("b")
     struck(quarantine, 0)
-    assert quarantine.pardon("b")
+    assert quarantine.lift("b")
     assert quarantine.left_ns("b", now_ns=0) == 0
     assert struck(quarantine, 0) == [False, False, True]
     assert quarantine.left_ns("b", now_ns=0) == FIRST_NS
-    assert not quarantine.pardon("nobody")
+    assert not quarantine.lift("nobody")
 
 
 def test_strangers_are_not_counted() -> None:

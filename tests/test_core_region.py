@@ -28,7 +28,7 @@ from diloco_node.sim import run
 from diloco_node.sim.run import Simulation
 from diloco_node.sim.setup import draw_setup
 from diloco_node.sim.tensors import FragmentLayout
-from diloco_node.sim.world import MS, SECOND, Link
+from diloco_node.sim.world import MS, SECOND, FakeLink
 from tests.rounds_kit import MANIFEST, REGIONS, SETTINGS, status
 
 SEED = 4711
@@ -64,10 +64,10 @@ class Small:
                 is_theta_shared=False,
             )
 
-        def links(_: object, drawn: object) -> dict[tuple[str, str], Link]:
+        def links(_: object, drawn: object) -> dict[tuple[str, str], FakeLink]:
             names = drawn.regions  # type: ignore[attr-defined]
             return {
-                (one, other): Link(20 * MS, MS, loss, 0.0, 2_000_000)
+                (one, other): FakeLink(20 * MS, MS, loss, 0.0, 2_000_000)
                 for one in names
                 for other in names
                 if one != other

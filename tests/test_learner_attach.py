@@ -22,7 +22,7 @@ from diloco_node.learner import attach as attach_module
 from diloco_node.learner.checkpoint import read_checkpoint
 from diloco_node.learner.revert import VERSIONS_REVERTED
 from diloco_node.learner.session import StepTimer
-from diloco_node.memory import Trained, TrainedCounter, read_trained
+from diloco_node.storage.trained import Trained, TrainedCounter, read_trained
 from diloco_node.wire.learner_link import (
     Applied,
     Done,
@@ -170,7 +170,7 @@ def test_of_fast_steps_those_are_reported_that_a_round_may_wait_for(
     toy = Toy()
     with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
         assert diloco._session is not None
-        positions = diloco._session.island.positions
+        positions = diloco._session.fragments.positions
         assert diloco._session.welcome is not None
         sync_every = diloco._session.welcome.sync_every
         expected, told = [], 0
@@ -211,11 +211,11 @@ def test_version_waits_until_the_encoder_is_done_with_the_base(folder: Path, mon
     toy = Toy()
     with FakeDaemon(folder, codec=Codec.FP32) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
         assert diloco._session is not None
-        island = diloco._session.island
+        fragments = diloco._session.fragments
         toy.step(diloco)
         daemon.want(0)
         deadline_s = time.monotonic() + PATIENCE_S
-        while not island.is_busy(0):
+        while not fragments.is_busy(0):
             assert time.monotonic() < deadline_s
             toy.step(diloco)
         taken_at, start = diloco.steps, daemon.theta[0].copy()
@@ -223,7 +223,7 @@ def test_version_waits_until_the_encoder_is_done_with_the_base(folder: Path, mon
         daemon.commit(1, daemon.theta[1] + 1, -1)
         toy.steps_until(diloco, daemon, Applied, 3)
         assert daemon.wait_for(Applied, 3).fragment == 1
-        assert island.positions[0].base_version == 0
+        assert fragments.positions[0].base_version == 0
         gate.set()
         toy.steps_until(diloco, daemon, Applied, 4)
         assert daemon.wait_for(Applied, 4).version == 1

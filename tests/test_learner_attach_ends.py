@@ -20,7 +20,7 @@ import diloco_node
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
-from diloco_node.memory import read_trained
+from diloco_node.storage.trained import read_trained
 from diloco_node.wire.learner_link import (
     Applied,
     Attach,

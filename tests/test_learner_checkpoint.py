@@ -14,7 +14,7 @@ from diloco_node.learner import checkpoint as checkpoint_module
 from diloco_node.learner.checkpoint import (
     Checkpoint,
     CheckpointWriter,
-    Progress,
+    TrainingProgress,
     read_checkpoint,
     read_newest,
     write_checkpoint,
@@ -23,8 +23,8 @@ from diloco_node.learner.checkpoint import (
 DIGEST = "ab" * 32
 
 
-def progress(step: int, *, incarnation: int = 1, digest: str = DIGEST) -> Progress:
-    return Progress(digest, incarnation, step + 1000, step, 7 * step)
+def progress(step: int, *, incarnation: int = 1, digest: str = DIGEST) -> TrainingProgress:
+    return TrainingProgress(digest, incarnation, step + 1000, step, 7 * step)
 
 
 def checkpoint(step: int, **more: Any) -> Checkpoint:

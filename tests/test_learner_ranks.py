@@ -17,7 +17,8 @@ from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Ranks
-from diloco_node.memory import MemoryStore, read_trained
+from diloco_node.shared_memory import MemoryStore
+from diloco_node.storage.trained import read_trained
 from diloco_node.wire.learner_link import Applied, Done, SnapshotReady
 
 SCRIPT = """

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter
 from diloco_node.daemon.admin import server as admin
 from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import BindError, ConfigError, PeersUnreachable
-from diloco_node.memory import socket_path
+from diloco_node.unix_sockets import socket_path
 
 
 class Region:
@@ -30,7 +30,7 @@ class Region:
         self.budgets.append(document)
         return {"egress": 5}
 
-    def pardon(self, peer: str) -> bool:
+    def lift_quarantine(self, peer: str) -> bool:
         if peer not in ("b", "c"):
             raise ConfigError(f"{peer!r} is none of this region's peers")
         return peer == "b"
@@ -57,7 +57,7 @@ class Region:
             finish=self.finished.append,
             set_budget=self.set_budget,
             measure=self.measure,
-            pardon=self.pardon,
+            lift_quarantine=self.lift_quarantine,
         )
 
 
@@ -238,18 +238,18 @@ async def test_who_goes_away_ends_its_measurement(served, tmp_path: Path, monkey
     await asyncio.wait_for(region.gave_up.wait(), 120)
 
 
-async def test_a_pardon_needs_the_token_and_a_peer_that_there_is(served, tmp_path: Path) -> None:
+async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(served, tmp_path: Path) -> None:
     _, _, session = served
-    assert (await session.post("/api/v1/pardon", json={"peer": "b"})).status == 401
-    assert (await session.get("/api/v1/pardon", headers=token(tmp_path))).status == 405
+    assert (await session.post("/api/v1/quarantine/lift", json={"peer": "b"})).status == 401
+    assert (await session.get("/api/v1/quarantine/lift", headers=token(tmp_path))).status == 405
     for peer, was in (("b", True), ("c", False)):
-        answer = await session.post("/api/v1/pardon", json={"peer": peer}, headers=token(tmp_path))
-        assert (answer.status, await answer.json()) == (200, {"pardoned": was})
+        answer = await session.post("/api/v1/quarantine/lift", json={"peer": peer}, headers=token(tmp_path))
+        assert (answer.status, await answer.json()) == (200, {"lifted": was})
     for body, text in (
         ({"peer": "z"}, "none of this region's peers"),
         ({}, "name a peer"),
         ({"peer": 3}, "name a peer"),
     ):
-        answer = await session.post("/api/v1/pardon", json=body, headers=token(tmp_path))
+        answer = await session.post("/api/v1/quarantine/lift", json=body, headers=token(tmp_path))
         assert answer.status == 400
         assert text in (await answer.json())["error"]

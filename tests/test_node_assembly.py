@@ -17,7 +17,7 @@ from node_world import MemoryTransport, Network, Region, VirtualLoop
 from diloco_node.core.ledger.account_check import check_account
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
-from diloco_node.memory import read_trained
+from diloco_node.storage.trained import read_trained
 
 MS = 1_000_000
 SHM = Path("/dev/shm")

@@ -23,7 +23,7 @@ from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import StorageError, SupersededError
-from diloco_node.memory import MemoryStore
+from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import init_run
 from diloco_node.wire.learner_link import (

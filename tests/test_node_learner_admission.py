@@ -13,7 +13,8 @@ import pytest
 
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.daemon.learner.admission import HOLDER_NAME, Admission
-from diloco_node.memory import Process, allot_incarnation, process_of
+from diloco_node.storage.trained import allot_incarnation
+from diloco_node.unix_sockets import Process, process_of
 from diloco_node.wire.learner_link import LINK_PROTOCOL, Attach
 
 ATTACH = Attach(LINK_PROTOCOL, 17, (TensorSpec("w", (3,)),), 0, "", 0, 0, 0, (), ())

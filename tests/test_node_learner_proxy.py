@@ -24,7 +24,7 @@ from diloco_node.core.events import (
 from diloco_node.core.merge.schedule import due_step
 from diloco_node.core.types import FragmentPosition
 from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerProxy
-from diloco_node.memory import MemoryStore, request_area
+from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.wire.learner_link import (
     INBOX,
     LINK_PROTOCOL,

@@ -16,7 +16,7 @@ from diloco_node.core.types import FragmentPosition, MergeRule
 from diloco_node.daemon.learner import server as learner_server
 from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.errors import BindError, ProtocolViolation
-from diloco_node.memory import Process, process_of
+from diloco_node.unix_sockets import Process, process_of
 from diloco_node.wire.learner_link import (
     FRAME_BYTES_MAX,
     LENGTH_BYTES,

@@ -12,7 +12,7 @@ import pytest
 from diloco_node.daemon import supervisor
 from diloco_node.daemon.supervisor import DISK_CODE, SupervisorSpec, run_supervisor
 from diloco_node.errors import StorageError
-from diloco_node.memory import request_area
+from diloco_node.shared_memory import request_area
 
 PATIENCE_S = 180.0
 
@@ -63,6 +63,18 @@ def test_daemon_that_finishes_ends_the_region_with_zero(tmp_path: Path) -> None:
     assert run_supervisor(spec(tmp_path, "print('merged')", "print('trained')")) == 0
     assert (tmp_path / "logs" / "daemon.log").read_text() == "merged\n"
     assert (tmp_path / "logs" / "learner.log").read_text() == "trained\n"
+
+
+def test_it_says_which_learner_it_waits_for(tmp_path: Path) -> None:
+    long = dataclasses.replace(
+        spec(tmp_path, NOTE + "wait_for('learner', 1)", None),
+        learner_command=[*python(NOTE + "note('learner')"), "--data", "a file"],
+    )
+    assert run_supervisor(long) == 0
+    [line] = [line for line in (tmp_path / "logs" / "supervisor.log").read_text().splitlines() if "waiting" in line]
+    assert f"waiting for the learner (pid {lives(tmp_path, 'learner')[0]}: {sys.executable} " in line
+    assert "... " in line
+    assert "--data 'a file') to attach; importing torch and building the model takes 15 to 40 s" in line
 
 
 @pytest.mark.parametrize("code", [2, 3, 4, 6, 7])
@@ -224,7 +236,7 @@ def test_second_supervisor_on_the_same_folder_is_refused(tmp_path: Path) -> None
 
 def test_memory_outlives_both_children(tmp_path: Path) -> None:
     area = (
-        "from diloco_node.memory import request_area\n"
+        "from diloco_node.shared_memory import request_area\n"
         "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), 'inbox', 4096)\n"
     )
     daemon = (

@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -10,27 +11,27 @@ from diloco_node.sim.goodput import (
     CHIPS,
     MODEL,
     YEAR_S,
-    Cell,
+    GoodputCell,
     _poisson,
     _return_scale,
     _union_s,
     _unit_return,
     closed_form,
-    is_rule_of_thumb_kept,
     root_mean_square,
     simulate_cluster,
     table,
 )
 
 STEPS = 2500
+LEARNERS = (1, 2, 4, 8, 16)
 
 
 @pytest.fixture(scope="module")
-def cells() -> list[Cell]:
+def cells() -> list[GoodputCell]:
     return table(seed=1, steps=STEPS)
 
 
-def test_the_formula_gives_the_elastic_cells(cells: list[Cell]) -> None:
+def test_the_formula_gives_the_elastic_cells(cells: list[GoodputCell]) -> None:
     elastic = [cell for cell in cells if cell.is_elastic]
     assert len(elastic) == 25
     off = [cell.goodput_formula - cell.goodput_printed for cell in elastic]
@@ -38,14 +39,14 @@ def test_the_formula_gives_the_elastic_cells(cells: list[Cell]) -> None:
     assert root_mean_square(off) <= 0.02
 
 
-def test_the_formula_gives_uptime_and_the_row_without_elasticity(cells: list[Cell]) -> None:
+def test_the_formula_gives_uptime_and_the_row_without_elasticity(cells: list[GoodputCell]) -> None:
     for cell in cells:
         assert abs(cell.uptime_formula - cell.uptime_printed) <= 0.04, cell
         if not cell.is_elastic:
             assert abs(cell.goodput_formula - cell.goodput_printed) <= 0.04, cell
 
 
-def test_the_simulation_is_near_the_paper_and_near_the_formula(cells: list[Cell]) -> None:
+def test_the_simulation_is_near_the_paper_and_near_the_formula(cells: list[GoodputCell]) -> None:
     for cell in cells:
         assert abs(cell.goodput - cell.goodput_printed) <= 0.06, cell
         assert abs(cell.goodput - cell.goodput_formula) <= 0.04, cell
@@ -54,7 +55,7 @@ def test_the_simulation_is_near_the_paper_and_near_the_formula(cells: list[Cell]
     assert root_mean_square([cell.goodput - cell.goodput_printed for cell in elastic]) <= 0.025
 
 
-def test_more_learners_and_fewer_chips_are_better(cells: list[Cell]) -> None:
+def test_more_learners_and_fewer_chips_are_better(cells: list[GoodputCell]) -> None:
     elastic = {(cell.learners, cell.chips): cell for cell in cells if cell.is_elastic}
     for chips in CHIPS:
         row = [elastic[learners, chips].goodput for learners in (1, 2, 4, 8, 16)]
@@ -64,7 +65,18 @@ def test_more_learners_and_fewer_chips_are_better(cells: list[Cell]) -> None:
         assert column == sorted(column, reverse=True), (learners, column)
 
 
-def test_the_rule_of_thumb_holds(cells: list[Cell]) -> None:
+def is_rule_of_thumb_kept(cells: list[GoodputCell], tolerance: float) -> bool:
+    """The paper's rule: as many times the learners bear as many times the chips, within `tolerance`."""
+    elastic = {(cell.learners, cell.chips): cell.goodput_formula for cell in cells if cell.is_elastic}
+    pairs = [
+        (elastic[fewer, chips], elastic[more, larger])
+        for fewer, more in pairwise(LEARNERS)
+        for chips, larger in pairwise(CHIPS)
+    ]
+    return all(abs(one - other) <= tolerance for one, other in pairs)
+
+
+def test_the_rule_of_thumb_holds(cells: list[GoodputCell]) -> None:
     assert is_rule_of_thumb_kept(cells, 0.001)
     broken = [replace(cell, goodput_formula=cell.goodput_formula - 0.01 * (cell.learners == 4)) for cell in cells]
     assert not is_rule_of_thumb_kept(broken, 0.001)

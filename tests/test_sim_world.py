@@ -4,8 +4,8 @@ import random
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import LeaderBody
-from diloco_node.sim.disk import Disk, LedgerWrite, StoredPayload, StoredState
-from diloco_node.sim.world import MS, SECOND, Life, Link, Network, World
+from diloco_node.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
+from diloco_node.sim.world import MS, SECOND, FakeLink, FakeNetwork, Life, World
 
 
 class Place:
@@ -29,11 +29,11 @@ class Place:
         self.links.append((peer, is_up))
 
 
-def make_pair(seed: int = 1, **changes: float) -> tuple[World, Network, Place, Place]:
+def make_pair(seed: int = 1, **changes: float) -> tuple[World, FakeNetwork, Place, Place]:
     world = World(seed)
     values = {"delay_ns": 10 * MS, "jitter_ns": 0, "loss": 0.0, "duplicate": 0.0, "rate_bytes_per_s": 1000} | changes
-    links = {pair: Link(**values) for pair in (("a", "b"), ("b", "a"))}  # type: ignore[arg-type]
-    network = Network(world, links)
+    links = {pair: FakeLink(**values) for pair in (("a", "b"), ("b", "a"))}  # type: ignore[arg-type]
+    network = FakeNetwork(world, links)
     places = Place(), Place()
     for name, place in zip("ab", places, strict=True):
         network.join(name, place)
@@ -221,11 +221,11 @@ def test_a_planted_disk_forgets_the_vote_but_not_the_term() -> None:
 
 def test_payloads_behind_the_state_on_disk_are_pruned() -> None:
     disk = Disk()
-    stored = StoredPayload(((0, 1),), b"")
+    stored = DiskPayload(((0, 1),), b"")
     for version in range(1, 7):
         disk.payloads[0, version, b"d"] = stored
         disk.payloads[1, version, b"d"] = stored
-    disk.states[0] = StoredState(5, None, None)  # type: ignore[arg-type]
+    disk.states[0] = DiskState(5, None, None)  # type: ignore[arg-type]
     disk.prune(0, keep_versions=2)
     assert sorted(key[1] for key in disk.payloads if key[0] == 0) == [4, 5, 6]
     assert sorted(key[1] for key in disk.payloads if key[0] == 1) == [1, 2, 3, 4, 5, 6]

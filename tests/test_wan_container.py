@@ -16,7 +16,7 @@ import pytest
 
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.wan import container as module
-from diloco_node.wan.container import Link, load_attachment
+from diloco_node.wan.container import ContainerLink, load_attachment
 from diloco_node.wan.uplink import Kernel
 
 RUN = """
@@ -208,7 +208,7 @@ def test_a_device_that_goes_away_half_way_is_shaped_at_the_next_look(
     monkeypatch.setattr(module, "run_tool", tool)
     monkeypatch.setattr(module, "run_ip", tool)
     kernel = Kernel(netem=True, htb=True, tbf=True, redirect=True, ifb=True)
-    link = Link(load_attachment(environment), kernel, said.append, now_ns=0)
+    link = ContainerLink(load_attachment(environment), kernel, said.append, now_ns=0)
     link.keep(now_ns=0)
     with pytest.raises(DilocoError, match="Cannot find device"):
         link.keep(now_ns=1)

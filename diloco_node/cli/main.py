@@ -13,11 +13,11 @@ from typing import Annotated
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli import budget_cmd, certs, config, pardon_cmd, simulate, start, status
-from diloco_node.cli.demo import command as demo_cmd
+from diloco_node.cli import certs, config, orders, simulate, start, status
+from diloco_node.cli.demo.command import demo
 from diloco_node.cli.measure import command as measure_cmd
-from diloco_node.cli.plan import command as plan_cmd
-from diloco_node.cli.wan import command as wan_cmd
+from diloco_node.cli.plan.command import plan
+from diloco_node.cli.wan.command import app as wan
 from diloco_node.errors import DilocoError
 
 DEBUG_FLAG = "--debug"
@@ -33,15 +33,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("start")(start.start)
-app.command("demo")(demo_cmd.demo)
+app.command("demo")(demo)
 app.command("status")(status.status)
-app.command("plan")(plan_cmd.plan)
-app.command("pardon")(pardon_cmd.pardon)
-app.add_typer(budget_cmd.app, name="budget")
+app.command("plan")(plan)
+app.add_typer(orders.budget, name="budget")
+app.add_typer(orders.quarantine, name="quarantine")
 app.add_typer(certs.app, name="certs")
 app.add_typer(config.app, name="config")
 app.add_typer(simulate.app, name="simulate")
-app.add_typer(wan_cmd.app, name="wan")
+app.add_typer(wan, name="wan")
 app.add_typer(measure_cmd.app, name="measure")
 
 
@@ -71,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    own, command = _split_at_command(given)
+    # What follows `--` belongs to the user's own command, also a `--debug` in it.
+    at = given.index("--") if "--" in given else len(given)
+    own, command = given[:at], given[at:]
     is_debug = DEBUG_FLAG in own
     try:
         app(args=[word for word in own if word != DEBUG_FLAG] + command, prog_name="diloco-node")
@@ -85,12 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
     return 0
-
-
-def _split_at_command(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """What follows `--` belongs to the user's own command, also a `--debug` in it."""
-    at = arguments.index("--") if "--" in arguments else len(arguments)
-    return arguments[:at], arguments[at:]
 
 
 if __name__ == "__main__":

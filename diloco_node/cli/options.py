@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -12,6 +12,8 @@ from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.config import Flag, NodeConfig
+
+T = TypeVar("T")
 
 ConfigOption = Annotated[
     Path | None,
@@ -52,3 +54,18 @@ def load(config: Path | None, named: Mapping[str, tuple[str, Any]], assignments:
     from diloco_node.config import load_config
 
     return load_config(config, flags_from(named, assignments))
+
+
+def parsed(flag: str, text: str, parse: Callable[[str], T]) -> T:
+    """A flag's value.
+
+    Args:
+        flag: as written. parse: raises ValueError with the reason.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} is {text!r}: {error}") from None

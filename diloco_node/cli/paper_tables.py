@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from diloco_node.cli.tables import plain_table
 from diloco_node.sim import bandwidth as bandwidth_table
 from diloco_node.sim import goodput as goodput_table
 
@@ -132,13 +133,11 @@ def _goodput_table(document: Mapping[str, Any], name: str) -> Any:
     table = _table("learners", "", *(_chips(chips) for chips in goodput_table.CHIPS))
     for learners, is_elastic in goodput_table.PRINTED:
         cells = [cell for cell in document["cells"] if (cell["learners"], cell["is_elastic"]) == (learners, is_elastic)]
-        table.add_row(f"M = {learners}", "" if is_elastic else "not elastic", *_percents(cells, name))
+        percents = (
+            "/".join(f"{100 * cell[key]:.0f}" for key in (f"{name}_printed", f"{name}_formula", name)) for cell in cells
+        )
+        table.add_row(f"M = {learners}", "" if is_elastic else "not elastic", *percents)
     return table
-
-
-def _percents(cells: Iterable[Mapping[str, Any]], name: str) -> Iterable[str]:
-    for cell in cells:
-        yield "/".join(f"{100 * cell[key]:.0f}" for key in (f"{name}_printed", f"{name}_formula", name))
 
 
 def _chips(chips: int) -> str:
@@ -146,9 +145,6 @@ def _chips(chips: int) -> str:
 
 
 def _table(*columns: str) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for index, name in enumerate(columns):
-        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
-    return table
+    """The first two columns are words."""
+    adjusted = [(name, "left" if index < 2 else "right") for index, name in enumerate(columns)]
+    return plain_table(*adjusted, is_wrapping=False)

@@ -12,11 +12,6 @@ import typer
 app = typer.Typer(help="Run without a network.", no_args_is_help=True, rich_markup_mode=None)
 
 
-@app.callback()
-def _group() -> None:
-    pass
-
-
 @app.command()
 def run(
     *,
@@ -65,6 +60,6 @@ def _show(document: dict[str, Any], render: Callable[[dict[str, Any]], Any], as_
     if as_json:
         typer.echo(json.dumps(document, indent=1))
         return
-    from diloco_node.cli.console import table_console
+    from diloco_node.cli.tables import table_console
 
     table_console().print(render(document))

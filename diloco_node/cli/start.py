@@ -172,7 +172,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
     """What the daemon is told."""
     from diloco_node.daemon.spec import NodeSpec
     from diloco_node.daemon.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
-    from diloco_node.memory import socket_path
+    from diloco_node.unix_sockets import socket_path
 
     host, port = config.listen(region)
     return NodeSpec(
@@ -201,7 +201,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
 
 
 def trainer_settings(config: NodeConfig) -> dict[str, Any]:
-    """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.trainer`)."""
+    """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.builtin.trainer`)."""
     model = config.model
     return {
         "model": {"layers": model.layers, "dim": model.dim, "heads": model.heads, "context": model.context},

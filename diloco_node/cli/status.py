@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
+import shutil
 import socket
+import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,15 +19,13 @@ import typer
 
 from diloco_node.cli.options import ConfigOption, load
 from diloco_node.errors import ConfigError, PeersUnreachable
-from diloco_node.memory import socket_path
+from diloco_node.unix_sockets import socket_path
 
 TIMEOUT_S: Final = 3.0
 PERIOD_S: Final = 1.0
 ANSWER_BYTES_MAX: Final = 16 * 2**20
 PORT_FILE: Final = "admin.port"
 SOCKET_FILE: Final = "admin.sock"
-# No proxy: the port is on this machine, whatever http_proxy says.
-_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +52,23 @@ def status(
 ) -> None:
     """Show the regions on this machine: of the places given, else of run.toml."""
     targets = [target for place in places for target in find_targets(place)] if places else _targets_of_run(config)
-    if not watch:
-        documents = ask_all(targets)
-        _print_once(documents, as_json)
-        if all("error" in document for document in documents):
-            raise PeersUnreachable(_nobody(targets, documents))
+    if watch:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(targets, as_json)
         return
-    try:
-        _watch(targets, as_json)
-    except KeyboardInterrupt:
-        return
+    documents = ask_all(targets)
+    is_answered = not all("error" in document for document in documents)
+    if as_json:
+        typer.echo(json.dumps({"regions": documents}))
+    elif is_answered:
+        # Piped lines stay whole: who searches them wants each fact in one.
+        is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+        for line in status_lines(documents, shutil.get_terminal_size().columns if is_sized else None):
+            typer.echo(line)
+    if not is_answered:
+        raise PeersUnreachable(
+            f"none of {len(targets)} regions answers ({documents[0]['error']}); is it running? see logs/daemon.log"
+        )
 
 
 def find_targets(place: str) -> list[Target]:
@@ -111,20 +117,22 @@ def _targets_of_run(config: Path | None) -> list[Target]:
 def ask(target: Target) -> dict[str, Any]:
     """The status document of one region, or {"region", "error"} when it does not answer."""
     try:
-        document = json.loads(_ask_socket(target.socket) if target.socket is not None else _ask_port(target.port))
+        with contextlib.closing(connect(target)) as connection:
+            connection.request("GET", "/api/v1/status")
+            document = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
         if not isinstance(document, dict):
             raise ValueError("the answer is no JSON object")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        return {"region": target.name, "error": f"no status from 127.0.0.1:{target.port}: {reason}"}
+        return {"region": target.name, "error": f"no status from 127.0.0.1:{target.port}: {error}"}
     document.setdefault("region", target.name)
     return document
 
 
-def _ask_port(port: int) -> bytes:
-    with _OPENER.open(f"http://127.0.0.1:{port}/api/v1/status", timeout=TIMEOUT_S) as answer:
-        body: bytes = answer.read(ANSWER_BYTES_MAX)
-    return body
+def connect(target: Target) -> http.client.HTTPConnection:
+    """A connection to a region's daemon, by its socket if that is known; it is made by the first request."""
+    if target.socket is not None:
+        return UnixConnection(target.socket)
+    return http.client.HTTPConnection("127.0.0.1", target.port, timeout=TIMEOUT_S)
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -141,29 +149,9 @@ class UnixConnection(http.client.HTTPConnection):
         self.sock.connect(str(self._path))
 
 
-def _ask_socket(path: Path) -> bytes:
-    with contextlib.closing(UnixConnection(path)) as connection:
-        connection.request("GET", "/api/v1/status")
-        return connection.getresponse().read(ANSWER_BYTES_MAX)
-
-
 def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
     """In order; one after the other, for they are on this machine."""
     return [ask(target) for target in targets]
-
-
-def _nobody(targets: Sequence[Target], documents: Sequence[dict[str, Any]]) -> str:
-    return f"none of {len(targets)} regions answers ({documents[0]['error']}); is it running? see logs/daemon.log"
-
-
-def _print_once(documents: Sequence[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"regions": list(documents)}))
-    elif not all("error" in document for document in documents):
-        from rich.console import Console
-
-        console = Console()
-        console.print(render(documents), soft_wrap=not console.is_terminal)
 
 
 def _watch(targets: Sequence[Target], as_json: bool) -> None:
@@ -172,33 +160,31 @@ def _watch(targets: Sequence[Target], as_json: bool) -> None:
             typer.echo(json.dumps({"regions": ask_all(targets)}))
             time.sleep(PERIOD_S)
     from rich.live import Live
-
-    with Live(render(ask_all(targets)), auto_refresh=False) as live:
-        while True:
-            time.sleep(PERIOD_S)
-            live.update(render(ask_all(targets)), refresh=True)
-
-
-def render(documents: Sequence[dict[str, Any]]) -> Any:
-    """A rich table of all regions, and below it why rounds wait, which links are down, the last alarm."""
-    from rich.console import Group
-    from rich.table import Table
     from rich.text import Text
 
-    from diloco_node.cli.demo.live import COLUMNS, region_cells
+    with Live(auto_refresh=False) as live:
+        while True:
+            lines = status_lines(ask_all(targets), live.console.width)
+            live.update(Text("\n".join(lines)), refresh=True)
+            time.sleep(PERIOD_S)
 
-    table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        is_text = column in {"region", "role", "now"}
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "now")
-    for document in documents:
-        if "error" in document:
-            blanks = [""] * (len(COLUMNS) - 3)
-            table.add_row(Text(document["region"]), Text("down"), *blanks, Text(document["error"]))
-        else:
-            table.add_row(*(Text(cell) for cell in region_cells(document["region"], document)))
-    lines = [Text(line) for document in documents for line in detail_lines(document)]
-    return Group(table, *lines)
+
+def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
+    """All regions with what each waits for, and below them open rounds, links that are down, and the last alarm.
+
+    Args:
+        documents: as `ask` returns them. width: of the output in characters; None: no line is wrapped.
+    """
+    from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrapped
+
+    rows = [
+        [document["region"], "down", *[""] * (len(COLUMNS) - 3), document["error"]]
+        if "error" in document
+        else region_cells(document["region"], document)
+        for document in documents
+    ]
+    details = [line for document in documents for line in detail_lines(document)]
+    return region_lines(rows, width) + [line for detail in details for line in wrapped(detail, width)]
 
 
 def detail_lines(document: dict[str, Any]) -> list[str]:

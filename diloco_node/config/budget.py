@@ -54,7 +54,7 @@ Ceiling = Annotated[Rate, PlainValidator(parse_ceiling)]
 Minute = Annotated[int, BeforeValidator(_minute)]
 
 
-class Limits(BaseModel):
+class LimitsSection(BaseModel):
     """Ceilings in both directions; none: no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -70,7 +70,7 @@ class Limits(BaseModel):
         )
 
 
-class WindowSection(Limits):
+class WindowSection(LimitsSection):
     """`[[budget.schedule]]`: other ceilings between two times of day, by this machine's clock.
 
     Attributes:
@@ -85,7 +85,7 @@ class WindowSection(Limits):
         return TimeWindow(self.start, self.end, self.rates())
 
 
-class BudgetSection(Limits):
+class BudgetSection(LimitsSection):
     """`[budget]`: what each region may send and receive, wire bytes of all its links together.
 
     Attributes:
@@ -94,7 +94,7 @@ class BudgetSection(Limits):
         schedule: the first window that holds decides.
     """
 
-    per_peer: Annotated[dict[str, Limits], Field(examples=[{}])] = {}
+    per_peer: Annotated[dict[str, LimitsSection], Field(examples=[{}])] = {}
     schedule: Annotated[tuple[WindowSection, ...], Field(max_length=WINDOWS_MAX, examples=[()])] = ()
 
     def plan(self, region: str, own: RateLimits) -> BudgetPlan:

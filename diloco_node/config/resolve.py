@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from diloco_node.config.budget import BudgetSection, Limits, WindowSection
+from diloco_node.config.budget import BudgetSection, LimitsSection, WindowSection
 from diloco_node.config.schema import (
     NAME_PATTERN,
     REGIONS_MAX,
@@ -39,7 +39,7 @@ _SHOWN_CHARACTERS_MAX: Final = 80
 
 # Tables below tables: [budget.per_peer.NAME] and [[budget.schedule]].
 _BUDGET_TABLES: Final[dict[Key, type[BaseModel]]] = {
-    ("budget", "per_peer"): Limits,
+    ("budget", "per_peer"): LimitsSection,
     ("budget", "schedule"): WindowSection,
 }
 
@@ -110,7 +110,7 @@ class NodeConfig:
     def budget_plan(self, region: str) -> BudgetPlan:
         """The bandwidth budget of one region; it may differ between regions, and is no part of `settings_digest`."""
         own = self.regions[region]
-        return self.budget.plan(region, Limits(egress=own.egress, ingress=own.ingress).rates())
+        return self.budget.plan(region, LimitsSection(egress=own.egress, ingress=own.ingress).rates())
 
     def settings_digest(self) -> str:
         """SHA-256 (hex) of `run_settings` in canonical JSON: equal on all regions, or they refuse each other."""

@@ -33,10 +33,10 @@ from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, StorageError
-from diloco_node.memory import Process
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity
+from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
 ADMIN_PORT_NAME: Final = "admin.port"
@@ -80,7 +80,7 @@ class Daemon:
                 finish=self._finish,
                 set_budget=self._set_budget,
                 measure=self._measure,
-                pardon=self._pardon,
+                lift_quarantine=self._lift_quarantine,
             ),
             registry,
             port=self.spec.admin_port,
@@ -193,6 +193,8 @@ class Daemon:
 
     def learner_said(self, message: ToDaemon) -> None:
         """The first learner of a fresh region says what the model is; every later one must have the same."""
+        if isinstance(message, Attach):
+            log.info("learner attached", region=self.spec.region, pid=message.pid)
         if self._node is not None:
             self._node.learner_said(message)
         elif not isinstance(message, Attach):
@@ -224,7 +226,8 @@ class Daemon:
         """The status document (docs/operate.md); also what report.json holds at the end."""
         if self._node is not None:
             return self._node.status()
-        return {"region": self.spec.region, "run_id": self.spec.run_id, "state": "starting"}
+        reason = self._not_ready_reason()
+        return {"region": self.spec.region, "run_id": self.spec.run_id, "state": "starting", "reason": reason}
 
     def _not_ready_reason(self) -> str:
         return "waits for the learner to list its tensors" if self._node is None else self._node.not_ready_reason()
@@ -254,13 +257,13 @@ class Daemon:
             self._node.transport.set_budget(plan)
         self.notes.add(Note("budget", f"set by {why}: {plan}"))
 
-    def _pardon(self, peer: str) -> bool:
-        """End a peer's quarantine. Raises ConfigError."""
+    def _lift_quarantine(self, peer: str) -> bool:
+        """Readmit a peer; whether it was in quarantine or had strikes. Raises ConfigError."""
         if peer not in self.spec.peers:
             raise ConfigError(f"{peer!r} is none of this region's peers: {', '.join(sorted(self.spec.peers))}")
-        was = self._node is not None and self._node.transport.pardon(peer)
+        was = self._node is not None and self._node.transport.lift_quarantine(peer)
         if was:
-            self.notes.add(Note("peer", f"{peer} is pardoned by an operator"))
+            self.notes.add(Note("peer", f"an operator lifted the quarantine of {peer}"))
         return was
 
     async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None], keep: Keep) -> Mapping[str, Any]:

@@ -38,8 +38,8 @@ from diloco_node.daemon.work import Spawn, Threads, in_thread
 from diloco_node.errors import PeerError, ProtocolViolation, StorageError
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import Measuring
-from diloco_node.memory import allot_incarnation, read_trained
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import allot_incarnation, read_trained
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import learner_link

@@ -25,6 +25,7 @@ import contextlib
 import fcntl
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -37,7 +38,8 @@ from types import FrameType
 from typing import IO, Final
 
 from diloco_node.errors import StorageError
-from diloco_node.memory import MemoryStore, socket_path
+from diloco_node.shared_memory import MemoryStore
+from diloco_node.unix_sockets import socket_path
 
 FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 """The daemon's exit codes that another start would only repeat."""
@@ -52,6 +54,9 @@ STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
 LOG_BYTES_MAX: Final = 32 * 2**20
 """A child's log is rotated here; one older file is kept."""
+
+COMMAND_CHARS_MAX: Final = 80
+"""Of a child's command in a message."""
 
 DAEMON_SOCKET: Final = "learner.sock"
 MEMORY_SOCKET: Final = "memory.sock"
@@ -172,6 +177,15 @@ class _Child:
     @property
     def is_running(self) -> bool:
         return self._process is not None
+
+    @property
+    def shown(self) -> str:
+        """Process id and command, for people: a long command loses its middle."""
+        command = " ".join(shlex.join(self._command).split())
+        if len(command) > COMMAND_CHARS_MAX:
+            half = (COMMAND_CHARS_MAX - len(" ... ")) // 2
+            command = f"{command[:half].rstrip()} ... {command[-half:].lstrip()}"
+        return f"pid {self._process.pid if self._process is not None else '-'}: {command}"
 
     def start(self, env: Mapping[str, str], report: Callable[[_Event], None]) -> None:
         """Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked."""
@@ -294,6 +308,11 @@ class _Supervisor:
     def _start(self, child: _Child) -> None:
         child.start(self._env, self._events.put)
         self.say(f"{child.name} started, start={child.starts}")
+        if child is self._learner:
+            self.say(
+                f"waiting for the learner ({child.shown}) to attach; "
+                "importing torch and building the model takes 15 to 40 s"
+            )
 
     def _turn(self) -> int | None:
         """Carry out one event or one restart that is due. Returns the exit code when it is over."""

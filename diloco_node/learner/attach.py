@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
-from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, Progress, Stateful, read_newest
+from diloco_node.learner.checkpoint import Checkpointing, Stateful, TrainingProgress
 from diloco_node.learner.layouts.whole import ModelTensors, host_values
 from diloco_node.learner.loss import LateLoss, finite
 from diloco_node.learner.process import TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Ranks
-from diloco_node.learner.session import Session
+from diloco_node.learner.session import LearnerSession
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome, merge_rules
 
 log = logging.getLogger("diloco_node.learner")
@@ -71,7 +71,6 @@ def attach(
         ConfigError: the run's number of fragments does not fit this model.
     """
     return Diloco(
-        model,
         optimizer,
         tensors=ModelTensors(model, masters=masters, merge=merge),
         stateful=stateful or {},
@@ -93,7 +92,6 @@ class Diloco:
 
     def __init__(
         self,
-        model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         *,
         tensors: ModelTensors,
@@ -108,23 +106,18 @@ class Diloco:
         self.stop_reason = ""
         self.steps = 0
         self.tokens = 0
-        self._model = model
-        self._optimizer = optimizer
         self._tensors = tensors
-        self._stateful = stateful
-        self._checkpoint_every_s = checkpoint_every_s
+        self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
         self._blocked_ns = 0
         self._reported_ns = 0
         self._loss = LateLoss()
         self._val_loss: float | None = None
         self._val_loss_global: float | None = None
-        self._session: Session | None = None
-        self._writer: CheckpointWriter | None = None
+        self._session: LearnerSession | None = None
         self._is_closed = False
         self._terminate = TerminateFlag()
         self._ranks = Ranks()
         self._manifest: Manifest | None = None
-        self._saved_at_s = time.monotonic()
         try:
             self._join()
         except BaseException as error:
@@ -151,7 +144,7 @@ class Diloco:
         """The version last applied of each fragment, -1 for none; empty when alone, and on ranks other than 0."""
         if self._session is None:
             return ()
-        return tuple(position.base_version for position in self._session.island.positions)
+        return tuple(position.base_version for position in self._session.fragments.positions)
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
@@ -192,11 +185,12 @@ class Diloco:
         applied = session.carry_out(lambda indices: self._lead(tokens, indices))
         if self._ranks.size > 1:
             for index in applied:
-                self._ranks.share_vector(session.island.vector(index))
+                self._ranks.share_vector(session.fragments.vector(index))
         if started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news:
             self._reported_ns = started_ns
             self._report(session)
-        self._save_if_due(session)
+        if self._checkpoints.is_due:
+            self._checkpoints.save(self._progress(session))
 
     def _lead(self, tokens: int, applied: tuple[int, ...]) -> None:
         """Rank 0, when it knows what it is going to apply, and before it does."""
@@ -229,11 +223,11 @@ class Diloco:
             self.should_stop, self.stop_reason = True, reason
             log.info("stopping: %s", reason)
 
-    def _report(self, session: Session) -> None:
+    def _report(self, session: LearnerSession) -> None:
         session.report(
             Report(
-                step=session.island.step,
-                tokens=session.island.tokens,
+                step=session.fragments.step,
+                tokens=session.fragments.tokens,
                 loss=self._loss.newest(),
                 step_time_ns=session.timer.average_ns,
                 blocked_ns=self._blocked_ns,
@@ -265,7 +259,7 @@ class Diloco:
             return {name: value.detach().clone() for name, value in self._tensors.model.state_dict().items()}
         if self._session is None:
             raise LearnerError("global_state_dict() is there on rank 0 only; broadcast it if other ranks need it")
-        return self._tensors.full_state(self._manifest.fragments, self._session.global_vectors())
+        return self._tensors.full_state(self._manifest.fragments, self._session.fragments.global_vectors())
 
     def own_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
@@ -280,7 +274,7 @@ class Diloco:
             return self.global_state_dict()
         if self._session is None:
             raise LearnerError("own_state_dict() is there on rank 0 only")
-        return self._tensors.full_state(self._manifest.fragments, self._session.island.own_vectors())
+        return self._tensors.full_state(self._manifest.fragments, self._session.fragments.own_vectors())
 
     def settle(self, seconds: float) -> None:
         """Go on applying versions for some time without stepping; after the loop, to end on the run's last versions.
@@ -295,15 +289,18 @@ class Diloco:
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. Rank 0 only."""
-        session, writer = self._session, self._writer
-        if session is None or writer is None or self._is_closed:
-            return
-        writer.wait()
-        if writer.is_busy:
-            log.warning("no checkpoint: the one before is still being written")
-            return
-        self._save(session, writer)
-        writer.wait()
+        if self._session is not None and not self._is_closed:
+            self._checkpoints.save_now(self._progress(self._session))
+
+    def _progress(self, session: LearnerSession) -> TrainingProgress:
+        assert session.welcome is not None
+        return TrainingProgress(
+            manifest_digest=session.manifest.digest,
+            incarnation=session.welcome.incarnation,
+            global_step=self.global_step,
+            step=session.fragments.step,
+            tokens=session.fragments.tokens,
+        )
 
     def __enter__(self) -> Diloco:
         return self
@@ -326,13 +323,13 @@ class Diloco:
             except BaseException as error:
                 self._close(Failed(_in_words(error)))
                 raise
-            island = session.island
+            fragments = session.fragments
             # A process that was asked to stop has not stopped for good: the next one goes on.
             is_interrupted = self._terminate.is_set and session.stop_reason is None
             last = (
                 None
                 if is_interrupted
-                else Done(island.step, island.tokens, self._val_loss, self._val_loss_global, self._blocked_ns)
+                else Done(fragments.step, fragments.tokens, self._val_loss, self._val_loss_global, self._blocked_ns)
             )
         self._close(last)
 
@@ -343,8 +340,7 @@ class Diloco:
         self._terminate.restore()
         if self._session is not None:
             self._session.close(last)
-        if self._writer is not None:
-            self._writer.wait()
+        self._checkpoints.wait()
         self._ranks.close()
 
     # ---- joining -----------------------------------------------------------------------------------------------------
@@ -365,7 +361,7 @@ class Diloco:
         if self._ranks.is_first:
             if not memory:
                 raise ConfigError("DILOCO_SOCKET is set, but DILOCO_SUPERVISOR is not: start through diloco-node start")
-            self._session = Session(Path(socket), Path(memory), self._tensors)
+            self._session = LearnerSession(Path(socket), Path(memory), self._tensors)
         welcome = self._welcome()
         if welcome is None:
             self._stop_if(True, "asked to stop before the daemon answered")
@@ -376,7 +372,9 @@ class Diloco:
         self.region, self.region_index, self.region_names = welcome.region, welcome.region_index, welcome.regions
         self.global_step = welcome.global_step
         self._manifest = build_manifest(merge_rules(self._tensors.specs, welcome.merge), welcome.fragments)
-        self._resume(welcome)
+        resumed_step = self._checkpoints.resume(Path(welcome.state_dir), welcome.manifest_digest, self._ranks)
+        # The run may be further than this region's learner was when it died.
+        self.global_step = max(self.global_step, resumed_step)
         self._place()
 
     def _welcome(self) -> Welcome | None:
@@ -389,25 +387,6 @@ class Diloco:
         assert isinstance(message, Welcome)
         return message
 
-    def _resume(self, welcome: Welcome) -> None:
-        """Optimizer, `stateful` and schedule from this region's last checkpoint; parameters come from the run."""
-        if self._checkpoint_every_s <= 0:
-            return
-        folder = Path(welcome.state_dir) / "learner" / "checkpoints"
-        found: Checkpoint | None = None
-        if self._ranks.is_first:
-            self._writer = CheckpointWriter(folder)
-            found = read_newest(folder, welcome.manifest_digest)
-        document = self._ranks.share_bytes(b"" if found is None else found.document().encode())
-        body = self._ranks.share_bytes(b"" if found is None else found.body())
-        if not document:
-            return
-        found = found or Checkpoint.from_parts(document.decode(), body)
-        found.restore(self._optimizer, self._stateful, rng=self._ranks.is_first)
-        # The run may be further than this region's learner was when it died.
-        self.global_step = max(self.global_step, found.progress.global_step)
-        log.info("optimizer and data position from the checkpoint at step %d", found.progress.global_step)
-
     def _place(self) -> None:
         """Every rank's parameters become the run's."""
         session, manifest = self._session, self._manifest
@@ -418,30 +397,9 @@ class Diloco:
         if is_placed and self._ranks.size > 1:
             for fragment in manifest.fragments:
                 if session is not None:
-                    self._ranks.share_vector(session.island.vector(fragment.index))
+                    self._ranks.share_vector(session.fragments.vector(fragment.index))
                 else:
                     self._receive(fragment.index)
-
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
-
-    def _save_if_due(self, session: Session) -> None:
-        writer = self._writer
-        if writer is None or writer.is_busy or time.monotonic() - self._saved_at_s < self._checkpoint_every_s:
-            return
-        self._save(session, writer)
-
-    def _save(self, session: Session, writer: CheckpointWriter) -> None:
-        assert session.welcome is not None
-        self._saved_at_s = time.monotonic()
-        island = session.island
-        progress = Progress(
-            session.manifest.digest, session.welcome.incarnation, self.global_step, island.step, island.tokens
-        )
-        try:
-            writer.save(progress, self._optimizer, self._stateful)
-        except LearnerError as error:
-            log.warning("no checkpoints of this learner: %s", error)
-            self._writer = None
 
 
 def _count(tokens: Any) -> int:

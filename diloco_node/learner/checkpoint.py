@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
-from diloco_node.memory import sync_folder
+from diloco_node.learner.ranks import Ranks
+from diloco_node.storage.durable import sync_folder
 
 FORMAT: Final = 1
 KEPT: Final = 2
@@ -50,7 +52,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     """Where the learner was.
 
     Attributes:
@@ -74,7 +76,7 @@ class Checkpoint:
         optimizer: what of the optimizer is no tensor. stateful: per name, JSON.
     """
 
-    progress: Progress
+    progress: TrainingProgress
     tensors: dict[str, Tensor]
     optimizer: Json
     stateful: dict[str, Json]
@@ -83,7 +85,7 @@ class Checkpoint:
         """Everything that is no tensor, as JSON."""
         parts = {
             "format": FORMAT,
-            "progress": {name: getattr(self.progress, name) for name in Progress.__slots__},
+            "progress": {name: getattr(self.progress, name) for name in TrainingProgress.__slots__},
             "optimizer": self.optimizer,
             "stateful": self.stateful,
         }
@@ -105,7 +107,7 @@ class Checkpoint:
         if parts["format"] != FORMAT:
             raise LearnerError(f"format {parts['format']}, expected {FORMAT}")
         tensors = load(body) if isinstance(body, bytes) else body
-        return cls(Progress(**parts["progress"]), tensors, parts["optimizer"], parts["stateful"])
+        return cls(TrainingProgress(**parts["progress"]), tensors, parts["optimizer"], parts["stateful"])
 
     def restore(self, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful], *, rng: bool) -> None:
         """Put it back.
@@ -145,7 +147,7 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def save(
-        self, progress: Progress, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful]
+        self, progress: TrainingProgress, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful]
     ) -> None:
         """Copy everything now, write it later. Not while `is_busy`: the copies are reused.
 
@@ -182,6 +184,78 @@ class CheckpointWriter:
             write_checkpoint(self._folder, checkpoint)
         except (OSError, SafetensorError, LearnerError) as error:
             log.warning("learner checkpoint not written, training goes on: %s", error)
+
+
+class Checkpointing:
+    """The checkpoints of one learner: when they are written, and the one it begins with.
+
+    Args:
+        optimizer, stateful: what they hold. every_s: seconds from one to the next; 0 for none.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful], *, every_s: float
+    ) -> None:
+        self._optimizer = optimizer
+        self._stateful = stateful
+        self._every_s = every_s
+        self._writer: CheckpointWriter | None = None
+        self._saved_at_s = time.monotonic()
+
+    def resume(self, state_dir: Path, manifest_digest: str, ranks: Ranks) -> int:
+        """Optimizer and `stateful` from the region's last checkpoint, on every rank; parameters come from the run.
+
+        Returns:
+            The step on the schedule where it was written; 0 if there is none.
+
+        Raises:
+            LearnerError: the checkpoint does not fit this training script.
+        """
+        if self._every_s <= 0:
+            return 0
+        found: Checkpoint | None = None
+        if ranks.is_first:
+            folder = state_dir / "learner" / "checkpoints"
+            self._writer = CheckpointWriter(folder)
+            found = read_newest(folder, manifest_digest)
+        document = ranks.share_bytes(b"" if found is None else found.document().encode())
+        body = ranks.share_bytes(b"" if found is None else found.body())
+        if not document:
+            return 0
+        found = found or Checkpoint.from_parts(document.decode(), body)
+        found.restore(self._optimizer, self._stateful, rng=ranks.is_first)
+        log.info("optimizer and data position from the checkpoint at step %d", found.progress.global_step)
+        return found.progress.global_step
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next one, and the last one is on disk."""
+        is_time = time.monotonic() - self._saved_at_s >= self._every_s
+        return is_time and self._writer is not None and not self._writer.is_busy
+
+    def save(self, progress: TrainingProgress) -> None:
+        """Copy everything now; it is written in the background. A state that can't be kept ends the checkpoints."""
+        assert self._writer is not None
+        self._saved_at_s = time.monotonic()
+        try:
+            self._writer.save(progress, self._optimizer, self._stateful)
+        except LearnerError as error:
+            log.warning("no checkpoints of this learner: %s", error)
+            self._writer = None
+
+    def save_now(self, progress: TrainingProgress) -> None:
+        """Save, and wait until it is on disk; nothing where there are no checkpoints (a rank other than 0)."""
+        self.wait()
+        if self._writer is not None and self._writer.is_busy:
+            log.warning("no checkpoint: the one before is still being written")
+        elif self._writer is not None:
+            self.save(progress)
+            self.wait()
+
+    def wait(self) -> None:
+        """Until what was saved last is on disk."""
+        if self._writer is not None:
+            self._writer.wait()
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:

@@ -1,8 +1,8 @@
 """The learner's side of merging: snapshots, outer gradients, and versions applied with carry-over.
 
-`Island` belongs to the training thread, which calls it at step boundaries. It keeps `base` (what it last applied),
-unresolved snapshots and the positions, which outlive any daemon. Encoding happens in one background thread; the
-training thread only copies. The outer gradient is `base - theta` (see `codec.kernels.encode_delta`).
+`LearnerFragments` belongs to the training thread, which calls it at step boundaries. It keeps `base` (what it last
+applied), unresolved snapshots and the positions, which outlive any daemon. Encoding happens in one background thread;
+the training thread only copies. The outer gradient is `base - theta` (see `codec.kernels.encode_delta`).
 
 Lifetimes: a snapshot S is unresolved from `snapshot` until a later version of its fragment is applied, or another
 snapshot of the fragment replaces it. Asked again for the same version and base it is offered again, bytes unchanged.
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -44,8 +45,8 @@ ENCODER_STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class IslandSettings:
-    """What the daemon's Welcome fixes for the island; names as there."""
+class FragmentSettings:
+    """What the daemon's Welcome fixes for the fragments; names as there."""
 
     region: str
     incarnation: int
@@ -79,13 +80,13 @@ class _Snapshot:
     encoded: threading.Event = field(default_factory=threading.Event)
 
 
-class Island:
+class LearnerFragments:
     """The model's fragments as one learner holds them.
 
     Args:
         tensors: the model's parameters.
         manifest: how they are cut; made from the same tensors.
-        settings: see IslandSettings.
+        settings: see FragmentSettings.
         inbox: shape (manifest.size,), float32: versions from the daemon (shared memory).
         outbox: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory).
         answer: called from the encoder thread with each SnapshotReady or SnapshotDenied.
@@ -100,7 +101,7 @@ class Island:
         self,
         tensors: ModelTensors,
         manifest: Manifest,
-        settings: IslandSettings,
+        settings: FragmentSettings,
         *,
         inbox: F32,
         outbox: U8,
@@ -116,13 +117,14 @@ class Island:
         self.discounted = 0
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
         self._blocks = [FragmentBlocks(part.piece_sizes, settings.codec_up) for part in manifest.fragments]
-        self._places = _cut(torch.from_numpy(inbox), [part.size for part in manifest.fragments])
+        sizes = [part.size for part in manifest.fragments]
+        self._places = list(torch.split(torch.from_numpy(inbox), sizes))
         self._outbox = outbox
-        self._outbox_starts = _starts([blocks.encoded_bytes for blocks in self._blocks])
+        self._outbox_starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
         # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
         is_pinned = torch.cuda.is_available()
-        self._base = _cut(_room(manifest.size, is_pinned=is_pinned), [part.size for part in manifest.fragments])
-        self._largest = max(part.size for part in manifest.fragments)
+        self._base = list(torch.split(_room(manifest.size, is_pinned=is_pinned), sizes))
+        self._largest = max(sizes)
         self._pool = [_room(self._largest, is_pinned=is_pinned) for _ in range(2)]
         self._is_pinned = is_pinned
         largest_piece = max(piece.size for part in manifest.fragments for piece in part.pieces)
@@ -133,7 +135,10 @@ class Island:
         self._next_snapshot = 1
         self._answer = answer
         self._encoder = _Encoder(self._encode, before_ready, self._announce)
-        self._warm_up()
+        # Load or compile the kernel now, not beside the first steps.
+        smallest = min(self._blocks, key=lambda blocks: blocks.values)
+        zeros = np.zeros(smallest.values, np.float32)
+        kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
 
     @property
     def is_placed(self) -> bool:
@@ -191,7 +196,8 @@ class Island:
         if held is not None:
             self._resolve(held)
         fragment = self.manifest.fragments[wanted.fragment]
-        buffer = self._buffer()
+        # Memory that has been touched before, where there is some: copying into it is fast.
+        buffer = self._pool.pop() if self._pool else _room(self._largest, is_pinned=self._is_pinned)
         values = buffer[: fragment.size]
         self.tensors.read(fragment, values)
         taken = _Snapshot(
@@ -320,21 +326,11 @@ class Island:
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 
-    def _buffer(self) -> Tensor:
-        """Room for a snapshot; its memory has been touched before, so that copying into it is fast."""
-        return self._pool.pop() if self._pool else _room(self._largest, is_pinned=self._is_pinned)
-
     def _resolve(self, taken: _Snapshot) -> None:
         del self._snapshots[taken.fragment]
         # While the encoder still reads the values, they are left to the garbage collector.
         if taken.encoded.is_set() and len(self._pool) < len(self.positions):
             self._pool.append(taken.buffer)
-
-    def _warm_up(self) -> None:
-        """Load or compile the kernel now, not beside the first steps."""
-        blocks = min(self._blocks, key=lambda blocks: blocks.values)
-        zeros = np.zeros(blocks.values, np.float32)
-        kernels.encode_delta(blocks, zeros, zeros, np.zeros(blocks.encoded_bytes, np.uint8))
 
     def close(self) -> None:
         """Stop the encoder and let go of the shared memory."""
@@ -395,18 +391,6 @@ def _room(size: int, *, is_pinned: bool) -> Tensor:
     if is_pinned:
         return torch.zeros(size, dtype=torch.float32, device="cpu", pin_memory=True)
     return torch.from_numpy(np.zeros(size, np.float32))
-
-
-def _starts(sizes: list[int]) -> list[int]:
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + size)
-    return starts
-
-
-def _cut(whole: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Views of consecutive parts."""
-    return list(torch.split(whole, sizes))
 
 
 def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:

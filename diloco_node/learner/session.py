@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from torch import Tensor
 
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError
-from diloco_node.learner.fragments import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
 from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.learner.link import LearnerLink
 from diloco_node.learner.revert import RevertCheck
-from diloco_node.memory import TrainedCounter, request_area
+from diloco_node.shared_memory import request_area
+from diloco_node.storage.trained import TrainedCounter
 from diloco_node.wire.learner_link import (
     INBOX,
     LINK_PROTOCOL,
@@ -64,7 +64,7 @@ class StepTimer:
         self._last_ns = now_ns
 
 
-class Session:
+class LearnerSession:
     """See the module.
 
     Args:
@@ -83,7 +83,7 @@ class Session:
         self.timer = StepTimer()
         self._memory = memory
         self._tensors = tensors
-        self._island: Island | None = None
+        self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
         self._revert = RevertCheck(tensors)
         self._denied: SnapshotDenied | None = None
@@ -91,15 +91,15 @@ class Session:
         self._link = LearnerLink(socket, self._make_attach)
 
     @property
-    def island(self) -> Island:
+    def fragments(self) -> LearnerFragments:
         """The fragments; only after `join`."""
-        assert self._island is not None
-        return self._island
+        assert self._fragments is not None
+        return self._fragments
 
     @property
     def manifest(self) -> Manifest:
         """How the model is cut; only after `join`."""
-        return self.island.manifest
+        return self.fragments.manifest
 
     # ---- joining -----------------------------------------------------------------------------------------------------
 
@@ -114,7 +114,7 @@ class Session:
 
     def place(self, is_stopping: Callable[[], bool]) -> bool:
         """Wait until every fragment holds a version (genesis, or where the run is). False if stopped before."""
-        return self._wait_until(lambda: self.island.is_placed, is_stopping, "the first version of all fragments")
+        return self._wait_until(lambda: self.fragments.is_placed, is_stopping, "the first version of all fragments")
 
     def _wait_until(self, is_there: Callable[[], bool], is_stopping: Callable[[], bool], what: str) -> bool:
         noted_s = time.monotonic()
@@ -133,8 +133,8 @@ class Session:
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
-        island, welcome = self._island, self.welcome
-        if island is None or welcome is None:
+        fragments, welcome = self._fragments, self.welcome
+        if fragments is None or welcome is None:
             return Attach(LINK_PROTOCOL, os.getpid(), self._tensors.specs, NEW_PROCESS, "", 0, 0, 0, (), ())
         return Attach(
             protocol=LINK_PROTOCOL,
@@ -142,27 +142,27 @@ class Session:
             tensors=self._tensors.specs,
             incarnation=welcome.incarnation,
             run_id=welcome.run_id,
-            step=island.step,
-            tokens=island.tokens,
+            step=fragments.step,
+            tokens=fragments.tokens,
             step_time_ns=self.timer.average_ns,
-            positions=tuple(island.positions),
-            snapshots=island.unresolved(),
+            positions=tuple(fragments.positions),
+            snapshots=fragments.unresolved(),
         )
 
     def _welcomed(self, welcome: Welcome) -> None:
-        if self.welcome is None or self._island is None:
-            self._island = self._build(welcome)
+        if self.welcome is None or self._fragments is None:
+            self._fragments = self._build(welcome)
             self.welcome = welcome
         elif _identity(welcome) != _identity(self.welcome):
             raise LearnerError(
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
                 "restart the learner"
             )
-        if welcome.wants_initial_state and not self.island.is_placed:
-            self.island.write_initial_state()
+        if welcome.wants_initial_state and not self.fragments.is_placed:
+            self.fragments.write_initial_state()
             self._link.send(InitialState())
 
-    def _build(self, welcome: Welcome) -> Island:
+    def _build(self, welcome: Welcome) -> LearnerFragments:
         manifest = build_manifest(merge_rules(self._tensors.specs, welcome.merge), welcome.fragments)
         if manifest.digest != welcome.manifest_digest:
             raise LearnerError(
@@ -178,10 +178,10 @@ class Session:
             with contextlib.suppress(OSError):
                 counter.flush()
 
-        return Island(
+        return LearnerFragments(
             self._tensors,
             manifest,
-            IslandSettings(
+            FragmentSettings(
                 region=welcome.region,
                 incarnation=welcome.incarnation,
                 codec_up=welcome.codec_up,
@@ -201,11 +201,11 @@ class Session:
 
         Called from within `carry_out`'s `announce`, so that the link does not describe half a boundary.
         """
-        island, counter = self.island, self._counter
+        fragments, counter = self.fragments, self._counter
         assert counter is not None
-        island.step += 1
-        island.tokens += tokens
-        counter.write(island.step, island.tokens)
+        fragments.step += 1
+        fragments.tokens += tokens
+        counter.write(fragments.step, fragments.tokens)
 
     def carry_out(self, announce: Callable[[tuple[int, ...]], None]) -> tuple[int, ...]:
         """Take the snapshots and apply the versions that the daemon asked for.
@@ -225,7 +225,7 @@ class Session:
             commands = list(self._link.commands())
             # Decided once: a fragment that the encoder is busy with now may be free a moment later.
             offered = sorted({command.fragment for command in commands if isinstance(command, VersionOffered)})
-            applied = tuple(index for index in offered if not self.island.is_busy(index))
+            applied = tuple(index for index in offered if not self.fragments.is_busy(index))
             self._heed_stop(commands)
             announce(applied)
             for command in commands:
@@ -244,15 +244,15 @@ class Session:
             case Welcome():
                 self._welcomed(command)
             case SnapshotWanted():
-                answer = self.island.snapshot(command)
+                answer = self.fragments.snapshot(command)
                 if answer is not None:
                     self._link.send(answer)
             case VersionOffered():
                 fragment = self.manifest.fragments[command.fragment]
                 self._revert.before(fragment)
-                self._link.send(self.island.apply(command))
+                self._link.send(self.fragments.apply(command))
                 self._revert.after(fragment)
-                self._note_news(self.island.step - 1)
+                self._note_news(self.fragments.step - 1)
             case Stop():
                 self._heed_stop([command])
 
@@ -275,16 +275,12 @@ class Session:
     @property
     def is_news(self) -> bool:
         """Whether this step, or one that was not reported, is one that rounds may wait for."""
-        return self._news_step is not None and self.island.step >= self._news_step
+        return self._news_step is not None and self.fragments.step >= self._news_step
 
     def _note_news(self, told_step: int) -> None:
         assert self.welcome is not None
         sync_every = self.welcome.sync_every
-        self._news_step = next_news_step(self.island.positions, told_step, sync_every=sync_every)
-
-    def global_vectors(self) -> list[Tensor]:
-        """Per fragment the global parameters as last applied."""
-        return self.island.global_vectors()
+        self._news_step = next_news_step(self.fragments.positions, told_step, sync_every=sync_every)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a command from the daemon."""
@@ -295,8 +291,8 @@ class Session:
         if last is not None:
             self._link.send(last)
         self._link.close(FLUSH_S)
-        if self._island is not None:
-            self._island.close()
+        if self._fragments is not None:
+            self._fragments.close()
         if self._counter is not None:
             self._counter.close()
 

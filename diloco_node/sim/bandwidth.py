@@ -57,7 +57,7 @@ _BITS: Final = {"bf16": 16, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class BandwidthCell:
     """One printed number.
 
     Attributes:
@@ -104,18 +104,20 @@ class Honest:
     here_int4: float
 
 
-def table() -> tuple[Cell, ...]:
+def table() -> tuple[BandwidthCell, ...]:
     """All 60 cells, in the paper's order."""
     return tuple(_cells())
 
 
-def _cells() -> Iterator[Cell]:
+def _cells() -> Iterator[BandwidthCell]:
     for setting in SETTINGS:
         for method in (DATA_PARALLEL, *_BITS):
             printed = PRINTED[setting.name, method].split()
             for utilisation, text in zip(UTILISATIONS, printed, strict=True):
                 is_covered = method != DATA_PARALLEL or utilisation <= DATA_PARALLEL_UTILISATION_MAX
-                yield Cell(setting.name, method, utilisation, text, _rate(setting, method, utilisation), is_covered)
+                yield BandwidthCell(
+                    setting.name, method, utilisation, text, _rate(setting, method, utilisation), is_covered
+                )
 
 
 def _rate(setting: Setting, method: str, utilisation: float) -> float:

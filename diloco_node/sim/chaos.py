@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from diloco_node.sim import view
 from diloco_node.sim.host import Host
-from diloco_node.sim.world import MS, SECOND, Network, World
+from diloco_node.sim.world import MS, SECOND, FakeNetwork, World
 
 SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
@@ -34,7 +34,7 @@ class Chaos:
         is_over: no further faults; set by `heal`.
     """
 
-    def __init__(self, world: World, network: Network, hosts: Mapping[str, Host], *, mean_gap_events: int) -> None:
+    def __init__(self, world: World, network: FakeNetwork, hosts: Mapping[str, Host], *, mean_gap_events: int) -> None:
         self.injected: Counter[str] = Counter()
         self.is_over = False
         self._world = world

@@ -19,7 +19,7 @@ from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
 from diloco_node.numeric import F32
 from diloco_node.sim import tensors
-from diloco_node.sim.disk import Disk, StoredPayload, StoredState
+from diloco_node.sim.disk import Disk, DiskPayload, DiskState
 
 if TYPE_CHECKING:
     from diloco_node.sim.setup import Setup
@@ -36,7 +36,7 @@ class ContributionKey(NamedTuple):
     block_stop: int
 
 
-class MergedPart(NamedTuple):
+class MergedBlocks(NamedTuple):
     """A merged stripe in memory."""
 
     block_start: int
@@ -86,7 +86,7 @@ class DataPlane:
         self._disk = disk
         self._complain = complain
         self._contributions: dict[ContributionKey, tuple[int, bytes]] = {}
-        self._merged: dict[Ballot, dict[int, MergedPart]] = {}
+        self._merged: dict[Ballot, dict[int, MergedBlocks]] = {}
         self._pending: dict[ResidualKey, F32] = {}
         self._installed: dict[ResidualKey, F32] = {}
         self._loose: dict[tuple[int, int, int], F32] = {}
@@ -110,11 +110,11 @@ class DataPlane:
         if hashlib.sha256(body).digest() != header.digest:
             self._complain(f"merged stripe with other bytes than its digest: {header}")
             return False
-        part = MergedPart(header.block_start, header.block_stop, body)
+        part = MergedBlocks(header.block_start, header.block_stop, body)
         self._merged.setdefault(header.ballot, {})[header.stripe] = part
         return True
 
-    def merged_part(self, ballot: Ballot, stripe: int) -> MergedPart | None:
+    def merged_part(self, ballot: Ballot, stripe: int) -> MergedBlocks | None:
         """A merged stripe in memory."""
         return self._merged.get(ballot, {}).get(stripe)
 
@@ -141,7 +141,7 @@ class DataPlane:
         blocks = (effect.block_start, effect.block_stop)
         self._pending[ResidualKey(effect.ballot, effect.fragment, *blocks)] = reduced.residual
         self._loose[(effect.fragment, *blocks)] = reduced.residual
-        self._merged.setdefault(effect.ballot, {})[effect.stripe] = MergedPart(*blocks, reduced.encoded)
+        self._merged.setdefault(effect.ballot, {})[effect.stripe] = MergedBlocks(*blocks, reduced.encoded)
         return StripeReduced(
             ballot=effect.ballot,
             stripe=effect.stripe,
@@ -168,17 +168,17 @@ class DataPlane:
 
     # ---- payloads and versions ---------------------------------------------------------------------------------------
 
-    def assemble(self, effect: StorePayload) -> StoredPayload | None:
+    def assemble(self, effect: StorePayload) -> DiskPayload | None:
         """The payload of a ballot from its merged stripes; None (with a complaint) if it is not whole."""
         parts = self._merged.get(effect.ballot, {})
         ranges = tuple((parts[index].block_start, parts[index].block_stop) for index in sorted(parts))
-        stored = StoredPayload(ranges, b"".join(parts[index].encoded for index in sorted(parts)))
+        stored = DiskPayload(ranges, b"".join(parts[index].encoded for index in sorted(parts)))
         if self.digest_of(effect.fragment, stored) != effect.digest:
             self._complain(f"asked to store a payload that is not here: {effect}")
             return None
         return stored
 
-    def digest_of(self, fragment: int, stored: StoredPayload) -> bytes:
+    def digest_of(self, fragment: int, stored: DiskPayload) -> bytes:
         """The digest of a payload; empty if its stripes don't cover the fragment."""
         layout = self._setup.layouts[fragment]
         edges = [0, *(stop for _, stop in stored.ranges)]
@@ -219,9 +219,9 @@ class DataPlane:
         self.versions[fragment] = version
         return True
 
-    def state(self, fragment: int) -> StoredState:
+    def state(self, fragment: int) -> DiskState:
         """The state in memory."""
-        return StoredState(self.versions[fragment], self.theta[fragment], self.momentum[fragment])
+        return DiskState(self.versions[fragment], self.theta[fragment], self.momentum[fragment])
 
     def digest(self, fragment: int) -> bytes:
         """Of parameters and momentum in memory."""

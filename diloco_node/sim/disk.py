@@ -17,7 +17,7 @@ PayloadKey = tuple[int, int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPayload:
+class DiskPayload:
     """A merged payload on disk: encoded bytes in block order, and the block ranges of its stripes."""
 
     ranges: tuple[tuple[int, int], ...]
@@ -25,7 +25,7 @@ class StoredPayload:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredState:
+class DiskState:
     """Parameters and momentum of a fragment at a version, each shape (n,), float32."""
 
     version: int
@@ -61,8 +61,8 @@ class Disk:
     term: int = 0
     voted_for: str = ""
     entries: list[Entry] = field(default_factory=list)
-    payloads: dict[PayloadKey, StoredPayload] = field(default_factory=dict)
-    states: dict[int, StoredState] = field(default_factory=dict)
+    payloads: dict[PayloadKey, DiskPayload] = field(default_factory=dict)
+    states: dict[int, DiskState] = field(default_factory=dict)
     counters: dict[int, tuple[int, int]] = field(default_factory=dict)
     ledger_queue: list[LedgerWrite] = field(default_factory=list)
     late_writes: list[Callable[[], None]] = field(default_factory=list)

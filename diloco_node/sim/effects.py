@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from diloco_node.sim.host import Host
 
 
-class Effects:
+class FakeEffects:
     """Carries out the effects of one host's core, in virtual time.
 
     Attributes:

@@ -9,7 +9,7 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.sim import tensors
 from diloco_node.sim.dataplane import block_ranges
-from diloco_node.sim.disk import StoredPayload, StoredState
+from diloco_node.sim.disk import DiskPayload, DiskState
 from diloco_node.sim.world import SECOND
 from diloco_node.wire.envelope import encode_control
 
@@ -21,19 +21,19 @@ FETCH_SILENCE_NS = 4 * SECOND
 
 
 @dataclass(slots=True)
-class Fetch:
+class FakeFetch:
     """What was asked of a peer and has not come."""
 
     order: ev.FetchPayload | ev.FetchState
     number: int
 
 
-class Fetches:
+class FakeFetches:
     """Both sides of a fetch, for one region."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self._open: dict[tuple[str, int, bool], Fetch] = {}
+        self._open: dict[tuple[str, int, bool], FakeFetch] = {}
         self._number = 0
 
     def ask(self, effect: ev.FetchPayload | ev.FetchState) -> None:
@@ -43,7 +43,7 @@ class Fetches:
         if key in self._open:
             self._failed(key, "asked again")
         self._number += 1
-        self._open[key] = Fetch(effect, self._number)
+        self._open[key] = FakeFetch(effect, self._number)
         want: msg.Message
         if isinstance(effect, ev.FetchPayload):
             want = msg.PayloadWanted(effect.fragment, effect.version, effect.digest)
@@ -87,7 +87,7 @@ class Fetches:
             return
         del self._open[key]
         if isinstance(fetch.order, ev.FetchPayload):
-            stored = StoredPayload(block_ranges(fetch.order.stripes), body)
+            stored = DiskPayload(block_ranges(fetch.order.stripes), body)
             if self._host.plane.digest_of(header.fragment, stored) != fetch.order.digest:
                 self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "other bytes than its digest"))
                 return
@@ -97,7 +97,7 @@ class Fetches:
             self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "the Theta_0 of another genesis"))
             return
         theta, momentum = tensors.split_state(body)
-        state = StoredState(header.version, theta, momentum)
+        state = DiskState(header.version, theta, momentum)
         self._host.write_file(
             lambda: self._host.keep_state(header.fragment, state),
             lambda: self._host.post(ev.StateStored(header.fragment, header.version, header.digest)),
@@ -121,7 +121,7 @@ class Fetches:
         body = state.theta.tobytes() + state.momentum.tobytes()
         self._host.transfer(peer, msg.State(message.fragment, state.version, digest), body)
 
-    def _state_for(self, message: msg.StateWanted) -> StoredState | None:
+    def _state_for(self, message: msg.StateWanted) -> DiskState | None:
         if self._host.plane.versions[message.fragment] >= max(0, message.version_min):
             return self._host.plane.state(message.fragment)
         held = self._host.disk.states.get(message.fragment)

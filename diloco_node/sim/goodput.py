@@ -18,12 +18,10 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final
 
 YEAR_S: Final = 365.25 * 86_400.0
 CHIPS: Final = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
-LEARNERS: Final = (1, 2, 4, 8, 16)
 
 # Percent, per (learners, elastic): goodput and uptime at each number of chips.
 PRINTED: Final = {
@@ -62,7 +60,7 @@ MODEL: Final = FailureModel()
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class GoodputCell:
     """One column of one row of the table; parts of 1.
 
     Attributes:
@@ -208,7 +206,9 @@ def _union_s(intervals: list[tuple[float, float]]) -> float:
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def table(*, seed: int = 0, steps: int = 6000, is_simulated: bool = True, model: FailureModel = MODEL) -> list[Cell]:
+def table(
+    *, seed: int = 0, steps: int = 6000, is_simulated: bool = True, model: FailureModel = MODEL
+) -> list[GoodputCell]:
     """The paper's 30 columns; a few seconds with the simulation, nothing without."""
     cells = []
     for (learners, is_elastic), (goodputs, uptimes) in PRINTED.items():
@@ -220,21 +220,10 @@ def table(*, seed: int = 0, steps: int = 6000, is_simulated: bool = True, model:
                 else (math.nan, math.nan)
             )
             printed = goodputs[index] / 100, uptimes[index] / 100
-            cells.append(Cell(learners, is_elastic, chips, *printed, *formula, *simulated))
+            cells.append(GoodputCell(learners, is_elastic, chips, *printed, *formula, *simulated))
     return cells
 
 
 def root_mean_square(differences: list[float]) -> float:
     """Of at least one number."""
     return math.sqrt(sum(one * one for one in differences) / len(differences))
-
-
-def is_rule_of_thumb_kept(cells: list[Cell], tolerance: float) -> bool:
-    """The paper's rule: as many times the learners bear as many times the chips, within `tolerance`."""
-    elastic = {(cell.learners, cell.chips): cell.goodput_formula for cell in cells if cell.is_elastic}
-    pairs = [
-        (elastic[fewer, chips], elastic[more, larger])
-        for fewer, more in pairwise(LEARNERS)
-        for chips, larger in pairwise(CHIPS)
-    ]
-    return all(abs(one - other) <= tolerance for one, other in pairs)

@@ -18,29 +18,16 @@ from diloco_node.core.types import GenesisBody, Recovered, Stripe
 from diloco_node.numeric import F32
 from diloco_node.sim import tensors
 from diloco_node.sim.dataplane import DataPlane
-from diloco_node.sim.disk import Disk, LedgerWrite, StoredPayload, StoredState
-from diloco_node.sim.effects import Effects
-from diloco_node.sim.fetching import Fetches
+from diloco_node.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
+from diloco_node.sim.effects import FakeEffects
+from diloco_node.sim.fetching import FakeFetches
 from diloco_node.sim.learner import FakeLearner, Pool, Snapshot
 from diloco_node.sim.setup import Setup
-from diloco_node.sim.world import LOCAL_NS, MS, SECOND, Life, Network, World
+from diloco_node.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
 
 WAKES_MAX = 20
 """A core that wants its timer more often than that at one and the same time spins."""
-
-
-class Core(Protocol):
-    """What a host drives: `RegionCore`, or a planted fault around it."""
-
-    @property
-    def wake_at_ns(self) -> int:
-        """When it wants TimerFired."""
-        ...
-
-    def handle(self, event: ev.Event, *, now_ns: int) -> list[ev.Effect]:
-        """Take a fact, return what to do."""
-        ...
 
 
 CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
@@ -96,7 +83,7 @@ class Host:
         *,
         setup: Setup,
         world: World,
-        network: Network,
+        network: FakeNetwork,
         observer: Observer,
         make_core: CoreFactory,
         pool: Pool,
@@ -128,8 +115,8 @@ class Host:
         self._woken_ns = -1
         self._ledger_free_ns = 0
         self.outbox: dict[int, Snapshot] = {}
-        self.fetches = Fetches(self)
-        self.effects = Effects(self)
+        self.fetches = FakeFetches(self)
+        self.effects = FakeEffects(self)
 
     # ---- lives -------------------------------------------------------------------------------------------------------
 
@@ -350,7 +337,7 @@ class Host:
         if self.disk.states:
             return
         for fragment, theta in enumerate(self.theta_0):
-            self.disk.states[fragment] = StoredState(0, theta, np.zeros_like(theta))
+            self.disk.states[fragment] = DiskState(0, theta, np.zeros_like(theta))
         self._tell_initial()
 
     def _tell_initial(self) -> None:
@@ -399,7 +386,7 @@ class Host:
         if self.fsync_is_late:
             self.after(LOCAL_NS, done)
 
-    def write_payload(self, fragment: int, version: int, digest: bytes, stored: StoredPayload) -> None:
+    def write_payload(self, fragment: int, version: int, digest: bytes, stored: DiskPayload) -> None:
         """Write a payload and tell the core when it is durable."""
         self.write_file(
             lambda: self.disk.payloads.__setitem__((fragment, version, digest), stored),
@@ -410,7 +397,7 @@ class Host:
         """Stream bytes to a peer."""
         self.network.transfer(self.name, peer, encode_begin(0, header, len(body)), body)
 
-    def keep_state(self, fragment: int, state: StoredState, *, is_pruning: bool = False) -> None:
+    def keep_state(self, fragment: int, state: DiskState, *, is_pruning: bool = False) -> None:
         """A state file is durable: it replaces an older one. Behind an own checkpoint payloads may go; what is fetched
         may be ahead of the memory, which still needs them."""
         held = self.disk.states.get(fragment)

@@ -24,7 +24,7 @@ from diloco_node.sim.faults import Fault
 from diloco_node.sim.host import CoreFactory, Host
 from diloco_node.sim.learner import update_pool
 from diloco_node.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
-from diloco_node.sim.world import SECOND, Network, World
+from diloco_node.sim.world import SECOND, FakeNetwork, World
 
 EVENTS = 3000
 """Under faults, unless asked otherwise."""
@@ -96,7 +96,7 @@ class Simulation:
         self.setup = draw_setup(rng, regions)
         if fault is not None:
             self.setup = fault.adapt(self.setup)
-        self.network = Network(self.world, draw_links(rng, self.setup))
+        self.network = FakeNetwork(self.world, draw_links(rng, self.setup))
         self.checkers = Checkers(self.world, self.setup)
         pool = update_pool(self.world, self.setup.layouts)
         shared = _theta(rng, self.setup)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.sim.tensors import FragmentLayout
-from diloco_node.sim.world import MS, SECOND, Link
+from diloco_node.sim.world import MS, SECOND, FakeLink
 
 NAMES = ("asia-ne", "eu-west", "sa-east", "us-east", "us-west", "af-south", "au-east")
 """Not sorted on purpose: nothing may depend on the order in which regions are listed."""
@@ -86,13 +86,13 @@ def draw_setup(rng: random.Random, regions: int) -> Setup:
     )
 
 
-def draw_links(rng: random.Random, setup: Setup) -> dict[tuple[str, str], Link]:
+def draw_links(rng: random.Random, setup: Setup) -> dict[tuple[str, str], FakeLink]:
     """Links between all pairs; the two directions of a pair differ."""
     links = {}
     for source in setup.regions:
         for target in setup.regions:
             if source != target:
-                links[source, target] = Link(
+                links[source, target] = FakeLink(
                     delay_ns=rng.randint(5, 60) * MS,
                     jitter_ns=rng.choice((0, 5, 40)) * MS,
                     loss=rng.choice((0.0, 0.0, 0.01)),

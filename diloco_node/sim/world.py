@@ -1,7 +1,7 @@
 """Virtual time and a network that does what it likes: the ground the simulator stands on.
 
 Nothing here knows the protocol. `World` is a clock, an event heap ordered by (time, sequence), one seeded source of
-randomness and a trace; `Network` carries encoded control frames and bulk transfers between named places with delay,
+randomness and a trace; `FakeNetwork` carries encoded control frames and bulk transfers between named places with delay,
 jitter (so frames overtake each other), loss, duplication, cuts in one direction and limited rates.
 """
 
@@ -103,7 +103,7 @@ def _shorten(what: object, limit: int = 240) -> str:
 
 
 @dataclass(slots=True)
-class Link:
+class FakeLink:
     """One direction between two places.
 
     Attributes:
@@ -123,7 +123,7 @@ class Link:
     free_at_ns: int = 0
 
 
-class Place(Protocol):
+class NetworkEnd(Protocol):
     """What the network delivers to."""
 
     @property
@@ -144,7 +144,7 @@ class Place(Protocol):
         ...
 
 
-class Network:
+class FakeNetwork:
     """Links between all pairs of places.
 
     A connection between two places counts as up when both daemons live and neither direction is cut; a change is
@@ -155,14 +155,14 @@ class Network:
         places: by name, set by `join`.
     """
 
-    def __init__(self, world: World, links: dict[tuple[str, str], Link]) -> None:
+    def __init__(self, world: World, links: dict[tuple[str, str], FakeLink]) -> None:
         self.world = world
         self.links = links
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, NetworkEnd] = {}
         self.dropped = 0
         self._told: dict[tuple[str, str], bool] = {}
 
-    def join(self, name: str, place: Place) -> None:
+    def join(self, name: str, place: NetworkEnd) -> None:
         """Add a place."""
         self.places[name] = place
 

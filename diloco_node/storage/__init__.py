@@ -1,1 +1,1 @@
-"""One region's state folder: what it has said is written survives a power cut."""
+"""What lies in a region's state folder: ledger, payloads, parameters, counters; all of it survives a power cut."""

@@ -1,7 +1,7 @@
 """Which peers are shut out for what they did, and for how long. Pure; times are monotonic nanoseconds.
 
 Three strikes within ten minutes: ten minutes of quarantine, and twice as long each time, up to a day. Who was free for
-a day begins again with ten minutes. An operator can pardon a peer.
+a day begins again with ten minutes. An operator can lift the quarantine.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Quarantine:
         minutes = -(-left_ns // MINUTE_NS)
         return f"in quarantine for {minutes} min more, after {STRIKES} strikes; {self._records[peer].reason}"
 
-    def pardon(self, peer: str) -> bool:
+    def lift(self, peer: str) -> bool:
         """Forget what a peer did. Returns whether it was shut out or had strikes."""
         record = self._records.get(peer)
         if record is None:

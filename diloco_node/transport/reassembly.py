@@ -28,7 +28,7 @@ class Reassembly:
 
     def __init__(self, raw_bytes: int) -> None:
         self._raw_bytes = raw_bytes
-        self._starts: list[int] = []  # of the islands, ascending; no two of them touch
+        self._starts: list[int] = []  # of the ranges, ascending; no two of them touch
         self._stops: list[int] = []
         self._chunks = [0] * TRANSFER_CONNECTIONS_MAX
         self._positions = [0] * TRANSFER_CONNECTIONS_MAX  # where the last chunk of each connection ended
@@ -57,7 +57,7 @@ class Reassembly:
         self.arrived_bytes += size
 
     def _add(self, offset: int, stop: int) -> None:
-        at = bisect_right(self._starts, offset)  # the island that would begin after it
+        at = bisect_right(self._starts, offset)  # the range that would begin after it
         if (at and self._stops[at - 1] > offset) or (at < len(self._starts) and self._starts[at] < stop):
             raise ProtocolViolation(f"a chunk of bytes {offset} to {stop}, some of which came before")
         joins_before = at > 0 and self._stops[at - 1] == offset

@@ -322,9 +322,9 @@ class GrpcTransport:
         """Why a peer is shut out now, and for how long; empty when it is not."""
         return self._quarantine.describe(peer, now_ns=time.monotonic_ns())
 
-    def pardon(self, peer: str) -> bool:
+    def lift_quarantine(self, peer: str) -> bool:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
-        return self._quarantine.pardon(peer)
+        return self._quarantine.lift(peer)
 
     def _link_superseded(self, peer: str, error: PeerError | None) -> None:
         """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""
@@ -392,7 +392,7 @@ class GrpcTransport:
         if link is None or who.tls_name != tls_name(who.region, self._hello.run_id):
             raise PeerIncompatible(f"{who.region!a} ({who.tls_name!a}) is not a region of run {self._hello.run_id}")
         if why := self.quarantined(who.region):
-            raise LinkLost(f"{who.region} is {why} by {self._hello.region}; its operator can pardon it")
+            raise LinkLost(f"{who.region} is {why} by {self._hello.region}; its operator can lift that")
         if self._handshakes >= HANDSHAKES_MAX:
             raise LinkLost(f"{HANDSHAKES_MAX} calls wait for a hello already")
         self._handshakes += 1

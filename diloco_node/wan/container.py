@@ -146,7 +146,7 @@ def find_device(address: str) -> tuple[str, int]:
     return "", 0
 
 
-class Link:
+class ContainerLink:
     """Keeps a region's device as the topology and its timetable want it.
 
     Args:
@@ -289,7 +289,7 @@ def run(attachment: Attachment, command: Sequence[str], user: str) -> int:
     kernel = probe_kernel()
     for line in shortcomings(kernel):
         _say(f"*** {line} ***")
-    link = Link(attachment, kernel, _say, now_ns=time.monotonic_ns())
+    link = ContainerLink(attachment, kernel, _say, now_ns=time.monotonic_ns())
     link.keep(now_ns=time.monotonic_ns())
     child = _start(command, user)
     while child.returncode is None:

@@ -138,9 +138,7 @@ def region_commands(place: Place, places: Sequence[Place], conditions: Condition
 
 def uplink_commands(topology: Topology, region: str) -> list[str]:
     """`tc` commands for what a region may send."""
-    rate = topology.region(region).egress.bytes_per_s
-    limit = queue_bytes(topology, rate)
-    return [f"qdisc add dev {DEVICE} root tbf rate {8 * rate}bit burst {burst_bytes(rate)} limit {limit}"]
+    return [bucket_line(DEVICE, topology.region(region).egress.bytes_per_s, topology)]
 
 
 def downlink_commands(topology: Topology, places: Sequence[Place]) -> list[str]:
@@ -150,18 +148,13 @@ def downlink_commands(topology: Topology, places: Sequence[Place]) -> list[str]:
         device, rate = _device(number), topology.region(place.region).ingress.bytes_per_s
         # htb gives every class its own rate whatever the sum: the shares must add up to the region's rate.
         share = max(1, rate // (len(places) - 1))
-        lines += [
-            f"qdisc add dev {device} root handle 1: htb",
-            f"class add dev {device} parent 1: classid 1:1 htb rate {8 * rate}bit burst {burst_bytes(rate)} "
-            f"cburst {burst_bytes(rate)} quantum 65536",
-        ]
+        lines += root_lines(device, rate)
         for other_number, other in enumerate(places):
             if other is place:
                 continue
-            minor = _minor(other_number)
+            minor = minor_of(other_number)
             lines += [
-                f"class add dev {device} parent 1:1 classid 1:{minor} htb rate {8 * share}bit ceil {8 * rate}bit "
-                f"burst {burst_bytes(share)} cburst {burst_bytes(rate)} quantum 65536",
+                class_line("add", device, minor, share=share, ceiling=rate),
                 f"qdisc add dev {device} parent 1:{minor} handle {minor}: netem limit {NETEM_PACKETS_MAX}",
                 f"qdisc add dev {device} parent {minor}:1 bfifo limit {queue_bytes(topology, rate)}",
                 *(
@@ -176,19 +169,15 @@ def downlink_commands(topology: Topology, places: Sequence[Place]) -> list[str]:
 def path_commands(topology: Topology, names: Sequence[str], pair: Pair, path: Path | None) -> list[str]:
     """`tc` commands in the middle that make one path what it is to be; None: cut."""
     source, target = names.index(pair[0]), names.index(pair[1])
-    device, minor = _device(target), _minor(source)
+    device, minor = _device(target), minor_of(source)
     shown = path or topology.paths[pair]
     loss_ppm = shown.loss_ppm if path is not None else PPM
     ingress = topology.region(pair[1]).ingress.bytes_per_s
     ceiling = min(ingress, shown.rate.bytes_per_s) if shown.rate is not None else ingress
     share = min(ceiling, max(1, ingress // (len(names) - 1)))
-    jitter = f" {microseconds(shown.jitter_ns)}" if shown.jitter_ns else ""
-    loss = f" loss {loss_ppm / (PPM // 100):.6f}%"
     return [
-        f"qdisc change dev {device} parent 1:{minor} handle {minor}: netem limit {NETEM_PACKETS_MAX} "
-        f"delay {microseconds(shown.delay_ns)}{jitter}{loss}",
-        f"class change dev {device} parent 1:1 classid 1:{minor} htb rate {8 * share}bit ceil {8 * ceiling}bit "
-        f"burst {burst_bytes(share)} cburst {burst_bytes(ceiling)} quantum 65536",
+        netem_line("change", device, minor, shown, loss_ppm=loss_ppm),
+        class_line("change", device, minor, share=share, ceiling=ceiling),
     ]
 
 
@@ -232,9 +221,45 @@ def _device(number: int) -> str:
     return f"to{number}"
 
 
-def _minor(number: int) -> str:
+# ---- commands that `uplink` uses too ---------------------------------------------------------------------------------
+
+
+def minor_of(number: int) -> str:
     """A class's minor number and its netem's handle: hexadecimal, away from 1:1."""
     return f"{16 + number:x}"
+
+
+def bucket_line(device: str, rate: int, topology: Topology) -> str:
+    """A token bucket on a whole device; rate in bytes per second."""
+    limit = queue_bytes(topology, rate)
+    return f"qdisc add dev {device} root tbf rate {8 * rate}bit burst {burst_bytes(rate)} limit {limit}"
+
+
+def root_lines(device: str, rate: int) -> list[str]:
+    """The tree of a device, and the class that holds it to `rate` bytes per second."""
+    burst = burst_bytes(rate)
+    return [
+        f"qdisc add dev {device} root handle 1: htb",
+        f"class add dev {device} parent 1: classid 1:1 htb rate {8 * rate}bit burst {burst} cburst {burst} "
+        "quantum 65536",
+    ]
+
+
+def class_line(verb: str, device: str, minor: str, *, share: int, ceiling: int) -> str:
+    """One path's class: `share` bytes per second for sure, `ceiling` at the most."""
+    return (
+        f"class {verb} dev {device} parent 1:1 classid 1:{minor} htb rate {8 * share}bit ceil {8 * ceiling}bit "
+        f"burst {burst_bytes(share)} cburst {burst_bytes(ceiling)} quantum 65536"
+    )
+
+
+def netem_line(verb: str, device: str, minor: str, path: Path, *, loss_ppm: int) -> str:
+    """Delay, jitter and loss of one path, in its class."""
+    jitter = f" {path.jitter_ns // 1000}us" if path.jitter_ns else ""
+    return (
+        f"qdisc {verb} dev {device} parent 1:{minor} handle {minor}: netem limit {NETEM_PACKETS_MAX} "
+        f"delay {path.delay_ns // 1000}us{jitter} loss {loss_ppm / (PPM // 100):.6f}%"
+    )
 
 
 def burst_bytes(rate: int) -> int:
@@ -245,11 +270,6 @@ def burst_bytes(rate: int) -> int:
 def queue_bytes(topology: Topology, rate: int) -> int:
     """A queue for a rate in bytes per second."""
     return max(QUEUE_BYTES_MIN, rate * topology.queue_ns // 10**9)
-
-
-def microseconds(ns: int) -> str:
-    """A time as tc reads it."""
-    return f"{ns // 1000}us"
 
 
 def _write(file: str, value: str) -> None:

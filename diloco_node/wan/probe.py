@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from diloco_node.errors import DilocoError
@@ -45,7 +45,7 @@ _ZEROS: Final = b"\0" * CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class PairMeasured:
+class PathMeasured:
     """One ordered pair, as configured and as measured.
 
     Attributes:
@@ -68,7 +68,7 @@ class PairMeasured:
 
 def measure(
     topology: Topology, places: Sequence[Place], *, pairs: Sequence[Pair] | None = None, with_rates: bool = True
-) -> list[PairMeasured]:
+) -> list[PathMeasured]:
     """Ping all pairs at the same time, then transfer over each, one after the other.
 
     Args:
@@ -86,7 +86,7 @@ def measure(
             _best_rate(topology, by_region[source], by_region[target]) if with_rates and rtts[source, target] else None
         )
         found.append(
-            PairMeasured(
+            PathMeasured(
                 source=source,
                 target=target,
                 rtt_ns=topology.rtt_ns(source, target),
@@ -219,13 +219,6 @@ def _read_answer(sock: socket.socket, identifier: int, number: int) -> tuple[int
     return sequence, time.time_ns()
 
 
-@dataclass(slots=True)
-class _Received:
-    """Bytes by time at the receiving end; written by its thread alone, read when it has ended."""
-
-    marks: list[tuple[int, int]] = field(default_factory=list)
-
-
 def transfer(topology: Topology, source: Place, target: Place, *, seconds: float = RATE_SECONDS) -> int | None:
     """What one TCP connection moves when the link is full, in bytes per second on the wire.
 
@@ -240,11 +233,12 @@ def transfer(topology: Topology, source: Place, target: Place, *, seconds: float
     rate = topology.rate(source.region, target.region).bytes_per_s
     window = max(65_536, rate * (rtt_ns + topology.queue_ns // 2) // NS_PER_S)
     skip_ns = 2 * rtt_ns + 50_000_000
-    received = _Received()
+    # (when, bytes so far) at the receiving end: written by its thread alone, read when that has ended.
+    marks: list[tuple[int, int]] = []
     try:
         with _listener(target, window) as listener, _sender(source) as sender:
             thread = threading.Thread(
-                target=_receive, args=(listener, received, window, skip_ns + int(seconds * NS_PER_S)), daemon=True
+                target=_receive, args=(listener, marks, window, skip_ns + int(seconds * NS_PER_S)), daemon=True
             )
             thread.start()
             try:
@@ -255,7 +249,7 @@ def transfer(topology: Topology, source: Place, target: Place, *, seconds: float
             thread.join(PING_DEADLINE_S + skip_ns / NS_PER_S + seconds)
     except OSError as error:
         raise DilocoError(f"no connection from {source.namespace} to {target.namespace} ({error.strerror})") from error
-    return _rate(received.marks, skip_ns)
+    return _rate(marks, skip_ns)
 
 
 def _listener(target: Place, window: int) -> socket.socket:
@@ -284,7 +278,7 @@ def _send(sock: socket.socket, until_s: float) -> None:
         sock.send(_ZEROS)
 
 
-def _receive(listener: socket.socket, received: _Received, window: int, for_ns: int) -> None:
+def _receive(listener: socket.socket, marks: list[tuple[int, int]], window: int, for_ns: int) -> None:
     try:
         connection, _ = listener.accept()
     except OSError:
@@ -306,7 +300,7 @@ def _receive(listener: socket.socket, received: _Received, window: int, for_ns: 
             total += count
             # Again and again: the kernel widens it whenever it learns how much memory a segment takes.
             connection.setsockopt(socket.IPPROTO_TCP, _TCP_WINDOW_CLAMP, window)
-            received.marks.append((now_ns, total))
+            marks.append((now_ns, total))
 
 
 def _rate(marks: Sequence[tuple[int, int]], skip_ns: int) -> int | None:
@@ -324,7 +318,7 @@ def _rate(marks: Sequence[tuple[int, int]], skip_ns: int) -> int | None:
     return int(statistics.median(steady) * NS_PER_S / WINDOW_NS * WIRE_PER_PAYLOAD)
 
 
-def as_document(found: Sequence[PairMeasured]) -> list[dict[str, Any]]:
+def as_document(found: Sequence[PathMeasured]) -> list[dict[str, Any]]:
     """The figures for a report: milliseconds and bits per second."""
     return [
         {

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.wan.netem import NETEM_PACKETS_MAX, burst_bytes, microseconds, queue_bytes
-from diloco_node.wan.topology import PPM, Path, Topology
+from diloco_node.wan.netem import bucket_line, class_line, minor_of, netem_line, queue_bytes, root_lines
+from diloco_node.wan.topology import Path, Topology
 
 INGRESS_DEVICE: Final = "wan-in"
 
@@ -88,14 +88,10 @@ class Uplink:
     def lines(self) -> list[str]:
         """`tc` commands for what the region sends; the device has no qdisc of ours yet."""
         device, rate = self.device, self.topology.region(self.region).egress.bytes_per_s
-        burst, limit = burst_bytes(rate), queue_bytes(self.topology, rate)
+        limit = queue_bytes(self.topology, rate)
         if not self.kernel.htb:
-            return [_bucket(device, rate, self.topology)] if self.kernel.tbf else []
-        lines = [
-            f"qdisc add dev {device} root handle 1: htb",
-            f"class add dev {device} parent 1: classid 1:1 htb rate {8 * rate}bit burst {burst} cburst {burst} "
-            "quantum 65536",
-        ]
+            return [bucket_line(device, rate, self.topology)] if self.kernel.tbf else []
+        lines = root_lines(device, rate)
         for peer, address in sorted(self.addresses.items()):
             minor, path = self._minor(peer), self.topology.paths[self.region, peer]
             lines.append(self._class_line("add", peer, path))
@@ -121,7 +117,7 @@ class Uplink:
         if not self.kernel.limits_ingress:
             return []
         return [
-            _bucket(INGRESS_DEVICE, self.topology.region(self.region).ingress.bytes_per_s, self.topology),
+            bucket_line(INGRESS_DEVICE, self.topology.region(self.region).ingress.bytes_per_s, self.topology),
             f"qdisc add dev {self.device} handle ffff: ingress",
             f"filter add dev {self.device} parent ffff: protocol ip u32 match u32 0 0 "
             f"action mirred egress redirect dev {INGRESS_DEVICE}",
@@ -134,24 +130,10 @@ class Uplink:
             ceiling = min(ceiling, path.rate.bytes_per_s)
         # htb gives every class its own rate whatever the sum: the shares must add up to the region's rate.
         share = min(ceiling, max(1, egress // (len(self.topology.names) - 1)))
-        return (
-            f"class {verb} dev {self.device} parent 1:1 classid 1:{self._minor(peer)} htb rate {8 * share}bit "
-            f"ceil {8 * ceiling}bit burst {burst_bytes(share)} cburst {burst_bytes(ceiling)} quantum 65536"
-        )
+        return class_line(verb, self.device, self._minor(peer), share=share, ceiling=ceiling)
 
     def _netem_line(self, verb: str, peer: str, path: Path) -> str:
-        minor = self._minor(peer)
-        jitter = f" {microseconds(path.jitter_ns)}" if path.jitter_ns else ""
-        return (
-            f"qdisc {verb} dev {self.device} parent 1:{minor} handle {minor}: netem limit {NETEM_PACKETS_MAX} "
-            f"delay {microseconds(path.delay_ns)}{jitter} loss {path.loss_ppm / (PPM // 100):.6f}%"
-        )
+        return netem_line(verb, self.device, self._minor(peer), path, loss_ppm=path.loss_ppm)
 
     def _minor(self, peer: str) -> str:
-        """A class's minor number and its netem's handle: hexadecimal, away from 1:1."""
-        return f"{16 + self.topology.names.index(peer):x}"
-
-
-def _bucket(device: str, rate: int, topology: Topology) -> str:
-    limit = queue_bytes(topology, rate)
-    return f"qdisc add dev {device} root tbf rate {8 * rate}bit burst {burst_bytes(rate)} limit {limit}"
+        return minor_of(self.topology.names.index(peer))

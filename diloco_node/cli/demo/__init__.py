@@ -1,1 +1,1 @@
-"""`diloco-node demo`."""
+"""`diloco-node demo`: several regions on one machine, as real processes with real links."""

@@ -1,4 +1,4 @@
-"""`diloco-node demo`: its options. The demo itself is in `cli.demo`, imported when it runs."""
+"""`diloco-node demo`: its options. The demo itself is in `cli.demo.run`, imported when it runs."""
 
 from __future__ import annotations
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import aiohttp
+from diloco_node.cli.orders import order
+from diloco_node.cli.status import SOCKET_FILE, Target, ask
+from diloco_node.errors import DilocoError
+from diloco_node.unix_sockets import socket_path
 
-from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE
-from diloco_node.memory import socket_path
-
-POLL_TIMEOUT_S: Final = 2.0
 STOP_S: Final = 30.0
 
 EPHEMERAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -44,7 +43,6 @@ class RegionProcess:
     namespace: str = ""
     process: asyncio.subprocess.Process | None = None
     status: dict[str, Any] = field(default_factory=dict)
-    _own_session: aiohttp.ClientSession | None = None
 
     async def start(self, config: Path, command: Sequence[str] = ()) -> None:
         """Start the region with the built-in trainer or a command; what it prints goes to `logs/start.log`."""
@@ -78,39 +76,22 @@ class RegionProcess:
 
     async def poll(self) -> dict[str, Any]:
         """Read the status; keeps the last one when the daemon does not answer just now."""
-        try:
-            timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
-            async with self._session().get("http://localhost/api/v1/status", timeout=timeout) as answer:
-                self.status = await answer.json()
-        except (aiohttp.ClientError, TimeoutError, ValueError):
-            pass
+        target = Target(self.name, self.admin_port, socket_path(self.state_dir, SOCKET_FILE))
+        document = await asyncio.to_thread(ask, target)
+        if "error" not in document:
+            self.status = document
         return self.status
 
     async def finish(self) -> bool:
         """Ask this region to end the run; whether it took the order."""
         try:
-            token = (self.state_dir / TOKEN_FILE).read_text().strip()
-            timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
-            async with self._session().post(
-                "http://localhost/api/v1/finish",
-                headers={"Authorization": f"Bearer {token}"},
-                timeout=timeout,
-            ) as answer:
-                return answer.status < 300
-        except (OSError, aiohttp.ClientError, TimeoutError):
+            await asyncio.to_thread(order, self.state_dir, "finish", {})
+        except DilocoError:
             return False
-
-    def _session(self) -> aiohttp.ClientSession:
-        if self._own_session is None:
-            path = str(socket_path(self.state_dir, SOCKET_FILE))
-            self._own_session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(path))
-        return self._own_session
+        return True
 
     async def stop(self) -> None:
         """SIGTERM, a deadline, SIGKILL."""
-        if self._own_session is not None:
-            await self._own_session.close()
-            self._own_session = None
         if self.process is None or self.process.returncode is not None:
             return
         self.process.send_signal(signal.SIGTERM)

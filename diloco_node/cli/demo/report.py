@@ -14,9 +14,9 @@ from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, Round
 from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import StorageError
-from diloco_node.memory import read_trained
 from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import read_trained
 
 REGION_FIELDS = (
     "inner_steps",
@@ -97,7 +97,7 @@ def build_report(
     Args:
         folder: with one folder per region, all daemons ended.
         regions: their names.
-        wan, outage: what a demo on an emulated WAN adds (see `cli.demo_wan`); None without one.
+        wan, outage: what a demo on an emulated WAN adds (see `cli.demo.wan`); None without one.
 
     Raises:
         StorageError: something that a finished run has is missing or damaged.

@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from diloco_node.cli.demo.command import DemoOptions
-from diloco_node.cli.demo.live import LiveView, human_bytes, region_cells
+from diloco_node.cli.demo.live import LiveView
 from diloco_node.cli.demo.processes import RegionProcess, free_ports
 from diloco_node.cli.demo.report import budget_lines, build_report
-from diloco_node.cli.demo.wan import DemoWan, Outage, wan_lines
+from diloco_node.cli.demo.wan import DemoOutage, DemoWan, wan_lines
+from diloco_node.cli.options import parsed
+from diloco_node.cli.tables import human_bytes, region_cells
 from diloco_node.config.budget import parse_ceiling
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.transport.certs import init_run
@@ -83,10 +85,7 @@ def run_demo(options: DemoOptions) -> int:
     if options.has_outage and options.wan is None:
         raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
     if options.budget:
-        try:
-            parse_ceiling(options.budget)
-        except ValueError as error:
-            raise ConfigError(f"--budget is {options.budget!r}: {error}") from None
+        parsed("--budget", options.budget, parse_ceiling)
     missing = [path for path in options.data if not Path(path).exists()]
     if missing:
         raise ConfigError(f"--data {missing[0]} does not exist; give files or folders of text")
@@ -105,7 +104,7 @@ class Demo:
         self.wan = DemoWan(options) if options.wan is not None else None
         names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
         self.names = sorted(names)
-        self.outage: Outage | None = None
+        self.outage: DemoOutage | None = None
         self.regions: list[RegionProcess] = []
         self._interrupted = asyncio.Event()
 
@@ -209,7 +208,7 @@ class Demo:
         if not self.options.has_outage:
             yield
             return
-        self.outage = Outage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
+        self.outage = DemoOutage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
         task = asyncio.create_task(self.outage.run(self.options.seconds), name="outage")
         try:
             yield

@@ -53,7 +53,7 @@ class DemoWan:
             raise ConfigError("--outage needs three regions: of two, neither merges without the other")
         self._state: EmulationState | None = None
         self._places: dict[str, Place] = {}
-        self._measured: list[probe.PairMeasured] = []
+        self._measured: list[probe.PathMeasured] = []
         self._carried: dict[str, Any] = {}
         self._seed = options.seed
 
@@ -137,7 +137,7 @@ class DemoWan:
         }
 
 
-def _worst(measured: Sequence[probe.PairMeasured]) -> str:
+def _worst(measured: Sequence[probe.PathMeasured]) -> str:
     """How far the measured figures are from the file, at the most."""
     rtts = [one.rtt_measured_ns / one.rtt_ns - 1 for one in measured if one.rtt_measured_ns is not None and one.rtt_ns]
     rates = [one.rate_measured / one.rate - 1 for one in measured if one.rate_measured is not None and not one.loss_ppm]
@@ -191,7 +191,7 @@ class LossWatch:
 
 
 @dataclass(slots=True)
-class Outage:
+class DemoOutage:
     """One region cut off in the middle of a demo, and what happened. Run `run` beside the training.
 
     Attributes:

@@ -137,8 +137,8 @@ def _show_latency(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document, indent=1))
         return
-    from diloco_node.cli.console import table_console
     from diloco_node.cli.measure.view import LOSS_NOTE, latency_table
+    from diloco_node.cli.tables import table_console
 
     table_console().print(latency_table(document), LOSS_NOTE, *_if_early(document), sep="\n\n")
 
@@ -207,8 +207,8 @@ def _show_bandwidth(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document, indent=1))
     else:
-        from diloco_node.cli.console import table_console
         from diloco_node.cli.measure.view import bandwidth_table, bandwidth_title, failure_lines, short_lines
+        from diloco_node.cli.tables import table_console
 
         console = table_console()
         console.print(bandwidth_title(document), soft_wrap=True)
@@ -275,8 +275,8 @@ def _show_mesh(document: dict[str, Any], as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(document, indent=1))
         return
-    from diloco_node.cli.console import table_console
     from diloco_node.cli.measure.view import mesh_table
+    from diloco_node.cli.tables import table_console
 
     console = table_console()
     console.print(mesh_table(document))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from diloco_node.cli.admin_order import TOKEN_FILE
+from diloco_node.cli.orders import TOKEN_FILE
 from diloco_node.cli.status import PORT_FILE, SOCKET_FILE, UnixConnection
 from diloco_node.config.resolve import DEFAULT_NAME
 from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreachable
-from diloco_node.memory import socket_path
+from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
     from diloco_node.adapters.series import Keep

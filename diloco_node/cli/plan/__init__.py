@@ -1,1 +1,1 @@
-"""`diloco-node plan`."""
+"""`diloco-node plan`: what a model needs of links, memory and disk."""

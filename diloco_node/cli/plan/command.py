@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
+from diloco_node.cli.options import parsed
 from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -87,6 +87,8 @@ def plan(
     diloco-node plan --config run.toml --mesh mesh.json
     diloco-node plan --state state/us-east --budget 500Mbit/s
     """
+    from diloco_node.cli.plan.inputs import read_mesh
+
     source = _source(parameters, config, state)
     flags = {
         "fragments": fragments,
@@ -100,7 +102,7 @@ def plan(
     request = _Request(
         source=source,
         settings=_settings(source, flags),
-        mesh=_mesh(mesh),
+        mesh=None if mesh is None else read_mesh(mesh),
         region_count=regions,
         step_time=_step_time(source, step_time),
         rtt=_rtt(source, rtt, mesh),
@@ -113,7 +115,7 @@ def plan(
     if as_json:
         typer.echo(json.dumps(document(made, request.inputs()), indent=1))
         return
-    from diloco_node.cli.console import table_console
+    from diloco_node.cli.tables import table_console
 
     table_console().print(render(made, request.inputs()))
 
@@ -171,7 +173,7 @@ class _Request:
 
 
 def _source(parameters: str | None, config: Path | None, state: Path | None) -> Source:
-    from diloco_node.cli.plan import inputs as plan_inputs
+    from diloco_node.cli.plan import inputs
     from diloco_node.config.resolve import DEFAULT_NAME
 
     given = [
@@ -182,9 +184,9 @@ def _source(parameters: str | None, config: Path | None, state: Path | None) -> 
     if len(given) > 1:
         raise ConfigError(f"{given[0]} and {given[1]} both name a model: give one of them")
     if parameters is not None:
-        return plan_inputs.source_of_parameters(parameters)
+        return inputs.source_of_parameters(parameters)
     if state is not None:
-        return plan_inputs.source_of_state(state)
+        return inputs.source_of_state(state)
     if config is None and not Path(DEFAULT_NAME).exists():
         raise ConfigError(
             "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's folder "
@@ -192,7 +194,7 @@ def _source(parameters: str | None, config: Path | None, state: Path | None) -> 
         )
     from diloco_node.cli.options import load
 
-    return plan_inputs.source_of_config(load(config, {}, None), config)
+    return inputs.source_of_config(load(config, {}, None), config)
 
 
 def _settings(source: Source, flags: dict[str, Any]) -> RunSettings:
@@ -213,17 +215,11 @@ def _settings(source: Source, flags: dict[str, Any]) -> RunSettings:
     return settings
 
 
-def _mesh(path: Path | None) -> Mesh | None:
-    from diloco_node.cli.plan.inputs import read_mesh
-
-    return None if path is None else read_mesh(path)
-
-
 def _step_time(source: Source, flag: str | None) -> tuple[int, str]:
     if flag is not None:
         from diloco_node.config.units import parse_duration
 
-        step_time_ns = _parsed("--step-time", flag, parse_duration).ns
+        step_time_ns = parsed("--step-time", flag, parse_duration).ns
         if step_time_ns < 1:
             raise ConfigError("--step-time is 0: a step takes some time, as 1s or 250ms")
         return step_time_ns, "--step-time"
@@ -238,7 +234,7 @@ def _rtt(source: Source, flag: str | None, mesh: Path | None) -> tuple[int, str]
     if flag is not None:
         from diloco_node.config.units import parse_duration
 
-        return _parsed("--rtt", flag, parse_duration).ns, "--rtt"
+        return parsed("--rtt", flag, parse_duration).ns, "--rtt"
     return (source.rtt_ns, "as it runs") if source.rtt_ns else (RTT_NS, ASSUMED)
 
 
@@ -247,14 +243,7 @@ def _limits(budget: str | None, egress: str | None, ingress: str | None) -> tupl
     from diloco_node.config.units import parse_rate
 
     both, out, into = (
-        None if text is None else _parsed(flag, text, parse_rate).bytes_per_s
+        None if text is None else parsed(flag, text, parse_rate).bytes_per_s
         for flag, text in (("--budget", budget), ("--egress", egress), ("--ingress", ingress))
     )
     return (both if out is None else out), (both if into is None else into)
-
-
-def _parsed(flag: str, text: str, parse: Callable[[object], T]) -> T:
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} is {text!r}: {error}") from None

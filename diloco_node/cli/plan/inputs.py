@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError, StorageError
+from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
 
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
-    from diloco_node.config.schema import ModelSection
     from diloco_node.core.types import RateLimits
     from diloco_node.daemon.spec import NodeSpec
 
-_VOCABULARY: Final = 256
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
 MESH_REGIONS_MAX: Final = 64
@@ -134,7 +133,9 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
         if manifest is not None:
             origin = f"{name} and the model in {config.state_dir(region)}"
             return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
-    manifest = build_manifest(built_in_tensors(config.model), settings.fragments)
+    model = config.model
+    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
+    manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
     origin = f"{name}, the built-in model"
     return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
 
@@ -199,23 +200,6 @@ def _live_times(folder: Path) -> tuple[int, int]:
     learner = document.get("learner") or {}
     rtts = [peer.get("rtt_seconds") or 0.0 for peer in document.get("peers") or []]
     return int(1e9 * (learner.get("step_seconds") or 0.0)), int(1e9 * max(rtts, default=0.0))
-
-
-def built_in_tensors(model: ModelSection) -> list[TensorSpec]:
-    """Names and shapes of the built-in trainer's model.
-
-    `learner.model.parameter_shapes` says the same (a test compares them) but would import torch, for seconds.
-    """
-    dim = model.dim
-    hidden = -(-dim * 8 // 24) * 8
-    tensors = [TensorSpec("model.embed_tokens.weight", (_VOCABULARY, dim))]
-    for layer in range(model.layers):
-        at = f"model.layers.{layer}."
-        tensors += [TensorSpec(f"{at}self_attn.{name}_proj.weight", (dim, dim)) for name in ("q", "k", "v", "o")]
-        tensors += [TensorSpec(f"{at}mlp.{name}_proj.weight", (hidden, dim)) for name in ("gate", "up")]
-        tensors.append(TensorSpec(f"{at}mlp.down_proj.weight", (dim, hidden)))
-        tensors += [TensorSpec(f"{at}{name}_layernorm.weight", (dim,)) for name in ("input", "post_attention")]
-    return [*tensors, TensorSpec("model.norm.weight", (dim,)), TensorSpec("lm_head.weight", (_VOCABULARY, dim))]
 
 
 # ---- a measured mesh -------------------------------------------------------------------------------------------------

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any, Final
 
-from diloco_node.cli.demo.live import human_bytes
 from diloco_node.cli.plan.command import ASSUMED
+from diloco_node.cli.tables import human_bytes, plain_table
 from diloco_node.numeric import NS_PER_S
 from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
 from diloco_node.planning.plan import Flow, FlowKind, Plan
@@ -116,7 +115,8 @@ def render(plan: Plan, inputs: Mapping[str, str]) -> Any:
 
     blank = Text("")
     parts: list[Any] = [Text(line) for line in _head(plan, inputs)]
-    parts += [blank, Text(_sentence(verdict(plan)), style="bold")]
+    words = verdict(plan)
+    parts += [blank, Text(f"{words[:1].upper()}{words[1:]}.", style="bold")]
     changes = find_changes(plan)
     if changes:
         parts += [Text("Any one of these fits, the smallest change first:"), _changes_table(plan)]
@@ -142,16 +142,12 @@ def _head(plan: Plan, inputs: Mapping[str, str]) -> Iterable[str]:
     yield f"{len(work.regions)} region{'s' if len(work.regions) > 1 else ''}, {step}, {rtt}"
     yield (
         f"H = {settings.sync_every}, tau = {settings.overlap_steps}, {settings.rounds_in_flight_max} rounds in flight, "
-        f"{settings.codec_up} up and {settings.codec_down} down: {_plain(mean_bits(settings))} bits a value on average"
+        f"{settings.codec_up} up and {settings.codec_down} down: {float(mean_bits(settings)):g} bits a value on average"
     )
 
 
 def _mark(origin: str) -> str:
     return f" ({origin})" if origin == ASSUMED else ""
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + "."
 
 
 def _spare(plan: Plan) -> Iterable[str]:
@@ -170,7 +166,7 @@ def _spare(plan: Plan) -> Iterable[str]:
 def _changes_table(plan: Plan) -> Any:
     from rich.text import Text
 
-    table = _table(("", "left"), ("set", "left"), ("that is", "left"))
+    table = plain_table(("", "left"), ("set", "left"), ("that is", "left"))
     for index, change in enumerate(find_changes(plan)):
         settings = "\n".join(f"{key} = {value}" for key, value in change.settings)
         table.add_row(f"{index + 1}.", Text(settings), Text(change.text))
@@ -181,7 +177,7 @@ def _traffic_table(plan: Plan) -> Any:
     from rich.text import Text
 
     columns = (("wire traffic", "left"), ("a round", "right"), ("average", "right"), ("peak", "right"))
-    table = _table(*columns, ("limit", "right"), ("used", "right"))
+    table = plain_table(*columns, ("limit", "right"), ("used", "right"))
     rows = list(_traffic_rows(plan))
     for name, flow in rows[:ROWS_MAX]:
         peak, limit = plan.peak(flow), flow.limit_bytes_per_s
@@ -214,7 +210,7 @@ def _traffic_rows(plan: Plan) -> Iterable[tuple[str, Flow]]:
 
 def _round_table(plan: Plan) -> Any:
     time, step_ns = plan.need.round_time, plan.workload.step_time_ns
-    table = _table(("a round, due to applied", "left"), ("time", "right"), ("steps", "right"), ("", "left"))
+    table = plain_table(("a round, due to applied", "left"), ("time", "right"), ("steps", "right"), ("", "left"))
     rows = [
         ("eight one-way delays", time.latency_ns, ""),
         ("two step boundaries", time.boundary_ns, "half a step each on average"),
@@ -236,7 +232,7 @@ def _overlap_words(plan: Plan) -> str:
 
 
 def _storage_table(plan: Plan) -> Any:
-    table = _table(
+    table = plain_table(
         ("memory and disk of a region", "left"), ("bytes", "right"), ("per parameter", "right"), ("", "left")
     )
     words = {
@@ -270,7 +266,7 @@ def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
 def _data_parallel_table(plan: Plan) -> Any:
     values, places, step_s = _ring(plan)
     columns = [(f"{part:.0%}", "right") for part in UTILISATIONS]
-    table = _table(("data-parallel, computing this part of the time", "left"), *columns)
+    table = plain_table(("data-parallel, computing this part of the time", "left"), *columns)
     rates = [data_parallel_bits_per_s(values, places, step_s, part) for part in UTILISATIONS]
     table.add_row("in and out of each region, bf16 ring", *(format_rate(rate / 8) for rate in rates))
     mine = max(plan.average(flow) for flow in plan.flows)
@@ -309,21 +305,8 @@ def human_count(count: float) -> str:
     return f"{count:.4g}"
 
 
-def _table(*columns: tuple[str, str]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, justify in columns:
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    return table
-
-
 def _seconds(ns: int) -> str:
     return f"{ns / NS_PER_S:.4g} s" if ns >= NS_PER_S else f"{ns / 1e6:.3g} ms"
-
-
-def _plain(value: Fraction) -> str:
-    return f"{float(value):g}"
 
 
 def _of_kind(plan: Plan, kind: FlowKind) -> list[Flow]:

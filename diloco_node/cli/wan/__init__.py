@@ -1,1 +1,1 @@
-"""`diloco-node wan`."""
+"""`diloco-node wan`: an emulated WAN, by hand."""

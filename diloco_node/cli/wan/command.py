@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from diloco_node.cli.options import parsed
 from diloco_node.errors import ConfigError
 
 app = typer.Typer(
@@ -128,8 +129,21 @@ def set_path(
     as_json: JsonOption = False,
 ) -> None:
     """Change paths of a region until `heal`: delay, jitter, loss, rate."""
-    values: dict[str, Any] = {"delay_ns": _duration(delay, "--delay"), "jitter_ns": _duration(jitter, "--jitter")}
-    _send("set", region, other, one_way, name=name, as_json=as_json, loss_ppm=_loss(loss), rate=rate, **values)
+    from diloco_node.config.units import parse_duration
+    from diloco_node.wan.topology import parse_loss
+
+    _send(
+        "set",
+        region,
+        other,
+        one_way,
+        name=name,
+        as_json=as_json,
+        delay_ns=None if delay is None else parsed("--delay", delay, parse_duration).ns,
+        jitter_ns=None if jitter is None else parsed("--jitter", jitter, parse_duration).ns,
+        loss_ppm=None if loss is None else parsed("--loss", loss, parse_loss),
+        rate=rate,
+    )
 
 
 @app.command()
@@ -219,25 +233,3 @@ def _document(state: Any) -> dict[str, Any]:
             {"name": place.region, "namespace": place.namespace, "address": place.address} for place in state.places()
         ],
     }
-
-
-def _duration(text: str | None, option: str) -> int | None:
-    from diloco_node.config.units import parse_duration
-
-    if text is None:
-        return None
-    try:
-        return parse_duration(text).ns
-    except ValueError as error:
-        raise ConfigError(f"{option} is {text!r}: {error}") from None
-
-
-def _loss(text: str | None) -> int | None:
-    from diloco_node.wan.topology import parse_loss
-
-    if text is None:
-        return None
-    try:
-        return parse_loss(text)
-    except ValueError as error:
-        raise ConfigError(f"--loss is {text!r}: {error}") from None

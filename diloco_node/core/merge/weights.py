@@ -51,8 +51,8 @@ stretch never exceeds `2 * W / sqrt(sum w^2)`, which is `2 * sqrt(M)` for equal 
 
 
 WEIGHT_RATIO_MAX: Final = 64.0
-"""Nobody weighs more than this many times the median of three or more members, whatever tokens it claims: as much as an
-island does that has eight times the batch of the others."""
+"""Nobody weighs more than this many times the median of three or more members, whatever tokens it claims: as much as a
+region does that has eight times the batch of the others."""
 
 
 def to_float32(value: float) -> float:

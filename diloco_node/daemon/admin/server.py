@@ -22,7 +22,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from diloco_node.errors import BindError, ConfigError, DilocoError
-from diloco_node.memory import socket_path
+from diloco_node.unix_sockets import socket_path
 
 TOKEN_FILE: Final = "admin.token"
 SOCKET_FILE: Final = "admin.sock"
@@ -48,7 +48,7 @@ class AdminHandlers:
         measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the
             third with the document as it is so far; returns the document.
             Cancelled when the caller goes away. Raises DilocoError.
-        pardon: end a peer's quarantine and forget its strikes; whether there was anything. Raises ConfigError.
+        lift_quarantine: end a peer's quarantine and forget its strikes; whether there was anything. Raises ConfigError.
     """
 
     status: Callable[[], Mapping[str, Any]]
@@ -59,7 +59,7 @@ class AdminHandlers:
         [Mapping[str, Any], Callable[[str], None], Callable[[dict[str, Any]], None]],
         Coroutine[Any, Any, Mapping[str, Any]],
     ]
-    pardon: Callable[[str], bool]
+    lift_quarantine: Callable[[str], bool]
 
 
 class AdminServer:
@@ -109,7 +109,7 @@ class AdminServer:
                 web.post("/api/v1/finish", self._finish),
                 web.post("/api/v1/budget", self._set_budget),
                 web.post("/api/v1/measure", self._measure),
-                web.post("/api/v1/pardon", self._pardon),
+                web.post("/api/v1/quarantine/lift", self._lift_quarantine),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
@@ -170,11 +170,11 @@ class AdminServer:
         document = await _document(request)
         return web.json_response({"budget": dict(self._handlers.set_budget(document))})
 
-    async def _pardon(self, request: web.Request) -> web.Response:
+    async def _lift_quarantine(self, request: web.Request) -> web.Response:
         peer = (await _document(request)).get("peer")
         if not isinstance(peer, str):
             raise ConfigError("the body must name a peer, as text")
-        return web.json_response({"pardoned": self._handlers.pardon(peer)})
+        return web.json_response({"lifted": self._handlers.lift_quarantine(peer)})
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
         """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the

@@ -12,8 +12,9 @@ from typing import Final
 import structlog
 
 from diloco_node.errors import StorageError
-from diloco_node.memory import Process, newest_incarnation, process_of
 from diloco_node.storage.durable import replace_file
+from diloco_node.storage.trained import newest_incarnation
+from diloco_node.unix_sockets import Process, process_of
 from diloco_node.wire.learner_link import NEW_PROCESS, Attach
 
 HOLDER_NAME: Final = "learner.process"

@@ -25,8 +25,8 @@ from diloco_node.core.types import LearnerStatus, RunSettings
 from diloco_node.daemon.learner.version_area import Inbox
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
-from diloco_node.memory import request_area
 from diloco_node.numeric import U8
+from diloco_node.shared_memory import request_area
 from diloco_node.wire import learner_link
 
 REPORT_EVERY_NS: Final = 20_000_000

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from diloco_node.errors import BindError, ProtocolViolation
-from diloco_node.memory import Process, peer_process, peer_uid
+from diloco_node.unix_sockets import Process, peer_process, peer_uid
 from diloco_node.wire.learner_link import (
     LENGTH_BYTES,
     LINK_PROTOCOL,

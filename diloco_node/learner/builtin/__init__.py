@@ -1,1 +1,1 @@
-"""The built-in trainer: a byte-level GPT on text."""
+"""The built-in trainer: model, data and loop of a run that brings no training script of its own."""

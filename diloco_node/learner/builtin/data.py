@@ -85,10 +85,14 @@ def load_corpus(paths: Sequence[str | Path] = (), *, bytes_max: int = CORPUS_BYT
         text = text[: bytes_max - total]
         total += len(text)
         files += 1
-        (held if _is_held_out(name) else train).append(text)
+        digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+        is_held_out = int.from_bytes(digest[:4], "big") % 100 < HELD_OUT_PERCENT
+        (held if is_held_out else train).append(text)
     split = _joined(train), _joined(held)
     if min(len(split[0]), len(split[1])) < SHARD_BYTES:
-        split = _tail_split(_joined(train + held))
+        whole = _joined(train + held)
+        at = len(whole) - len(whole) * HELD_OUT_PERCENT // 100
+        split = whole[:at], whole[at:]
     if len(split[1]) < 1024:
         where = ", ".join(str(path) for path in paths) or str(_standard_library())
         raise ConfigError(f"only {total} bytes of text in {where}: give at least 32 KiB of text with --data PATH")
@@ -141,19 +145,8 @@ def _text_of(path: Path) -> bytes | None:
     return None if b"\0" in text[:_SNIFF_BYTES] else text
 
 
-def _is_held_out(name: str) -> bool:
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:4], "big") % 100 < (
-        HELD_OUT_PERCENT
-    )
-
-
 def _joined(texts: Sequence[bytes]) -> Bytes:
     return np.frombuffer(b"".join(texts), dtype=np.uint8)
-
-
-def _tail_split(text: Bytes) -> tuple[Bytes, Bytes]:
-    cut = len(text) - len(text) * HELD_OUT_PERCENT // 100
-    return text[:cut], text[cut:]
 
 
 def _windows(text: Bytes, starts: NDArray[np.int64], context: int) -> Bytes:

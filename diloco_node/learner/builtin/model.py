@@ -1,9 +1,5 @@
 """The built-in model: a small byte-level GPT in the shape and with the names of Hugging Face's `LlamaForCausalLM`.
 
-Llama rather than GPT-2, because its linear layers are plain (out, in) matrices: `final.safetensors` loads into
-transformers without any transposition, together with the `config.json` that `hf_config` describes. Tokens are bytes:
-token id = byte value, no tokenizer, no special tokens.
-
 The arithmetic is one function, `token_logits`, over a dictionary of parameters. Every parameter may have one leading
 dimension of *replicas*: then R models run as one set of batched matrix products. That is how `benchmarks/quality.py`
 trains many learners at the speed of one, with the very model that `python -m diloco_node.learner` trains.
@@ -12,99 +8,12 @@ trains many learners at the speed of one, with the very model that `python -m di
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diloco_node.errors import ConfigError
-
-VOCABULARY: Final = 256
-"""Tokens are bytes."""
-
-NORM_EPSILON: Final = 1e-5
-ROTARY_BASE: Final = 10_000.0
-
-_LIMITS: Final = {"layers": (1, 128), "dim": (8, 16_384), "heads": (1, 256), "context": (2, 65_536)}
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """The shape of the model. The default has 0.13 M parameters: it learns on one slow core.
-
-    Attributes:
-        layers: transformer blocks. dim: width of the residual stream. heads: attention heads; divides dim into
-            even parts (rotary embedding turns pairs). context: tokens that a prediction may look at.
-
-    Raises:
-        ConfigError: a value is out of range, or heads does not divide dim into even parts.
-    """
-
-    layers: int = 2
-    dim: int = 64
-    heads: int = 4
-    context: int = 64
-
-    def __post_init__(self) -> None:
-        for name, (low, high) in _LIMITS.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"model.{name} is {value!r}: use a whole number from {low} to {high}")
-        if self.dim % (2 * self.heads):
-            raise ConfigError(
-                f"model.heads is {self.heads} and model.dim is {self.dim}: dim must be a multiple of 2 x heads, "
-                f"for example {2 * self.heads * max(1, self.dim // (2 * self.heads))}"
-            )
-
-    @property
-    def hidden(self) -> int:
-        """Width of the gated MLP: 8/3 of dim, rounded up to a multiple of 8."""
-        return -(-self.dim * 8 // 24) * 8
-
-
-def hf_config(settings: ModelSettings) -> dict[str, Any]:
-    """What `config.json` beside `final.safetensors` must hold for `AutoModelForCausalLM.from_pretrained`."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": settings.dim,
-        "intermediate_size": settings.hidden,
-        "num_hidden_layers": settings.layers,
-        "num_attention_heads": settings.heads,
-        "num_key_value_heads": settings.heads,
-        "head_dim": settings.dim // settings.heads,
-        "max_position_embeddings": settings.context,
-        "rms_norm_eps": NORM_EPSILON,
-        "rope_theta": ROTARY_BASE,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-
-
-def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, in the order of the module."""
-    dim, hidden = settings.dim, settings.hidden
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, dim)}
-    for layer in range(settings.layers):
-        at = f"model.layers.{layer}."
-        for name in ("q", "k", "v", "o"):
-            shapes[f"{at}self_attn.{name}_proj.weight"] = (dim, dim)
-        shapes[f"{at}mlp.gate_proj.weight"] = (hidden, dim)
-        shapes[f"{at}mlp.up_proj.weight"] = (hidden, dim)
-        shapes[f"{at}mlp.down_proj.weight"] = (dim, hidden)
-        shapes[f"{at}input_layernorm.weight"] = (dim,)
-        shapes[f"{at}post_attention_layernorm.weight"] = (dim,)
-    shapes["model.norm.weight"] = (dim,)
-    shapes["lm_head.weight"] = (VOCABULARY, dim)
-    return shapes
+from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, VOCABULARY, ModelSettings, parameter_shapes
 
 
 def initial_parameters(settings: ModelSettings, *, seed: int) -> dict[str, Tensor]:
@@ -245,16 +154,3 @@ class ByteGPT(nn.Module):
         tokens = windows.long()
         logits = self(tokens[:, :-1])
         return functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
-
-
-def model_settings_from(values: Mapping[str, Any]) -> ModelSettings:
-    """Settings from a JSON object.
-
-    Raises:
-        ConfigError: an unknown key, or a value out of range.
-    """
-    known = asdict(ModelSettings())
-    unknown = sorted(set(values) - set(known))
-    if unknown:
-        raise ConfigError(f"unknown model settings {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-    return ModelSettings(**{**known, **dict(values)})

@@ -36,7 +36,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -46,9 +46,10 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner.attach import Diloco
 from diloco_node.learner.builtin.data import Corpus, RegionSampler, load_corpus
-from diloco_node.learner.builtin.model import VOCABULARY, ByteGPT, ModelSettings, model_settings_from, token_logits
-from diloco_node.learner.checkpoint import Stateful
+from diloco_node.learner.builtin.model import ByteGPT, token_logits
+from diloco_node.learner.builtin.shape import VOCABULARY, ModelSettings, model_settings_from
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
 CLIP_NORM: Final = 1.0
@@ -57,65 +58,6 @@ BETAS: Final = (0.9, 0.99)
 the usual 0.95 does (docs/results-quality.md)."""
 
 FINAL_EVALUATION_FACTOR: Final = 4
-
-
-class Island(Protocol):
-    """What the trainer uses of `diloco_node.attach`."""
-
-    @property
-    def should_stop(self) -> bool:
-        """The run is over."""
-        ...
-
-    @property
-    def region_index(self) -> int:
-        """This region's place among the regions."""
-        ...
-
-    @property
-    def regions(self) -> int:
-        """How many regions there are."""
-        ...
-
-    @property
-    def global_step(self) -> int:
-        """Where the learning-rate schedule stands."""
-        ...
-
-    @property
-    def is_attached(self) -> bool:
-        """There is a daemon."""
-        ...
-
-    def step(self, *, tokens: int, loss: Tensor | float | None = None) -> None:
-        """An inner step was made."""
-        ...
-
-    def global_state_dict(self) -> dict[str, Tensor]:
-        """The global parameters by name."""
-        ...
-
-    def own_state_dict(self) -> dict[str, Tensor]:
-        """What this region came to by itself, by name."""
-        ...
-
-    def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
-        """Held-out losses were measured."""
-        ...
-
-    def settle(self, seconds: float) -> None:
-        """Apply the versions that still come."""
-        ...
-
-
-class Attach(Protocol):
-    """`diloco_node.attach`."""
-
-    def __call__(
-        self, model: ByteGPT, optimizer: torch.optim.Optimizer, *, stateful: Mapping[str, Stateful]
-    ) -> AbstractContextManager[Island]:
-        """Join the run."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +229,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, settings)
         self._device = device
 
-    def run(self, attach: Attach) -> Outcome:
+    def run(self, attach: Callable[..., AbstractContextManager[Diloco]]) -> Outcome:
         """Train.
 
         Args:
@@ -309,14 +251,14 @@ class Trainer:
             sampler.restore({"position": position.value})
             return self._loop(diloco, sampler, position)
 
-    def _loop(self, diloco: Island, sampler: RegionSampler, position: _DataPosition) -> Outcome:
+    def _loop(self, diloco: Diloco, sampler: RegionSampler, position: _DataPosition) -> Outcome:
         settings, steps, first, last = self.settings, 0, math.nan, math.nan
         tokens_per_step = settings.batch * settings.model.context
         while not diloco.should_stop and (diloco.is_attached or steps < settings.steps):
             started = time.monotonic()
             loss = self._inner_step(sampler.next_batch(), lr=settings.lr_at(diloco.global_step + 1))
             steps += 1
-            self._pace(started)
+            time.sleep(max(0.0, settings.min_step_seconds - (time.monotonic() - started)))
             position.value = sampler.position
             last = float(loss)
             first = last if steps == 1 else first
@@ -341,12 +283,7 @@ class Trainer:
         self.optimizer.step()
         return loss.detach()
 
-    def _pace(self, started: float) -> None:
-        left = self.settings.min_step_seconds - (time.monotonic() - started)
-        if left > 0:
-            time.sleep(left)
-
-    def _evaluate(self, diloco: Island, steps: int, loss: float, *, windows: int) -> tuple[float, float | None]:
+    def _evaluate(self, diloco: Diloco, steps: int, loss: float, *, windows: int) -> tuple[float, float | None]:
         """Held-out loss of the own and of the global parameters; told to the daemon."""
         held_out = self.corpus.held_out_windows(windows, self.settings.model.context)
         own = held_out_loss(self.model, held_out, diloco.own_state_dict())

@@ -1,1 +1,1 @@
-"""How the parameters of a model lie in memory, as the pieces of fragments."""
+"""How a model's parameters lie in memory: one module per layout."""

@@ -278,9 +278,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
 
 
 def _check_master(name: str, parameter: nn.Parameter, master: Tensor | None) -> None:
-    if master is None:
-        return
-    if master.dtype != torch.float32 or master.shape != parameter.shape:
+    if master is not None and (master.dtype != torch.float32 or master.shape != parameter.shape):
         raise LearnerError(
             f"masters[{name!r}] is {master.dtype} of shape {tuple(master.shape)}, "
             f"expected float32 of shape {tuple(parameter.shape)}"

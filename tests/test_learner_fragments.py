@@ -15,7 +15,7 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError
-from diloco_node.learner.fragments import Answer, Island, IslandSettings, area_sizes
+from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
 from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.wire.learner_link import Applied, SnapshotDenied, SnapshotReady, SnapshotWanted, VersionOffered
 
@@ -24,7 +24,7 @@ PATIENCE_S = 180.0
 
 
 class Bench:
-    """An island with its memory, and the model it holds."""
+    """Fragments with their memory, and the model they are of."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class Bench:
         self.inbox = np.zeros(inbox_bytes // 4, np.float32)
         self.outbox = np.zeros(outbox_bytes, np.uint8)
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        settings = IslandSettings("us-east", 3, codec, carry, limit)
+        settings = FragmentSettings("us-east", 3, codec, carry, limit)
         more = {"before_ready": before_ready} if before_ready is not None else {}
-        self.island = Island(
+        self.fragments = LearnerFragments(
             tensors, self.manifest, settings, inbox=self.inbox, outbox=self.outbox, answer=self.answers.put, **more
         )
         self.starts = np.cumsum([0, *(part.size for part in self.manifest.fragments)])
@@ -55,19 +55,19 @@ class Bench:
         self, fragment: int, version: int, values: object, included: int = -1, *, is_last: bool = False
     ) -> Applied:
         self.inbox[self.starts[fragment] : self.starts[fragment + 1]] = values
-        return self.island.apply(VersionOffered(fragment, version, included, is_last))
+        return self.fragments.apply(VersionOffered(fragment, version, included, is_last))
 
     def step(self, change: float, *, steps: int = 1, tokens: int = 10) -> None:
         """Inner steps that together move every parameter by `change`."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter += change
-        self.island.step += steps
-        self.island.tokens += steps * tokens
+        self.fragments.step += steps
+        self.fragments.tokens += steps * tokens
 
     def snapshot(self, version: int, *, fragment: int = 0, base: int | None = None) -> Answer:
         wanted = SnapshotWanted(fragment, version, version - 1 if base is None else base)
-        answer = self.island.snapshot(wanted)
+        answer = self.fragments.snapshot(wanted)
         return self.answers.get(timeout=PATIENCE_S) if answer is None else answer
 
     def ready(self, version: int, *, fragment: int = 0, base: int | None = None) -> SnapshotReady:
@@ -95,17 +95,17 @@ def value(bench: Bench) -> float:
 
 def test_first_version_overwrites_and_places_the_learner() -> None:
     bench = Bench(one_value(7.0))
-    assert not bench.island.is_placed
+    assert not bench.fragments.is_placed
     assert bench.offer(0, 5, 2.0) == Applied(0, 5, FragmentPosition(5, 0, 0, 0), 1.0, 0)
     assert value(bench) == 2.0
-    assert bench.island.is_placed
+    assert bench.fragments.is_placed
 
 
 def test_initial_state_is_the_model_in_fragment_order() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
     bench = Bench(model, fragments=3)
-    bench.island.write_initial_state()
-    parts = [bench.island.vector(index).numpy() for index in range(3)]
+    bench.fragments.write_initial_state()
+    parts = [bench.fragments.vector(index).numpy() for index in range(3)]
     assert bench.inbox.tobytes() == np.concatenate(parts).tobytes()
     assert sorted(bench.inbox) == sorted(np.concatenate([p.detach().numpy().ravel() for p in model.parameters()]))
 
@@ -115,15 +115,15 @@ def test_own_parameters_are_those_from_before_the_first_of_the_last_merges() -> 
     bench.offer(0, 3, 1.0, is_last=True)
     bench.offer(1, 0, 2.0)
     bench.step(0.5)
-    assert [set(own.tolist()) for own in bench.island.own_vectors()] == [{1.5}, {2.5}], "nothing of its own before"
+    assert [set(own.tolist()) for own in bench.fragments.own_vectors()] == [{1.5}, {2.5}], "nothing of its own before"
     bench.offer(1, 1, 7.0)
-    ordinary = [own.tolist() for own in bench.island.own_vectors()]
-    assert ordinary == [bench.island.vector(index).tolist() for index in range(2)], "as the model is"
+    ordinary = [own.tolist() for own in bench.fragments.own_vectors()]
+    assert ordinary == [bench.fragments.vector(index).tolist() for index in range(2)], "as the model is"
     bench.offer(0, 4, 10.0, is_last=True)
     bench.step(0.25)
     bench.offer(1, 2, 20.0, is_last=True)
-    assert [own.tolist() for own in bench.island.own_vectors()] == ordinary
-    assert bench.island.vector(0).tolist() != ordinary[0], "the model itself went on"
+    assert [own.tolist() for own in bench.fragments.own_vectors()] == ordinary
+    assert bench.fragments.vector(0).tolist() != ordinary[0], "the model itself went on"
 
 
 def test_included_snapshot_carries_what_came_after_it() -> None:
@@ -178,7 +178,7 @@ def test_long_absence_is_discounted() -> None:
     bench.step(-4.0, steps=16)  # theta 6
     applied = bench.offer(0, 1, 2.0)
     assert value(bench) == 1.0  # 2 + 8/16 (6 - 10) / 2
-    assert (applied.lam, bench.island.discounted) == (0.25, 1)
+    assert (applied.lam, bench.fragments.discounted) == (0.25, 1)
 
 
 def test_steps_that_are_not_worth_carrying_are_gone_from_its_account_too() -> None:
@@ -209,7 +209,7 @@ def test_version_that_is_not_newer_changes_nothing() -> None:
     for old in (3, 2):
         assert bench.offer(0, old, -5.0).version == 3
     assert value(bench) == 11.0
-    assert list(bench.island.global_vectors()[0]) == [10.0]
+    assert list(bench.fragments.global_vectors()[0]) == [10.0]
 
 
 def test_same_round_asked_again_is_the_same_snapshot() -> None:
@@ -220,7 +220,7 @@ def test_same_round_asked_again_is_the_same_snapshot() -> None:
     bench.step(-2.0)
     assert bench.ready(1) == first
     assert bench.decoded() == [2.0]
-    assert bench.island.unresolved() == (first.contribution.snapshot,)
+    assert bench.fragments.unresolved() == (first.contribution.snapshot,)
 
 
 def test_round_that_passed_without_it_gets_a_new_snapshot_against_the_old_base() -> None:
@@ -243,7 +243,7 @@ def test_apply_resolves_the_snapshot() -> None:
     bench.step(-2.0)
     number = bench.ready(1).contribution.snapshot
     bench.offer(0, 1, 9.0, included=number)
-    assert bench.island.unresolved() == (-1,)
+    assert bench.fragments.unresolved() == (-1,)
     with pytest.raises(LearnerError, match="holds none"):
         bench.offer(0, 2, 9.0, included=number + 1)
 
@@ -295,17 +295,17 @@ def test_encoded_bytes_are_the_codecs() -> None:
         bench = Bench(model, fragments=3, codec=codec)
         for index, part in enumerate(bench.manifest.fragments):
             bench.offer(index, 0, rng.standard_normal(part.size).astype(np.float32))
-        bases = [base.numpy().copy() for base in bench.island.global_vectors()]
+        bases = [base.numpy().copy() for base in bench.fragments.global_vectors()]
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += torch.from_numpy(rng.standard_normal(tuple(parameter.shape)).astype(np.float32))
-        bench.island.step += 1
+        bench.fragments.step += 1
         start = 0
         for index, part in enumerate(bench.manifest.fragments):
             ready = bench.ready(1, fragment=index)
             blocks = FragmentBlocks(part.piece_sizes, codec)
             expected = np.zeros(blocks.encoded_bytes, np.uint8)
-            norms = kernels.encode(blocks, bases[index] - bench.island.vector(index).numpy(), expected)
+            norms = kernels.encode(blocks, bases[index] - bench.fragments.vector(index).numpy(), expected)
             assert bench.outbox[start : start + blocks.encoded_bytes].tobytes() == expected.tobytes()
             assert ready.contribution.squared_norms == tuple(norms)
             start += blocks.encoded_bytes
@@ -319,7 +319,7 @@ def test_idle_low_precision_learner_contributes_exactly_zero(dtype: torch.dtype)
     size = bench.manifest.size
     bench.offer(0, 0, rng.standard_normal(size).astype(np.float32))
     for version in range(1, 6):
-        bench.island.step += 1  # a step with a learning rate of zero
+        bench.fragments.step += 1  # a step with a learning rate of zero
         ready = bench.ready(version)
         assert not bench.decoded().any()
         included = ready.contribution.snapshot if version % 2 else -1
@@ -329,11 +329,11 @@ def test_idle_low_precision_learner_contributes_exactly_zero(dtype: torch.dtype)
 def test_low_precision_base_is_what_is_held_and_carried_steps_stay_in() -> None:
     bench = Bench(one_value(dtype=torch.bfloat16))
     bench.offer(0, 0, 1.0009)  # bf16 holds 1.0
-    assert list(bench.island.global_vectors()[0]) == [1.0]
+    assert list(bench.fragments.global_vectors()[0]) == [1.0]
     bench.step(-0.5)
     bench.offer(0, 1, 2.001)  # 2.001 + (0.5 - 1.0) / 2 = 1.751, held as 1.75; base 2.0
     assert value(bench) == 1.75
-    assert list(bench.island.global_vectors()[0]) == [2.0]
+    assert list(bench.fragments.global_vectors()[0]) == [2.0]
     bench.ready(2)
     assert bench.decoded() == [0.25]
 
@@ -343,12 +343,12 @@ def test_apply_waits_while_the_encoder_reads_the_base() -> None:
     bench = Bench(one_value(), before_ready=lambda: gate.wait(PATIENCE_S))
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
-    assert bench.island.snapshot(SnapshotWanted(0, 1, 0)) is None
-    assert bench.island.is_busy(0)
-    assert bench.island.snapshot(SnapshotWanted(0, 1, 0)) is None  # asked again: the answer is on its way
+    assert bench.fragments.snapshot(SnapshotWanted(0, 1, 0)) is None
+    assert bench.fragments.is_busy(0)
+    assert bench.fragments.snapshot(SnapshotWanted(0, 1, 0)) is None  # asked again: the answer is on its way
     gate.set()
     assert isinstance(bench.answers.get(timeout=PATIENCE_S), SnapshotReady)
-    assert not bench.island.is_busy(0)
+    assert not bench.fragments.is_busy(0)
     assert bench.answers.empty()
 
 
@@ -362,9 +362,9 @@ def test_a_snapshot_is_encoded_while_the_counters_go_to_the_disk_and_announced_a
     bench = Bench(one_value(), before_ready=flush)
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
-    encode = bench.island._encoder._encode
-    bench.island._encoder._encode = lambda taken: (encode(taken), encoded.set())[0]
-    bench.island.snapshot(SnapshotWanted(0, 1, 0))
+    encode = bench.fragments._encoder._encode
+    bench.fragments._encoder._encode = lambda taken: (encode(taken), encoded.set())[0]
+    bench.fragments.snapshot(SnapshotWanted(0, 1, 0))
     assert isinstance(bench.answers.get(timeout=PATIENCE_S), SnapshotReady)
     assert seen == [True], "encoded while the disk was waited for, and nothing said before it was done"
 
@@ -376,10 +376,10 @@ def test_what_ends_the_encoder_is_raised_in_the_training_thread() -> None:
     bench = Bench(one_value(), before_ready=fail)
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
-    bench.island.snapshot(SnapshotWanted(0, 1, 0))
-    bench.island.close()
+    bench.fragments.snapshot(SnapshotWanted(0, 1, 0))
+    bench.fragments.close()
     with pytest.raises(LearnerError, match="planted"):
-        bench.island.is_busy(0)
+        bench.fragments.is_busy(0)
 
 
 def test_memory_of_snapshots_is_used_again() -> None:
@@ -394,4 +394,4 @@ def test_memory_of_snapshots_is_used_again() -> None:
         bench.step(0.1)
         bench.ready(version + 2, base=version)  # a round that will pass without it
         bench.ready(version + 3, base=version)
-    assert len(bench.island._pool) + len(bench.island._snapshots) == 2
+    assert len(bench.fragments._pool) + len(bench.fragments._snapshots) == 2

@@ -1,9 +1,10 @@
-"""`diloco-node budget set` against a real admin port."""
+"""`diloco-node budget set` and `diloco-node quarantine lift` against a real admin socket."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from diloco_node.cli.main import main
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
+from diloco_node.daemon.admin.server import TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.daemon.budget import changed_plan
+from diloco_node.errors import ConfigError
 
 RUN_TOML = """
 [run]
@@ -24,6 +26,8 @@ id = "try"
 address = "10.0.0.1:7400"
 [regions.us]
 address = "10.0.0.2:7400"
+[regions.asia]
+address = "10.0.0.3:7400"
 """
 
 
@@ -35,12 +39,19 @@ class Region:
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        handlers = AdminHandlers(dict, str, lambda _: None, self._set, measure=None, pardon=None)
+        handlers = AdminHandlers(  # type: ignore[arg-type]
+            dict, str, lambda _: None, self._set, measure=None, lift_quarantine=self._lift
+        )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 
     def _set(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         self.plan = changed_plan(self.plan, document, ("us",))
         return self.plan.to_plain()
+
+    def _lift(self, peer: str) -> bool:
+        if peer not in ("asia", "us"):
+            raise ConfigError(f"{peer!r} is none of this region's peers: asia, us")
+        return peer == "us"
 
     def start(self) -> None:
         self._thread.start()
@@ -56,6 +67,9 @@ class Region:
 
 @pytest.fixture
 def region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Region]:
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
     (tmp_path / "run.toml").write_text(RUN_TOML)
     (tmp_path / "state" / "eu").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -104,3 +118,24 @@ def test_a_daemon_that_is_gone(region: Region, tmp_path: Path, capsys: pytest.Ca
         path.unlink()
     assert main(["budget", "set", "eu", "--egress", "1Gbit/s"]) == 5
     assert "does not answer" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("region")
+def test_a_lifted_quarantine_says_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quarantine", "lift", "us"]) == 0
+    assert "eu readmits us: its strikes are forgotten" in capsys.readouterr().out
+    assert main(["quarantine", "lift", "asia", "--region", "eu"]) == 0
+    assert "eu has nothing against asia" in capsys.readouterr().out
+    assert main(["quarantine", "lift", "us", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"region": "eu", "peer": "us", "lifted": True}
+
+
+@pytest.mark.usefixtures("region")
+def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quarantine", "lift", "mars"]) == 2
+    assert "eu refuses: 'mars' is none of this region's peers: asia, us" in capsys.readouterr().err
+    assert main(["quarantine", "lift", "eu", "--region", "us"]) == 5
+    assert "holds no admin.port" in capsys.readouterr().err
+    (tmp_path / "state" / "eu" / TOKEN_FILE).write_text("another")
+    assert main(["quarantine", "lift", "us"]) == 2
+    assert "missing or wrong bearer token" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The built-in trainer on a fake island: schedule, data position, moments, held-out losses, and settings."""
+"""The built-in trainer on a fake run: schedule, data position, moments, held-out losses, and settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.builtin import trainer as module
 from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus, RegionSampler
-from diloco_node.learner.builtin.model import ByteGPT, ModelSettings
+from diloco_node.learner.builtin.model import ByteGPT
+from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import (
     Trainer,
     TrainerSettings,
@@ -41,7 +42,7 @@ def settings_with(**changed: object) -> TrainerSettings:
     return TrainerSettings(**{"model": TINY, "batch": 4, "steps": 30, "warmup": 5, "eval_every": 0, **changed})
 
 
-class FakeIsland:
+class FakeRun:
     """Stands in for what `attach` yields: records, and says stop after some steps."""
 
     def __init__(self, stop_after: int, *, region_index: int = 0, regions: int = 1, global_step: int = 0) -> None:
@@ -63,7 +64,7 @@ class FakeIsland:
     @contextmanager
     def attach(
         self, model: ByteGPT, optimizer: torch.optim.Optimizer, *, stateful: Mapping[str, Stateful]
-    ) -> Iterator[FakeIsland]:
+    ) -> Iterator[FakeRun]:
         self.model, self.optimizer, self.stateful = model, optimizer, stateful
         for name, state in self.kept.items():
             stateful[name].load_state_dict(state)
@@ -91,39 +92,39 @@ class FakeIsland:
         self.losses.append((val_loss, val_loss_global))
 
 
-def trained(settings: TrainerSettings, island: FakeIsland) -> module.Outcome:
-    return Trainer(settings, corpus=corpus_of_words(), say=lambda line: None).run(island.attach)
+def trained(settings: TrainerSettings, run: FakeRun) -> module.Outcome:
+    return Trainer(settings, corpus=corpus_of_words(), say=lambda line: None).run(run.attach)
 
 
 def test_alone_it_stops_after_its_steps_and_has_learnt():
-    island = FakeIsland(10**9)
-    island.is_attached = False
-    outcome = trained(settings_with(steps=60, lr=2e-2), island)
-    assert outcome.steps == len(island.steps) == 60
+    run = FakeRun(10**9)
+    run.is_attached = False
+    outcome = trained(settings_with(steps=60, lr=2e-2), run)
+    assert outcome.steps == len(run.steps) == 60
     assert outcome.tokens == 60 * 4 * 16
     assert outcome.val_loss < outcome.loss_first - 1.5
     assert outcome.val_loss_global is None
 
 
 def test_attached_it_stops_when_told_and_measures_both_losses():
-    island = FakeIsland(7)
-    island.everybodys = {name: p.detach() for name, p in ByteGPT(TINY, seed=99).named_parameters()}
-    island.own = {name: p.detach() for name, p in ByteGPT(TINY, seed=98).named_parameters()}
-    outcome = trained(settings_with(steps=3, eval_every=3), island)
+    run = FakeRun(7)
+    run.everybodys = {name: p.detach() for name, p in ByteGPT(TINY, seed=99).named_parameters()}
+    run.own = {name: p.detach() for name, p in ByteGPT(TINY, seed=98).named_parameters()}
+    outcome = trained(settings_with(steps=3, eval_every=3), run)
     assert outcome.steps == 7
-    assert island.settled == 1.0
-    assert len(island.losses) == 3
+    assert run.settled == 1.0
+    assert len(run.losses) == 3
     windows = corpus_of_words().held_out_windows(64 * 4, TINY.context)
     assert outcome.val_loss == pytest.approx(held_out_loss(ByteGPT(TINY, seed=98), windows))
     assert outcome.val_loss_global == pytest.approx(held_out_loss(ByteGPT(TINY, seed=99), windows))
-    assert island.losses[-1] == (outcome.val_loss, outcome.val_loss_global)
+    assert run.losses[-1] == (outcome.val_loss, outcome.val_loss_global)
 
 
 def test_the_schedule_follows_the_global_step():
     settings = settings_with(steps=100, warmup=10, lr=1e-3)
-    island = FakeIsland(3, global_step=54)
-    trained(settings, island)
-    assert island.rates == [settings.lr_at(55), settings.lr_at(56), settings.lr_at(57)]
+    run = FakeRun(3, global_step=54)
+    trained(settings, run)
+    assert run.rates == [settings.lr_at(55), settings.lr_at(56), settings.lr_at(57)]
 
 
 def test_learning_rate_by_hand():
@@ -147,7 +148,7 @@ def test_the_second_life_draws_the_batches_that_the_first_did_not(monkeypatch: p
     drawn: list[int] = []
     plain = RegionSampler.batch_at
     monkeypatch.setattr(RegionSampler, "batch_at", lambda self, at: (drawn.append(at), plain(self, at))[1])
-    first, second = FakeIsland(5, region_index=1, regions=3), FakeIsland(4, region_index=1, regions=3)
+    first, second = FakeRun(5, region_index=1, regions=3), FakeRun(4, region_index=1, regions=3)
     trained(settings_with(), first)
     second.kept = {name: part.state_dict() for name, part in first.stateful.items()}
     trained(settings_with(), second)
@@ -159,7 +160,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
     with torch.no_grad():
         next(one.model.parameters()).fill_(math.nan)
     with pytest.raises(LearnerError, match=r"nan at step 1.*trainer\.lr"):
-        one.run(FakeIsland(5).attach)
+        one.run(FakeRun(5).attach)
 
 
 def test_only_matrices_decay():
@@ -173,7 +174,7 @@ def test_a_step_is_stretched_to_its_least_time(monkeypatch: pytest.MonkeyPatch):
     slept: list[float] = []
     monkeypatch.setattr(module.time, "sleep", slept.append)
     monkeypatch.setattr(module.time, "monotonic", lambda: 5.0)
-    trained(settings_with(min_step_seconds=0.25), FakeIsland(2))
+    trained(settings_with(min_step_seconds=0.25), FakeRun(2))
     assert slept == [0.25, 0.25]
 
 

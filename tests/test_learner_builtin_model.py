@@ -9,17 +9,14 @@ import pytest
 import torch
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin.model import (
+from diloco_node.learner.builtin.model import ByteGPT, initial_parameters, rotary_tables, token_logits
+from diloco_node.learner.builtin.shape import (
     NORM_EPSILON,
     ROTARY_BASE,
-    ByteGPT,
     ModelSettings,
     hf_config,
-    initial_parameters,
     model_settings_from,
     parameter_shapes,
-    rotary_tables,
-    token_logits,
 )
 
 SMALL = ModelSettings(layers=2, dim=24, heads=3, context=13)

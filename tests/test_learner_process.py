@@ -1,4 +1,4 @@
-"""learner/signals.py, in processes of their own: what SIGTERM and the supervisor's death do to a learner."""
+"""learner/process.py, in processes of their own: what SIGTERM and the supervisor's death do to a learner."""
 
 from __future__ import annotations
 

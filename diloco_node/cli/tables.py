@@ -1,0 +1,121 @@
+"""Tables for people: the width of the output, amounts of bytes, and the rows of regions with what each waits for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PIPED_COLUMNS: Final = 100
+"""rich takes 80 where there is no terminal, and would cut the tables."""
+
+UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+COLUMNS: Final = ("region", "role", "step", "loss", "tokens/s", "rounds", "versions", "sent", "received", "now")
+LEFT: Final = frozenset({"region", "role"})
+
+LEFT_OUT: Final = ("received", "sent", "tokens/s", "versions", "rounds")
+"""Columns a narrow output goes without, the first one first."""
+
+INDENT: Final = "  "
+WRAP_MIN: Final = 20
+"""Text is not wrapped to fewer columns than this."""
+
+
+def table_console() -> Console:
+    """Standard output, as wide as the terminal; `COLUMNS` is obeyed."""
+    from rich.console import Console
+
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if is_sized else PIPED_COLUMNS)
+
+
+def plain_table(*columns: tuple[str, str], is_wrapping: bool = True) -> Table:
+    """A table without lines. Columns are (name, "left" or "right")."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, justify in columns:
+        table.add_column(name, justify="left" if justify == "left" else "right", no_wrap=not is_wrapping)
+    return table
+
+
+def human_bytes(count: float) -> str:
+    """12.3 MB."""
+    for unit in UNITS:
+        if count < 1000 or unit == UNITS[-1]:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def region_cells(name: str, status: dict[str, Any]) -> list[str]:
+    """One region's row: name, role, step, loss, tokens/s, rounds, versions, sent, received, what it waits for."""
+    learner = status.get("learner") or {}
+    versions = status.get("versions") or []
+    loss = learner.get("loss")
+    rate = learner.get("tokens_per_second")
+    return [
+        name,
+        str(status.get("role", status.get("state", "starting"))),
+        str(learner.get("step", "-")),
+        "-" if loss is None else f"{loss:.3f}",
+        "-" if rate is None else f"{rate:,.0f}",
+        str(status.get("rounds_committed", "-")),
+        f"{min(versions)}-{max(versions)}" if versions and min(versions) >= 0 else "-",
+        human_bytes(status.get("wire_bytes_out", 0)),
+        human_bytes(status.get("wire_bytes_in", 0)),
+        str(status.get("reason", "")),
+    ]
+
+
+def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
+    """A table of regions as lines, what each one waits for indented below its row.
+
+    Args:
+        rows: a cell for each of COLUMNS. width: of the output in characters; None: no line is wrapped or shortened.
+
+    Returns:
+        The heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
+    """
+    shown = [column for column in COLUMNS if column != "now"]
+    sizes = {name: max(len(row[at]) for row in (COLUMNS, *rows)) for at, name in enumerate(COLUMNS)}
+    gap = 2
+
+    def is_too_wide() -> bool:
+        return width is not None and sum(sizes[name] + gap for name in shown) - gap > width
+
+    if is_too_wide():
+        gap = 1
+    for column in LEFT_OUT:
+        if is_too_wide():
+            shown.remove(column)
+    lines = []
+    for row in (COLUMNS, *rows):
+        cells = dict(zip(COLUMNS, row, strict=True))
+        adjusted = [
+            cells[name].ljust(sizes[name]) if name in LEFT else cells[name].rjust(sizes[name]) for name in shown
+        ]
+        lines.append((" " * gap).join(adjusted).rstrip())
+        if row is not COLUMNS:
+            lines += wrapped(cells["now"], width, first=INDENT)
+    return lines
+
+
+def wrapped(text: str, width: int | None, *, first: str = "") -> list[str]:
+    """A paragraph as lines of at most `width` characters, all but the first one indented.
+
+    Args:
+        text: no line comes back where it is empty. width: None: one line, however long. first: indents the first line.
+    """
+    paragraph = " ".join(text.split())
+    if width is None:
+        return [first + paragraph] if paragraph else []
+    return textwrap.wrap(
+        paragraph, max(width, WRAP_MIN), initial_indent=first, subsequent_indent=INDENT, break_on_hyphens=False
+    )

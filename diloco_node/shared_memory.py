@@ -1,0 +1,181 @@
+"""Memory that outlives a process: memfd areas handed over a Unix socket.
+
+An **area** is anonymous memory (`memfd_create`) with a name and a size. The supervisor's `MemoryStore` creates it when
+it is first asked for and keeps it open, so that daemon and learner, each of which may die and come back, find what was
+in it. `request_area` maps it. Two requests with the same name and size get the same memory. Another size *replaces* the
+area: the daemon names the sizes, and it asks for another one only when the model is another one, so the old contents
+are worthless. Who still maps the old area keeps it until he unmaps it. Areas are sealed against shrinking and growing:
+a mapping never faults.
+
+`multiprocessing.shared_memory` is not used: on Python 3.11 a process that merely attached unlinks the segment when it
+exits, and /dev/shm has 64 MiB in a container.
+
+Standard library only: the supervisor imports this.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import re
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from diloco_node.errors import BindError, LearnerError
+from diloco_node.unix_sockets import peer_uid
+
+AREAS_MAX: Final = 16
+"""Areas one store keeps; daemon and learner use two."""
+
+AREA_BYTES_MAX: Final = 1 << 42
+"""Largest area: 4 TiB, a trillion float32."""
+
+REQUEST_BYTES_MAX: Final = 4096
+REQUEST_TIMEOUT_S: Final = 10.0
+_NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Area:
+    fd: int
+    size_bytes: int
+
+
+class MemoryStore:
+    """Creates memfd areas and serves them over a Unix socket to processes of the same user.
+
+    Use as a context manager. The areas live until `close`. One thread serves; requests are tiny.
+
+    Args:
+        path: where the socket is bound; a stale socket file there is replaced.
+
+    Raises:
+        BindError: the path can't be bound.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._areas: dict[str, _Area] = {}
+        self._closing = threading.Event()
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            self._socket.bind(os.fspath(path))
+            path.chmod(0o600)
+            self._socket.listen(8)
+        except OSError as error:
+            self._socket.close()
+            raise BindError(f"memory socket {path}: {error.strerror or error}; choose another state folder") from error
+        self._thread = threading.Thread(target=self._serve, name="memory-store", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> MemoryStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving and forget the areas; processes that mapped them keep their mappings."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        # Closing a socket does not wake a thread that accepts on it; shutting it down does.
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join(REQUEST_TIMEOUT_S)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)
+        for area in self._areas.values():
+            os.close(area.fd)
+        self._areas.clear()
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closing.is_set():
+                    return
+                continue
+            with connection:
+                connection.settimeout(REQUEST_TIMEOUT_S)
+                try:
+                    self._answer(connection)
+                except OSError:
+                    continue  # the asker went away; the next one is served
+
+    def _answer(self, connection: socket.socket) -> None:
+        if peer_uid(connection) != os.getuid():
+            return
+        request = connection.recv(REQUEST_BYTES_MAX)
+        try:
+            asked = json.loads(request)
+            area = self._area(asked["name"], asked["size_bytes"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            connection.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+            return
+        socket.send_fds(connection, [json.dumps({"size_bytes": area.size_bytes}).encode()], [area.fd])
+
+    def _area(self, name: object, size_bytes: object) -> _Area:
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise ValueError(f"area name {name!r} is not lower-case letters, digits, - and _")
+        if not isinstance(size_bytes, int) or not 0 < size_bytes <= AREA_BYTES_MAX:
+            raise ValueError(f"area {name}: size {size_bytes!r} B is not in 1..{AREA_BYTES_MAX}")
+        found = self._areas.get(name)
+        if found is not None and found.size_bytes == size_bytes:
+            return found
+        if found is None and len(self._areas) >= AREAS_MAX:
+            raise ValueError(f"area {name}: there are {AREAS_MAX} areas already")
+        area = _Area(_create(name, size_bytes), size_bytes)
+        if found is not None:
+            os.close(found.fd)
+        self._areas[name] = area
+        return area
+
+
+def _create(name: str, size_bytes: int) -> int:
+    fd = os.memfd_create(f"diloco-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def request_area(path: Path, name: str, size_bytes: int) -> mmap.mmap:
+    """Map the area of this name and size, shared with every other process that maps it.
+
+    Args:
+        path: the store's socket. name: lower-case letters, digits, - and _. size_bytes: exact.
+
+    Returns:
+        A shared, writable mapping; zero bytes if the area is new. The caller closes it.
+
+    Raises:
+        LearnerError: the store does not answer, or refuses.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC) as connection:
+        connection.settimeout(REQUEST_TIMEOUT_S)
+        try:
+            connection.connect(os.fspath(path))
+            connection.send(json.dumps({"name": name, "size_bytes": size_bytes}).encode())
+            answer, fds, _flags, _address = socket.recv_fds(connection, REQUEST_BYTES_MAX, 1)
+        except OSError as error:
+            raise LearnerError(
+                f"memory area {name}: no answer from {path} ({error}); is the supervisor alive?"
+            ) from error
+    try:
+        said = json.loads(answer) if answer else {"error": "the connection was closed (another user?)"}
+        if "error" in said or len(fds) != 1 or said.get("size_bytes") != size_bytes:
+            raise LearnerError(f"memory area {name} of {size_bytes} B refused: {said.get('error', said)}")
+        return mmap.mmap(fds[0], size_bytes)
+    finally:
+        for fd in fds:
+            os.close(fd)
