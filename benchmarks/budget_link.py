@@ -27,12 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.delay import DelayCut
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, Refused
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
-from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.kernel import congestion
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wan.tun import inside
 
@@ -57,7 +56,7 @@ class Options:
         seconds: that count, after settle_s.
         egress_a, ingress_a, egress_b, ingress_b: budgets, bytes/s; 0: none.
         load: who sends bulk. body_bytes: of a transfer, two of which are under way from each side.
-        is_cut: whether bulk is cut for the delay it makes; if not, TCP goes by loss (Reno) and fills the line's queue.
+        is_by_loss: TCP goes by loss (Reno), not by BBR, and fills the line's queue.
         namespace_b: of an emulated WAN, for side b.
         idle: (namespace, address) of two more regions there; both processes bounce datagrams over their link, which is
             idle: that is how late the machine itself is.
@@ -72,7 +71,7 @@ class Options:
     ingress_b: int = 0
     load: str = "ab"
     body_bytes: int = 2 * 2**20
-    is_cut: bool = True
+    is_by_loss: bool = False
     namespace_b: str = ""
     idle: Sequence[Sequence[str]] = ()
     stall_s: float = 0.0
@@ -104,14 +103,12 @@ class Found:
         samples: the first one is from before the load. settle_s: see Options.
         control_s: round trips of the control lane after settle_s; what had no answer yet, as long as it had waited.
         idle_s: of datagrams over the idle link, at the same time, between the same two event loops.
-        status: of both sides' budgets at the end.
     """
 
     samples: list[Sample]
     settle_s: float
     control_s: list[float]
     idle_s: list[float]
-    status: dict[str, dict[str, Any]]
 
     def used_per_s(self, way: str) -> float:
         """Bytes/s in or out, after settle_s."""
@@ -142,10 +139,6 @@ class Found:
             last = self.samples[end]
             most = max(most, (last.counted(way) - first.counted(way)) / (last.after_s - first.before_s))
         return most
-
-    def delay_cuts(self) -> int:
-        """How often either side was cut for its queue."""
-        return sum(peer["delay_cuts"] for side in self.status.values() for peer in side["peers"].values())
 
     def gap_s(self) -> float:
         """The longest time between two samples, which should be SAMPLE_S."""
@@ -180,7 +173,6 @@ def run_link(options: Options, namespace_a: str = "") -> Found:
         [Sample(*sample) for sample in found["samples"]],
         options.settle_s,
         *([rtt_s for at_s, rtt_s in found[name] if at_s >= options.settle_s] for name in ("control_s", "idle_s")),
-        status=found["status"],
     )
 
 
@@ -350,12 +342,6 @@ def set_up(region: str) -> None:
     run("ip", "link", "set", name, "up")
 
 
-def do_not_cut() -> None:
-    """Take the cut for delay out of this process, and let TCP go by loss alone."""
-    DelayCut.begin = DelayCut.measured = lambda *_, **__: None  # type: ignore[method-assign,assignment]
-    tcp_info.FAR_CONGESTION_CONTROL = b"reno"  # type: ignore[misc]
-
-
 async def side_b(options: Options, folder: Path) -> None:
     """The other namespace. Each line on standard input is the next step: set up, load, stop."""
     loop = asyncio.get_running_loop()
@@ -370,7 +356,7 @@ async def side_b(options: Options, folder: Path) -> None:
     await loop.run_in_executor(None, sys.stdin.readline)
     load = asyncio.create_task(side.load()) if "b" in options.load else None
     await loop.run_in_executor(None, sys.stdin.readline)
-    print(json.dumps(side.transport.budget_status()), flush=True)
+    print("over", flush=True)
     if load is not None:
         load.cancel()
     if idle is not None:
@@ -424,16 +410,15 @@ async def side_a(options: Options, folder: Path, child: subprocess.Popen[str]) -
             if task.done():
                 task.result()
     trips = {"control_s": side.control.since(started_s), "idle_s": side.idle.since(started_s)}
-    here = side.transport.budget_status()
     if stalling is not None:
         await stalling
     step()
-    there = json.loads(await loop.run_in_executor(None, child.stdout.readline))
+    await loop.run_in_executor(None, child.stdout.readline)
     for task in tasks:
         task.cancel()
     await side.transport.stop()
     plain = [(one.before_s, one.after_s, one.bytes_in, one.bytes_out) for one in found]
-    return {"samples": plain, "status": {"a": here, "b": there}, **trips}
+    return {"samples": plain, **trips}
 
 
 def main() -> None:
@@ -443,8 +428,8 @@ def main() -> None:
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     options = Options(**json.loads(sys.argv[1]))
-    if not options.is_cut:
-        do_not_cut()
+    if options.is_by_loss:
+        congestion.FAR_CONGESTION_CONTROL = b"reno"  # type: ignore[misc]
     if len(sys.argv) > 2:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(side_b(options, Path(sys.argv[2])))

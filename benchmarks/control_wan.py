@@ -5,8 +5,8 @@
 Root: four network namespaces joined by the user-space router of `diloco_node.wan`, lines of 10 Mbit/s with a queue of
 200 ms, 40 ms between any two. Two daemons' transports load one link; messages of the control lane, small as heartbeats,
 go to and fro over it. Beside each figure stand those of the same run: datagrams between the same two processes over a
-link that is idle, which is how late this machine is; and the same control lane where bulk fills the queue, because
-nobody cuts it for delay and TCP goes by loss (Reno).
+link that is idle, which is how late this machine is; and the same control lane where bulk fills the queue, because TCP
+goes by loss (Reno) instead of BBR.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ egress = "10Mbit/s"
 ARMS: dict[str, dict[str, Any]] = {
     "budget": {"egress_a": BUDGET_BYTES_PER_S, "egress_b": BUDGET_BYTES_PER_S},
     "no_budget": {},
-    "full_queue": {"is_cut": False},
+    "full_queue": {"is_by_loss": True},
 }
 
 
@@ -78,7 +78,7 @@ def figures(found: Found) -> dict[str, Any]:
     shown: dict[str, Any] = {"mbit_s": {way: found.used_per_s(way) * 8 / 1e6 for way in ("in", "out")}}
     for name, trips_s in (("control", found.control_s), ("idle_link", found.idle_s)):
         shown |= {f"{name}_p{p}_seconds": quantile(trips_s, p / 100) for p in (50, 99)}
-    return shown | {"delay_cuts": found.delay_cuts(), "longest_sample_gap_seconds": found.gap_s()}
+    return shown | {"longest_sample_gap_seconds": found.gap_s()}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -97,14 +97,13 @@ def lines(result: dict[str, Any]) -> list[str]:
     shown = [
         f"{result['line_mbit_s']:g} Mbit/s, {result['rtt_seconds'] * 1e3:g} ms, both directions loaded, "
         f"{result['cpus']} cores; round trips in ms",
-        f"{'':<12}{'control p50':>12}{'p99':>7}{'idle p50':>10}{'p99':>7}"
-        f"{'Mbit/s in':>11}{'out':>7}{'cuts':>6}{'load':>6}",
+        f"{'':<12}{'control p50':>12}{'p99':>7}{'idle p50':>10}{'p99':>7}{'Mbit/s in':>11}{'out':>7}{'load':>6}",
     ]
     for name, one in result["arms"].items():
         times = [one[f"{what}_p{p}_seconds"] * 1e3 for what in ("control", "idle_link") for p in (50, 99)]
         shown.append(
             f"{name:<12}{times[0]:>12.1f}{times[1]:>7.1f}{times[2]:>10.1f}{times[3]:>7.1f}"
-            f"{one['mbit_s']['in']:>11.2f}{one['mbit_s']['out']:>7.2f}{one['delay_cuts']:>6}{one['load_average']:>6.1f}"
+            f"{one['mbit_s']['in']:>11.2f}{one['mbit_s']['out']:>7.2f}{one['load_average']:>6.1f}"
         )
     return shown
 

@@ -44,7 +44,7 @@ from link import RUN, Receiver, run_loop
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
-from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.kernel import congestion
 from diloco_node.transport.streams import dial, make_server
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wan import emulation
@@ -389,7 +389,7 @@ def main() -> int:
     if len(sys.argv) > 6 and (end := ENDS.get((sys.argv[1], sys.argv[2]))) is not None:
         folder, addresses, seconds, connections = Path(sys.argv[3]), json.loads(sys.argv[4]), *sys.argv[5:7]
         if os.environ.get(WITHOUT_BBR):
-            tcp_info.FAR_CONGESTION_CONTROL = b"none such"
+            congestion.FAR_CONGESTION_CONTROL = b"none such"
         more = (float(seconds), connections) if sys.argv[2] == "send" else (connections,)
         print(run_loop(end(folder, addresses, *more)), flush=True)
         return 0

@@ -18,19 +18,20 @@ async def ended(*outcomes: BaseException | None) -> list[asyncio.Task[None]]:
     return tasks
 
 
-def session() -> Session:
+def session(tasks: list[asyncio.Task[None]]) -> Session:
     one = Session.__new__(Session)
     one._peer = "us-west"
+    one._tasks = tasks
     one._dropped = asyncio.get_running_loop().create_future()
     return one
 
 
 async def test_a_task_that_was_cancelled_under_us_is_a_lost_link_and_not_a_fault_of_ours() -> None:
-    why = session()._why(await ended(asyncio.CancelledError()))
+    why = session(await ended(asyncio.CancelledError()))._why()
     assert isinstance(why, LinkLost)
     assert "us-west" in str(why)
 
 
 async def test_a_violation_says_more_than_the_lost_stream_that_follows_it() -> None:
     violation = ProtocolViolation("us-west: field 3")
-    assert session()._why(await ended(LinkLost("gone"), violation, None)) is violation
+    assert session(await ended(LinkLost("gone"), violation, None))._why() is violation

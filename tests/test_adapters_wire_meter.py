@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco_node.errors import LinkLost
-from diloco_node.transport.kernel import tcp_info
+from diloco_node.transport.kernel import congestion, tcp_info, wire_meter
 from diloco_node.transport.kernel.tcp_info import SocketCounters, read_sockets
-from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
+from diloco_node.transport.kernel.wire_meter import LinkCounters, PeerTraffic, WireMeter
 from tests.socket_kit import PACED, REMOTE, counters_of, send
 
 
 def counters(cookie: int, *, sent: int, received: int, remote: tuple[str, int] = REMOTE) -> SocketCounters:
-    return SocketCounters(cookie, -1, ("10.0.0.1", 1), remote, sent, 0, received, 2, 3, 100)
+    return SocketCounters(cookie, -1, ("10.0.0.1", 1), remote, sent, 0, received, 2, 3)
 
 
 class FakeKernel:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now: list[SocketCounters] = []
-        monkeypatch.setattr(tcp_info, "read_sockets", lambda: self.now)
+        monkeypatch.setattr(wire_meter, "read_sockets", lambda: self.now)
 
 
 def test_a_peer_is_the_sum_of_its_sockets_living_and_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,31 +48,6 @@ def test_a_peer_is_the_sum_of_its_sockets_living_and_dead(monkeypatch: pytest.Mo
     assert meter.traffic("b") == PeerTraffic(1507 + 6 * 52, 37 + 9 * 52, is_measured=True)
 
 
-def test_of_two_samples_at_once_the_one_that_read_first_is_not_taken_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = WireMeter()
-    meter.assign("b", REMOTE)
-    has_read, may_go_on = threading.Event(), threading.Event()
-
-    def read_and_wait() -> list[SocketCounters]:
-        monkeypatch.setattr(tcp_info, "read_sockets", list)  # from now on: the socket is closed
-        has_read.set()
-        assert may_go_on.wait(60)
-        return [counters(1, sent=1000, received=10)]
-
-    monkeypatch.setattr(tcp_info, "read_sockets", read_and_wait)
-    first, second = threading.Thread(target=meter.sample), threading.Thread(target=meter.sample)
-    first.start()
-    assert has_read.wait(60)
-    second.start()
-    second.join(0.2)
-    may_go_on.set()
-    first.join()
-    second.join()
-    assert meter.remotes("b") == [REMOTE]
-    assert meter.tcp("b") is None, "the closed socket came back"
-    assert meter.traffic("b") == PeerTraffic(1000 + 2 * 52, 10 + 3 * 52, is_measured=True)
-
-
 def test_addresses_of_incoming_calls_are_forgotten_when_their_sockets_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(monkeypatch)
     meter = WireMeter()
@@ -89,7 +62,7 @@ def test_addresses_of_incoming_calls_are_forgotten_when_their_sockets_are_gone(m
         meter.sample()
     kernel.now = [counters(2, sent=5, received=0)]  # the same port, another peer's now
     meter.sample()
-    assert meter.traffic("b").bytes_out == 1000 + 2 * 52
+    assert meter.traffic("b") == PeerTraffic(1000 + 2 * 52, 3 * 52, is_measured=True)
 
 
 def test_sockets_of_nobody_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,21 +71,32 @@ def test_sockets_of_nobody_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> N
     meter.assign("b", ("10.0.0.2", 7401))
     kernel.now = [counters(1, sent=1000, received=10)]
     meter.sample()
-    assert meter.traffic("b").bytes_out == 0
+    assert meter.traffic("b") is None
 
 
-def test_ipv6_has_longer_headers() -> None:
-    assert counters(1, sent=100, received=0, remote=("fe80::2", 1)).wire_bytes_out == 100 + 2 * 72
-
-
-def test_without_the_kernel_an_estimate_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    FakeKernel(monkeypatch)
-    meter = WireMeter()
-    meter.count("b", bytes_out=1000, bytes_in=200)
-    meter.count("b", bytes_out=1000)
+def test_ipv6_has_longer_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, meter = FakeKernel(monkeypatch), WireMeter()
+    meter.assign("b", ("fe80::2", 1))
+    kernel.now = [counters(1, sent=100, received=0, remote=("fe80::2", 1))]
     meter.sample()
-    assert meter.traffic("b") == PeerTraffic(2120, 212, is_measured=False)
-    assert meter.traffic("c") == PeerTraffic(0, 0, is_measured=False)
+    assert meter.traffic("b") == PeerTraffic(100 + 2 * 72, 3 * 72, is_measured=True)
+
+
+def test_a_link_counts_what_an_interface_does_and_parts_what_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, meter = FakeKernel(monkeypatch), WireMeter()
+    assert meter.link("b") is None
+    assert meter.traffic("b") is None
+    meter.assign("b", REMOTE)
+    one = SocketCounters(1, -1, ("10.0.0.1", 1), REMOTE, 10_000, 1_000, 300, 7, 3, 5, 40, 8_000)
+    kernel.now = [one, replace(one, cookie=2, rtt_min_us=0)]
+    meter.sample()
+    both = LinkCounters(
+        2 * (9_000 + 5 * 66), 2 * (1_000 + 2 * 66), 2 * (300 + 3 * 66), 2 * (8_000 + 7 * 66), 14, 6, 40_000
+    )
+    assert meter.link("b") == both
+    kernel.now = []
+    meter.sample()
+    assert meter.link("b") == replace(both, rtt_min_ns=0)
 
 
 IN_A_NAMESPACE = """
@@ -230,7 +214,7 @@ def test_socket_of_a_far_peer_goes_by_bbr_once_and_a_near_one_stays(
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     except OSError:
         wanted = b"cubic"  # any that this kernel allows
-        monkeypatch.setattr(tcp_info, "FAR_CONGESTION_CONTROL", wanted)
+        monkeypatch.setattr(congestion, "FAR_CONGESTION_CONTROL", wanted)
     meter, kernel = WireMeter(), FakeKernel(monkeypatch)
     meter.assign("b", own.remote)
     meter.assign("c", other.remote)
@@ -250,7 +234,7 @@ def test_a_far_socket_that_may_not_change_its_congestion_control_is_known_to_go_
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, _ = connection
-    monkeypatch.setattr(tcp_info, "FAR_CONGESTION_CONTROL", b"no such")
+    monkeypatch.setattr(congestion, "FAR_CONGESTION_CONTROL", b"no such")
     meter, kernel = WireMeter(), FakeKernel(monkeypatch)
     own = next(found for found in read_sockets() if found.local == near.getsockname())
     meter.assign("b", own.remote)
@@ -262,42 +246,11 @@ def test_a_far_socket_that_may_not_change_its_congestion_control_is_known_to_go_
     assert meter.goes_by_loss
 
 
-@pytest.mark.parametrize("can_go_back", [True, False])
-def test_starting_over_sets_another_congestion_control_and_back(
-    connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, can_go_back: bool
-) -> None:
-    near, _ = connection
-    kernel_set, asked = socket.socket.setsockopt, []
-
-    def setsockopt(self: socket.socket, level: int, option: int, value: bytes) -> None:
-        if option == socket.TCP_CONGESTION and len(asked) < 10:
-            asked.append(value)
-            if not can_go_back and len(asked) == 3:
-                raise PermissionError
-        kernel_set(self, level, option, value)
-
-    monkeypatch.setattr(tcp_info, "FAR_CONGESTION_CONTROL", b"cubic")
-    meter, kernel = WireMeter(), FakeKernel(monkeypatch)
-    own = counters_of(near)
-    meter.assign("b", own.remote)
-    monkeypatch.setattr(socket.socket, "setsockopt", setsockopt)
-    kernel.now = [replace(own, rtt_min_us=5_000)]
-    meter.sample()
-    meter.opened("b", is_bulk=True)
-    meter.start_over("b")
-    assert asked == [b"cubic", b"reno", b"cubic"]
-    assert congestion_control(near) == (b"cubic" if can_go_back else b"reno")
-    assert meter.goes_by_loss is not can_go_back
-    kernel_set(near, socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-    meter.start_over("b")
-    assert asked == [b"cubic", b"reno", b"cubic"], "it is somebody else's choice by now"
-
-
 def test_a_bulk_connection_that_has_just_joined_is_paced_and_not_control_that_has_sent_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
     control, first, further = (
         counters(cookie, sent=sent, received=0) for cookie, sent in ((7, 10_000), (3, 900_000), (9, 0))
@@ -322,7 +275,7 @@ async def test_connections_of_two_lanes_that_are_opened_at_once_are_told_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
     tasks, connected, order = [], asyncio.Event(), list[int]()
 
@@ -356,7 +309,7 @@ async def test_a_dial_that_fails_lets_the_next_one_go(monkeypatch: pytest.Monkey
 
 def test_lane_of_an_incoming_call_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     callers = [("10.0.0.2", port) for port in (5001, 5002, 5003)]
     for remote, is_bulk in zip(callers, (False, True, True), strict=True):
         meter.assign("b", remote, is_lasting=False, is_bulk=is_bulk)
@@ -366,24 +319,9 @@ def test_lane_of_an_incoming_call_is_told_with_its_address(monkeypatch: pytest.M
     assert paced == {2: 1_000_000, 3: 1_000_000}
 
 
-def test_round_trip_is_that_of_the_socket_that_sends_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, meter = FakeKernel(monkeypatch), WireMeter()
-    meter.assign("b", REMOTE)
-    for sent, rtt_us in (((10_000_000, 0), 40_000), ((10_000_000, 1_000_000), 70_000)):
-        for step in range(1, 12):
-            kernel.now = [
-                dataclasses.replace(counters(1, sent=sent[0], received=0), rtt_us=40_000),
-                dataclasses.replace(counters(2, sent=sent[1] * step, received=0), rtt_us=70_000),
-            ]
-            meter.sample()
-        link = meter.link("b")
-        assert link is not None
-        assert link.rtt_ns == rtt_us * 1000
-
-
 def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(tcp_info, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
+    monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     meter.assign("b", REMOTE)
     meter.set_asides("b", frozenset([3, 4]))
     all_four = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
@@ -399,24 +337,10 @@ def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeyp
     assert paced == {2: 3_000_000, 3: None, 4: None}, "nor are they when the measurement is over"
 
 
-def test_sockets_of_a_measurement_are_counted_and_tell_the_round_trip_while_they_send(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_sockets_of_a_measurement_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter = FakeKernel(monkeypatch), WireMeter()
     meter.assign("b", REMOTE)
     meter.set_asides("b", frozenset([2]))
-
-    def at(link: int, measurement: int) -> int:
-        kernel.now = [
-            replace(counters(1, sent=link, received=0), rtt_us=10),
-            replace(counters(2, sent=measurement, received=0), rtt_us=20),
-        ]
-        meter.sample()
-        found = meter.link("b")
-        assert found is not None
-        return found.rtt_ns
-
-    assert at(10**6, 1000) == 10_000
-    assert at(10**6 + 10, 2000) == 20_000, "the measurement sends, however much the link has sent before"
-    assert at(10**6 + 5000, 2000) == 10_000, "a round goes before it"
-    assert meter.traffic("b").bytes_out == 10**6 + 7000 + 4 * 52
+    kernel.now = [counters(1, sent=10**6, received=0), counters(2, sent=7000, received=0)]
+    meter.sample()
+    assert meter.traffic("b") == PeerTraffic(10**6 + 7000 + 4 * 52, 6 * 52, is_measured=True)

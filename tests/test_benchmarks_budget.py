@@ -17,9 +17,8 @@ from diloco_node.config.units import parse_rate
 from diloco_node.wan.topology import parse_topology
 
 
-def found(samples: list[Sample], *, settle_s: float = 0.0, cuts: int = 0) -> Found:
-    status = {side: {"peers": {"x": {"delay_cuts": cuts}}} for side in "ab"}
-    return Found(samples, settle_s, control_s=[0.05] * 99 + [0.5], idle_s=[0.04] * 100, status=status)
+def found(samples: list[Sample], *, settle_s: float = 0.0) -> Found:
+    return Found(samples, settle_s, control_s=[0.05] * 99 + [0.5], idle_s=[0.04] * 100)
 
 
 def steady(rate: int, *, seconds: int = 10, late_s: float = 0.0) -> list[Sample]:
@@ -81,15 +80,14 @@ def test_quantiles_are_by_nearest_rank() -> None:
 
 
 def test_reports_show_each_arm_and_what_it_is_measured_beside() -> None:
-    figures = control_wan.figures(found(steady(1_000_000), cuts=3))
+    figures = control_wan.figures(found(steady(1_000_000)))
     assert figures["control_p50_seconds"] == 0.05
     assert figures["control_p99_seconds"] == 0.5
     assert figures["idle_link_p50_seconds"] == 0.04
-    assert figures["delay_cuts"] == 6
     assert figures["mbit_s"] == {"in": pytest.approx(8.0), "out": pytest.approx(16.0)}
     arms = {"no_budget": figures | {"load_average": 1.0}}
     shown = control_wan.lines({"line_mbit_s": 10.0, "rtt_seconds": 0.04, "cpus": 2, "arms": arms})
-    assert shown[-1].split() == ["no_budget", "50.0", "500.0", "40.0", "40.0", "8.00", "16.00", "6", "1.0"]
+    assert shown[-1].split() == ["no_budget", "50.0", "500.0", "40.0", "40.0", "8.00", "16.00", "1.0"]
     arm = budget.arm(found(steady(1_000_000, seconds=12)), 1_000_000)
     assert arm["in"]["used"] == pytest.approx(1.0)
     assert arm["out"]["most_in_10_seconds"] == pytest.approx(2.0)

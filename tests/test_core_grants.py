@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.transport.pacing.budget import NS_PER_S
 from diloco_node.transport.pacing.grants import (
     ALLOWANCE_BYTES,
     ALLOWANCE_NS,
@@ -19,6 +18,7 @@ from diloco_node.transport.pacing.grants import (
     IngressGrants,
     max_min,
 )
+from diloco_node.transport.pacing.token_bucket import NS_PER_S
 
 MS = 1_000_000
 RATE = 999_900
@@ -78,12 +78,12 @@ def test_who_wants_something_gets_what_the_idle_ones_leave() -> None:
 
 def test_a_peer_of_its_own_limit_gets_no_more() -> None:
     grants = connected("ab")
-    grants.set_peer_rate("a", 50_000, now_ns=0)
+    grants.set_peer_rate("a", 50_000)
     grants.wanted("a", WANTS_MOST)
     grants.wanted("b", WANTS_MOST)
     assert grants.targets(now_ns=NS_PER_S) == {"a": 50_000, "b": RATE - 50_000}
     alone = connected("a", None)
-    alone.set_peer_rate("a", 7, now_ns=0)
+    alone.set_peer_rate("a", 7)
     assert alone.due(now_ns=0) == [("a", 7)]
 
 

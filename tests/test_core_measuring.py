@@ -143,31 +143,6 @@ def test_a_measurement_at_the_limits_is_taken() -> None:
     g.check_asked(dataclasses.replace(LINK, warm_up_ns=0, span_ns=1, bytes_max=1, probes_ns=1))
 
 
-@given(st.lists(st.tuples(st.integers(0, 3 * S), st.integers(0, 1500)), max_size=60))
-def test_an_allowance_holds_in_every_window(steps: list[tuple[int, int]]) -> None:
-    per_s, saved = 499, 1001
-    allowance, now_ns = g.Allowance(per_s, saved, now_ns=0), 0
-    taken: list[tuple[int, int]] = []
-    for wait_ns, amount in steps:
-        now_ns += wait_ns
-        if allowance.take(amount, now_ns=now_ns):
-            taken.append((now_ns, amount))
-    for i, (from_ns, _) in enumerate(taken):
-        for j in range(i, len(taken)):
-            total = sum(amount for _, amount in taken[i : j + 1])
-            assert total * S <= saved * S + (taken[j][0] - from_ns) * per_s
-
-
-def test_an_allowance_grows_back_exactly_and_not_beyond_what_can_be_saved() -> None:
-    allowance = g.Allowance(499, 1000, now_ns=0)
-    assert allowance.take(1000, now_ns=0)
-    assert not allowance.take(499, now_ns=S - 1)
-    assert allowance.take(499, now_ns=S)
-    allowance.give_back(5000)
-    assert not allowance.take(1001, now_ns=S)
-    assert allowance.take(1000, now_ns=S)
-
-
 # ---- the gate --------------------------------------------------------------------------------------------------------
 
 

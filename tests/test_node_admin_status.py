@@ -90,7 +90,6 @@ TRANSPORT: Any = SimpleNamespace(
                 "limited_by": "grant",
                 "granted_bytes_per_s": None,
                 "overhead": 1.05,
-                "delay_cuts": 0,
                 "correction_bytes": 31,
                 "lanes": {
                     "control": {"wanted_bytes": 5, "used_bytes": 5},

@@ -157,7 +157,6 @@ class TransportAside(Aside):
     async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
         """See `Aside.transfer`."""
         del peer
-        self._env.meter.count(self._peer, bytes_out=body.nbytes)
         await self._outbound.transfer(header, body)
 
     async def receive(self, sink: Sink) -> None:
@@ -174,7 +173,6 @@ class TransportAside(Aside):
             await pacer.until_readable(self._peer)
             frame = await stream.read()
             pacer.was_read(self._peer, len(frame))
-            self._env.meter.count(self._peer, bytes_in=len(frame))
             await inbound.feed(frame, index)
 
     async def close(self) -> None:
@@ -246,7 +244,6 @@ class PlainAside(Aside):
             pacer.end(peer)
 
     async def _write(self, connection: socket.socket, piece: memoryview) -> None:
-        self._env.meter.count(self._peer, bytes_out=piece.nbytes)
         try:
             await asyncio.get_running_loop().sock_sendall(connection, piece)
         except OSError as error:
@@ -269,7 +266,6 @@ class PlainAside(Aside):
             if not size:
                 raise LinkLost(f"{self._peer}: a plain connection ended")
             pacer.was_read(self._peer, size)
-            self._env.meter.count(self._peer, bytes_in=size)
             sink.plain_arrived(self._peer, self._measurement, size)
 
     async def close(self) -> None:

@@ -25,6 +25,7 @@ from typing import Final
 
 from diloco_node.errors import ProtocolViolation
 from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
+from diloco_node.transport.pacing.token_bucket import TokenBucket
 
 NS_PER_S: Final = 1_000_000_000
 
@@ -280,36 +281,6 @@ def all_bytes_max(asked: MeasurementAsked | LinkAsked) -> int:
     return asked.bytes_max * (2 if isinstance(asked, LinkAsked) and asked.is_plain_too else 1)
 
 
-class Allowance:
-    """Something that is used up and grows back, up to what can be saved. Integers; a nanosecond adds exactly `per_s`.
-
-    Args:
-        per_s: what grows back. saved_max: what there is to begin with, and the most there ever is.
-    """
-
-    def __init__(self, per_s: int, saved_max: int, *, now_ns: int) -> None:
-        self._per_s = per_s
-        self._saved_max = saved_max * NS_PER_S
-        self._level = self._saved_max
-        self._at_ns = now_ns
-
-    def take(self, amount: int, *, now_ns: int) -> bool:
-        """Use some up; False, and nothing is used, when there is not enough."""
-        self._grow(now_ns)
-        if self._level < amount * NS_PER_S:
-            return False
-        self._level -= amount * NS_PER_S
-        return True
-
-    def give_back(self, amount: int) -> None:
-        """What was taken and not used."""
-        self._level = min(self._saved_max, self._level + amount * NS_PER_S)
-
-    def _grow(self, now_ns: int) -> None:
-        self._level = min(self._saved_max, self._level + (now_ns - self._at_ns) * self._per_s)
-        self._at_ns = now_ns
-
-
 @dataclass(frozen=True, slots=True)
 class _Running:
     """The measurement that is going on: with whom, who asked (None: an operator here), since when, bytes taken."""
@@ -329,9 +300,11 @@ class MeasuringGate:
 
     def __init__(self, peers: tuple[str, ...], *, now_ns: int) -> None:
         self._bytes = {
-            peer: Allowance(ASKED_BYTES_PER_S, ASKED_BYTES_SAVED_MAX, now_ns=now_ns) for peer in sorted(peers)
+            peer: TokenBucket(ASKED_BYTES_PER_S, burst=ASKED_BYTES_SAVED_MAX, now_ns=now_ns) for peer in sorted(peers)
         }
-        self._echoes = {peer: Allowance(ECHOES_PER_S, ECHOES_SAVED_MAX, now_ns=now_ns) for peer in sorted(peers)}
+        self._echoes = {
+            peer: TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns) for peer in sorted(peers)
+        }
         self._running: _Running | None = None
 
     def begin(self, what: str, *, asker: str | None, bytes_max: int, now_ns: int) -> str:
@@ -343,7 +316,7 @@ class MeasuringGate:
         """
         if self._running is not None:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
-        if asker is not None and not self._bytes[asker].take(bytes_max, now_ns=now_ns):
+        if asker is not None and not self._bytes[asker].try_spend(bytes_max, now_ns=now_ns):
             return (
                 f"{asker} has asked for too many bytes lately: a peer may have {ASKED_BYTES_SAVED_MAX} bytes measured "
                 f"at once, and {ASKED_BYTES_PER_S} bytes/s in the long run; wait, or measure for a shorter time"
@@ -356,7 +329,7 @@ class MeasuringGate:
         assert self._running is not None, "a measurement that has not begun can't end"
         running, self._running = self._running, None
         if running.asker is not None:
-            self._bytes[running.asker].give_back(max(0, running.bytes_max - used_bytes))
+            self._bytes[running.asker].refund(max(0, running.bytes_max - used_bytes))
 
     def describe(self, *, now_ns: int) -> str:
         """What is going on, for people; empty when nothing is."""
@@ -367,7 +340,7 @@ class MeasuringGate:
 
     def may_echo(self, peer: str, *, now_ns: int) -> bool:
         """Whether one more echo of this peer is answered."""
-        return self._echoes[peer].take(1, now_ns=now_ns)
+        return self._echoes[peer].try_spend(1, now_ns=now_ns)
 
 
 class ProbesExpected:

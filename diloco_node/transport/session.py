@@ -23,7 +23,7 @@ from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import DialedStream, Stream
-from diloco_node.wire.envelope import Echo, Hello, Ping, decode_control_lane, encode_echo, encode_ping
+from diloco_node.wire.envelope import PING_FRAME, Hello, decode_control_lane
 
 _log = structlog.get_logger(__name__)
 
@@ -88,29 +88,6 @@ class LinkEnvironment:
     quarantined: Callable[[str], str] = lambda _peer: ""
 
 
-class _Counted:
-    """A stream whose bytes are counted, for the estimate where the kernel does not count. `write` is no coroutine of
-    its own: one less for each chunk.
-    """
-
-    def __init__(self, stream: Stream, peer: str, meter: WireMeter) -> None:
-        self._stream = stream
-        self._peer = peer
-        self._meter = meter
-
-    async def read(self) -> bytes:
-        frame = await self._stream.read()
-        self._meter.count(self._peer, bytes_in=len(frame))
-        return frame
-
-    def write(self, frame: bytes) -> Coroutine[Any, Any, None]:
-        self._meter.count(self._peer, bytes_out=len(frame))
-        return self._stream.write(frame)
-
-    def close(self, error: PeerError | None = None) -> None:
-        self._stream.close(error)
-
-
 More = Callable[[int], Awaitable[DialedStream]]
 
 
@@ -138,11 +115,9 @@ class Session:
         self._peer = peer
         self._env = env
         self._streams = [control, bulk]
-        self._control = _Counted(control, peer, env.meter)
-        self._bulk = _Counted(bulk, peer, env.meter)
         self._more = more
         self.queue = ControlQueue()
-        self.outbound = BulkOutbound(peer, self._bulk, env.executor, env.pacer)
+        self.outbound = BulkOutbound(peer, bulk, env.executor, env.pacer)
         self._inbound = BulkInbound(peer, env.handler, env.executor)
         self._heard_s = 0.0
         self._bulk_heard_s = 0.0
@@ -172,10 +147,9 @@ class Session:
         if self._dropped.done() or self._over.is_set() or not self._has_run:
             raise LinkLost(f"{self._peer}: a further connection for a session that is not up")
         self._streams.append(stream)
-        counted = _Counted(stream, self._peer, self._env.meter)
-        connection = self.outbound.add(counted)
+        connection = self.outbound.add(stream)
         self._env.pacer.has_connections(self._peer, self.connections)
-        self._spawn(f"bulk reader {connection}", self._read_bulk(counted, connection))
+        self._spawn(f"bulk reader {connection}", self._read_bulk(stream, connection))
         _log.info("bulk connections", peer=self._peer, count=self.connections)
 
     def drop(self, reason: str) -> None:
@@ -199,10 +173,11 @@ class Session:
         self._has_run = True
         self._heard_s = self._bulk_heard_s = asyncio.get_running_loop().time()
         self._env.pacer.connected(self._peer)
+        control, bulk = self._streams
         parts = {
-            "control reader": self._read_control(),
-            "control writer": self._write_control(),
-            "bulk reader": self._read_bulk(self._bulk, 0),
+            "control reader": self._read_control(control),
+            "control writer": self._write_control(control),
+            "bulk reader": self._read_bulk(bulk, 0),
             "bulk writer": self.outbound.run(),
             "watch": self._watch(),
             "pings": self._ping(),
@@ -214,19 +189,19 @@ class Session:
         why: PeerError | None = None
         try:
             await self._over.wait()
-            why = self._why(self._tasks)
+            why = self._why()
             return why
         finally:
-            await self._close(self._tasks, why)
+            await self._close(why)
 
     def _spawn(self, name: str, part: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(part, name=f"{name} {self._peer}")
         task.add_done_callback(lambda _: self._over.set())
         self._tasks.append(task)
 
-    def _why(self, tasks: list[asyncio.Task[None]]) -> PeerError:
+    def _why(self) -> PeerError:
         """The worst of what ended the session: a violation says more than the lost stream that follows it."""
-        errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+        errors = [task.exception() for task in self._tasks if task.done() and not task.cancelled()]
         for error in errors:
             if error is not None and not isinstance(error, PeerError):
                 raise error
@@ -242,16 +217,16 @@ class Session:
     async def discard(self) -> None:
         """Close the streams of a session that will not run; nothing to do after `run`."""
         if not self._has_run:
-            await self._close([], None)
+            await self._close(None)
 
-    async def _close(self, tasks: list[asyncio.Task[None]], why: PeerError | None) -> None:
+    async def _close(self, why: PeerError | None) -> None:
         self.drop("the link is being closed")  # nothing is added from here on
         self.outbound.close("the link went down" + (f" ({why})" if why else ""))
         if self._has_run:
             self._env.pacer.lost(self._peer)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._env.meter.sample()
         for stream in self._streams:
             stream.close(None if isinstance(why, LinkLost) else why)
@@ -261,28 +236,23 @@ class Session:
                 await stream.aclose()
         self.ended.set()
 
-    async def _read_control(self) -> None:
-        loop = asyncio.get_running_loop()
+    async def _read_control(self, stream: Stream) -> None:
+        loop, pacer = asyncio.get_running_loop(), self._env.pacer
         while True:
-            frame = await self._control.read()
+            frame = await stream.read()
             self._heard_s = loop.time()
-            match decode_control_lane(frame):
-                case Ping(sent_ns):
-                    if sent_ns is not None:
-                        self.queue.put(encode_echo(Echo(sent_ns, self._env.pacer.clock_ns())))
-                case Echo(sent_ns, arrived_ns):
-                    self._env.pacer.echoed(self._peer, sent_ns, arrived_ns)
-                case message:
-                    if not self._env.pacer.heard(self._peer, message):
-                        self._env.handler.control_arrived(self._peer, message)
+            pacer.was_read(self._peer, len(frame), is_bulk=False)
+            message = decode_control_lane(frame)
+            if message is not None and not pacer.heard(self._peer, message):
+                self._env.handler.control_arrived(self._peer, message)
 
-    async def _write_control(self) -> None:
+    async def _write_control(self, stream: Stream) -> None:
         while True:
             frame = await self.queue.get()
             self._env.pacer.control_sent(self._peer, len(frame))
-            await self._control.write(frame)
+            await stream.write(frame)
 
-    async def _read_bulk(self, stream: _Counted, connection: int) -> None:
+    async def _read_bulk(self, stream: Stream, connection: int) -> None:
         loop, pacer = asyncio.get_running_loop(), self._env.pacer
         while True:
             self._held_up += 1
@@ -306,7 +276,12 @@ class Session:
             if self.connections >= self._env.connections(self._peer):
                 continue
             try:
-                await self._add_dialed(await more(self.connections))
+                stream = await more(self.connections)
+                try:
+                    self.add(stream)
+                except LinkLost:
+                    await stream.aclose()
+                    raise
                 wait_s, again_s = 0.0, times.backoff_max_s
             except PeerError as error:
                 if not isinstance(error, LinkLost):
@@ -314,13 +289,6 @@ class Session:
                 if str(error) != told:
                     _log.warning("no further bulk connection", peer=self._peer, reason=str(error))
                 told, wait_s, again_s = str(error), again_s, min(2 * again_s, MORE_AGAIN_S_MAX)
-
-    async def _add_dialed(self, stream: DialedStream) -> None:
-        try:
-            self.add(stream)
-        except LinkLost:
-            await stream.aclose()
-            raise
 
     async def _watch(self) -> None:
         """Notice when the peer does not live, or does not go on with what it began."""
@@ -342,7 +310,7 @@ class Session:
                 raise LinkLost(f"{self._peer}: too slow: nothing of an open transfer in {silent_s:.0f} s")
 
     async def _ping(self) -> None:
-        """Say that we live, and ask how long that takes: often while something is on its way to a far peer."""
+        """Say that we live."""
         while True:
-            self.queue.put(encode_ping(Ping(self._env.pacer.clock_ns())))
-            await self._env.pacer.until_ping(self._peer, self._env.times.ping_s)
+            self.queue.put(PING_FRAME)
+            await asyncio.sleep(self._env.times.ping_s)

@@ -38,8 +38,7 @@ from diloco_node.errors import (
 from diloco_node.transport.certs import Identity, tls_name
 from diloco_node.transport.connections import CONNECTIONS_MAX
 from diloco_node.transport.inbound import TransportHandler
-from diloco_node.transport.kernel.sock_diag import read_sockets_to
-from diloco_node.transport.kernel.tcp_info import TcpCounters, tcp_of
+from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.link import PeerLink, PeerStatus
 from diloco_node.transport.pacing.pacer import Pacer
@@ -251,7 +250,7 @@ class GrpcTransport:
 
     def traffic(self) -> dict[str, PeerTraffic]:
         """Wire bytes per peer since start, as of a second ago at most."""
-        return {peer: self._meter.traffic(peer) for peer in self._links}
+        return {peer: self._pacer.traffic(peer) for peer in self._links}
 
     @property
     def budget(self) -> BudgetPlan:
@@ -278,9 +277,9 @@ class GrpcTransport:
         return self._meter.tcp(peer)
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
-        """The same as of now, from the kernel's socket table where it can be read."""
-        remotes = self._meter.remotes(peer)
-        return tcp_of(await asyncio.get_running_loop().run_in_executor(None, read_sockets_to, remotes))
+        """The same as of now."""
+        self._meter.sample()
+        return self._meter.tcp(peer)
 
     def budget_status(self) -> dict[str, Any]:
         """What the budget allows, and what was wanted and used, per peer and lane; see `Pacer.status`."""

@@ -6,8 +6,7 @@ Every frame is one HTTP/2 (gRPC) message: one byte of kind, a fixed little-endia
 |---|---|---|
 | HELLO | both, first frame in each direction of each connection | msgpack `Hello` |
 | CONTROL | control | msgpack message (`tables.CONTROL`) |
-| PING | control | nothing, or the sender's clock i64 and it wants an echo; says that the sender lives |
-| ECHO | control | the clock of the ping i64, the receiver's clock when it came i64 |
+| PING | control | nothing: the sender lives |
 | BEGIN | bulk | transfer id u64, raw bytes u64, msgpack header (`tables.HEADERS`) |
 | CHUNK | bulk | transfer id u64, offset u64, raw length u32, is_compressed u8, data |
 | END | bulk | transfer id u64, then for each connection the chunks that went over it u32 |
@@ -45,7 +44,7 @@ REASON_BYTES_MAX: Final = 1024
 KIND_HELLO: Final = 1
 KIND_CONTROL: Final = 2
 KIND_PING: Final = 3
-KIND_ECHO: Final = 4
+# 4 was ECHO, up to version 4.
 KIND_BEGIN: Final = 16
 KIND_CHUNK: Final = 17
 KIND_END: Final = 18
@@ -58,26 +57,10 @@ _END: Final = struct.Struct("<BQ")
 _ABORT: Final = struct.Struct("<BQB")
 _COUNT_BYTES: Final = 4
 
-_PING: Final = struct.Struct("<Bq")
-_ECHO: Final = struct.Struct("<Bqq")
+PING_FRAME: Final = bytes([KIND_PING])
 
 FRAME_BYTES_MAX: Final = 4 * 2**20 + 64 * 2**10
 """No frame of either lane is larger; the transport's limit for one message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    """The sender lives. `sent_ns`: its monotonic clock, for the echo; None: it wants none."""
-
-    sent_ns: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Echo:
-    """The answer to a ping: its `sent_ns`, and the answering side's monotonic clock when it came."""
-
-    sent_ns: int
-    arrived_ns: int
 
 
 class Lane(StrEnum):
@@ -233,16 +216,6 @@ def encode_control(message: Message) -> bytes:
     return b"\x02" + CONTROL.encode(message)
 
 
-def encode_ping(ping: Ping) -> bytes:
-    """A PING frame."""
-    return bytes([KIND_PING]) if ping.sent_ns is None else _PING.pack(KIND_PING, ping.sent_ns)
-
-
-def encode_echo(echo: Echo) -> bytes:
-    """An ECHO frame."""
-    return _ECHO.pack(KIND_ECHO, echo.sent_ns, echo.arrived_ns)
-
-
 def decode_control(frame: bytes) -> Message:
     """The message of a CONTROL frame. Raises ProtocolViolation."""
     if not frame or frame[0] != KIND_CONTROL:
@@ -250,14 +223,9 @@ def decode_control(frame: bytes) -> Message:
     return CONTROL.decode(memoryview(frame)[1:])
 
 
-def decode_control_lane(frame: bytes) -> Message | Ping | Echo:
-    """What any frame of the control lane after the hello says. Raises ProtocolViolation."""
-    kind = frame[0] if frame else 0
-    if kind == KIND_PING and len(frame) in (1, _PING.size):
-        return Ping(_PING.unpack(frame)[1] if len(frame) > 1 else None)
-    if kind == KIND_ECHO and len(frame) == _ECHO.size:
-        return Echo(*_ECHO.unpack(frame)[1:])
-    return decode_control(frame)
+def decode_control_lane(frame: bytes) -> Message | None:
+    """What any frame of the control lane after the hello says; None: a ping. Raises ProtocolViolation."""
+    return None if frame == PING_FRAME else decode_control(frame)
 
 
 def encode_begin(transfer: int, header: BulkHeader, raw_bytes: int) -> bytes:

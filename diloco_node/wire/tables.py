@@ -7,7 +7,7 @@ from typing import Final
 from diloco_node.core import measuring, messages, types
 from diloco_node.wire.schema import Limits, Schema
 
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 
 CONTROL_BYTES_MAX: Final = 4 * 2**20
 HEADER_BYTES_MAX: Final = 64 * 2**10

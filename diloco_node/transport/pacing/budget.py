@@ -7,12 +7,10 @@ are charged as the kernel counts them. Integers throughout: bytes, bytes per sec
 
 The caller's duties, for each piece of bulk (see `EgressBudget`):
 
-1. `ask` with the piece's size as it will be handed to the link; at most one piece of a peer and lane waits.
+1. `try_spend`; where that says no, `ask` with the piece's size as it will be handed to the link. At most one piece of a
+   peer and lane waits.
 2. `release`, whenever something was asked, a limit changed, or `wake_at_ns` has come: those pieces may go now.
 3. `charge_control` for every frame of the control lane, `measured` for what the kernel counted.
-
-In any window of time the pieces released add up to at most rate x window + `burst_bytes(rate)` (or one piece, if that
-is more), also right after idle time: with a burst of 30 ms that is 100.3 % of ten seconds, with 150 ms 101.5 %.
 """
 
 from __future__ import annotations
@@ -22,24 +20,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
-NS_PER_S: Final = 1_000_000_000
-
-LATE_NS: Final = 20_000_000
-"""A bucket saves up one piece and so much more in idle time. A timer that is late by less loses nothing; on a link as
-fast as the budget a burst stands in the queue for as long, before every heartbeat.
-"""
-
-BURST_NS_MAX: Final = 150_000_000
-"""On a machine whose timers are later (`set_lateness`) a bucket saves up more, but never more than this."""
-
-PIECE_NS: Final = 10_000_000
-PIECE_BYTES_MIN: Final = 16 * 2**10
-PIECE_BYTES_MAX: Final = 2**20
-
-PIECE_NS_MAX: Final = 100_000_000
-"""Below 1.3 Mbit/s pieces get smaller than PIECE_BYTES_MIN: one of 16 KiB would be over the ceiling by itself."""
-
-PIECE_BYTES_LEAST: Final = 1024
+from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MIN, TokenBucket, piece_bytes
 
 STARVING_NS: Final = 2_000_000_000
 """A piece that has waited for so long goes first: strict order between lanes must not break a transfer's link."""
@@ -76,118 +57,6 @@ class LimitSource(IntEnum):
 
     GRANT = 1
     """The receiver's share for us."""
-
-    DELAY = 2
-    """The link's queue is growing (`core.delay`)."""
-
-
-def burst_bytes(rate_bytes_per_s: int, late_ns: int = LATE_NS) -> int:
-    """What a bucket of this rate may hold: 30 ms of it from 13 to 800 Mbit/s, at most 120 ms from 82 kbit/s.
-
-    Args:
-        late_ns: how late timers are, at least LATE_NS; what is over BURST_NS_MAX with the piece does not count.
-    """
-    usual = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * LATE_NS // NS_PER_S
-    wished = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * late_ns // NS_PER_S
-    return max(usual, min(wished, rate_bytes_per_s * BURST_NS_MAX // NS_PER_S))
-
-
-def piece_bytes(rate_bytes_per_s: int | None) -> int:
-    """How much is released at once: 10 ms of the rate, 16 KiB to 1 MiB, but never more than 100 ms of the rate."""
-    if rate_bytes_per_s is None:
-        return PIECE_BYTES_MAX
-    usual = min(max(rate_bytes_per_s * PIECE_NS // NS_PER_S, PIECE_BYTES_MIN), PIECE_BYTES_MAX)
-    return max(PIECE_BYTES_LEAST, min(usual, rate_bytes_per_s * PIECE_NS_MAX // NS_PER_S))
-
-
-class TokenBucket:
-    """A ceiling on bytes per second. Time never goes back between calls; a bucket starts empty.
-
-    Args:
-        rate_bytes_per_s: at least 1; None: no limit.
-        now_ns: when it starts.
-    """
-
-    def __init__(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
-        self._rate = _checked(rate_bytes_per_s)
-        self._level = 0  # bytes x 10^9, negative: in debt; so that a nanosecond adds exactly `rate`
-        self._at_ns = now_ns
-        self._late_ns = LATE_NS
-        self._lost = 0
-        self._follow()
-
-    @property
-    def rate_bytes_per_s(self) -> int | None:
-        """The ceiling; None: no limit."""
-        return self._rate
-
-    def _follow(self) -> None:
-        """The rate or the lateness changed: what it may hold is asked for some times for each piece."""
-        self._burst = burst_bytes(self._rate, self._late_ns) if self._rate is not None else 0
-
-    def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
-        """Change the ceiling from now on; what was saved up shrinks to the new burst, debts stay."""
-        self._accrue(now_ns)
-        if self._rate is None:
-            self._level = 0
-        self._rate = _checked(rate_bytes_per_s)
-        self._follow()
-        if self._rate is not None:
-            self._level = min(self._level, self._burst * NS_PER_S)
-
-    def set_lateness(self, late_ns: int, *, now_ns: int) -> None:
-        """Save up for timers that are so late."""
-        self._accrue(now_ns)
-        self._late_ns = late_ns
-        self._follow()
-        if self._rate is not None:
-            self._level = min(self._level, self._burst * NS_PER_S)
-
-    def ready_at_ns(self, size_bytes: int, *, now_ns: int) -> int:
-        """When a piece of this size may go, `now_ns` if at once. One over the burst goes when the bucket is full."""
-        if self._rate is None:
-            return now_ns
-        needed = min(size_bytes, self._burst) * NS_PER_S
-        missing = needed - self._level_at(now_ns)
-        return now_ns if missing <= 0 else now_ns + -(-missing // self._rate)
-
-    def spend(self, size_bytes: int, *, now_ns: int) -> None:
-        """Take a piece that may go now."""
-        assert self.ready_at_ns(size_bytes, now_ns=now_ns) <= now_ns, f"{size_bytes} bytes were not allowed yet"
-        self.charge(size_bytes, now_ns=now_ns)
-
-    def charge(self, size_bytes: int, *, now_ns: int) -> None:
-        """Count bytes that nobody asked for: the bucket may go into debt."""
-        self._accrue(now_ns)
-        if self._rate is not None:
-            self._level -= size_bytes * NS_PER_S
-
-    def debt_bytes(self, *, now_ns: int) -> int:
-        """How far it is below zero, rounded up; 0 without a limit."""
-        return 0 if self._rate is None else max(0, -(self._level_at(now_ns) // NS_PER_S))
-
-    def _level_at(self, now_ns: int) -> int:
-        assert self._rate is not None
-        earned = self._rate * max(0, now_ns - self._at_ns)
-        return min(self._level + earned, self._burst * NS_PER_S)
-
-    def lost_bytes(self, *, now_ns: int) -> int:
-        """What could have been sent since start and was not, because the bucket was full; 0 without a limit."""
-        self._accrue(now_ns)
-        return self._lost // NS_PER_S
-
-    def _accrue(self, now_ns: int) -> None:
-        if self._rate is not None:
-            level = self._level_at(now_ns)
-            self._lost += self._level + self._rate * max(0, now_ns - self._at_ns) - level
-            self._level = level
-        self._at_ns = max(self._at_ns, now_ns)
-
-
-def _checked(rate_bytes_per_s: int | None) -> int | None:
-    if rate_bytes_per_s is not None and rate_bytes_per_s < 1:
-        raise ValueError(f"a rate of {rate_bytes_per_s} bytes/s; it must be at least 1, or None")
-    return rate_bytes_per_s
 
 
 class Overhead:
@@ -236,17 +105,20 @@ class _Piece:
 
 @dataclass(slots=True)
 class _Peer:
-    """One peer's bucket and what is known of its traffic."""
+    """One peer's bucket and what is known of its traffic.
+
+    Attributes:
+        unlearnt_bulk_bytes, unlearnt_control_bytes: handed to the link since the kernel's counters were last read.
+        charged_bytes: taken from the buckets, of what the kernel counts as data.
+    """
 
     bucket: TokenBucket
     limits: dict[LimitSource, int] = field(default_factory=dict)
     waiting: dict[BudgetLane, _Piece] = field(default_factory=dict)
     overhead: Overhead = field(default_factory=Overhead)
     lanes: dict[BudgetLane, LaneUse] = field(default_factory=lambda: {lane: LaneUse() for lane in BudgetLane})
-    handed_bulk_bytes: int = 0
-    handed_control_bytes: int = 0
-    learnt_bulk_bytes: int = 0
-    learnt_control_bytes: int = 0
+    unlearnt_bulk_bytes: int = 0
+    unlearnt_control_bytes: int = 0
     charged_bytes: int = 0
     measured_data_bytes: int = 0
     measured_other_bytes: int = 0
@@ -322,34 +194,11 @@ class EgressBudget:
         rates = (self._region.rate_bytes_per_s, self._peers[peer].bucket.rate_bytes_per_s)
         return min((rate for rate in rates if rate is not None), default=None)
 
-    def held_bytes_per_s(self, peer: str, *, beside: int) -> int | None:
-        """What this peer may get by everything but the limit for delay; None: no limit.
-
-        Args:
-            beside: how many other peers there is something to send to; they have shares of the region's ceiling.
-        """
-        rates = [limit for source, limit in self._peers[peer].limits.items() if source is not LimitSource.DELAY]
-        if self._region.rate_bytes_per_s is not None:
-            rates.append(max(1, self._region.rate_bytes_per_s // (beside + 1)))
-        return min(rates, default=None)
-
     def piece_bytes(self, peer: str) -> int:
         """How much to hand to this peer's link at once."""
         return piece_bytes(self.rate_bytes_per_s(peer))
 
     # ---- asking and sending ------------------------------------------------------------------------------------------
-
-    def ready_at_ns(self, peer: str, handed_bytes: int, *, now_ns: int) -> int:
-        """When a piece for this peer could go if nobody else wanted anything."""
-        entry = self._peers[peer]
-        wire_bytes = entry.overhead.wire_bytes(handed_bytes)
-        by_peer = entry.bucket.ready_at_ns(wire_bytes, now_ns=now_ns)
-        return max(by_peer, self._region.ready_at_ns(wire_bytes, now_ns=now_ns))
-
-    def spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> None:
-        """Send a piece that may go now (`ready_at_ns`), past those that wait."""
-        was_allowed = self._spend(self._peers[peer], lane, handed_bytes, now_ns)
-        assert was_allowed, f"{handed_bytes} bytes to {peer} were not allowed yet"
 
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
         """Send a piece if it may go now and no other one waits for what it would take: short for `ask` and `release`.
@@ -363,12 +212,10 @@ class EgressBudget:
 
     def _spend(self, entry: _Peer, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
         wire_bytes = entry.overhead.wire_bytes(handed_bytes)
-        buckets = (entry.bucket, self._region)
-        if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in buckets):
+        if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in (entry.bucket, self._region)):
             return False
-        for bucket in buckets:
-            bucket.charge(wire_bytes, now_ns=now_ns)
-        entry.handed_bulk_bytes += handed_bytes
+        self._charge(entry, wire_bytes, now_ns)
+        entry.unlearnt_bulk_bytes += handed_bytes
         entry.charged_bytes += wire_bytes
         entry.lanes[lane].used_bytes += wire_bytes
         return True
@@ -394,8 +241,10 @@ class EgressBudget:
         """The pieces that may go now, in this order; they are counted as sent."""
         released: list[tuple[str, BudgetLane]] = []
         while (piece := self._next(now_ns)) is not None and self._region_ready_at_ns(piece, now_ns) <= now_ns:
-            del self._peers[piece.peer].waiting[piece.lane]
-            self.spend(piece.peer, piece.lane, piece.handed_bytes, now_ns=now_ns)
+            entry = self._peers[piece.peer]
+            del entry.waiting[piece.lane]
+            was_allowed = self._spend(entry, piece.lane, piece.handed_bytes, now_ns)
+            assert was_allowed, f"{piece.handed_bytes} bytes to {piece.peer} were not allowed yet"
             released.append((piece.peer, piece.lane))
         return released
 
@@ -440,9 +289,9 @@ class EgressBudget:
         use = entry.lanes[BudgetLane.CONTROL]
         use.wanted_bytes += wire_bytes
         use.used_bytes += wire_bytes
-        entry.handed_control_bytes += handed_bytes
-        self._charge(entry, wire_bytes, now_ns)
+        entry.unlearnt_control_bytes += handed_bytes
         entry.charged_bytes += wire_bytes
+        self._charge(entry, wire_bytes, now_ns)
 
     def want(self, peer: str, lane: BudgetLane, handed_bytes: int) -> None:
         """Somebody asked for a transfer of this size (before compression); for people only."""
@@ -461,9 +310,8 @@ class EgressBudget:
         data = data_bytes - entry.measured_data_bytes
         other = other_bytes - entry.measured_other_bytes
         entry.measured_data_bytes, entry.measured_other_bytes = data_bytes, other_bytes
-        bulk = entry.handed_bulk_bytes - entry.learnt_bulk_bytes
-        control = entry.handed_control_bytes - entry.learnt_control_bytes
-        entry.learnt_bulk_bytes, entry.learnt_control_bytes = entry.handed_bulk_bytes, entry.handed_control_bytes
+        bulk, control = entry.unlearnt_bulk_bytes, entry.unlearnt_control_bytes
+        entry.unlearnt_bulk_bytes = entry.unlearnt_control_bytes = 0
         if bulk >= max(PIECE_BYTES_MIN, 16 * control):
             entry.overhead.learn(bulk + control, max(0, data))
         surplus = max(0, data_bytes - entry.charged_bytes)

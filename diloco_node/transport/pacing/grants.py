@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.transport.pacing.budget import NS_PER_S, Overhead, TokenBucket
+from diloco_node.transport.pacing.budget import Overhead
+from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
 
 SETTLE_NS: Final = 150_000_000
 """From telling a peer a smaller share to giving the difference to another: a round trip, and a release under way."""
@@ -93,9 +94,8 @@ class IngressGrants:
         """Change the ceiling of all peers together; None: no limit."""
         self._region.set_rate(rate_bytes_per_s, now_ns=now_ns)
 
-    def set_peer_rate(self, peer: str, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
+    def set_peer_rate(self, peer: str, rate_bytes_per_s: int | None) -> None:
         """Change what one peer may send at most; None: no limit of its own."""
-        del now_ns
         self._peers[peer].peer_rate = rate_bytes_per_s
 
     def wanted(self, peer: str, bytes_per_s: int) -> None:

@@ -1,7 +1,7 @@
 """Carries the bandwidth budget out on the event loop: pieces wait here for their turn, and grants go back and forth.
 
-The decisions are made in `core.budget` (what goes out), `core.grants` (what peers may send us) and `core.delay` (links
-whose queue grows). This module has the clock, the timers and the futures; `link_watch` has what the kernel counted.
+The decisions are made in `core.budget` (what goes out) and `core.grants` (what peers may send us). This module has the
+clock, the timers and the futures; `link_watch` has what the kernel counted.
 """
 
 from __future__ import annotations
@@ -11,32 +11,24 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
 
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.messages import IngressGranted, IngressWanted, Message
-from diloco_node.transport.kernel.wire_meter import WireMeter
-from diloco_node.transport.pacing.budget import (
-    LATE_NS,
-    NS_PER_S,
-    PIECE_BYTES_MAX,
-    BudgetLane,
-    EgressBudget,
-    LimitSource,
-)
+from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
+from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, BudgetLane, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import UNLIMITED, WANTS_MOST, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
+from diloco_node.transport.pacing.token_bucket import LATE_NS, NS_PER_S, PIECE_BYTES_MAX
 
 _log = structlog.get_logger(__name__)
 
 SAMPLE_IDLE_S: Final = 1.0
 SAMPLE_BUSY_S: Final = 0.1
-SAMPLE_HASTY_S: Final = 0.05
-"""Between two readings of the kernel's counters, which take about 0.3 ms; busy: something is limited or on its way;
-hasty: a limit for delay changes fast."""
+"""Between two readings of the kernel's counters, which take about 0.3 ms; busy: something is limited or on its way."""
 
 TIMER_S: Final = 0.001
 """Timers of the loop have this grain: one that is set to less would fire early, and again."""
@@ -53,20 +45,14 @@ LATENESS_FADING: Final = 64
 IDLE_AFTER_S: Final = 0.3
 """A peer is told that nothing waits for it when that has been so for a while: the next stripe is often close behind."""
 
-UNMEASURED_IN_PPM: Final = 1_060_000
 UNMEASURED_ACKS_PPM: Final = 23_000
 """Where the kernel does not tell: an acknowledgement of 66 bytes for every two segments."""
 
 FAST_RTT_NS: Final = 1_000_000
 """A link with a shorter round trip is the same machine or room, and carries more than zstd makes of it per core."""
 
-PING_BUSY_S: Final = 0.05
-PING_HASTY_S: Final = 0.02
-"""Between two pings to a peer that is not near, while something is on its way to it, or its limit changes fast."""
-
 PIECE_S: Final = 0.02
 PIECE_FREE_BYTES_MIN: Final = 64 * 2**10
-PIECE_FIRST_BYTES: Final = 128 * 2**10
 """Without a limit a piece is 20 ms of what the link carries: what was handed over can't be held back any more."""
 
 
@@ -78,8 +64,7 @@ class _PeerState:
         link: what the kernel counted, and what follows from it.
         transfers: that are queued or on their way. idle: the timer that will tell the peer that there are none.
         told_wanted: the last IngressWanted on this link. is_granted: the peer shares out what it may receive.
-        read_bytes: of bulk frames.
-        began: set when something is on its way after idle time.
+        read_bytes: of all frames.
     """
 
     link: LinkWatch
@@ -88,7 +73,6 @@ class _PeerState:
     told_wanted: int = 0
     is_granted: bool = False
     read_bytes: int = 0
-    began: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Pacer:
@@ -145,15 +129,10 @@ class Pacer:
         for peer in self._peers:
             limits = plan.peer_limits(peer)
             self._egress.set_limit(peer, LimitSource.PEER, limits.egress, now_ns=now_ns)
-            self._grants.set_peer_rate(peer, limits.ingress, now_ns=now_ns)
+            self._grants.set_peer_rate(peer, limits.ingress)
         self._release()
         self._grant()
         self._woken.set()
-
-    def _forget_lateness(self, now_ns: int) -> None:
-        """It fades: a tenth of a second of it is a burst that other traffic of the region would wait behind."""
-        self._late_ns = max(LATE_NS, self._late_ns - self._late_ns // LATENESS_FADING)
-        self._follow_lateness(now_ns)
 
     def _follow_plan(self) -> None:
         """Set the ceilings of this minute, where they have changed."""
@@ -166,6 +145,10 @@ class Pacer:
             self._grants.set_rate(limits.ingress, now_ns=now_ns)
             _log.info("budget", ingress_bytes_per_s=limits.ingress)
 
+    def _ceiling_out(self, peer: str) -> int | None:
+        """What may be sent to a peer at most, by our own budget; None: no limit."""
+        return _least(self._egress.region_rate_bytes_per_s, self._plan.peer_limits(peer).egress)
+
     # ---- sending -----------------------------------------------------------------------------------------------------
 
     def piece_bytes(self, peer: str) -> int:
@@ -173,7 +156,7 @@ class Pacer:
         if self._egress.is_limited(peer):
             return self._egress.piece_bytes(peer)
         rate = self._peers[peer].link.rate_bytes_per_s
-        return min(max(int(rate * PIECE_S), PIECE_FREE_BYTES_MIN), PIECE_BYTES_MAX) if rate else PIECE_FIRST_BYTES
+        return min(max(int(rate * PIECE_S), PIECE_FREE_BYTES_MIN), PIECE_BYTES_MAX)
 
     def is_fast(self, peer: str) -> bool:
         """Whether the link is so fast, and nothing limits it, that compressing costs more time than it saves."""
@@ -182,18 +165,9 @@ class Pacer:
     def begin(self, peer: str, lane: BudgetLane, raw_bytes: int) -> None:
         """A transfer was asked for."""
         state = self._peers[peer]
-        if not state.transfers:
-            now_ns = self._now_ns()
-            if now_ns - state.link.sampled_ns >= SAMPLE_BUSY_S * NS_PER_S:
-                # The idle time before is no part of its rate. Nor is what went out before: the counters from now on.
-                self._meter.sample()
-                self._sampled()
-            state.link.delay.begin(rtt_min_ns=state.link.rtt_min_ns, now_ns=now_ns)
-            self._follow_delay(peer, state, now_ns)
-            state.began.set()
         state.transfers += 1
         if state.transfers == 1:
-            self._follow_lateness(self._now_ns())
+            self._follow_lateness()
         self._egress.want(peer, lane, raw_bytes)
         if state.idle is not None:
             state.idle.cancel()
@@ -257,20 +231,19 @@ class Pacer:
 
     def _release_late(self, due_ns: int) -> None:
         """A release by timer; how late it is, is how late the next ones may be."""
-        now_ns = self._now_ns()
-        if now_ns - due_ns > self._late_ns:
-            self._late_ns = now_ns - due_ns
-            self._follow_lateness(due_ns)
+        late_ns = self._now_ns() - due_ns
+        if late_ns > self._late_ns:
+            self._late_ns = late_ns
+            self._follow_lateness(at_ns=due_ns)
         self._release()
 
-    def _follow_lateness(self, now_ns: int) -> None:
-        """Let what late timers miss follow at once, but not into the queue of a link that has one. What is gathered is
-        no burst on the link.
+    def _follow_lateness(self, *, at_ns: int | None = None) -> None:
+        """Let what late timers miss follow at once, from a moment on (None: now). What is gathered is no burst on the
+        link.
         """
-        is_queueing = any(state.link.delay.has_cut_lately(now_ns=now_ns) for state in self._peers.values())
         is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
         self._gather_ns = GATHER_NS if is_spread else 0
-        self._egress.set_lateness((LATE_NS if is_queueing else self._late_ns) + self._gather_ns, now_ns=now_ns)
+        self._egress.set_lateness(self._late_ns + self._gather_ns, now_ns=self._now_ns() if at_ns is None else at_ns)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
@@ -281,42 +254,35 @@ class Pacer:
             await asyncio.sleep(min((at_ns - now_ns) / NS_PER_S, SAMPLE_IDLE_S))
             now_ns = self._now_ns()
 
-    def was_read(self, peer: str, frame_bytes: int) -> None:
-        """A frame of bulk was read."""
+    def was_read(self, peer: str, frame_bytes: int, *, is_bulk: bool = True) -> None:
+        """A frame was read."""
         self._peers[peer].read_bytes += frame_bytes
-        self._grants.arrived(peer, frame_bytes, now_ns=self._now_ns())
+        if is_bulk:
+            self._grants.arrived(peer, frame_bytes, now_ns=self._now_ns())
 
     # ---- links and grants --------------------------------------------------------------------------------------------
 
     def connected(self, peer: str) -> None:
         """A session begins: the peer must hear of its share before it sends."""
         self._grants.connected(peer)
-        self._grant()
-        # The handshakes have told the round trip: work that begins before it is known sends far too much.
-        self._meter.sample()
-        self._sampled()
+        self._sample()  # the handshakes have told the round trip, by which the kernel paces from the first byte on
 
     def has_connections(self, peer: str, count: int) -> None:
         """So many carry bulk now."""
-        self._peers[peer].link.has_connections(count)
+        self._peers[peer].link.connections = count
 
     def connections_wanted(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
-        return self._peers[peer].link.connections_wanted(ceiling_bytes_per_s=self._ceiling(peer))
-
-    def _ceiling(self, peer: str) -> int | None:
-        """The most that may go in either direction; None: no limit in one of them."""
-        limits, own = self._plan.limits_at(self._minute_of_day()), self._plan.peer_limits(peer)
-        ways = [_least(limits.egress, own.egress), _least(limits.ingress, own.ingress)]
-        return None if None in ways else max(way for way in ways if way is not None)
+        out, into = self._ceiling_out(peer), _least(self._grants.rate_bytes_per_s, self._plan.peer_limits(peer).ingress)
+        ceiling = None if out is None or into is None else max(out, into)
+        return self._peers[peer].link.connections_wanted(ceiling_bytes_per_s=ceiling)
 
     def lost(self, peer: str) -> None:
         """A session has ended."""
         state, now_ns = self._peers[peer], self._now_ns()
         state.told_wanted, state.is_granted = 0, False
         state.link.lost()
-        for source in (LimitSource.GRANT, LimitSource.DELAY):
-            self._egress.set_limit(peer, source, None, now_ns=now_ns)
+        self._egress.set_limit(peer, LimitSource.GRANT, None, now_ns=now_ns)
         self._grants.lost(peer, now_ns=now_ns)
         self._release()
         self._grant()
@@ -336,40 +302,14 @@ class Pacer:
             return True
         return False
 
-    # ---- pings -------------------------------------------------------------------------------------------------------
-
-    def clock_ns(self) -> int:
-        """The clock for pings and echoes."""
-        return self._now_ns()
-
-    def echoed(self, peer: str, sent_ns: int, arrived_ns: int) -> None:
-        """A ping of ours came back, with the peer's clock."""
-        self._peers[peer].link.one_way.echoed(sent_ns=sent_ns, arrived_ns=arrived_ns, now_ns=self._now_ns())
-
-    async def until_ping(self, peer: str, idle_s: float) -> None:
-        """Wait until it is time for another ping: after `idle_s`, sooner while a queue could grow towards the peer."""
-        state = self._peers[peer]
-        if state.transfers and not 0 < state.link.rtt_min_ns < FAST_RTT_NS:
-            await asyncio.sleep(min(_ping_s(state), idle_s))
-            return
-        state.began.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(idle_s):
-                await state.began.wait()
-                await asyncio.sleep(_ping_s(state))  # also after each of many short transfers to a near peer
-
     def _tell_wanted(self, peer: str) -> None:
         """Say what we could send, to a peer that shares out what it may receive, when that has changed."""
         state = self._peers[peer]
         state.idle = None
-        wanted = self._could_send(peer) if state.transfers else 0
+        wanted = (self._ceiling_out(peer) or WANTS_MOST) if state.transfers else 0
         if wanted != state.told_wanted and (state.is_granted or not wanted):
             state.told_wanted = wanted
             self._send(peer, IngressWanted(wanted))
-
-    def _could_send(self, peer: str) -> int:
-        limits = (self._egress.region_rate_bytes_per_s, self._plan.peer_limits(peer).egress)
-        return min((rate for rate in limits if rate is not None), default=WANTS_MOST)
 
     def _grant(self) -> None:
         """Send the shares that have changed, and set the timer for those that may grow later."""
@@ -389,59 +329,41 @@ class Pacer:
     async def run(self) -> None:
         """Read the kernel's counters now and then. Ends only by cancellation."""
         while True:
-            if self._is_watching():
-                is_hasty = any(state.link.delay.is_hasty for state in self._peers.values())
-                await asyncio.sleep(SAMPLE_HASTY_S if is_hasty else SAMPLE_BUSY_S)
-            elif await self._is_woken_within(SAMPLE_IDLE_S):
-                continue
-            self._meter.sample()  # on the loop: to a thread and back costs more, and the two fight over the GIL
-            self._sampled()
+            is_limited = self._egress.region_rate_bytes_per_s is not None or self._grants.rate_bytes_per_s is not None
+            if is_limited or any(state.transfers for state in self._peers.values()):
+                await asyncio.sleep(SAMPLE_BUSY_S)
+            else:
+                self._woken.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SAMPLE_IDLE_S):
+                        await self._woken.wait()
+                        continue
+            self._sample()
 
-    async def _is_woken_within(self, limit_s: float) -> bool:
-        self._woken.clear()
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._woken.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def _is_watching(self) -> bool:
-        is_limited = self._egress.region_rate_bytes_per_s is not None or self._grants.rate_bytes_per_s is not None
-        return is_limited or any(state.transfers or state.link.delay.rate_bytes_per_s for state in self._peers.values())
-
-    def _sampled(self) -> None:
-        """Take what the kernel has just counted."""
+    def _sample(self) -> None:
+        """Take what the kernel counts now. On the loop: to a thread and back costs more."""
+        self._meter.sample()
         now_ns = self._now_ns()
         for peer, state in self._peers.items():
             self._take_counters(peer, state, now_ns)
         self._follow_plan()
-        self._forget_lateness(now_ns)
+        # A tenth of a second of lateness is a burst that other traffic of the region would wait behind: it fades.
+        self._late_ns = max(LATE_NS, self._late_ns - self._late_ns // LATENESS_FADING)
+        self._follow_lateness()
         self._release()
         self._grant()
 
     def _take_counters(self, peer: str, state: _PeerState, now_ns: int) -> None:
         link = self._meter.link(peer)
         if link is None:
-            acks = state.read_bytes * UNMEASURED_ACKS_PPM // 1_000_000
+            acks = state.read_bytes * UNMEASURED_ACKS_PPM // PPM
             self._egress.measured(peer, data_bytes=0, other_bytes=acks, now_ns=now_ns)
-            into = state.read_bytes * UNMEASURED_IN_PPM // 1_000_000
-            self._grants.measured(peer, into, now_ns=now_ns)
+            self._grants.measured(peer, state.read_bytes * OVERHEAD_PPM_FIRST // PPM, now_ns=now_ns)
             return
         self._egress.measured(peer, data_bytes=link.first_bytes_out, other_bytes=link.other_bytes_out, now_ns=now_ns)
         self._grants.measured(peer, link.bytes_in, now_ns=now_ns)
-        held = self._egress.held_bytes_per_s(peer, beside=self._busy(peer))
-        if state.link.taken(link, is_busy=state.transfers > 0, held_bytes_per_s=held, at_ns=now_ns, now_ns=now_ns):
-            self._follow_delay(peer, state, now_ns)
-
-    def _busy(self, peer: str) -> int:
-        """How many other peers something is on its way to."""
-        return sum(state.transfers > 0 for name, state in self._peers.items() if name != peer)
-
-    def _follow_delay(self, peer: str, state: _PeerState, now_ns: int) -> None:
-        self._egress.set_limit(peer, LimitSource.DELAY, state.link.delay.rate_bytes_per_s, now_ns=now_ns)
-        ceiling = self._could_send(peer)
-        state.link.hold(ceiling if ceiling < WANTS_MOST else None)
+        state.link.taken(link, is_busy=state.transfers > 0, now_ns=now_ns)
+        state.link.pace(self._ceiling_out(peer))
 
     def close(self) -> None:
         """Drop the timers."""
@@ -451,6 +373,14 @@ class Pacer:
         self._release_timer = self._grant_timer = None
 
     # ---- for people --------------------------------------------------------------------------------------------------
+
+    def traffic(self, peer: str) -> PeerTraffic:
+        """Wire bytes with a peer since start, as of the last sample; an estimate where the kernel does not tell."""
+        if (counted := self._meter.traffic(peer)) is not None:
+            return counted
+        out = sum(lane.used_bytes for lane in self._egress.use(peer).lanes.values())
+        into = self._peers[peer].read_bytes * OVERHEAD_PPM_FIRST // PPM
+        return PeerTraffic(out, into, is_measured=False)
 
     def _used_now(self) -> int:
         uses = [self._egress.use(peer) for peer in self._peers]
@@ -482,27 +412,22 @@ class Pacer:
             "allowed_bytes": self._allowed_bytes,
             "used_bytes": self._used_bytes,
             "share_used": self._used_bytes / self._allowed_bytes if self._allowed_bytes else None,
-            "peers": {peer: self._peer_status(peer, state) for peer, state in self._peers.items()},
+            "peers": {peer: self._peer_status(peer) for peer in self._peers},
         }
 
-    def _peer_status(self, peer: str, state: _PeerState) -> dict[str, Any]:
+    def _peer_status(self, peer: str) -> dict[str, Any]:
         use = self._egress.use(peer)
         return {
             "egress_bytes_per_s": use.rate_bytes_per_s,
             "limited_by": use.limited_by,
             "granted_bytes_per_s": self._grants.granted(peer) or None,
-            "overhead": use.overhead_ppm / 1_000_000,
-            "delay_cuts": state.link.delay.cuts,
+            "overhead": use.overhead_ppm / PPM,
             "correction_bytes": use.correction_bytes,
             "lanes": {
                 lane.name.lower(): {"wanted_bytes": one.wanted_bytes, "used_bytes": one.used_bytes}
                 for lane, one in use.lanes.items()
             },
         }
-
-
-def _ping_s(state: _PeerState) -> float:
-    return PING_HASTY_S if state.link.delay.is_hasty else PING_BUSY_S
 
 
 def _least(*rates: int | None) -> int | None:

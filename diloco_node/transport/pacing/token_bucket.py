@@ -1,0 +1,136 @@
+"""A ceiling on bytes per second, and how much goes out at once under it. Integers: bytes, bytes/s, nanoseconds.
+
+In any window of time the pieces that a bucket lets go add up to at most rate x window + `burst_bytes(rate)` (or one
+piece, if that is more), also right after idle time: with a burst of 30 ms that is 100.3 % of ten seconds, with 150 ms
+101.5 %.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+NS_PER_S: Final = 1_000_000_000
+
+LATE_NS: Final = 20_000_000
+"""A bucket saves up one piece and so much more in idle time. A timer that is late by less loses nothing; on a link as
+fast as the budget a burst stands in the queue for as long, before every heartbeat.
+"""
+
+BURST_NS_MAX: Final = 150_000_000
+"""On a machine whose timers are later (`set_lateness`) a bucket saves up more, but never more than this."""
+
+PIECE_NS: Final = 10_000_000
+PIECE_BYTES_MIN: Final = 16 * 2**10
+PIECE_BYTES_MAX: Final = 2**20
+
+PIECE_NS_MAX: Final = 100_000_000
+"""Below 1.3 Mbit/s pieces get smaller than PIECE_BYTES_MIN: one of 16 KiB would be over the ceiling by itself."""
+
+PIECE_BYTES_LEAST: Final = 1024
+
+
+def piece_bytes(rate_bytes_per_s: int | None) -> int:
+    """How much is released at once: 10 ms of the rate, 16 KiB to 1 MiB, but never more than 100 ms of the rate."""
+    if rate_bytes_per_s is None:
+        return PIECE_BYTES_MAX
+    usual = min(max(rate_bytes_per_s * PIECE_NS // NS_PER_S, PIECE_BYTES_MIN), PIECE_BYTES_MAX)
+    return max(PIECE_BYTES_LEAST, min(usual, rate_bytes_per_s * PIECE_NS_MAX // NS_PER_S))
+
+
+def burst_bytes(rate_bytes_per_s: int, late_ns: int = LATE_NS) -> int:
+    """What a bucket of this rate may hold: 30 ms of it from 13 to 800 Mbit/s, at most 120 ms from 82 kbit/s.
+
+    Args:
+        late_ns: how late timers are, at least LATE_NS; what is over BURST_NS_MAX with the piece does not count.
+    """
+    usual = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * LATE_NS // NS_PER_S
+    wished = piece_bytes(rate_bytes_per_s) + rate_bytes_per_s * late_ns // NS_PER_S
+    return max(usual, min(wished, rate_bytes_per_s * BURST_NS_MAX // NS_PER_S))
+
+
+class TokenBucket:
+    """A ceiling on bytes per second. Time never goes back between calls.
+
+    Args:
+        rate_bytes_per_s: at least 1; None: no limit. now_ns: when it starts.
+        burst: what it may hold; it starts full then. None: `burst_bytes` of the rate, and it starts empty.
+    """
+
+    def __init__(self, rate_bytes_per_s: int | None, *, now_ns: int, burst: int | None = None) -> None:
+        self._level = 0 if burst is None else burst * NS_PER_S  # bytes x 10^9, so that a ns adds exactly `rate`
+        self._at_ns = now_ns
+        self._late_ns = LATE_NS
+        self._lost = 0
+        self._burst_set = burst
+        self._set(rate_bytes_per_s)
+
+    @property
+    def rate_bytes_per_s(self) -> int | None:
+        """The ceiling; None: no limit."""
+        return self._rate
+
+    def _set(self, rate_bytes_per_s: int | None) -> None:
+        """What the bucket may hold is asked for some times for each piece, so it is kept."""
+        if rate_bytes_per_s is not None and rate_bytes_per_s < 1:
+            raise ValueError(f"a rate of {rate_bytes_per_s} bytes/s; it must be at least 1, or None")
+        self._rate = rate_bytes_per_s
+        if rate_bytes_per_s is not None:
+            self._burst = burst_bytes(rate_bytes_per_s, self._late_ns) if self._burst_set is None else self._burst_set
+            self._level = min(self._level, self._burst * NS_PER_S)
+
+    def set_rate(self, rate_bytes_per_s: int | None, *, now_ns: int) -> None:
+        """Change the ceiling from now on; what was saved up shrinks to the new burst, debts stay."""
+        self._accrue(now_ns)
+        if self._rate is None:
+            self._level = 0
+        self._set(rate_bytes_per_s)
+
+    def set_lateness(self, late_ns: int, *, now_ns: int) -> None:
+        """Save up for timers that are so late."""
+        self._accrue(now_ns)
+        self._late_ns = late_ns
+        self._set(self._rate)
+
+    def ready_at_ns(self, size_bytes: int, *, now_ns: int) -> int:
+        """When a piece of this size may go, `now_ns` if at once. One over the burst goes when the bucket is full."""
+        if self._rate is None:
+            return now_ns
+        missing = min(size_bytes, self._burst) * NS_PER_S - self._level_at(now_ns)
+        return now_ns if missing <= 0 else now_ns + -(-missing // self._rate)
+
+    def try_spend(self, size_bytes: int, *, now_ns: int) -> bool:
+        """Take a piece if it may go now; whether it does."""
+        if self.ready_at_ns(size_bytes, now_ns=now_ns) > now_ns:
+            return False
+        self.charge(size_bytes, now_ns=now_ns)
+        return True
+
+    def charge(self, size_bytes: int, *, now_ns: int) -> None:
+        """Count bytes that nobody asked for: the bucket may go into debt."""
+        self._accrue(now_ns)
+        if self._rate is not None:
+            self._level -= size_bytes * NS_PER_S
+
+    def refund(self, size_bytes: int) -> None:
+        """Give back what was spent and not used."""
+        self._level += size_bytes * NS_PER_S  # what is over the burst is cut off when the level is read
+
+    def debt_bytes(self, *, now_ns: int) -> int:
+        """How far it is below zero, rounded up; 0 without a limit."""
+        return 0 if self._rate is None else max(0, -(self._level_at(now_ns) // NS_PER_S))
+
+    def lost_bytes(self, *, now_ns: int) -> int:
+        """What could have been sent since start and was not, because the bucket was full; 0 without a limit."""
+        self._accrue(now_ns)
+        return self._lost // NS_PER_S
+
+    def _level_at(self, now_ns: int) -> int:
+        assert self._rate is not None
+        return min(self._level + self._rate * max(0, now_ns - self._at_ns), self._burst * NS_PER_S)
+
+    def _accrue(self, now_ns: int) -> None:
+        if self._rate is not None:
+            level = self._level_at(now_ns)
+            self._lost += self._level + self._rate * max(0, now_ns - self._at_ns) - level
+            self._level = level
+        self._at_ns = max(self._at_ns, now_ns)
