@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from diloco_node.transport.kernel.sock_diag import read_sockets_to
+from sock_diag import read_sockets_to
+
 from diloco_node.transport.kernel.tcp_info import Address, SocketCounters
 from diloco_node.wan.tun import inside
 

@@ -141,6 +141,9 @@ class MemoryTransport:
         self._turns = {peer: asyncio.Lock() for peer in peers}
         self._lost: dict[str, asyncio.Event] = {}
 
+    def register(self, handler: Any, kinds: frozenset[type]) -> None:
+        """Nobody measures in these worlds."""
+
     async def start(self) -> None:
         self.network.connect(self)
 

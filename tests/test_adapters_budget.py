@@ -21,11 +21,8 @@ from typing import Any
 import pytest
 
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import (
     BulkHeader,
-    IngressGranted,
-    IngressWanted,
     MergedStripe,
     Message,
     Payload,
@@ -36,7 +33,6 @@ from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
-from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.pacing.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, WANTS_MOST
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import dial
@@ -44,7 +40,9 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wan import emulation
 from diloco_node.wan.namespaces import Place
 from diloco_node.wire import envelope as e
-from diloco_node.wire.tables import PROTOCOL_VERSION
+from diloco_node.wire.link_messages import IngressGranted, IngressWanted
+from diloco_node.wire.measure_messages import Probe
+from diloco_node.wire.tables import PROTOCOL_VERSION, BudgetLane
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -379,7 +377,7 @@ async def test_a_measurement_waits_its_turn(pair: Pair) -> None:
     a, _, _, _ = await pair.both(BudgetPlan(RateLimits(egress=1 * MB)), BudgetPlan())
     started_s = time.monotonic()
     for _ in range(20):
-        await asyncio.wait_for(a.transfer("b", Probe(1, False), memoryview(os.urandom(20_000))), DEADLINE_S)
+        await asyncio.wait_for(a.transfer("b", Probe(1), memoryview(os.urandom(20_000))), DEADLINE_S)
     assert time.monotonic() - started_s > 0.3
     assert a.budget_status()["peers"]["b"]["lanes"]["measurement"]["used_bytes"] > 400_000
 

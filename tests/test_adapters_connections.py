@@ -18,12 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, MergedStripe, Payload, State, VoteAnswered
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
 from diloco_node.transport import bundle
-from diloco_node.transport.bulk_lanes import lane_of
 from diloco_node.transport.bundle import Bundle
 from diloco_node.transport.connections import CONNECTIONS_MAX
 from diloco_node.transport.inbound import DECODING_MAX, BulkInbound
@@ -35,6 +33,9 @@ from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import DialedStream
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
+from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
+from diloco_node.wire.measure_messages import Probe
+from diloco_node.wire.tables import BULK_LANES, TransferHeader
 from tests.transport_kit import (
     DEADLINE_S,
     FAST,
@@ -78,9 +79,9 @@ async def test_bodies_of_all_sizes_and_lanes_arrive_whole_in_both_directions(mes
     rng = random.Random(seed)
     sizes = [0, 1, 70_000, MIB, 3 * MIB + 12_345, 9 * MIB + 1]
     bodies = [rng.randbytes(size) if index % 2 else rng.randbytes(1) * size for index, size in enumerate(sizes)]
-    headers: list[BulkHeader] = [MergedStripe(Ballot(1, n), 0, 0, 1, b"", 0, 1) for n in range(3)]
+    headers: list[TransferHeader] = [MergedStripe(Ballot(1, n), 0, 0, 1, b"", 0, 1) for n in range(3)]
     headers += [Payload(n, 0, b"") for n in range(2)]
-    headers.append(Probe(1, False))
+    headers.append(Probe(1))
     wanted = list(zip(headers, bodies, strict=True))
     work = [a.transfer("b", header, memoryview(body)) for header, body in wanted]
     work += [b.transfer("a", header, memoryview(body)) for header, body in wanted]
@@ -133,7 +134,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
     await a.transfer("b", HEADER, memoryview(b"x" * MIB))
     await at_b.until(lambda: at_b.closed)
     assert a.peer_status()["b"].connections == 3
-    a.drop_link("b", "a test wants it")
+    a._links["b"].drop("a test wants it")
     await at_a.until(lambda: at_a.changes[-1] == ("b", True) and len(at_a.changes) == 3)
     assert a.peer_status()["b"].connections < 3, "a new session begins with one"
 
@@ -221,7 +222,7 @@ async def test_a_greeting_that_breaks_off_costs_the_session_nothing(mesh: Mesh) 
 
 
 async def test_so_many_connections_there_are_not(mesh: Mesh) -> None:
-    for count in (0, CONNECTIONS_MAX + 1):
+    for count in (0, TRANSFER_CONNECTIONS_MAX + 1):
         with pytest.raises(ConfigError, match="bulk connections"):
             await mesh.start("a", {"b": None}, connections=count)
 
@@ -248,8 +249,8 @@ async def refused(mesh: Mesh, b: GrpcTransport, **changes: Any) -> None:
         ({"dial": 2}, "not up", {}),
         ({"instance_id": b"j" * 16}, "not up", {}),
         ({"connection": 2}, "not the next one", {}),
-        ({"connection": CONNECTIONS_MAX}, "bulk connection 4; there are 4", {("a", "protocol"): 1}),
-        ({"connection": -1}, "bulk connection -1; there are 4", {("a", "protocol"): 1}),
+        ({"connection": TRANSFER_CONNECTIONS_MAX}, "bulk connection 8; there are 8", {("a", "protocol"): 1}),
+        ({"connection": -1}, "bulk connection -1; there are 8", {("a", "protocol"): 1}),
         ({"region": "c"}, "identity_mismatch", {("a", "identity_mismatch"): 1}),
         ({"run_id": "run2"}, "run_id", {("a", "incompatible"): 1}),
     ],
@@ -700,7 +701,7 @@ async def test_an_aborted_transfer_gives_its_buffer_back_and_skips_what_still_co
 async def test_a_transfer_that_is_cancelled_before_its_turn_is_not_read_any_more() -> None:
     halves = Halves(1, 0, random.Random(1), ThreadPoolExecutor(1))
     before = MergedStripe(Ballot(1, 1), 0, 0, 1, b"", 0, 1)
-    queue = halves.out._queues[lane_of(HEADER)]
+    queue = halves.out._queues[BULK_LANES[type(HEADER)]]
     async with halves.running():
         running = asyncio.create_task(halves.out.transfer(before, memoryview(bytes(10))))
         body = memoryview(bytearray(100))
@@ -722,7 +723,7 @@ async def test_all_who_wait_for_a_place_hear_that_the_link_is_lost() -> None:
     async with halves.running():
         count = 3 * TRANSFERS_WAITING_MAX
         work = [asyncio.create_task(halves.out.transfer(HEADER, memoryview(b"x"))) for _ in range(count)]
-        await eventually(lambda: halves.out._queues[lane_of(HEADER)].waiting.full())
+        await eventually(lambda: halves.out._queues[BULK_LANES[type(HEADER)]].waiting.full())
         halves.out.close("gone")
         done, waiting = await asyncio.wait(work, timeout=DEADLINE_S)
     assert not waiting

@@ -13,10 +13,10 @@ from diloco_node.errors import PeerError
 from diloco_node.transport import outbound as outbound_module
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 from diloco_node.transport.outbound import BulkOutbound
-from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.pacing.pacer import FAST_RTT_NS, GATHER_NS, PIECE_FREE_BYTES_MIN, Pacer
 from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX, burst_bytes
 from diloco_node.wire.envelope import TransferChunk, decode_bulk
+from diloco_node.wire.tables import BudgetLane
 
 
 class FakeMeter(WireMeter):

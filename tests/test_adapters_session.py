@@ -22,7 +22,7 @@ def session(tasks: list[asyncio.Task[None]]) -> Session:
     one = Session.__new__(Session)
     one._peer = "us-west"
     one._tasks = tasks
-    one._dropped = asyncio.get_running_loop().create_future()
+    one._dropped = None
     return one
 
 

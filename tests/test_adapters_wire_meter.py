@@ -317,30 +317,3 @@ def test_lane_of_an_incoming_call_is_told_with_its_address(monkeypatch: pytest.M
     meter.opened("b", is_bulk=True)  # one that we dial ourselves, and that is not there: these are not it
     meter.pace("b", 2_000_000, connections=2)
     assert paced == {2: 1_000_000, 3: 1_000_000}
-
-
-def test_sockets_of_a_measurement_are_paced_apart_and_together_no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
-    monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
-    meter.assign("b", REMOTE)
-    meter.set_asides("b", frozenset([3, 4]))
-    all_four = [counters(cookie, sent=sent, received=0) for cookie, sent in ((1, 10), (2, 900), (3, 800), (4, 1000))]
-    for last, is_bulk in ((1, False), (2, True), (4, False)):  # the last two are none of the link's
-        kernel.now = all_four[:last]
-        meter.opened("b", is_bulk=is_bulk)
-    meter.pace("b", 3_000_000, connections=1)
-    assert paced == {2: 3_000_000, 3: 1_500_000, 4: 1_500_000}, "the link's own keeps what it has"
-    meter.pace("b", None, connections=1)
-    assert paced == {2: None, 3: None, 4: None}
-    meter.set_asides("b", frozenset())
-    meter.pace("b", 3_000_000, connections=1)
-    assert paced == {2: 3_000_000, 3: None, 4: None}, "nor are they when the measurement is over"
-
-
-def test_sockets_of_a_measurement_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, meter = FakeKernel(monkeypatch), WireMeter()
-    meter.assign("b", REMOTE)
-    meter.set_asides("b", frozenset([2]))
-    kernel.now = [counters(1, sent=10**6, received=0), counters(2, sent=7000, received=0)]
-    meter.sample()
-    assert meter.traffic("b") == PeerTraffic(10**6 + 7000 + 4 * 52, 6 * 52, is_measured=True)

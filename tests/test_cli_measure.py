@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,15 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
-from diloco_node.adapters import flows, probe, probe_server
-from diloco_node.adapters.probe_server import ProbeServer
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.main import main
 from diloco_node.cli.measure import run as measure_run
 from diloco_node.cli.measure.run import own_folder
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
+from diloco_node.measure import answering, asking, echoes, ends, plain, probes
+from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowWanted
+from diloco_node.measure.ends import Dialer, measuring_end
+from diloco_node.measure.measuring import Measuring
 from diloco_node.transport.certs import init_run, load_identity
 
 COLUMNS = 100
@@ -50,16 +54,17 @@ class Ends:
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
 
     async def _serve(self) -> None:
-        servers = [
-            ProbeServer(load_identity(self._folder / "certs" / name), ("127.0.0.1", port))
-            for name, port in self.ports.items()
-        ]
-        for server in servers:
-            await server.start()
-        self._ready.set()
-        await self._stop.wait()
-        for server in servers:
-            await server.stop()
+        addresses = {name: f"127.0.0.1:{port}" for name, port in self.ports.items()}
+        async with contextlib.AsyncExitStack() as stack:
+            for name, port in self.ports.items():
+                identity = load_identity(self._folder / "certs" / name)
+                others = dict.fromkeys({"asia", "eu", "us"} - {name})
+                listen = {"listen": ("127.0.0.1", port), "plain_listen": ("127.0.0.1", 0)}
+                await stack.enter_async_context(
+                    measuring_end(identity, others, dial=Dialer(identity, addresses), **listen)
+                )
+            self._ready.set()
+            await self._stop.wait()
 
     def start(self) -> None:
         self._thread.start()
@@ -81,30 +86,24 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-class Quiet:
-    """The ends are in this process, and what they log is not what the command prints."""
-
-    def info(self, *_: object, **__: object) -> None: ...
-
-    warning = info
-
-
 @pytest.fixture
-def ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
-    monkeypatch.setattr(probe_server, "_log", Quiet())
+def ends_of_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]:
     # Patience with a machine that stands still: of a probe that comes back late, and of ends that come late.
     for module, name in (
-        (probe, "DIAL_S"),
-        (probe, "ANSWER_S"),
-        (probe, "UNANSWERED_AFTER_S"),
-        (probe_server, "HANDSHAKE_S"),
-        (flows, "START_S"),
+        (ends, "LINK_S"),
+        (asking, "ANSWER_S"),
+        (answering, "LINGER_S"),
+        (echoes, "UNANSWERED_AFTER_S"),
+        (plain, "DIAL_S"),
+        (plain, "JOIN_S"),
+        (probes, "START_S"),
     ):
         monkeypatch.setattr(module, name, PATIENCE_S)
-    made = Ends(folder)
-    made.start()
-    yield made
-    made.stop()
+    with structlog.testing.capture_logs():  # they are in this process, and what they log is not what the command prints
+        made = Ends(folder)
+        made.start()
+        yield made
+        made.stop()
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -130,7 +129,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> s
 # ---- what it says ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_latency_of_a_region_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     document = told(capsys, "latency", "eu", "--region", "asia", "--load", *QUICK)
     assert (document["from"], document["to"]) == ("asia", "eu")
@@ -142,15 +141,15 @@ def test_latency_of_a_region_by_name(capsys: pytest.CaptureFixture[str]) -> None
         assert 0 <= row["retransmitted_share"] < 1
 
 
-def test_latency_of_an_address_in_a_table(ends: Ends, capsys: pytest.CaptureFixture[str]) -> None:
-    text = shown(capsys, "latency", f"127.0.0.1:{ends.ports['us']}", "-r", "eu", "--seconds", "0.2")
+def test_latency_of_an_address_in_a_table(ends_of_run: Ends, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "latency", f"127.0.0.1:{ends_of_run.ports['us']}", "-r", "eu", "--seconds", "0.2")
     assert max(len(line) for line in text.splitlines()) <= COLUMNS
     assert "TCP, which hides loss" in text
     assert "p99" in text
     assert "…" not in text
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_bandwidth_of_all_paths(capsys: pytest.CaptureFixture[str]) -> None:
     document = told(capsys, "bandwidth", "us", "-r", "asia", "--connections", "2,1", *QUICK)
     assert (document["from"], document["to"]) == ("asia", "us")
@@ -169,7 +168,7 @@ def test_bandwidth_of_all_paths(capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 <= one["retransmitted_bytes"] <= one["sent_bytes"]
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_bandwidth_the_other_way_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "bandwidth", "us", "-r", "asia", "--reverse", "--connections", "1", *QUICK)
     assert "us -> asia, round trip" in text
@@ -178,18 +177,19 @@ def test_bandwidth_the_other_way_in_a_table(capsys: pytest.CaptureFixture[str]) 
     assert "plain TCP" not in shown(capsys, "bandwidth", "us", "-r", "asia", "--connections", "1", "--no-plain", *QUICK)
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_what_was_measured_before_a_test_failed_is_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flow = probe.ProbeSession.flow
+    flow, random_ones = Measuring.flow, []
 
-    async def breaks(session: probe.ProbeSession, *given: Any, **how: Any) -> probe.FlowMeasured:
-        if how["connections"] == 2 and how["body"] == "int4":
+    async def breaks(measuring: Measuring, wanted: FlowWanted) -> FlowMeasured:
+        if wanted.is_compressible and len(random_ones) == 2:
             raise LinkLost("us: the stream ended")
-        return await flow(session, *given, **how)
+        random_ones.extend([] if wanted.is_compressible else [wanted])
+        return await flow(measuring, wanted)
 
-    monkeypatch.setattr(probe.ProbeSession, "flow", breaks)
+    monkeypatch.setattr(Measuring, "flow", breaks)
     asked = ("measure", "bandwidth", "us", "-r", "asia", "--connections", "1,2", "--no-plain", *QUICK)
     assert main([*asked, "--json"]) == 5
     said = capsys.readouterr()
@@ -203,29 +203,29 @@ def test_what_was_measured_before_a_test_failed_is_kept(
     assert "1 of 4 tests could not be carried out, the first: us: the stream ended" in said.err
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_what_was_measured_until_ctrl_c_is_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flow, pair = probe.ProbeSession.flow, measure_run._pair
+    flow, link = Measuring.flow, Measuring.link
 
-    async def interrupted(session: probe.ProbeSession, *given: Any, **how: Any) -> probe.FlowMeasured:
-        if how["body"] == "int4":
+    async def interrupted(measuring: Measuring, wanted: FlowWanted) -> FlowMeasured:
+        if wanted.is_compressible:
             raise KeyboardInterrupt
-        return await flow(session, *given, **how)
+        return await flow(measuring, wanted)
 
-    async def interrupted_at_us(here: Any, addresses: Any, source: str, asked: Any) -> Any:
-        if asked.region == "us":
+    async def interrupted_at_us(measuring: Measuring, peer: str, asked: Any, **how: Any) -> Any:
+        if peer == "us":
             raise KeyboardInterrupt
-        return await pair(here, addresses, source, asked)
+        return await link(measuring, peer, asked, **how)
 
-    monkeypatch.setattr(probe.ProbeSession, "flow", interrupted)
+    monkeypatch.setattr(Measuring, "flow", interrupted)
     assert main(["measure", "bandwidth", "us", "-r", "asia", "--connections", "1", *QUICK]) == 130
     said = capsys.readouterr().out
     assert "TLS, random" in said
     assert "TLS, int4" not in said
     assert "ended early: this is what was measured until then" in said
-    monkeypatch.setattr(measure_run, "_pair", interrupted_at_us)
+    monkeypatch.setattr(Measuring, "link", interrupted_at_us)
     assert main(["measure", "mesh", "-r", "asia", "--out", "mesh.json", "--json", *QUICK]) == 130
     document = json.loads(capsys.readouterr().out)
     assert [(one["from"], one["to"]) for one in document["pairs"]] == [("asia", "eu")]
@@ -233,21 +233,21 @@ def test_what_was_measured_until_ctrl_c_is_shown(
     assert not (folder / "mesh.json").exists(), "half a mesh is none"
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_round_trips_are_shown_when_those_under_load_fail(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def breaks(*_: Any, **__: Any) -> probe.FlowMeasured:
+    async def breaks(*_: Any, **__: Any) -> FlowMeasured:
         raise LinkLost("us: the stream ended")
 
-    monkeypatch.setattr(probe.ProbeSession, "flow", breaks)
+    monkeypatch.setattr(AskingPeers, "flow", breaks)
     assert main(["measure", "latency", "us", "-r", "asia", "--load", *QUICK]) == 5
     said = capsys.readouterr()
     assert [line.split()[0] for line in said.out.splitlines()[:2]] == ["load", "none"]
     assert "us: the stream ended" in said.err
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_a_mesh_that_can_not_be_written_in_the_end_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["measure", "mesh", "-r", "asia", "--out", "/dev/full", "--json", *QUICK]) == 6
     said = capsys.readouterr()
@@ -255,7 +255,7 @@ def test_a_mesh_that_can_not_be_written_in_the_end_is_shown(capsys: pytest.Captu
     assert "--out /dev/full can't be written (No space left on device): what was measured is above" in said.err
 
 
-@pytest.mark.usefixtures("ends")
+@pytest.mark.usefixtures("ends_of_run")
 def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = shown(capsys, "mesh", "-r", "asia", "--plain", "--out", "mesh.json", *QUICK)
     assert "…" not in table
@@ -270,15 +270,18 @@ def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture
     assert main(["plan", "--parameters", "1e6", "--mesh", "mesh.json"]) == 0
 
 
-def test_a_mesh_with_a_region_missing_says_which(ends: Ends, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mesh_with_a_region_missing_says_which(
+    ends_of_run: Ends, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (folder / "run.toml").read_text()
-    (folder / "run.toml").write_text(text.replace(str(ends.ports["eu"]), str(free_port())))
+    (folder / "run.toml").write_text(text.replace(str(ends_of_run.ports["eu"]), str(free_port())))
     assert main(["measure", "mesh", "-r", "asia", "--json", *QUICK]) == 5
     told = capsys.readouterr()
     document = json.loads(told.out)
-    assert {(pair["from"], pair["to"]) for pair in document["pairs"]} == {("asia", "us"), ("us", "asia")}
-    assert len(document["failures"]) == 4
-    assert "4 of 6 pairs could not be measured, the first from asia to eu" in told.err
+    measured = {(pair["from"], pair["to"]) for pair in document["pairs"]}
+    assert measured == {("asia", "us"), ("us", "asia"), ("us", "eu")}, "us has another run.toml"
+    assert len(document["failures"]) == 3
+    assert "3 of 6 pairs could not be measured, the first from asia to eu" in told.err
     assert "connection refused" in told.err
 
 
@@ -296,10 +299,8 @@ def test_a_mesh_with_a_region_missing_says_which(ends: Ends, folder: Path, capsy
         (("latency", "venus:", "-r", "eu"), 2, "PEER is 'venus:': write HOST:PORT"),
         (("latency", "eu", "-r", "us", "--certs", "none"), 4, "none/us/ca.pem is missing"),
         (("bandwidth", "eu", "-r", "us", "--connections", "1,0"), 2, "--connections is '1,0'"),
-        (("bandwidth", "eu", "-r", "us", "--connections", "17"), 2, "numbers from 1 to 16"),
+        (("bandwidth", "eu", "-r", "us", "--connections", "9"), 2, "numbers from 1 to 8"),
         (("bandwidth", "eu", "-r", "us", "--connections", ""), 2, "--connections is ''"),
-        (("bandwidth", "eu", "-r", "us", "--most", "64"), 2, "--most bounds a measurement through a running daemon"),
-        (("mesh", "-r", "us", "--alone", "--most", "64"), 2, "bound it with --seconds"),
         (("serve", "-r", "us", "--listen", "7400"), 2, "--listen is '7400': write HOST:PORT"),
         (("mesh", "-r", "us", "--out", "no/where.json"), 2, "--out no/where.json can't be written"),
     ],
@@ -344,16 +345,19 @@ def test_nobody_there_ends_with_5(folder: Path, capsys: pytest.CaptureFixture[st
     assert "nobody speaks TLS" in refused(capsys, 5, "latency", f"127.0.0.1:{port}")
 
 
-def test_a_certificate_of_another_run_ends_with_4(ends: Ends, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_certificate_of_another_run_ends_with_4(
+    ends_of_run: Ends, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     init_run(folder / "other", "try", ["us"])
     assert "another run's authority" in refused(capsys, 4, "latency", "eu", "-r", "us", "--certs", "other")
-    address = f"127.0.0.1:{ends.ports['eu']}"
+    address = f"127.0.0.1:{ends_of_run.ports['eu']}"
     assert "not of this run" in refused(capsys, 4, "latency", address, "-r", "us", "--certs", "other")
 
 
 def test_without_run_toml_serve_needs_an_address(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init_run(folder / "certs", "try", ["eu"])
     assert "--listen HOST:PORT" in refused(capsys, 2, "serve")
+    assert "or --peers NAME,NAME" in refused(capsys, 2, "serve", "--listen", "127.0.0.1:0")
 
 
 def test_our_key_is_found_where_it_lies(folder: Path) -> None:
@@ -365,12 +369,34 @@ def test_our_key_is_found_where_it_lies(folder: Path) -> None:
 
 
 def test_serve_says_where_and_ends_at_sigterm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    init_run(folder / "certs", "try", ["eu"])
-    command = [sys.executable, "-m", "diloco_node.cli.main", "measure", "serve", "--listen", "127.0.0.1:0", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    init_run(folder / "certs", "try", ["eu", "us"])
+    command = [sys.executable, "-m", "diloco_node.cli.main", "measure", "serve", "-r", "eu", "--json"]
+    command += ["--listen", "127.0.0.1:0", "--peers", "us"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         where = json.loads(process.stdout.readline())
-        assert where["region"] == "eu"
-        told(capsys, "latency", f"127.0.0.1:{where['port']}", "--seconds", "0.2")
+        assert (where["region"], where["plain_port"]) == ("eu", 0)
+        address = f"127.0.0.1:{where['port']}"
+        assert told(capsys, "latency", address, "-r", "us", "--seconds", "0.2")["to"] == "eu"
+        second = [*command[:5], "-r", "us", "--listen", address, "--peers", "eu"]
+        taken = subprocess.run(second, check=False, capture_output=True, text=True)
+        assert taken.returncode == 3
+        assert "Beside a running daemon `measure serve` needs a port of its own" in taken.stderr
+        assert f"{address} is eu, as this end" in refused(capsys, 2, "latency", address, "-r", "eu")
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0
+
+
+def test_serve_listens_at_measure_port_and_is_dialed_there(folder: Path) -> None:
+    init_run(folder / "certs", "try", ["eu", "us"])
+    (folder / "run.toml").write_text(
+        '[run]\nid = "try"\n[regions.eu]\naddress = "10.0.0.1:7400"\nmeasure_port = 7402\n'
+        '[regions.us]\naddress = "10.0.0.2:7400"\n'
+    )
+    eu, us = (measure_run.Here.find(None, None, name) for name in ("eu", "us"))
+    assert eu.listen()[1] == 7402
+    assert us.listen()[1] == 7400
+    assert us.addresses() == {"eu": "10.0.0.1:7402"}
+    assert eu.addresses() == {"us": "10.0.0.2:7400"}
+    assert eu.members(None) == ("us",)
+    assert us.members("eu, asia,us") == ("asia", "eu")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,33 +15,32 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.adapters.probe import LatencyMeasured
 from diloco_node.cli.main import main
 from diloco_node.cli.measure import daemon
-from diloco_node.cli.measure.daemon import Progress, Running, find_daemon
+from diloco_node.cli.measure import run as measure_run
+from diloco_node.cli.measure.daemon import Running, find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
-from diloco_node.core.measuring import MeasurementReceived, MeasurementSent
 from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
-from diloco_node.measure import command as measure_command
-from diloco_node.measure.asking import FlowOverLink
-from diloco_node.measure.documents import FlowCase, latency_document, pair_document
+from diloco_node.measure.asking import FlowMeasured
+from diloco_node.measure.documents import FlowCase, flow_document, latency_document, pair_document
+from diloco_node.measure.echoes import LatencyMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.transport.certs import init_run
 from diloco_node.unix_sockets import socket_path
-from diloco_node.wire.measurement import PairMeasured
+from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent
 
 COLUMNS = 100
 RUN_TOML = '[run]\nid = "try"\n' + "".join(
     f'[regions.{name}]\naddress = "10.0.0.{number}:7400"\n' for number, name in enumerate(("asia", "eu", "us"), start=1)
 )
-PAIR = PairMeasured(5_000_000, 6_000_000, 1000, 40, 0, 10**7, 10**7, 10**7, 0, 10**8, 10**5)
+PAIR = LinkMeasured(1, 5_000_000, 6_000_000, 1000, 40, 0, 10**7, 10**7, 10**7, 10**8, 10**5, 0, "")
 LATENCY = latency_document(
     "none", LatencyMeasured(summarise_rtts([5_000_000, 6_000_000], unanswered=1), 0.01, 4_000_000)
 )
-FLOW = measure_command._flow_document(
+FLOW = flow_document(
     FlowCase("eu", "us", "transport", "random", 1),
-    FlowOverLink(
+    FlowMeasured(
         MeasurementReceived(1, 10**7, 10**7, 9 * 10**6, 11 * 10**6, 10**9, 10**8, 10**9),
         MeasurementSent(1, 10**8, 10**9, 11 * 10**6, -1, -1),
         10**7,
@@ -149,41 +150,26 @@ def test_bandwidth_goes_through_the_daemon_that_runs_here(eu: Region, capsys: py
         "congestion_control": {"here": "bbr", "there": None},
         "limit_bytes_per_second": 12_500_000,
         "limited_by": "region",
-        "over": "link",
         "plain_error": None,
         "tests": [FLOW],
     }
     assert main(["measure", "bandwidth", "us", "-r", "eu", "--reverse", "--warm-up", "0.5"]) == 0
     text = capsys.readouterr().out
-    assert "through the running daemon, in its measurement lane; limited to 100 Mbit/s (region)" in text
-    assert "TLS: over the link that the run uses" in text
+    assert "through the running daemon, over the run's link, in its measurement lane; limited to 100 Mbit/s" in text
     assert "TLS, random" in text
     assert "…" not in text
-    asked = {"what": "bandwidth", "peer": "us", "reverse": True, "plain": True, "seconds": 5.0, "warm_up_seconds": 0.5}
+    asked = {"what": "bandwidth", "peer": "us", "reverse": True, "seconds": 5.0, "warm_up_seconds": 0.5}
     assert eu.asked == [asked]
 
 
-def test_bandwidth_over_connections_opened_for_it(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
-    error = "no plain TCP beside it: port 7499 of us at 10.0.0.3 can't be reached: set measure_port in [regions.us]"
-    eu.says = lambda _: {
-        "from": "eu",
-        "to": "us",
-        "address": "10.0.0.3:7400",
-        "warm_up_seconds": 1.0,
-        "seconds": 5.0,
-        "rtt_seconds": 0.04,
-        "congestion_control": {"here": "bbr", "there": None},
-        "limit_bytes_per_second": None,
-        "limited_by": "",
-        "over": "own connections",
-        "plain_error": error,
-        "tests": [FLOW],
-    }
-    assert main(["measure", "bandwidth", "us", "--connections", "8,1", "--no-plain"]) == 0
-    text = capsys.readouterr().out
-    assert "TLS: over connections opened for each test" in text
-    assert error in " ".join(text.split())
-    assert (eu.asked[0]["connections"], eu.asked[0]["plain"]) == ([1, 8], False)
+def test_what_only_measure_serve_does_is_for_the_daemon_to_refuse(
+    eu: Region, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = "a number of connections can't be tested through a running daemon"
+    eu.says = failing(ConfigError(error))
+    assert main(["measure", "bandwidth", "us", "--connections", "8,1", "--plain"]) == 2
+    assert error in capsys.readouterr().err
+    assert (eu.asked[0]["connections"], eu.asked[0]["plain"]) == ([1, 8], True)
 
 
 def test_what_was_measured_before_a_test_failed_is_kept(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,18 +188,17 @@ def test_what_was_measured_before_a_test_failed_is_kept(eu: Region, capsys: pyte
         "congestion_control": {"here": "bbr", "there": None},
         "limit_bytes_per_second": None,
         "limited_by": "",
-        "over": "own connections",
         "plain_error": None,
         "tests": [FLOW],
         "failures": failures,
     }
-    assert main(["measure", "bandwidth", "us", "--connections", "1,8"]) == 5
+    assert main(["measure", "bandwidth", "us"]) == 5
     told = capsys.readouterr()
     assert ["TLS,", "random", "1", "80.0"] in [line.split()[:4] for line in told.out.splitlines()]
     assert "not measured: TLS, int4+zstd (1): us can't: busy\n" in told.out
     assert "not measured: TLS, random (8); plain TCP (8): the link to us went down\n" in told.out
     assert "3 of 4 tests could not be carried out, the first: us can't: busy" in told.err
-    assert main(["measure", "bandwidth", "us", "--connections", "1,8", "--json"]) == 5
+    assert main(["measure", "bandwidth", "us", "--json"]) == 5
     document = json.loads(capsys.readouterr().out)
     assert (document["tests"], document["failures"]) == ([FLOW], failures)
 
@@ -347,7 +332,7 @@ def test_what_the_daemon_says_is_the_commands_own_error(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("bandwidth", "us", "--connections", "0"), "write numbers from 1 to 16"),
+        (("bandwidth", "us", "--connections", "0"), "write numbers from 1 to 8"),
         (("latency", "us", "-r", "mars"), "'mars' is not in [regions]"),
     ],
 )
@@ -371,15 +356,22 @@ def test_a_daemon_that_ends_in_the_middle_is_unreachable(eu: Region, capsys: pyt
     assert "went away in the middle of a measurement" in capsys.readouterr().err
 
 
-def test_progress_shows_the_seconds_since_something_new_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[str] = []
-    now_s = [10.0]
-    monkeypatch.setattr(daemon.time, "monotonic", lambda: now_s[0])
-    progress = Progress(shown.append)
-    for at_s, text in ((10.0, "pair 1 of 6"), (13.2, "pair 1 of 6"), (15.0, "pair 2 of 6")):
-        now_s[0] = at_s
-        progress(text)
-    assert shown == ["pair 1 of 6 (0 s)", "pair 1 of 6 (3 s)", "pair 2 of 6 (0 s)"]
+def test_a_terminal_sees_what_goes_on_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with measure_run.progress("asking") as say:
+        for now in ("pair 1 of 6", "pair 1 of 6", "pair 2 of 6"):
+            say(now)
+    assert "pair 2 of 6" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "0:00:00" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    with measure_run.progress("asking") as say:
+        say("pair 1 of 6")
+    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def test_cpu_time_is_that_of_both_ends() -> None:

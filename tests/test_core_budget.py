@@ -14,12 +14,12 @@ from diloco_node.core.types import Direction, RateLimits
 from diloco_node.transport.pacing.budget import (
     CONTROL_FRAME_BYTES,
     STARVING_NS,
-    BudgetLane,
     EgressBudget,
     LimitSource,
     Overhead,
 )
 from diloco_node.transport.pacing.token_bucket import NS_PER_S, PIECE_BYTES_MAX, burst_bytes
+from diloco_node.wire.tables import BudgetLane
 from tests.budget_kit import most_in_any_window
 
 MS = 1_000_000

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from diloco_node.errors import ProtocolViolation
 from diloco_node.transport import reassembly
-from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.transport.reassembly import Reassembly
+from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 
 Chunk = tuple[int, int, int]
 

@@ -10,8 +10,8 @@ import pytest
 
 from diloco_node.core.messages import Payload, VoteAnswered
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
-from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire import envelope as e
+from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire.tables import PROTOCOL_VERSION
 
 HELLO = e.Hello(PROTOCOL_VERSION, "run1", 0, "eu", "settings", "manifest", b"i" * 16, e.Lane.CONTROL, 3)
@@ -120,10 +120,29 @@ def test_a_hello_of_version_4_is_refused_for_its_version() -> None:
         "019b0104a472756e3100a26575a873657474696e6773a86d616e6966657374c41069696969696969696969696969696969"
         "a7636f6e74726f6c0300"
     )
-    theirs = e.decode_hello(frame)
-    assert theirs == dataclasses.replace(HELLO, protocol_version=4)
     with pytest.raises(PeerIncompatible, match=f"protocol_version: ours {PROTOCOL_VERSION}, theirs 4"):
-        e.check_hello(HELLO, theirs, certificate_region="eu")
+        e.decode_hello(frame)  # it has no role
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "text"),
+    [
+        (
+            e.Role.MEASURING,
+            e.Role.TRAINING,
+            "is the training daemon of us.*or start `diloco-node measure serve` beside",
+        ),
+        (e.Role.TRAINING, e.Role.MEASURING, "no training daemon, but `diloco-node measure` of us"),
+    ],
+)
+def test_daemons_and_measuring_ends_refuse_each_other(ours: e.Role, theirs: e.Role, text: str) -> None:
+    here = dataclasses.replace(HELLO, role=ours)
+    there = dataclasses.replace(HELLO, region="us", role=theirs, settings_digest="another")
+    with pytest.raises(PeerIncompatible, match=text):
+        e.check_hello(here, there, certificate_region="us")
+    other = dataclasses.replace(there, protocol_version=PROTOCOL_VERSION + 1)
+    with pytest.raises(PeerIncompatible, match="protocol_version"):
+        e.check_hello(here, other, certificate_region="us")
 
 
 def test_bulk_frames_come_back_equal() -> None:

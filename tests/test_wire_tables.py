@@ -6,11 +6,24 @@ import typing
 
 import pytest
 
-from diloco_node.core import measuring as g
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.core.types import RateLimits
-from diloco_node.wire.tables import BULK_HEADERS, CONTROL, ENTRIES, ENTRY_BODIES, HEADERS, MESSAGES, PROTOCOL_VERSION
+from diloco_node.errors import ProtocolViolation
+from diloco_node.wire import link_messages as k
+from diloco_node.wire import measure_messages as g
+from diloco_node.wire.tables import (
+    BULK_HEADERS,
+    BULK_LANES,
+    CONTROL,
+    ENTRIES,
+    ENTRY_BODIES,
+    HEADERS,
+    MESSAGES,
+    PROTOCOL_VERSION,
+    ControlMessage,
+    TransferHeader,
+)
 
 BALLOT = t.Ballot(3, 4)
 CONTRIBUTION = t.Contribution("us-east", 1, 2, 5, 9, 10, 26, 4096, (0.5, 2.0))
@@ -31,7 +44,7 @@ BODIES: list[t.EntryBody] = [
     t.FinishedBody((5, 6), "tokens"),
 ]
 
-CONTROL_EXAMPLES: list[m.Message] = [
+CONTROL_EXAMPLES: list[ControlMessage] = [
     m.VoteAsked(2, True, 10, 1),
     m.VoteAnswered(2, False, True),
     m.AppendAsked(2, 5, 9, b"q" * 32, tuple(entry(body) for body in BODIES), 8),
@@ -50,35 +63,40 @@ CONTROL_EXAMPLES: list[m.Message] = [
     m.LeadershipOffered(2),
     m.FinishWanted("enough"),
     m.DiscardReported((BODIES[3],)),  # type: ignore[arg-type]
-    m.IngressGranted(12_500_000),
-    m.IngressWanted(1 << 62),
+    k.IngressGranted(12_500_000),
+    k.IngressWanted(1 << 62),
     g.EchoWanted(7),
     g.EchoAnswered(7, 1000, -1),
-    g.MeasurementAsked(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32, 0, False, None),
-    g.MeasurementReady(3, g.AsideOpen(b"t" * 32, 7401)),
+    g.MeasurementAsked(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32, 8),
+    g.MeasurementReady(3, g.PlainPort(b"t" * 32, 7401)),
     g.MeasurementDeclined(3, "busy"),
     g.MeasurementReceived(3, 10, 9, 8, 11, 4_000_000_000, 500, 1000),
     g.MeasurementStopped(3),
     g.MeasurementSent(3, 500, 1000, 900, -1, -1),
     g.LinkAsked(3, "eu", 1, 0, 2, 3, True),
-    g.LinkTold(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ""),
+    g.LinkMeasured(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ""),
 ]
 
-HEADER_EXAMPLES: list[m.BulkHeader] = [
+HEADER_EXAMPLES: list[TransferHeader] = [
     m.ContributionStripe(BALLOT, 0, 6, CONTRIBUTION, 0, 7),
     m.MergedStripe(BALLOT, 0, 2, 6, b"d" * 32, 0, 7),
     m.Payload(2, 6, b"d" * 32),
     m.State(2, 6, b"d" * 32),
-    g.Probe(3, True),
+    g.Probe(3),
+    g.CompressibleProbe(3),
 ]
 
 
 @pytest.mark.parametrize(
     ("union", "table"),
-    [(m.Message, MESSAGES), (m.BulkHeader, BULK_HEADERS), (t.EntryBody, ENTRY_BODIES)],
+    [(ControlMessage, MESSAGES), (TransferHeader, BULK_HEADERS), (t.EntryBody, ENTRY_BODIES)],
 )
 def test_every_member_of_a_union_has_a_tag(union: object, table: dict[int, type]) -> None:
     assert set(typing.get_args(union)) == set(table.values())
+
+
+def test_every_transfer_has_a_lane_of_the_budget() -> None:
+    assert BULK_LANES.keys() == set(BULK_HEADERS.values())
 
 
 def test_the_examples_cover_every_message() -> None:
@@ -88,12 +106,12 @@ def test_the_examples_cover_every_message() -> None:
 
 
 @pytest.mark.parametrize("message", CONTROL_EXAMPLES, ids=lambda message: type(message).__name__)
-def test_control_messages_come_back_equal(message: m.Message) -> None:
+def test_control_messages_come_back_equal(message: ControlMessage) -> None:
     assert CONTROL.decode(CONTROL.encode(message)) == message
 
 
 @pytest.mark.parametrize("header", HEADER_EXAMPLES, ids=lambda header: type(header).__name__)
-def test_headers_come_back_equal(header: m.BulkHeader) -> None:
+def test_headers_come_back_equal(header: TransferHeader) -> None:
     assert HEADERS.decode(HEADERS.encode(header)) == header
 
 
@@ -105,13 +123,21 @@ def test_entries_come_back_equal(body: t.EntryBody) -> None:
 def test_frozen_bytes_of_version_5_decode() -> None:
     """A change here is a change of the protocol: raise PROTOCOL_VERSION, and keep what can be kept of the old bytes."""
     assert PROTOCOL_VERSION == 5
-    frozen: dict[str, m.Message] = {
+    frozen: dict[str, ControlMessage] = {
         "950102c30a01": m.VoteAsked(2, True, 10, 1),
         "940202c2c3": m.VoteAnswered(2, False, True),
         "95040205c309": m.AppendAnswered(2, 5, True, 9),
         "941607cd03e8ff": g.EchoAnswered(7, 1000, -1),
-        "9a17cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf000000010000000000c2c0": CONTROL_EXAMPLES[22],
+        "9817cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf000000010000000008": CONTROL_EXAMPLES[22],
     }
     for text, message in frozen.items():
         assert CONTROL.encode(message).hex() == text
         assert CONTROL.decode(bytes.fromhex(text)) == message
+
+
+def test_a_request_to_measure_of_version_4_is_refused() -> None:
+    old = "9a17cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf000000010000000000c2c0"
+    with pytest.raises(ProtocolViolation):
+        CONTROL.decode(bytes.fromhex(old))
+    with pytest.raises(ProtocolViolation):
+        HEADERS.decode(bytes.fromhex("930503c3"))  # a probe that says itself whether zstd pays

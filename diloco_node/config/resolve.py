@@ -337,7 +337,7 @@ def _check_addresses(config: NodeConfig) -> None:
 
 
 def _check_ports(config: NodeConfig) -> None:
-    """A port that a region needs twice: the second one to bind it would fail, `measure_port` long after the start."""
+    """A port that a region needs twice: the second one to bind it would fail."""
     for name, own in config.regions.items():
         prefix = f"regions.{name}"
         host, port = config.listen(name)

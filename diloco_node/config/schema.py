@@ -169,8 +169,8 @@ class RegionSection(Section):
         admin_port: dashboard, metrics and status, on loopback; 0: a free one, written to `admin.port` in its folder.
         admin_host: one more address of this machine to bind for them, for containers: a port published on the host's
             loopback arrives there. Whoever reaches it can read the status, so give it a network that peers are not on.
-        measure_port: takes the plain TCP connections of `measure` while a measurement waits for them; 0: a free one.
-            No port that the region has for something else.
+        measure_port: where `measure serve` of this region listens, and where others dial it, so that it can run beside
+            the daemon; 0: at the port of the region. No port that the region has for something else.
         egress, ingress: this region's own ceilings, instead of those of `[budget]`.
     """
 

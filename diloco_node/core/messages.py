@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diloco_node.core.measuring import MeasuringMessage, Probe
 from diloco_node.core.types import (
     NO_LIMITS,
     Ballot,
@@ -237,20 +236,6 @@ class Refused:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class IngressGranted:
-    """Receiver to sender: so many wire bytes a second are your share of what I may receive; 0: no limit."""
-
-    bytes_per_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class IngressWanted:
-    """Sender to receiver: so much I could send you now; 0: nothing waits. Only to a peer that has granted a share."""
-
-    bytes_per_s: int
-
-
 Message = (
     VoteAsked
     | VoteAnswered
@@ -270,9 +255,6 @@ Message = (
     | PayloadWanted
     | StateWanted
     | Refused
-    | IngressGranted
-    | IngressWanted
-    | MeasuringMessage
 )
 
 
@@ -323,4 +305,4 @@ class State:
     digest: bytes
 
 
-BulkHeader = ContributionStripe | MergedStripe | Payload | State | Probe
+BulkHeader = ContributionStripe | MergedStripe | Payload | State

@@ -16,7 +16,6 @@ from typing import Any, Final
 import structlog
 from prometheus_client import CollectorRegistry
 
-from diloco_node.adapters.series import Keep
 from diloco_node.codec.golden import check_golden
 from diloco_node.codec.kernels import warm_up
 from diloco_node.core.budget_plan import BudgetPlan
@@ -33,6 +32,7 @@ from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, StorageError
+from diloco_node.measure.documents import Keep
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity

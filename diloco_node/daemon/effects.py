@@ -9,7 +9,6 @@ from typing import assert_never
 import numpy as np
 
 from diloco_node.core import events as ev
-from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Payload, State
 from diloco_node.daemon.disk_effects import DiskEffects
 from diloco_node.daemon.fetch import Fetcher
@@ -78,8 +77,6 @@ class Effects:
                 is_expected = self.stripes.expects(peer, header, raw_bytes)
             case Payload() | State():
                 is_expected = self.fetcher.expects(peer, header, raw_bytes)
-            case Probe():
-                is_expected = False  # measurements have taken theirs before
         if not is_expected:
             self.note(ev.Note("refused", f"{type(header).__name__} of {raw_bytes} bytes from {peer}"))
             return None

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Final, assert_never
 
 from diloco_node.core import events as ev
-from diloco_node.core.measuring import MeasuringMessage, Probe
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message, PayloadWanted, Refused, StateWanted
 from diloco_node.core.region import RegionCore
@@ -118,7 +117,6 @@ class Node:
             seed=spec.seed,
             budget=spec.budget,
             superseded=runtime.end,
-            measure_port=spec.measure_port,
         )
         self._measuring = Measuring(
             region=spec.region,
@@ -128,7 +126,9 @@ class Node:
             executor=threads.background,
             now_ns=now_ns,
         )
-        self.measure = MeasureCommand(self._measuring, self._limit_to).run
+        self.measure = MeasureCommand(
+            spec.region, self._measuring.peers, lambda _peers, _connections: self._measuring.linked(), self._limit_to
+        ).run
         self._fetcher, self.effects = self._build_effects()
         self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
@@ -261,14 +261,12 @@ class Node:
         return self.core.view()
 
     def control_arrived(self, peer: str, message: Message) -> None:
-        """Requests for bytes and measurements are the daemon's business, everything else the core's."""
+        """Requests for bytes are the daemon's business, everything else the core's."""
         match message:
             case PayloadWanted() | StateWanted():
                 self._fetcher.requested(peer, message)
             case Refused():
                 self._fetcher.refused(peer, message)
-            case _ if isinstance(message, MeasuringMessage):
-                self._measuring.heard(peer, message)
             case _:
                 try:
                     self._post(ev.MessageArrived(peer, message))
@@ -281,19 +279,13 @@ class Node:
         self._post(ev.LinkChanged(peer, is_up))
         if not is_up:
             self._fetcher.peer_lost(peer)
-            self._measuring.link_lost(peer)
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
         """See TransportHandler."""
-        if isinstance(header, Probe):
-            return self._measuring.ends.transfer_opened(peer, header, raw_bytes)
         return self.effects.transfer_opened(peer, header, raw_bytes)
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
         """See TransportHandler."""
-        if isinstance(header, Probe):
-            self._measuring.ends.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
-            return
         self.effects.transfer_closed(peer, header, buffer, is_whole=is_whole)
 
     @property

@@ -32,7 +32,6 @@ class NodeSpec:
         admin_port: on loopback; 0 picks a free one (written to state_dir/admin.port).
         budget: bandwidth. config_file: run.toml, read again for the budget at SIGHUP; None: there is none.
         admin_host: another address to bind for it; 127.0.0.1: none.
-        measure_port: for plain TCP connections of measurements; 0: a free one each time.
         learner_socket: Unix socket that the learner dials.
         supervisor_socket: Unix socket that hands out the memory areas.
         settings: of the run.
@@ -58,7 +57,6 @@ class NodeSpec:
     init: Path | None = None
     seed: int = 0
     admin_host: str = "127.0.0.1"
-    measure_port: int = 0
     budget: BudgetPlan = BudgetPlan()  # noqa: RUF009 - frozen
     config_file: Path | None = None
 

@@ -1,1 +1,1 @@
-"""Measuring links: round trips and goodput by the path that a run takes."""
+"""Measuring links: round trips and bandwidth, between running daemons or between ends without a core."""

@@ -1,98 +1,77 @@
-"""Does the measurements that peers ask this region for, one at a time, and tells them what came of it."""
+"""Does the measurements that peers ask this end for, one at a time, and reports what came of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
-from diloco_node.adapters.flows import FlowTimes
-from diloco_node.adapters.probe import warm_up_ns
-from diloco_node.core import measuring as msg
-from diloco_node.core.measuring import NS_PER_S, MeasuringMessage
-from diloco_node.errors import ConfigError, DilocoError, ProtocolViolation
-from diloco_node.measure.asking import AskingPeers, FlowWanted
-from diloco_node.measure.echoes import EchoProbe
-from diloco_node.measure.ends import LocalEnds, told
+from diloco_node.errors import DilocoError, PeerError, ProtocolViolation
 from diloco_node.measure.exchange import ended
-from diloco_node.measure.measured_links import MeasuredLinks, MeasuringTransport
-from diloco_node.measure.opening import come_together, first_of
-from diloco_node.measure.probes import SendingEnd
+from diloco_node.measure.gate import MeasuringGate
+from diloco_node.measure.plain import PlainConnections, PlainListener, listening
+from diloco_node.measure.probes import ProbeReceiver, ProbeReceivers, ProbeSender, booked_bytes, make_body
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire import measure_messages as msg
+from diloco_node.wire.measure_messages import MeasureMessage
 
 REASON_CHARS_MAX: Final = 500
 
 LINGER_S: Final = 5.0
-"""Connections of a measurement stay open so long for the sender to hear that it is over, and close them."""
+"""Plain connections stay open so long for the sender to be told that it is over, and to close them."""
+
+Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+FarLink = Callable[[msg.LinkAsked], Awaitable[tuple[msg.LinkMeasured, int]]]
+"""Measures from here to a third region; returns also the bytes that flowed. Raises DilocoError."""
 
 
-class FarLink:
-    """Measures the link from here to a third region."""
+@dataclass(slots=True)
+class _Serving:
+    """What a peer asked for, while it is done.
 
-    def __init__(self, peers: tuple[str, ...], links: MeasuredLinks, echoes: EchoProbe, asking: AskingPeers) -> None:
-        self._peers = peers
-        self._links = links
-        self._echoes = echoes
-        self._asking = asking
+    Attributes:
+        used_bytes: that flowed. stack: what lives as long. reading: takes what arrives over plain connections.
+    """
 
-    async def measure(self, asked: msg.LinkAsked, serving: _Serving) -> msg.LinkTold:
-        """Echoes, a flow, one over plain TCP if asked for; `serving` learns the bytes. Raises DilocoError."""
-        if asked.region not in self._peers:
-            raise ConfigError(f"{asked.region} is no peer of {self._links.region}")
-        self._links.check(asked.region)
-        serving.used_bytes = msg.all_bytes_max(asked)  # if it fails nobody knows how much of it went out
-        echoes = (await self._echoes.measure(asked.region, asked.probes_ns / NS_PER_S)).latency
-        times = FlowTimes(asked.warm_up_ns or warm_up_ns(echoes.p50_ns), asked.span_ns)
-        flow = await self._asking.flow(FlowWanted(asked.region, True, False, times, asked.bytes_max))
-        plain, plain_error = 0, ""
-        if asked.is_plain_too:
-            try:
-                beside = await self._asking.flow(
-                    FlowWanted(asked.region, True, False, times, asked.bytes_max, 1, is_plain=True)
-                )
-                plain = beside.received.mean
-                serving.used_bytes = flow.used_bytes + beside.used_bytes
-            except DilocoError as error:  # the rest was measured all the same
-                plain_error = _cut(str(error))
-        else:
-            serving.used_bytes = flow.used_bytes
-        return msg.LinkTold(
-            asked.measurement,
-            echoes.p50_ns,
-            echoes.p99_ns,
-            echoes.jitter_ns,
-            echoes.answered,
-            echoes.unanswered,
-            flow.received.mean,
-            flow.received.p10,
-            flow.received.p90,
-            flow.sent.sent_bytes,
-            flow.sent.retransmitted_bytes,
-            plain,
-            plain_error,
-        )
+    used_bytes: int = 0
+    stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    reading: asyncio.Task[None] | None = None
 
 
-class MeasurementsForPeers:
-    """See the module. `gate` says what may run; `far_link` does what is asked about a third region."""
+class AnsweringPeers:
+    """See the module.
+
+    Args:
+        transport: the links. gate: says what may run. receivers: those that are here. far_link: see FarLink.
+        plain_listen: host and port (0: a free one) for plain TCP; None: this end takes none.
+        spawn: runs a task. executor: makes what is sent. now_ns: monotonic.
+    """
 
     def __init__(
         self,
         *,
-        transport: MeasuringTransport,
-        gate: msg.MeasuringGate,
-        ends: LocalEnds,
+        transport: GrpcTransport,
+        gate: MeasuringGate,
+        receivers: ProbeReceivers,
         far_link: FarLink,
-        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        plain_listen: tuple[str, int] | None,
+        spawn: Spawn,
+        executor: Executor,
         now_ns: Callable[[], int],
     ) -> None:
         self._transport = transport
         self._gate = gate
-        self._ends = ends
+        self._receivers = receivers
         self._far_link = far_link
+        self._plain_listen = plain_listen
         self._spawn = spawn
+        self._executor = executor
         self._now_ns = now_ns
-        self._sending: dict[tuple[str, int], SendingEnd] = {}
+        self._senders: dict[tuple[str, int], ProbeSender] = {}
         self._serving: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def begin(self, peer: str, asked: msg.MeasurementAsked | msg.LinkAsked) -> None:
@@ -107,7 +86,7 @@ class MeasurementsForPeers:
             what = f"bandwidth {'from' if asked.is_asker_sending else 'to'} {peer}"
         reason = self._gate.begin(what, asker=peer, bytes_max=msg.all_bytes_max(asked), now_ns=self._now_ns())
         if reason:
-            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, _cut(reason)))
+            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, reason[:REASON_CHARS_MAX]))
             return
         task = self._spawn(self._serve(peer, asked), f"measurement for {peer}")
         self._serving[key] = task
@@ -115,9 +94,9 @@ class MeasurementsForPeers:
 
     def stop(self, peer: str, measurement: int) -> None:
         """A peer has enough, or gives up."""
-        end, task = self._sending.get((peer, measurement)), self._serving.get((peer, measurement))
-        if end is not None:
-            end.stop()
+        sender, task = self._senders.get((peer, measurement)), self._serving.get((peer, measurement))
+        if sender is not None:
+            sender.stop()
         elif task is not None:
             task.cancel()
 
@@ -128,19 +107,20 @@ class MeasurementsForPeers:
                 task.cancel()
 
     async def _serve(self, peer: str, asked: msg.MeasurementAsked | msg.LinkAsked) -> None:
-        """Do what a peer asked for, and tell it; what goes wrong is told, too."""
+        """Do what a peer asked for, and report it; what goes wrong is reported, too."""
         serving = _Serving()
-        answer: MeasuringMessage
+        answer: MeasureMessage
         async with serving.stack:
             try:
                 if isinstance(asked, msg.LinkAsked):
-                    answer = await self._far_link.measure(asked, serving)
+                    serving.used_bytes = msg.all_bytes_max(asked)  # if it fails nobody knows how much of it went out
+                    answer, serving.used_bytes = await self._far_link(asked)
                 elif asked.is_asker_sending:
                     answer = await self._receive(peer, asked, serving)
                 else:
                     answer = await self._send(peer, asked, serving)
             except DilocoError as error:
-                answer = msg.MeasurementDeclined(asked.measurement, _cut(str(error)))
+                answer = msg.MeasurementDeclined(asked.measurement, str(error)[:REASON_CHARS_MAX])
             finally:
                 # Before the answer: the peer may ask for the next one at once.
                 self._gate.end(used_bytes=serving.used_bytes)
@@ -148,42 +128,57 @@ class MeasurementsForPeers:
             if serving.reading is not None:  # until it knows, the peer sends: it must not find its connections broken
                 await asyncio.wait([serving.reading], timeout=LINGER_S)
 
+    async def _come_together(
+        self, peer: str, asked: msg.MeasurementAsked, serving: _Serving
+    ) -> PlainConnections | None:
+        """Tell the asker that we are ready; the plain connections that it wants. Raises PeerError."""
+        listener: PlainListener | None = None
+        if asked.plain_connections:
+            if self._plain_listen is None:
+                raise PeerError("it takes no plain TCP: only `measure serve` does, without --no-plain")
+            coming = listening(peer, *self._plain_listen, asked.plain_connections)
+            listener = await serving.stack.enter_async_context(coming)
+        where = listener.where if listener is not None else None
+        self._transport.send(peer, msg.MeasurementReady(asked.measurement, where))
+        return await listener.joined() if listener is not None else None
+
     async def _receive(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementReceived:
-        with self._ends.receiving(peer, asked) as end:
+        with self._receivers.receiver(peer, asked) as receiver:
             try:
-                aside = await come_together(self._transport, peer, asked, serving.stack)
-                if aside is None:
-                    return await end.run()
-                serving.reading = asyncio.create_task(self._ends.read(peer, aside), name=f"measurement from {peer}")
-                await serving.stack.enter_async_context(ended(serving.reading))
-                return await first_of(end.run(), serving.reading)
+                plain = await self._come_together(peer, asked, serving)
+                return await (receiver.run() if plain is None else self._read(peer, asked, receiver, plain, serving))
             finally:
-                serving.used_bytes = end.used_bytes
+                serving.used_bytes = receiver.used_bytes
+
+    async def _read(
+        self,
+        peer: str,
+        asked: msg.MeasurementAsked,
+        receiver: ProbeReceiver,
+        plain: PlainConnections,
+        serving: _Serving,
+    ) -> msg.MeasurementReceived:
+        """What was received over plain connections; or why reading them has ended before. Raises PeerError."""
+        arrived = partial(self._receivers.plain_arrived, peer, asked.measurement)
+        reading = serving.reading = asyncio.create_task(plain.receive(arrived), name=f"measurement from {peer}")
+        await serving.stack.enter_async_context(ended(reading))
+        receiving = asyncio.create_task(receiver.run())
+        async with ended(receiving):
+            await asyncio.wait([receiving, reading], return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                error = reading.exception()
+                if isinstance(error, ProtocolViolation):
+                    self._transport.reject(peer, error)
+                reading.result()
+            return await receiving
 
     async def _send(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementSent:
-        body = await self._ends.body(asked)
-        key = (peer, asked.measurement)
-        end = self._ends.sending(peer, asked, body, await come_together(self._transport, peer, asked, serving.stack))
-        self._sending[key] = end
+        body = await make_body(self._executor, is_compressible=asked.is_compressible)
+        bulk = await self._come_together(peer, asked, serving) or self._transport
+        sender = ProbeSender(bulk, peer, asked, body, partial(booked_bytes, self._transport, peer))
+        self._senders[peer, asked.measurement] = sender
         try:
-            return told(asked.measurement, await end.run())
+            return await sender.run()
         finally:
-            serving.used_bytes = end.used_bytes
-            del self._sending[key]
-
-
-class _Serving:
-    """What a peer asked for, while it is done.
-
-    Attributes:
-        used_bytes: that flowed. stack: what lives as long. reading: takes what arrives beside the link.
-    """
-
-    def __init__(self) -> None:
-        self.used_bytes = 0
-        self.stack = contextlib.AsyncExitStack()
-        self.reading: asyncio.Task[None] | None = None
-
-
-def _cut(text: str) -> str:
-    return text[:REASON_CHARS_MAX]
+            serving.used_bytes = sender.used_bytes
+            del self._senders[peer, asked.measurement]

@@ -1,4 +1,4 @@
-"""What this region asks peers to measure: flows from here or to here, and links from there to a third region."""
+"""What this end asks peers to measure: flows from here or to here, and links from there to a third region."""
 
 from __future__ import annotations
 
@@ -6,26 +6,35 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
 
-from diloco_node.adapters.asides import JOIN_S
-from diloco_node.adapters.flows import FlowTimes
-from diloco_node.core import measuring as msg
-from diloco_node.core.measuring import NS_PER_S, MeasuringMessage
-from diloco_node.errors import LinkLost
-from diloco_node.measure.ends import LocalEnds, told
-from diloco_node.measure.exchange import Talk, ended
-from diloco_node.measure.measured_links import MeasuringTransport
-from diloco_node.measure.opening import Opening, open_aside
-from diloco_node.measure.probes import LATE_S, SENDER_GRACE_S, START_S
+from diloco_node.errors import LinkLost, PeerError
+from diloco_node.measure.exchange import Exchange, ended
+from diloco_node.measure.plain import JOIN_S, PlainConnections, dialed
+from diloco_node.measure.probes import (
+    LATE_S,
+    SENDER_GRACE_S,
+    START_S,
+    FlowTimes,
+    ProbeReceiver,
+    ProbeReceivers,
+    ProbeSender,
+    booked_bytes,
+    make_body,
+)
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire import measure_messages as msg
+from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage
 
 ANSWER_S: Final = 10.0
 BODY_MADE_S: Final = 10.0
 """A busy machine takes so long to make what is sent."""
 
 REASON_S: Final = 1.0
-"""When connections of a measurement break, the peer may be about to say why."""
+"""When a flow breaks, the peer may be about to say why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +46,11 @@ class FlowWanted:
     is_compressible: bool
     times: FlowTimes
     bytes_max: int
-    connections: int = 0
-    is_plain: bool = False
+    plain_connections: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class FlowOverLink:
+class FlowMeasured:
     """What both ends found. `used_bytes`: that flowed, the warm-up included."""
 
     received: msg.MeasurementReceived
@@ -51,54 +59,57 @@ class FlowOverLink:
 
 
 class AskingPeers:
-    """The talks with peers that are to measure. `ends`: those of the flows that are here."""
+    """The exchanges with peers that are to measure.
 
-    def __init__(self, transport: MeasuringTransport, ends: LocalEnds) -> None:
+    Args:
+        transport: the links. receivers: those that are here. executor: makes what is sent.
+    """
+
+    def __init__(self, transport: GrpcTransport, receivers: ProbeReceivers, executor: Executor) -> None:
         self._transport = transport
-        self._ends = ends
-        self._talks: dict[tuple[str, int], Talk] = {}
-
-    # ---- talks -------------------------------------------------------------------------------------------------------
+        self._receivers = receivers
+        self._executor = executor
+        self._exchanges: dict[tuple[str, int], Exchange] = {}
 
     @contextlib.asynccontextmanager
-    async def _talk(self, peer: str, measurement: int) -> AsyncIterator[Talk]:
+    async def _exchange(self, peer: str, measurement: int) -> AsyncIterator[Exchange]:
         """A conversation; when it breaks off here the peer is told to stop."""
-        talk = self._talks[peer, measurement] = Talk(peer, measurement)
+        exchange = self._exchanges[peer, measurement] = Exchange(peer, measurement)
         try:
-            yield talk
+            yield exchange
         except BaseException:
             self._transport.send(peer, msg.MeasurementStopped(measurement))
             raise
         finally:
-            del self._talks[peer, measurement]
+            del self._exchanges[peer, measurement]
 
-    def heard(self, peer: str, measurement: int, message: MeasuringMessage) -> None:
+    def received(self, peer: str, measurement: int, message: MeasureMessage) -> None:
         """A peer answered. Raises ProtocolViolation: it says more than it was asked."""
-        talk = self._talks.get((peer, measurement))
-        if talk is not None:  # else it is late: nobody waits any more
-            talk.heard(message)
+        exchange = self._exchanges.get((peer, measurement))
+        if exchange is not None:  # else it is late: nobody waits any more
+            exchange.received(message)
 
     def link_lost(self, peer: str) -> None:
-        """The link is down: talks over it are over."""
-        for key, talk in self._talks.items():
+        """The link is down: exchanges over it are over."""
+        for key, exchange in self._exchanges.items():
             if key[0] == peer:
-                talk.fail(LinkLost(f"the link to {peer} went down in the middle of a measurement"))
+                exchange.fail(LinkLost(f"the link to {peer} went down in the middle of a measurement"))
 
-    # ---- links of others ---------------------------------------------------------------------------------------------
-
-    async def far_link(self, source: str, asked: msg.LinkAsked) -> msg.LinkTold:
+    async def far_link(self, source: str, asked: msg.LinkAsked) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises PeerError."""
         flow_s = (msg.WARM_UP_NS_MAX + asked.span_ns) / NS_PER_S + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
         limit_s = asked.probes_ns / NS_PER_S + flow_s + (flow_s + JOIN_S if asked.is_plain_too else 0)
-        async with self._talk(source, asked.measurement) as talk:
+        async with self._exchange(source, asked.measurement) as exchange:
             self._transport.send(source, asked)
-            return await talk.answer(msg.LinkTold, limit_s)
+            return await exchange.answer(msg.LinkMeasured, limit_s)
 
-    # ---- flows -------------------------------------------------------------------------------------------------------
+    async def flow(self, wanted: FlowWanted) -> FlowMeasured:
+        """Fill the measurement lane, or plain connections, one way, and count at the far end.
 
-    async def flow(self, wanted: FlowWanted) -> FlowOverLink:
-        """Fill the measurement lane one way, and count at the far end. Raises PeerError."""
-        times = wanted.times
+        Raises:
+            PeersUnreachable: the port for plain TCP can't be reached. PeerError: it failed.
+        """
+        times, peer = wanted.times, wanted.peer
         asked = msg.MeasurementAsked(
             new_measurement(),
             wanted.is_sending,
@@ -106,62 +117,74 @@ class AskingPeers:
             times.warm_up_ns,
             times.span_ns,
             wanted.bytes_max,
-            wanted.connections,
-            wanted.is_plain,
-            None,
+            wanted.plain_connections,
         )
         limit_s = times.total_s + START_S + LATE_S + ANSWER_S
         async with contextlib.AsyncExitStack() as stack:
-            door = None
-            if asked.connections and not self._transport.dials(wanted.peer):
-                door = await stack.enter_async_context(self._transport.asides.door(wanted.peer, asked))
-                asked = replace(asked, aside=door.open)
-            async with self._talk(wanted.peer, asked.measurement) as talk:
-                if wanted.is_sending:
-                    return await self._out(talk, asked, limit_s, Opening(stack, door))
-                return await self._in(talk, asked, limit_s, Opening(stack, door))
-
-    async def _out(self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: Opening) -> FlowOverLink:
-        body = await self._ends.body(asked)
-        self._transport.send(talk.peer, asked)
-        end = self._ends.sending(
-            talk.peer, asked, body, await open_aside(self._transport, talk, asked, opening, ANSWER_S)
-        )
-        sending = asyncio.create_task(end.run(), name=f"measurement to {talk.peer}")
-        hearing = asyncio.create_task(talk.answer(msg.MeasurementReceived, limit_s))
-        async with ended(sending, hearing):
-            await asyncio.wait([sending, hearing], return_when=asyncio.FIRST_COMPLETED)
-            if asked.connections and not hearing.done():
-                await asyncio.wait([hearing], timeout=REASON_S)
-            if not hearing.done():
-                sending.result()  # it ends before only by failing
-            received = await hearing
-            end.stop()
-            return FlowOverLink(received, told(asked.measurement, await sending), end.used_bytes)
-
-    async def _in(self, talk: Talk, asked: msg.MeasurementAsked, limit_s: float, opening: Opening) -> FlowOverLink:
-        with self._ends.receiving(talk.peer, asked) as end:
-            self._transport.send(talk.peer, asked)
-            aside = await open_aside(self._transport, talk, asked, opening, ANSWER_S + BODY_MADE_S)
-            tasks: list[asyncio.Task[Any]] = []
-            if aside is not None:
-                tasks.append(
-                    asyncio.create_task(self._ends.read(talk.peer, aside), name=f"measurement from {talk.peer}")
+            exchange = await stack.enter_async_context(self._exchange(peer, asked.measurement))
+            if wanted.is_sending:
+                body = await make_body(self._executor, is_compressible=asked.is_compressible)
+                self._transport.send(peer, asked)
+                plain = await self._until_ready(exchange, asked, stack)
+                sender = ProbeSender(
+                    plain or self._transport, peer, asked, body, partial(booked_bytes, self._transport, peer)
                 )
-            receiving = asyncio.create_task(end.run(), name=f"measurement from {talk.peer}")
-            hearing = asyncio.create_task(talk.answer(msg.MeasurementSent, limit_s + SENDER_GRACE_S))
-            async with ended(receiving, hearing, *tasks):
-                await asyncio.wait([receiving, hearing, *tasks], return_when=asyncio.FIRST_COMPLETED)
-                if not receiving.done():
-                    if asked.connections and not hearing.done():
-                        await asyncio.wait([hearing], timeout=REASON_S)
-                    if hearing.done():
-                        hearing.result()  # the sender has failed, and says why
-                        raise LinkLost(f"{talk.peer} ended a measurement by itself")
-                    tasks[0].result()
-                received = receiving.result()
-                self._transport.send(talk.peer, msg.MeasurementStopped(asked.measurement))
-                return FlowOverLink(received, await hearing, end.used_bytes)
+                return await self._out(exchange, sender, limit_s)
+            receiver = stack.enter_context(self._receivers.receiver(peer, asked))
+            self._transport.send(peer, asked)
+            plain = await self._until_ready(exchange, asked, stack)
+            return await self._in(exchange, receiver, plain, limit_s + SENDER_GRACE_S)
+
+    async def _until_ready(
+        self, exchange: Exchange, asked: msg.MeasurementAsked, stack: contextlib.AsyncExitStack
+    ) -> PlainConnections | None:
+        """Wait until the peer is ready; the plain connections of the flow, if it has some."""
+        ready = await exchange.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)
+        if not asked.plain_connections:
+            return None
+        if ready.plain is None:
+            raise PeerError(f"{exchange.peer} does not say where plain connections come in")
+        msg.check_plain(ready.plain)
+        address = self._transport.peer_status()[exchange.peer].address
+        if address is None:
+            raise PeerError(f"{exchange.peer} has no address that plain connections could dial")
+        host = address.rpartition(":")[0].strip("[]")
+        return await stack.enter_async_context(dialed(exchange.peer, host, ready.plain, asked.plain_connections))
+
+    async def _out(self, exchange: Exchange, sender: ProbeSender, limit_s: float) -> FlowMeasured:
+        sending = asyncio.create_task(sender.run(), name=f"measurement to {exchange.peer}")
+        reported = asyncio.create_task(exchange.answer(msg.MeasurementReceived, limit_s))
+        async with ended(sending, reported):
+            await asyncio.wait([sending, reported], return_when=asyncio.FIRST_COMPLETED)
+            if not reported.done():
+                await asyncio.wait([reported], timeout=REASON_S)
+            if not reported.done():
+                sending.result()  # it ends before only by failing
+            received = await reported
+            sender.stop()
+            return FlowMeasured(received, await sending, sender.used_bytes)
+
+    async def _in(
+        self, exchange: Exchange, receiver: ProbeReceiver, plain: PlainConnections | None, limit_s: float
+    ) -> FlowMeasured:
+        peer, measurement = exchange.peer, exchange.measurement
+        receiving = asyncio.create_task(receiver.run(), name=f"measurement from {peer}")
+        reported = asyncio.create_task(exchange.answer(msg.MeasurementSent, limit_s))
+        tasks: list[asyncio.Task[None]] = []
+        if plain is not None:
+            arrived = partial(self._receivers.plain_arrived, peer, measurement)
+            tasks.append(asyncio.create_task(plain.receive(arrived), name=f"measurement from {peer}"))
+        async with ended(receiving, reported, *tasks):
+            await asyncio.wait([receiving, reported, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if not receiving.done():
+                await asyncio.wait([reported], timeout=REASON_S)
+                if reported.done():
+                    reported.result()  # the sender has failed, and says why
+                    raise LinkLost(f"{peer} ended a measurement by itself")
+                tasks[0].result()
+            received = receiving.result()
+            self._transport.send(peer, msg.MeasurementStopped(measurement))
+            return FlowMeasured(received, await reported, receiver.used_bytes)
 
 
 def new_measurement() -> int:

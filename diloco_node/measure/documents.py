@@ -1,18 +1,25 @@
-"""What was measured, as JSON: the same objects from `measure serve` and from a running daemon."""
+"""What was measured, as JSON, and the tests of one `measure bandwidth`, one after the other."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from diloco_node.measure.samples import NS_PER_S, seconds_per_gb
-
-if TYPE_CHECKING:
-    from diloco_node.adapters.probe import FlowMeasured, LatencyMeasured
-    from diloco_node.errors import DilocoError
-    from diloco_node.wire.measurement import PairMeasured
+from diloco_node.errors import DilocoError, PeersUnreachable
+from diloco_node.measure.asking import FlowMeasured
+from diloco_node.measure.echoes import LatencyMeasured
+from diloco_node.measure.samples import seconds_per_gb
+from diloco_node.wire.measure_messages import NS_PER_S, LinkMeasured
 
 Pair = tuple[str, str]
+
+Keep = Callable[[dict[str, Any]], None]
+"""Takes a document as it would be if the measurement ended here: shown when it is cut short."""
+
+
+def forget(_: dict[str, Any]) -> None:
+    """A `Keep` for those who want the end only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +28,7 @@ class FlowCase:
 
     Attributes:
         source, target: regions. path: "transport" or "plain". body: "random" or "int4".
+        connections: 0: those that the link has.
     """
 
     source: str
@@ -55,32 +63,32 @@ def latency_document(load: str, measured: LatencyMeasured) -> dict[str, Any]:
 
 
 def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
-    """One test; rates are payload bytes per second at the receiver."""
-    rates, sent = measured.received.goodput, measured.sent
-    cpus = {"sender": sent.cpu, "receiver": measured.received.cpu}
+    """One test; rates are payload bytes per second at the receiver. Plain TCP is not booked: it has no wire bytes."""
+    received, sent = measured.received, measured.sent
+    is_known = sent.sent_bytes >= 0
+    cpu = {"sender": (sent.cpu_ns, sent.cpu_span_ns), "receiver": (received.cpu_ns, received.cpu_span_ns)}
+    is_booked = case.path == "transport"
     return {
         **_case_document(case),
-        "bytes_per_second": rates.mean,
-        "bytes_per_second_median": rates.median,
-        "bytes_per_second_p10": rates.p10,
-        "bytes_per_second_p90": rates.p90,
-        "cpu_seconds_per_gb": {
-            end: round(seconds_per_gb(cpu.cpu_ns, cpu.span_ns, rates.mean), 4) for end, cpu in cpus.items()
-        },
-        "sent_bytes": sent.sent_bytes,
-        "retransmitted_bytes": sent.retransmitted_bytes,
+        "bytes_per_second": received.mean,
+        "bytes_per_second_median": received.median,
+        "bytes_per_second_p10": received.p10,
+        "bytes_per_second_p90": received.p90,
+        "cpu_seconds_per_gb": {end: round(seconds_per_gb(*used, received.mean), 4) for end, used in cpu.items()},
+        "sent_bytes": sent.sent_bytes if is_known else None,
+        "retransmitted_bytes": sent.retransmitted_bytes if is_known else None,
+        "counted_seconds": received.span_ns / NS_PER_S,
+        "wire_bytes": sent.wire_bytes if is_booked else None,
+        "wire_bytes_per_second": sent.wire_bytes * NS_PER_S // max(1, sent.cpu_span_ns) if is_booked else None,
     }
 
 
 def failure_document(case: FlowCase, error: DilocoError) -> dict[str, Any]:
-    """A test that could not be carried out, and why; 0 connections: over those of the link."""
-    return {
-        **_case_document(case),
-        "error": str(error),
-    }
+    """A test that could not be carried out, and why."""
+    return {**_case_document(case), "error": str(error)}
 
 
-def pair_document(pair: Pair, measured: PairMeasured) -> dict[str, Any]:
+def pair_document(pair: Pair, measured: LinkMeasured) -> dict[str, Any]:
     """One way between two regions, as `plan --mesh` reads it, and what else is known."""
     is_known = measured.sent_bytes > 0
     return {
@@ -100,7 +108,6 @@ def pair_document(pair: Pair, measured: PairMeasured) -> dict[str, Any]:
 
 
 def _case_document(case: FlowCase) -> dict[str, Any]:
-    """Which test it is."""
     return {
         "from": case.source,
         "to": case.target,
@@ -108,3 +115,54 @@ def _case_document(case: FlowCase) -> dict[str, Any]:
         "body": case.body,
         "connections": case.connections,
     }
+
+
+async def run_series(
+    cases: Sequence[FlowCase],
+    test: Callable[[FlowCase], Awaitable[dict[str, Any]]],
+    say: Callable[[str], None],
+    keep: Keep = forget,
+) -> dict[str, Any]:
+    """Carry out each case, and keep what was measured when others fail.
+
+    Without plain TCP, which a firewall may keep out, the rest is whole: `plain_error` says why, and it is not tried
+    again. When the peer can't be reached any more nothing else is tried either.
+
+    Args:
+        test: measures one case and returns its document. say: called with what goes on, for people.
+        keep: called after each test with what there is.
+
+    Returns:
+        A part of the document: "tests", "failures" and "plain_error".
+
+    Raises:
+        DilocoError: the first one failed; so would the others.
+    """
+    tests: list[dict[str, Any]] = []
+    failed: list[tuple[FlowCase, DilocoError]] = []
+    plain_error: str | None = None
+
+    def found() -> dict[str, Any]:
+        failures = [failure_document(case, error) for case, error in failed]
+        return {"tests": list(tests), "failures": failures, "plain_error": plain_error}
+
+    for number, case in enumerate(cases, start=1):
+        if case.path == "plain" and plain_error is not None:
+            continue  # it would be the same again
+        if failed and isinstance(failed[-1][1], PeersUnreachable):
+            failed.append((case, failed[-1][1]))
+            continue
+        last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
+        over = f", connections: {case.connections}" if case.connections else ""
+        say(f"test {number} of {len(cases)}: {case.title}{over}{last}")
+        try:
+            tests.append(await test(case))
+        except DilocoError as error:
+            if case.path == "plain":
+                plain_error = f"no plain TCP beside it: {error}"
+            elif tests:
+                failed.append((case, error))
+            else:
+                raise
+        keep(found())
+    return found()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-from diloco_node.adapters.probe import UNANSWERED_AFTER_S, LatencyMeasured
-from diloco_node.core import measuring as msg
 from diloco_node.errors import LinkLost
-from diloco_node.measure.exchange import Echoes, share_sent_again
-from diloco_node.measure.measured_links import MeasuringTransport
-from diloco_node.measure.samples import summarise_rtts
+from diloco_node.measure.gate import MeasuringGate
+from diloco_node.measure.samples import Latency, summarise_rtts
+from diloco_node.transport.kernel.tcp_info import TcpCounters
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire.measure_messages import EchoAnswered, EchoWanted
 
 ECHO_GAP_S: Final = 0.01
 ECHO_SHARE: Final = 20
@@ -20,41 +22,86 @@ ECHO_SHARE: Final = 20
 
 ECHO_WIRE_BYTES: Final = 180
 ECHOES_SKIPPED: Final = 5
+"""The first round trips pay for what is done once."""
+
+UNANSWERED_AFTER_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyMeasured:
+    """Round trips through the whole path: both processes, TLS, HTTP/2.
+
+    Attributes:
+        retransmitted: part of the bytes of both ends, on the link, that was retransmitted, 0 to 1; None where a kernel
+            does not tell. TCP hides loss: this is what it had to repair, rightly or not.
+        tcp_rtt_min_ns: the kernel's least round trip of the link; None where it does not tell.
+    """
+
+    latency: Latency
+    retransmitted: float | None
+    tcp_rtt_min_ns: int | None
+
+
+class Echoes:
+    """Echoes on their way to one peer and back."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.sent_ns: dict[int, int] = {}
+        self.back_ns: dict[int, int] = {}
+        self.answers: list[EchoAnswered] = []
+        """The first and the last."""
+        self._came = asyncio.Event()
+
+    def received(self, answer: EchoAnswered, *, now_ns: int) -> None:
+        """One came back."""
+        if answer.sequence in self.sent_ns and answer.sequence not in self.back_ns:
+            self.back_ns[answer.sequence] = now_ns
+            self.answers[1:] = [answer]
+            self._came.set()
+
+    async def until_all_back(self, limit_s: float) -> None:
+        """Wait for those that are still on their way, but not longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while len(self.back_ns) < len(self.sent_ns):
+                    self._came.clear()
+                    await self._came.wait()
 
 
 class EchoProbe:
     """Measures round trips, to one peer at a time; answers peers as far as the gate lets it."""
 
-    def __init__(self, transport: MeasuringTransport, gate: msg.MeasuringGate, *, now_ns: Callable[[], int]) -> None:
+    def __init__(self, transport: GrpcTransport, gate: MeasuringGate, *, now_ns: Callable[[], int]) -> None:
         self._transport = transport
         self._gate = gate
         self._now_ns = now_ns
         self._echoes: Echoes | None = None
         self._sequence = secrets.randbits(32)
 
-    def wanted(self, peer: str, message: msg.EchoWanted) -> None:
+    def wanted(self, peer: str, message: EchoWanted) -> None:
         """A peer asks for an echo."""
         if self._gate.may_echo(peer, now_ns=self._now_ns()):
             tcp = self._transport.tcp(peer)
             counted = (-1, -1) if tcp is None else (tcp.sent_bytes, tcp.retransmitted_bytes)
-            self._transport.send(peer, msg.EchoAnswered(message.sequence, *counted))
+            self._transport.send(peer, EchoAnswered(message.sequence, *counted))
 
-    def answered(self, peer: str, message: msg.EchoAnswered) -> None:
+    def answered(self, peer: str, message: EchoAnswered) -> None:
         """An echo came back; those that nobody waits for are nothing."""
         if self._echoes is not None and self._echoes.peer == peer:
-            self._echoes.heard(message, now_ns=self._now_ns())
+            self._echoes.received(message, now_ns=self._now_ns())
 
     async def measure(self, peer: str, span_s: float, *, load: asyncio.Task[Any] | None = None) -> LatencyMeasured:
         """Send echoes for so long, or until the load ends. Raises LinkLost: none came back."""
         loop, gap_s = asyncio.get_running_loop(), self._gap_s(peer)
-        here = self._transport.tcp(peer)
+        before = await self._transport.tcp_now(peer)
         echoes = self._echoes = Echoes(peer)
         try:
             started_s, count = loop.time(), ECHOES_SKIPPED + max(1, round(span_s / gap_s))
             for number in range(1, count + 1):
                 self._sequence += 1
                 echoes.sent_ns[self._sequence] = self._now_ns()
-                self._transport.send(peer, msg.EchoWanted(self._sequence))
+                self._transport.send(peer, EchoWanted(self._sequence))
                 await asyncio.sleep(max(0.0, started_s + number * gap_s - loop.time()))
                 if load is not None and load.done():
                     break
@@ -65,11 +112,23 @@ class EchoProbe:
         rtts = [echoes.back_ns[one] - echoes.sent_ns[one] for one in order if one in echoes.back_ns]
         if not rtts:
             raise LinkLost(f"{peer}: none of {len(order)} echoes came back in {UNANSWERED_AFTER_S:.0f} s")
-        now = self._transport.tcp(peer)
-        least_ns = now.rtt_min_ns if now is not None else 0
-        share = share_sent_again(here, now, echoes.told)
+        after = await self._transport.tcp_now(peer)
+        least_ns = after.rtt_min_ns if after is not None else 0
+        share = share_retransmitted(before, after, echoes.answers)
         return LatencyMeasured(summarise_rtts(rtts, unanswered=len(order) - len(rtts)), share, least_ns or None)
 
     def _gap_s(self, peer: str) -> float:
         rate = self._transport.budget_status()["peers"][peer]["egress_bytes_per_s"]
         return ECHO_GAP_S if rate is None else max(ECHO_GAP_S, ECHO_WIRE_BYTES * ECHO_SHARE / rate)
+
+
+def share_retransmitted(
+    before: TcpCounters | None, after: TcpCounters | None, answers: Sequence[EchoAnswered]
+) -> float | None:
+    """Part of the bytes of both ends that was retransmitted meanwhile, 0 to 1; None where nobody knows."""
+    if before is None or after is None or len(answers) < 2 or min(one.sent_bytes for one in answers) < 0:
+        return None
+    sent = after.sent_bytes - before.sent_bytes + answers[-1].sent_bytes - answers[0].sent_bytes
+    again = after.retransmitted_bytes - before.retransmitted_bytes
+    again += answers[-1].retransmitted_bytes - answers[0].retransmitted_bytes
+    return again / sent if sent > 0 and again >= 0 else None

@@ -1,105 +1,204 @@
-"""The ends of measured flows that are here: makes them, and brings what arrives to the one that it is for."""
+"""Measuring ends without a core: what `measure serve` runs, and what the command line makes for each test.
+
+An end is the transport of a daemon with a `Measuring` on it, and nothing else. Its hello says so: it never links with a
+training daemon. `measure serve` dials nobody by itself: whoever measures dials it, and chooses how many connections.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+import ssl
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
 
-from diloco_node.adapters.aside_ends import Aside
-from diloco_node.adapters.flows import make_body
-from diloco_node.core import measuring as msg
-from diloco_node.core.measuring import Probe
-from diloco_node.errors import LinkLost, PeerError
-from diloco_node.measure.measured_links import MeasuringTransport
-from diloco_node.measure.probes import ReceivingEnd, SendingEnd, SentOverLink
-from diloco_node.wire.measurement import FlowBody
+from diloco_node.errors import DilocoError, IdentityError, PeersUnreachable, ProtocolViolation
+from diloco_node.measure.measuring import Linked, Measuring
+from diloco_node.transport.certs import Identity
+from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire.envelope import Role
+
+DIAL_S: Final = 5.0
+LINK_S: Final = 15.0
+"""A link has come up by then, with all of its connections."""
+
+LOOK_S: Final = 0.02
+THREADS: Final = 4
+ANYWHERE: Final = ("127.0.0.1", 0)
+"""Where an end that only dials listens: a transport has a port."""
 
 
-class LocalEnds:
-    """See the module.
+class _NoCore:
+    """Takes what is not for measuring: nothing."""
+
+    def control_arrived(self, peer: str, message: object) -> None:
+        raise ProtocolViolation(f"{peer} sends a {type(message).__name__} to an end that only measures")
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        pass
+
+    def transfer_opened(self, peer: str, header: object, raw_bytes: int) -> memoryview | None:
+        raise ProtocolViolation(
+            f"{peer} sends a {type(header).__name__} of {raw_bytes} bytes to an end that only measures"
+        )
+
+    def transfer_closed(self, peer: str, header: object, buffer: memoryview, *, is_whole: bool) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def measuring_end(
+    identity: Identity,
+    peers: Mapping[str, str | None],
+    *,
+    listen: tuple[str, int] = ANYWHERE,
+    connections: int = 1,
+    dial: Linked | None = None,
+    plain_listen: tuple[str, int] | None = None,
+    times: LinkTimes | None = None,
+) -> AsyncIterator[Measuring]:
+    """An end, until the end of the block.
 
     Args:
-        transport: the links. peers: at their other ends. executor: for making what is sent. now_ns: monotonic.
+        identity: ours. peers: their names, and `host:port` of those to dial at once.
+        listen: host and port to bind; port 0 takes a free one. connections: for bulk, of each link that we dial.
+        dial, plain_listen: see `Measuring`. times: deadlines of links.
+
+    Raises:
+        BindError: the port can't be taken. IdentityError: TLS does not accept our certificate.
+    """
+    tasks: set[asyncio.Task[None]] = set()
+
+    def spawn(work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+        return task
+
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="measure") as executor:
+        transport = GrpcTransport(
+            region=identity.region,
+            run_id=identity.run_id,
+            epoch=0,
+            settings_digest="",
+            manifest_digest="",
+            identity=identity,
+            listen=listen,
+            peers=peers,
+            handler=_NoCore(),
+            executor=executor,
+            is_advertised=False,
+            connections=connections,
+            role=Role.MEASURING,
+            times=times,
+        )
+        measuring = Measuring(
+            region=identity.region,
+            peers=tuple(sorted(peers)),
+            transport=transport,
+            spawn=spawn,
+            executor=executor,
+            now_ns=time.monotonic_ns,
+            dial=dial,
+            plain_listen=plain_listen,
+            is_bounded=False,
+        )
+        try:
+            await transport.start()
+            yield measuring
+        finally:
+            await transport.stop()
+            left = list(tasks)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+class Dialer:
+    """Makes links to `measure serve` of other regions, anew each time. It is called as `measuring.Linked` says.
+
+    Args:
+        identity: ours. addresses: `host:port` of the peers that can be dialed. times: deadlines of links.
     """
 
-    def __init__(
-        self,
-        transport: MeasuringTransport,
-        *,
-        peers: tuple[str, ...],
-        executor: Executor,
-        now_ns: Callable[[], int],
-    ) -> None:
-        self._transport = transport
-        self._executor = executor
-        self._now_ns = now_ns
-        self._expected = {peer: msg.ProbesExpected() for peer in peers}
-        self._receiving: dict[tuple[str, int], ReceivingEnd] = {}
+    def __init__(self, identity: Identity, addresses: Mapping[str, str], *, times: LinkTimes | None = None) -> None:
+        self._identity = identity
+        self._addresses = addresses
+        self._times = times
 
-    # ---- what arrives ------------------------------------------------------------------------------------------------
-
-    def transfer_opened(self, peer: str, header: Probe, raw_bytes: int) -> memoryview | None:
-        """Where probes go; None for those that come late. Raises ProtocolViolation for those nobody agreed to."""
-        self._expected[peer].arrive(header.measurement, raw_bytes)
-        end = self._receiving.get((peer, header.measurement))
-        return None if end is None else end.opened(raw_bytes)
-
-    def transfer_closed(self, peer: str, header: Probe, raw_bytes: int, *, is_whole: bool) -> None:
-        """Probes arrived, or broke off."""
-        end = self._receiving.get((peer, header.measurement))
-        if end is not None and is_whole:
-            end.closed(raw_bytes)
-
-    def plain_arrived(self, peer: str, measurement: int, size: int) -> None:
-        """Bytes arrived over plain TCP. Raises ProtocolViolation for more than was agreed to."""
-        self._expected[peer].arrive(measurement, size)
-        end = self._receiving.get((peer, measurement))
-        if end is not None:
-            end.arrived(size)
-
-    async def read(self, peer: str, aside: Aside) -> None:
-        """Take what arrives beside the link. Raises PeerError, in any case."""
-        try:
-            await aside.receive(self)
-        except PeerError as error:
-            if not isinstance(error, LinkLost):
-                self._transport.reject(peer, error)
-            raise
-
-    # ---- ends --------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def receiving(self, peer: str, asked: msg.MeasurementAsked) -> Iterator[ReceivingEnd]:
-        """An end that gets what arrives, for as long as this lasts."""
-        key = (peer, asked.measurement)
-        self._expected[peer].expect(asked.measurement, asked.bytes_max)
-        self._receiving[key] = end = ReceivingEnd(asked, now_ns=self._now_ns)
-        try:
-            yield end
-        finally:
-            del self._receiving[key]
-
-    async def body(self, asked: msg.MeasurementAsked) -> memoryview:
-        """What to send; making it takes a while."""
-        kind = FlowBody.INT4 if asked.is_compressible else FlowBody.RANDOM
-        return await asyncio.get_running_loop().run_in_executor(self._executor, make_body, kind)
-
-    def sending(self, peer: str, asked: msg.MeasurementAsked, body: memoryview, aside: Aside | None) -> SendingEnd:
-        """An end that sends over the link, or beside it."""
-
-        def booked() -> int:
-            lanes = self._transport.budget_status()["peers"][peer]["lanes"]
-            return int(lanes["measurement"]["used_bytes"])
-
-        return SendingEnd(aside or self._transport, peer, asked, body, booked)
+    @contextlib.asynccontextmanager
+    async def __call__(self, peers: tuple[str, ...], connections: int) -> AsyncIterator[Measuring]:
+        """See `Linked`. Of several peers some may lack a link: the measurement says why."""
+        where = {peer: self._addresses.get(peer) for peer in peers}
+        if len(peers) == 1 and where[peers[0]] is None:
+            raise PeersUnreachable(f"{self._identity.region} has no address of {peers[0]} in run.toml")
+        async with measuring_end(self._identity, where, connections=connections or 1, times=self._times) as measuring:
+            for peer in peers:
+                if where[peer] is None:
+                    continue
+                error = await _link_up(measuring, peer, connections)
+                if error and len(peers) == 1:
+                    raise _explained(error)
+            yield measuring
 
 
-def told(measurement: int, found: SentOverLink) -> msg.MeasurementSent:
-    """What a sending end found, for the peer."""
-    sent = found.sent
-    counted = (-1, -1)
-    if sent.sent_bytes is not None and sent.retransmitted_bytes is not None:
-        counted = (sent.sent_bytes, sent.retransmitted_bytes)
-    return msg.MeasurementSent(measurement, sent.cpu.cpu_ns, sent.cpu.span_ns, found.wire_bytes, *counted)
+async def _link_up(end: Measuring, peer: str, connections: int) -> str:
+    """Wait for a link with all its connections; why there is none, or empty."""
+    loop = asyncio.get_running_loop()
+    until_s = loop.time() + LINK_S
+    while loop.time() < until_s:
+        status = end.transport.peer_status()[peer]
+        if status.state.value == "up" and status.connections >= connections:
+            return ""
+        if status.error:
+            return status.error
+        await asyncio.sleep(LOOK_S)
+    return f"{peer}: {status.connections} of {connections} connections in {LINK_S:.0f} s"
+
+
+def _explained(error: str) -> DilocoError:
+    if "superseded" not in error and "certificate" in error:
+        return IdentityError(f"{error}; both must be of the same `diloco-node certs init`")
+    if "training daemon" in error or "protocol_version" in error:
+        return PeersUnreachable(error)
+    return PeersUnreachable(f"{error}: is `diloco-node measure serve` running there, and its port open?")
+
+
+async def region_at(address: str, folder: Path) -> str:
+    """Which region of our run answers at an address, as its certificate says.
+
+    Args:
+        folder: ours, with `ca.pem`, `node.pem`, `node.key`.
+
+    Raises:
+        PeersUnreachable: nobody answers, or it does not speak TLS. IdentityError: it is not of our run.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False  # the name is what we want to know; the run's authority is checked
+    context.load_verify_locations(folder / "ca.pem")
+    context.load_cert_chain(folder / "node.pem", folder / "node.key")
+    context.set_alpn_protocols(["h2"])
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(DIAL_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port), ssl=context, server_hostname="")
+    except ssl.SSLCertVerificationError as error:
+        raise IdentityError(
+            f"what answers at {address} is not of this run ({error.verify_message}); "
+            "both must be of the same `diloco-node certs init`"
+        ) from None
+    except (OSError, TimeoutError) as error:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        raise PeersUnreachable(
+            f"nobody speaks TLS at {address} ({why}): is `diloco-node measure serve` running there, and its port open?"
+        ) from None
+    try:
+        names = writer.get_extra_info("peercert").get("subject", ())
+    finally:
+        writer.transport.abort()  # a farewell in TLS would be waited for
+    common = [value for part in names for key, value in part if key == "commonName"]
+    return str(common[0]) if len(common) == 1 else ""

@@ -1,41 +1,51 @@
-"""Measures the links of a running region, over the links themselves or beside them; answers peers that ask for it.
+"""One measuring end: measures the links of a transport, and answers peers that ask for it.
 
-`core.measuring` has the messages and the limits, `measure_command` what an operator asks for, `measure_echo` round
-trips, `measure_asking` what we ask of peers, `measure_serving` what they ask of us, `local_ends` the ends here.
-Nothing here touches rounds: echoes are small control messages, probes go in the lane behind everything else.
+A daemon has one beside its core, on the links that its rounds use; `measure serve` and the command line have one on
+links of their own (`measure.ends`). It registers with the transport for its messages and probes. Nothing here touches
+rounds: echoes are small control messages, probes go in the lane behind everything else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
-from typing import Any, Final
+from typing import Final, get_args
 
-from diloco_node.adapters.flows import FlowTimes
-from diloco_node.adapters.probe import LatencyMeasured, warm_up_ns
-from diloco_node.core import measuring as msg
-from diloco_node.core.measuring import NS_PER_S, MeasuringMessage
-from diloco_node.errors import LinkLost, PeerError
-from diloco_node.measure.answering import FarLink, MeasurementsForPeers
-from diloco_node.measure.asking import AskingPeers, FlowOverLink, FlowWanted
-from diloco_node.measure.echoes import EchoProbe
-from diloco_node.measure.ends import LocalEnds
-from diloco_node.measure.measured_links import MeasuredLinks, MeasuringTransport
+from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
+from diloco_node.measure.answering import REASON_CHARS_MAX, AnsweringPeers, Spawn
+from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowWanted
+from diloco_node.measure.echoes import EchoProbe, LatencyMeasured
+from diloco_node.measure.gate import MeasuringGate
+from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
+from diloco_node.transport.kernel.congestion import own_congestion_controls
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire import measure_messages as msg
+from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage, ProbeHeader
 
 RTT_PROBE_S: Final = 0.5
 
+KINDS: Final = frozenset((*get_args(MeasureMessage), *get_args(ProbeHeader)))
+"""Messages and headers of transfers that are for measuring."""
+
+
+Linked = Callable[[tuple[str, ...], int], contextlib.AbstractAsyncContextManager["Measuring"]]
+"""Called with peers and a number of bulk connections (0: those that there are): the end that has links to them, until
+the end of the block. Raises PeersUnreachable or IdentityError when the link to a single peer can't be had.
+"""
+
 
 class Measuring:
-    """The measurements of one region. All methods run on the event loop.
+    """The measurements of one transport; implements `TransportHandler` for its KINDS. All on the event loop.
 
     Args:
         region: our name. peers: the others. transport: the links.
-        spawn: runs a task of the daemon. executor: for making what is sent, behind everything else. now_ns: monotonic.
-
-    Attributes:
-        links: those that can be measured. ends: take what arrives over them.
+        spawn: runs a task of the process. executor: for making what is sent, behind everything else.
+        now_ns: monotonic.
+        dial: has links to third regions when a peer asks for them; None: over the links of this transport.
+        plain_listen: host and port (0: a free one) for plain TCP of tests that peers ask for; None: it takes none.
+        is_bounded: peers may ask for so many bytes only: rounds use the same links.
     """
 
     def __init__(
@@ -43,35 +53,45 @@ class Measuring:
         *,
         region: str,
         peers: tuple[str, ...],
-        transport: MeasuringTransport,
-        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        transport: GrpcTransport,
+        spawn: Spawn,
         executor: Executor,
         now_ns: Callable[[], int],
+        dial: Linked | None = None,
+        plain_listen: tuple[str, int] | None = None,
+        is_bounded: bool = True,
     ) -> None:
         self.region = region
         self.peers = peers
-        self.links = MeasuredLinks(region, transport)
-        self.ends = LocalEnds(transport, peers=peers, executor=executor, now_ns=now_ns)
+        self.transport = transport
+        self._dial = dial
         self._now_ns = now_ns
-        self._gate = msg.MeasuringGate(peers, now_ns=now_ns())
+        self._receivers = ProbeReceivers(peers, now_ns=now_ns)
+        self._gate = MeasuringGate(peers, is_bounded=is_bounded, now_ns=now_ns())
         self._echoes = EchoProbe(transport, self._gate, now_ns=now_ns)
-        self._asking = AskingPeers(transport, self.ends)
-        self._for_peers = MeasurementsForPeers(
+        self._asking = AskingPeers(transport, self._receivers, executor)
+        self._answering = AnsweringPeers(
             transport=transport,
             gate=self._gate,
-            ends=self.ends,
-            far_link=FarLink(peers, self.links, self._echoes, self._asking),
+            receivers=self._receivers,
+            far_link=self._far_link_for_peer,
+            plain_listen=plain_listen,
             spawn=spawn,
+            executor=executor,
             now_ns=now_ns,
         )
+        transport.register(self, KINDS)
+
+    @contextlib.asynccontextmanager
+    async def linked(self) -> AsyncIterator[Measuring]:
+        """This end with the links that it has, as a `Linked` gives it."""
+        yield self
 
     def describe(self) -> str:
         """The measurement that is going on here, for people; empty when none is."""
         return self._gate.describe(now_ns=self._now_ns())
 
-    # ---- what the links bring ----------------------------------------------------------------------------------------
-
-    def heard(self, peer: str, message: MeasuringMessage) -> None:
+    def control_arrived(self, peer: str, message: MeasureMessage) -> None:
         """Take a message of a peer.
 
         Raises:
@@ -83,18 +103,53 @@ class Measuring:
             case msg.EchoAnswered():
                 self._echoes.answered(peer, message)
             case msg.MeasurementAsked() | msg.LinkAsked():
-                self._for_peers.begin(peer, message)
+                self._answering.begin(peer, message)
             case msg.MeasurementStopped():
-                self._for_peers.stop(peer, message.measurement)
+                self._answering.stop(peer, message.measurement)
             case _:
-                self._asking.heard(peer, message.measurement, message)
+                self._asking.received(peer, message.measurement, message)
 
-    def link_lost(self, peer: str) -> None:
-        """The link is down: what went on over it is over."""
-        self._asking.link_lost(peer)
-        self._for_peers.link_lost(peer)
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """What went on over a link that is down is over."""
+        if not is_up:
+            self._asking.link_lost(peer)
+            self._answering.link_lost(peer)
 
-    # ---- for the operator --------------------------------------------------------------------------------------------
+    def transfer_opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
+        """Where probes go. Raises ProtocolViolation for those nobody agreed to."""
+        return self._receivers.opened(peer, header, raw_bytes)
+
+    def transfer_closed(self, peer: str, header: ProbeHeader, buffer: memoryview, *, is_whole: bool) -> None:
+        """Probes arrived, or broke off."""
+        self._receivers.closed(peer, header, buffer.nbytes, is_whole=is_whole)
+
+    def address(self, peer: str) -> str | None:
+        """Where we would dial a peer; None if only it can dial us."""
+        return self.transport.peer_status()[peer].address
+
+    def connections(self, peer: str) -> int:
+        """How many connections the link to a peer has for bulk now."""
+        return self.transport.peer_status()[peer].connections
+
+    def congestion_control(self, peer: str) -> dict[str, str | None]:
+        """By what the sockets of a link go at its round trip, "here" and "there"; None where nobody tells."""
+        counted = self.transport.tcp(peer)
+        rtt_min_ns = counted.rtt_min_ns if counted is not None else 0
+        ends = {"here": own_congestion_controls(), "there": self.transport.peer_status()[peer].congestion}
+        return {end: one.at(rtt_min_ns) if one is not None else None for end, one in ends.items()}
+
+    def link_error(self, peer: str) -> str:
+        """Why there is no link to a peer, for people; empty when there is one."""
+        status = self.transport.peer_status()[peer]
+        if status.state.value == "up":
+            return ""
+        where = f" at {status.address}" if status.address else ", which has no address to dial"
+        return f"{self.region} has no link to {peer}{where}: {status.error or status.state.value}"
+
+    def _check_link(self, peer: str) -> None:
+        error = self.link_error(peer)
+        if error:
+            raise PeersUnreachable(error)
 
     async def latency(self, peer: str, span_s: float) -> LatencyMeasured:
         """Round trips through the control lane, one echo every 10 ms, whether or not the one before came back.
@@ -103,13 +158,13 @@ class Measuring:
             PeersUnreachable: there is no link. LinkLost: none came back. PeerError: another measurement runs here.
         """
         with self._turn(f"latency to {peer}"):
-            self.links.check(peer)
+            self._check_link(peer)
             return await self._echoes.measure(peer, span_s)
 
     async def loaded_latency(self, wanted: FlowWanted, span_s: float) -> LatencyMeasured:
         """The same while a flow fills the link, until its bytes are used up. Raises as `latency` and `flow`."""
         with self._turn(f"latency under load to {wanted.peer}"):
-            self.links.check(wanted.peer)
+            self._check_link(wanted.peer)
             filling = asyncio.create_task(self._asking.flow(wanted), name=f"load {wanted.peer}")
             try:
                 await asyncio.wait([filling], timeout=wanted.times.warm_up_ns / NS_PER_S)
@@ -125,14 +180,14 @@ class Measuring:
                 filling.cancel()
                 await asyncio.gather(filling, return_exceptions=True)
 
-    async def flow(self, wanted: FlowWanted) -> FlowOverLink:
+    async def flow(self, wanted: FlowWanted) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.
 
         Raises:
             PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
         """
         with self._turn(f"bandwidth {'to' if wanted.is_sending else 'from'} {wanted.peer}"):
-            self.links.check(wanted.peer)
+            self._check_link(wanted.peer)
             return await self._asking.flow(wanted)
 
     async def times(self, peer: str, span_ns: int, warm_ns: int | None) -> tuple[FlowTimes, int]:
@@ -140,10 +195,64 @@ class Measuring:
         rtt_ns = (await self.latency(peer, RTT_PROBE_S)).latency.p50_ns
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
-    async def far_link(self, source: str, asked: msg.LinkAsked) -> msg.LinkTold:
+    async def link(self, peer: str, asked: msg.LinkAsked, *, is_sending: bool = True) -> msg.LinkMeasured:
+        """One way between here and a peer: round trips, a flow, one over plain TCP if asked for.
+
+        Args:
+            asked: its times; the region in it does not matter. is_sending: the flows go from here to the peer.
+
+        Raises: as `flow`.
+        """
+        with self._turn(f"the link to {peer}"):
+            return (await self._link(peer, asked, is_sending=is_sending))[0]
+
+    async def _link(self, peer: str, asked: msg.LinkAsked, *, is_sending: bool) -> tuple[msg.LinkMeasured, int]:
+        """See `link`; with the bytes that flowed."""
+        self._check_link(peer)
+        echoes = (await self._echoes.measure(peer, asked.probes_ns / NS_PER_S)).latency
+        times = FlowTimes(asked.warm_up_ns or warm_up_ns(echoes.p50_ns), asked.span_ns)
+        flow = await self._asking.flow(FlowWanted(peer, is_sending, False, times, asked.bytes_max))
+        used_bytes, plain, plain_error = flow.used_bytes, 0, ""
+        if asked.is_plain_too:
+            try:
+                beside = await self._asking.flow(FlowWanted(peer, is_sending, False, times, asked.bytes_max, 1))
+                plain = beside.received.mean
+                used_bytes += beside.used_bytes
+            except DilocoError as error:  # the rest was measured all the same
+                plain_error = str(error)[:REASON_CHARS_MAX]
+                used_bytes += asked.bytes_max
+        found = msg.LinkMeasured(
+            asked.measurement,
+            echoes.p50_ns,
+            echoes.p99_ns,
+            echoes.jitter_ns,
+            echoes.answered,
+            echoes.unanswered,
+            flow.received.mean,
+            flow.received.p10,
+            flow.received.p90,
+            flow.sent.sent_bytes,
+            flow.sent.retransmitted_bytes,
+            plain,
+            plain_error,
+        )
+        return found, used_bytes
+
+    async def far_link(self, source: str, asked: msg.LinkAsked) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises as `flow`."""
-        self.links.check(source)
+        error = self.link_error(source)
+        if error:
+            raise PeersUnreachable(f"{error}; it can't be asked to measure")
         return await self._asking.far_link(source, asked)
+
+    async def _far_link_for_peer(self, asked: msg.LinkAsked) -> tuple[msg.LinkMeasured, int]:
+        """A peer asks for the link to a third region; it has the turn already. Raises DilocoError."""
+        if self._dial is not None:
+            async with self._dial((asked.region,), 1) as other:
+                return await other.link(asked.region, asked), 0
+        if asked.region not in self.peers:
+            raise ConfigError(f"{asked.region} is no peer of {self.region}")
+        return await self._link(asked.region, asked, is_sending=True)
 
     @contextlib.contextmanager
     def _turn(self, what: str) -> Iterator[None]:

@@ -1,25 +1,39 @@
-"""The two ends of a measured flow between daemons: one sends `Probe` transfers, the other counts what arrives.
+"""The two ends of a measured flow: one sends probes, the other counts what arrives.
 
-Unlike the flows of `adapters.flows`, these go over the link that rounds use, or over connections that take turns with
-it (`adapters.asides`), in the measurement lane and within the budget. All times are integer nanoseconds of one
-monotonic clock; bytes are raw bytes.
+Probes are bulk transfers in the measurement lane of a link, within the budget, or bytes over plain TCP
+(`measure.plain`). They count where they arrive, after a warm-up from the first byte on. All times are integer
+nanoseconds of one monotonic clock, bytes are raw bytes, CPU time is that of the whole process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
-from diloco_node.adapters.flows import CpuUse, Sent
-from diloco_node.core.measuring import BODY_BYTES_MAX, NS_PER_S, MeasurementAsked, MeasurementReceived, Probe
-from diloco_node.core.messages import BulkHeader
+import numpy as np
+
 from diloco_node.errors import LinkLost
+from diloco_node.measure.gate import ProbesExpected
 from diloco_node.measure.samples import Mark, goodput
 from diloco_node.transport.kernel.tcp_info import TcpCounters
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire.measure_messages import (
+    BODY_BYTES_MAX,
+    NS_PER_S,
+    CompressibleProbe,
+    MeasurementAsked,
+    MeasurementReceived,
+    MeasurementSent,
+    Probe,
+    ProbeHeader,
+)
 
 BODY_BYTES_MIN: Final = 64 * 2**10
 BODY_S: Final = 0.05
@@ -38,11 +52,63 @@ START_S: Final = 10.0
 LATE_S: Final = 10.0
 """The receiver waits so long for the first bytes, and for the last after their time: rounds go before them."""
 
+WARM_UP_RTTS: Final = 25
+WARM_UP_NS_LEAST: Final = NS_PER_S
+WARM_UP_NS_MOST: Final = 5 * NS_PER_S
+
+_BLOCK_VALUES: Final = 256
+_INT4_MAX: Final = 7
+_BASE_BYTES: Final = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class FlowTimes:
+    """How long a flow is: `warm_up_ns` are not counted, `span_ns` are."""
+
+    warm_up_ns: int
+    span_ns: int
+
+    @property
+    def total_s(self) -> float:
+        """Both, in seconds."""
+        return (self.warm_up_ns + self.span_ns) / NS_PER_S
+
+
+def warm_up_ns(rtt_ns: int) -> int:
+    """How long until a flow is at full speed: 25 round trips, 1 to 5 s. Slow start takes 11 of them to 25 MB."""
+    return min(max(WARM_UP_RTTS * rtt_ns, WARM_UP_NS_LEAST), WARM_UP_NS_MOST)
+
+
+async def make_body(executor: Executor, *, is_compressible: bool) -> memoryview:
+    """`BODY_BYTES_MAX` bytes to send, made in a thread: it takes up to half a second of CPU time.
+
+    Compressible ones have the layout of encoded int4 blocks: a float32 scale, then 256 values in 128 bytes,
+    absmax-quantised normals. The others are random.
+    """
+    make = _int4_body if is_compressible else partial(os.urandom, BODY_BYTES_MAX)
+    return memoryview(await asyncio.get_running_loop().run_in_executor(executor, make))
+
+
+def _int4_body() -> bytes:
+    rng = np.random.default_rng(20_428)
+    values = rng.standard_normal((_BASE_BYTES // (4 + _BLOCK_VALUES // 2), _BLOCK_VALUES), dtype=np.float32)
+    scales = np.abs(values).max(axis=1, keepdims=True) / _INT4_MAX
+    codes = np.rint(values / scales).astype(np.int8).view(np.uint8) & 15
+    packed = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    encoded = np.concatenate([scales.view(np.uint8), packed], axis=1).tobytes()
+    # Repeated further apart than a chunk is long, so zstd does not see it.
+    return (encoded * (BODY_BYTES_MAX // len(encoded) + 1))[:BODY_BYTES_MAX]
+
+
+def booked_bytes(transport: GrpcTransport, peer: str) -> int:
+    """What the budget has booked in the measurement lane to a peer until now."""
+    return int(transport.budget_status()["peers"][peer]["lanes"]["measurement"]["used_bytes"])
+
 
 class Bulk(Protocol):
-    """What a sending end needs of what carries it; see `GrpcTransport` and `asides.Aside`."""
+    """What a sender needs of what carries its probes: `GrpcTransport` or `measure.plain.PlainConnections`."""
 
-    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
+    async def transfer(self, peer: str, header: ProbeHeader, body: memoryview) -> None:
         """Stream a body; raises LinkLost."""
         ...
 
@@ -55,22 +121,6 @@ class Bulk(Protocol):
         ...
 
 
-# ---- sending ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class SentOverLink:
-    """What the sending end found after the warm-up.
-
-    Attributes:
-        sent: CPU time of the process; TCP payload of the whole link, other lanes included.
-        wire_bytes: that the budget booked in the measurement lane.
-    """
-
-    sent: Sent
-    wire_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Counted:
     at_ns: int
@@ -79,19 +129,19 @@ class _Counted:
     tcp: TcpCounters | None
 
 
-class SendingEnd:
+class ProbeSender:
     """Sends probes to a peer until it is told to stop, or has used up its bytes or its time. `run` once.
 
     Args:
-        transport: the link, or connections beside it. peer: to whom. asked: how much, how long.
+        bulk: what carries them. peer: to whom. asked: how much, how long.
         body: `BODY_BYTES_MAX` bytes to send from.
         booked: bytes of the measurement lane to this peer until now.
     """
 
     def __init__(
-        self, transport: Bulk, peer: str, asked: MeasurementAsked, body: memoryview, booked: Callable[[], int]
+        self, bulk: Bulk, peer: str, asked: MeasurementAsked, body: memoryview, booked: Callable[[], int]
     ) -> None:
-        self._transport = transport
+        self._bulk = bulk
         self._peer = peer
         self._asked = asked
         self._body = body
@@ -102,20 +152,21 @@ class SendingEnd:
 
     @property
     def used_bytes(self) -> int:
-        """Raw bytes that were handed to the link."""
+        """Raw bytes that were handed over."""
         return self._asked.bytes_max - self._left
 
     def stop(self) -> None:
         """Enough has arrived."""
         self._stop.set()
 
-    async def run(self) -> SentOverLink:
-        """Send.
+    async def run(self) -> MeasurementSent:
+        """Send; returns what was counted after the warm-up.
 
         Raises:
             LinkLost: the link went down, or nobody said that it is enough.
         """
-        tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
+        queued = max(TRANSFERS_QUEUED, self._asked.plain_connections)  # a plain connection carries one at a time
+        tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(queued)]
         stopped = asyncio.create_task(self._stop.wait())
         try:
             before = await self._count()
@@ -125,11 +176,23 @@ class SendingEnd:
             after = await self._count()
             if not await self._stopped_within(tasks, stopped, SENDER_GRACE_S + START_S):
                 raise LinkLost(f"{self._peer}: it does not say what it received of a measurement")
-            return _between(before, after)
         finally:
             for task in (*tasks, stopped):
                 task.cancel()
             await asyncio.gather(*tasks, stopped, return_exceptions=True)
+        tcp = (-1, -1)
+        if before.tcp is not None and after.tcp is not None:
+            tcp = (
+                after.tcp.sent_bytes - before.tcp.sent_bytes,
+                after.tcp.retransmitted_bytes - before.tcp.retransmitted_bytes,
+            )
+        return MeasurementSent(
+            self._asked.measurement,
+            after.cpu_ns - before.cpu_ns,
+            max(1, after.at_ns - before.at_ns),
+            after.wire_bytes - before.wire_bytes,
+            *tcp,
+        )
 
     async def _stopped_within(
         self, tasks: list[asyncio.Task[None]], stopped: asyncio.Task[bool], limit_s: float
@@ -140,46 +203,34 @@ class SendingEnd:
         while not stopped.done() and (left_s := end_s - loop.time()) > 0:
             waited = [task for task in tasks if not task.done()]
             await asyncio.wait([*waited, stopped], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
+            if not stopped.done():  # else the peer has enough, and a connection that ends with that is no failure
+                for task in tasks:
+                    if task.done():
+                        task.result()
         return stopped.done()
 
     async def _fill(self) -> None:
         loop = asyncio.get_running_loop()
-        header = Probe(self._asked.measurement, self._asked.is_compressible)
+        kind = CompressibleProbe if self._asked.is_compressible else Probe
+        header = kind(self._asked.measurement)
         while self._left:
-            await self._transport.give_way()
+            await self._bulk.give_way()
             size = min(self._size, self._left)
             if not size:  # the other task took the last of it meanwhile
                 return
             self._left -= size
             began_s = loop.time()
-            await self._transport.transfer(self._peer, header, self._body[:size])
+            await self._bulk.transfer(self._peer, header, self._body[:size])
             # Two of them share the link, so each takes twice its own time. It doubles at most: buffers take the first.
             wanted = int(TRANSFERS_QUEUED * size * BODY_S / max(loop.time() - began_s, 1e-6))
             self._size = max(BODY_BYTES_MIN, min(wanted, 2 * size, BODY_BYTES_MAX))
 
     async def _count(self) -> _Counted:
-        tcp = await self._transport.tcp_now(self._peer)
+        tcp = await self._bulk.tcp_now(self._peer)
         return _Counted(time.monotonic_ns(), time.process_time_ns(), self._booked(), tcp)
 
 
-def _between(before: _Counted, after: _Counted) -> SentOverLink:
-    cpu = CpuUse(after.cpu_ns - before.cpu_ns, max(1, after.at_ns - before.at_ns))
-    sent: tuple[int, int] | tuple[None, None] = (None, None)
-    if before.tcp is not None and after.tcp is not None:
-        sent = (
-            after.tcp.sent_bytes - before.tcp.sent_bytes,
-            after.tcp.retransmitted_bytes - before.tcp.retransmitted_bytes,
-        )
-    return SentOverLink(Sent(cpu, *sent), after.wire_bytes - before.wire_bytes)
-
-
-# ---- receiving -------------------------------------------------------------------------------------------------------
-
-
-class ReceivingEnd:
+class ProbeReceiver:
     """Counts the probes of one measurement as they arrive. `run` once; `opened` and `closed` from the transport.
 
     Args:
@@ -251,7 +302,7 @@ class ReceivingEnd:
         if self.used_bytes == 0:
             raise LinkLost("nothing arrived whole: rounds and recovery go before a measurement")
         start_ns, span_ns = self._counted()
-        rates = goodput([self._marks], start_ns=start_ns, span_ns=span_ns)
+        rates = goodput(self._marks, start_ns=start_ns, span_ns=span_ns)
         used, now = cpu[-1], self._cpu_now()
         return MeasurementReceived(
             self._asked.measurement,
@@ -281,3 +332,46 @@ async def _is_set_within(event: asyncio.Event, limit_s: float) -> bool:
         async with asyncio.timeout(limit_s):
             await event.wait()
     return event.is_set()
+
+
+class ProbeReceivers:
+    """The receivers that are here: brings what arrives to the one that it is for, and refuses what nobody agreed to.
+
+    Args:
+        peers: their names. now_ns: monotonic.
+    """
+
+    def __init__(self, peers: tuple[str, ...], *, now_ns: Callable[[], int]) -> None:
+        self._now_ns = now_ns
+        self._expected = {peer: ProbesExpected() for peer in peers}
+        self._receivers: dict[tuple[str, int], ProbeReceiver] = {}
+
+    @contextlib.contextmanager
+    def receiver(self, peer: str, asked: MeasurementAsked) -> Iterator[ProbeReceiver]:
+        """A receiver that gets what arrives, for as long as this lasts."""
+        key = (peer, asked.measurement)
+        self._expected[peer].expect(asked.measurement, asked.bytes_max)
+        self._receivers[key] = made = ProbeReceiver(asked, now_ns=self._now_ns)
+        try:
+            yield made
+        finally:
+            del self._receivers[key]
+
+    def opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
+        """Where probes go; None for those that come late. Raises ProtocolViolation for those nobody agreed to."""
+        self._expected[peer].arrive(header.measurement, raw_bytes)
+        receiver = self._receivers.get((peer, header.measurement))
+        return None if receiver is None else receiver.opened(raw_bytes)
+
+    def closed(self, peer: str, header: ProbeHeader, raw_bytes: int, *, is_whole: bool) -> None:
+        """Probes arrived, or broke off."""
+        receiver = self._receivers.get((peer, header.measurement))
+        if receiver is not None and is_whole:
+            receiver.closed(raw_bytes)
+
+    def plain_arrived(self, peer: str, measurement: int, size: int) -> None:
+        """Bytes arrived over plain TCP. Raises ProtocolViolation for more than was agreed to."""
+        self._expected[peer].arrive(measurement, size)
+        receiver = self._receivers.get((peer, measurement))
+        if receiver is not None:
+            receiver.arrived(size)

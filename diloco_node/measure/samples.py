@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-NS_PER_S: Final = 1_000_000_000
+from diloco_node.wire.measure_messages import NS_PER_S
+
 JITTER_SHIFT: Final = 4
 """RFC 3550 keeps its estimate times 16."""
 
@@ -16,7 +17,7 @@ WINDOWS: Final = 20
 WINDOW_NS_MIN: Final = 50_000_000
 
 Mark = tuple[int, int]
-"""When (monotonic ns), and how many bytes had arrived on a connection by then."""
+"""When (monotonic ns), and how many bytes had arrived by then."""
 
 
 def percentile(values: Sequence[int], per_cent: int) -> int:
@@ -108,31 +109,24 @@ def window_length_ns(span_ns: int) -> int:
     return min(span_ns, max(WINDOW_NS_MIN, -(-span_ns // WINDOWS)))
 
 
-def goodput(connections: Sequence[Sequence[Mark]], *, start_ns: int, span_ns: int) -> Goodput:
-    """The rate of all connections together, from `start_ns` on for `span_ns`.
+def goodput(marks: Sequence[Mark], *, start_ns: int, span_ns: int) -> Goodput:
+    """The rate from `start_ns` on for `span_ns`.
 
     Bytes come in chunks, on a slow link with long pauses between them; those of a chunk are taken to have arrived
     evenly since the mark before it. So neither windows nor edges see the grain of the chunks.
 
     Args:
-        connections: marks of each, times not falling, bytes counted from the connection's start.
-        span_ns: positive.
+        marks: times not falling, bytes counted from the start. span_ns: positive.
     """
     window_ns = window_length_ns(span_ns)
     edges = list(range(start_ns, start_ns + span_ns - window_ns + 1, window_ns))
-    rates = [
-        (_bytes_by(connections, at + window_ns) - _bytes_by(connections, at)) * NS_PER_S // window_ns for at in edges
-    ]
-    total = _bytes_by(connections, start_ns + span_ns) - _bytes_by(connections, start_ns)
+    rates = [(_arrived_by(marks, at + window_ns) - _arrived_by(marks, at)) * NS_PER_S // window_ns for at in edges]
+    total = _arrived_by(marks, start_ns + span_ns) - _arrived_by(marks, start_ns)
     return Goodput(total * NS_PER_S // span_ns, percentile(rates, 50), percentile(rates, 10), percentile(rates, 90))
 
 
-def _bytes_by(connections: Sequence[Sequence[Mark]], at_ns: int) -> int:
-    return sum(_arrived_by(marks, at_ns) for marks in connections)
-
-
 def _arrived_by(marks: Sequence[Mark], at_ns: int) -> int:
-    """Bytes that one connection had by a moment; none before its first mark, no more after its last."""
+    """Bytes that had arrived by a moment; none before the first mark, no more after the last."""
     after = bisect_right(marks, at_ns, key=lambda mark: mark[0])
     if after == 0:
         return 0

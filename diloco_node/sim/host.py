@@ -239,6 +239,7 @@ class Host:
             case msg.Refused():
                 self.fetches.refused(peer, message)
             case _:
+                assert isinstance(message, msg.Message), "only the cores speak here"
                 self.post(ev.MessageArrived(peer, message))
 
     def transfer_arrived(self, peer: str, header: bytes, body: bytes) -> None:

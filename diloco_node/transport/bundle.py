@@ -21,6 +21,7 @@ RATE_FLOOR_BYTES_PER_S: Final = 50_000
 """A peer that takes less than this for a whole chunk is too slow: 1 MiB in 21 s."""
 
 STALL_MIN_S: Final = 5.0
+"""But a small chunk has so long: a machine may stand still."""
 
 
 class Bundle:
@@ -34,7 +35,8 @@ class Bundle:
         self._peer = peer
         self._streams = [first]
         self._free: deque[int] = deque([0])
-        self._waiting: deque[tuple[bool, asyncio.Future[int]]] = deque()  # (only the first will do, which it gets)
+        self._freed = asyncio.Event()
+        self._first: deque[tuple[bytes, asyncio.Future[None]]] = deque()  # what waits for the first connection
         self._writes: set[asyncio.Task[None]] = set()
         self._due_s: dict[int, tuple[float, int]] = {}  # connection -> when its write must have returned, its bytes
         self._timer: asyncio.TimerHandle | None = None
@@ -50,15 +52,11 @@ class Bundle:
         self._release(len(self._streams) - 1)
         return len(self._streams) - 1
 
-    @property
-    def is_free(self) -> bool:
-        """Whether a frame could be handed over at once."""
-        return bool(self._free)
-
     async def until_free(self) -> None:
         """Wait until a frame could be handed over at once; somebody else may be faster."""
-        if not self._free:
-            self._release(await self._held(self._ask()), is_next=True)
+        while not self._free:
+            self._freed.clear()
+            await self._freed.wait()
 
     async def write(self, frame: bytes, counts: list[int]) -> None:
         """Hand a frame to the next connection that is free; where there are several, without waiting for the write.
@@ -69,7 +67,8 @@ class Bundle:
         Raises:
             LinkLost: the write failed, where this waits for it. One that is not taken in time `until_failed` tells.
         """
-        connection = self._free.popleft() if self._free else await self._held(self._ask())
+        await self.until_free()
+        connection = self._free.popleft()
         counts += [0] * (connection + 1 - len(counts))
         counts[connection] += 1
         if len(self._streams) > 1:
@@ -77,13 +76,18 @@ class Bundle:
         else:  # a task would be a detour
             await self._write(connection, frame)
 
-    def write_first(self, frame: bytes) -> asyncio.Task[None]:
+    def write_first(self, frame: bytes) -> asyncio.Future[None]:
         """Have a frame written over the first connection, after all that were handed to it before.
 
         Returns:
-            A task that ends when gRPC has the frame, and raises LinkLost; nobody has to wait for it.
+            Done when gRPC has the frame; never, if it does not get it.
         """
-        return self._spawn(self._write_held(self._ask(is_first=True), frame))
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._first.append((frame, done))
+        if 0 in self._free:
+            self._free.remove(0)
+            self._release(0)
+        return done
 
     async def until_failed(self) -> None:
         """Wait until a write fails for which nobody waited, or is not taken in time, and raise that."""
@@ -100,57 +104,25 @@ class Bundle:
             task.cancel()
         await asyncio.gather(*writes, return_exceptions=True)
 
-    # ---- whose turn it is --------------------------------------------------------------------------------------------
-
-    def _ask(self, *, is_first: bool = False) -> asyncio.Future[int]:
-        """A place in the line for the next connection that is free, or for the first one."""
-        place: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        if is_first and 0 in self._free:
-            self._free.remove(0)
-            place.set_result(0)
-        elif self._free and not is_first:
-            place.set_result(self._free.popleft())
-        else:
-            self._waiting.append((is_first, place))
-        return place
-
-    async def _held(self, place: asyncio.Future[int]) -> int:
-        try:
-            return await place
-        except asyncio.CancelledError:
-            if not place.cancelled():  # it was given in the same moment
-                self._release(place.result())
-            raise
-
-    def _release(self, connection: int, *, is_next: bool = False) -> None:
-        for index, (is_first, place) in enumerate(self._waiting):
-            if not place.done() and (connection == 0 or not is_first):
-                del self._waiting[index]
-                place.set_result(connection)
-                return
-        if is_next:
-            self._free.appendleft(connection)
+    def _release(self, connection: int) -> None:
+        if connection == 0 and self._first:
+            self._spawn(self._write(0, *self._first.popleft()))
         else:
             self._free.append(connection)
+            self._freed.set()
 
-    # ---- writes ------------------------------------------------------------------------------------------------------
-
-    def _spawn(self, write: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, write: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(write, name=f"bulk write {self._peer}")
         self._writes.add(task)
         task.add_done_callback(self._ended)
-        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._writes.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
 
-    async def _write_held(self, place: asyncio.Future[int], frame: bytes) -> None:
-        await self._write(await self._held(place), frame)
-
-    async def _write(self, connection: int, frame: bytes) -> None:
-        """Write over a connection that is ours, and release it."""
+    async def _write(self, connection: int, frame: bytes, done: asyncio.Future[None] | None = None) -> None:
+        """Write over a connection that is ours, and release it; not after a failure, which ends the link."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + _limit_s(len(frame))
         self._due_s[connection] = (due_s, len(frame))
@@ -160,7 +132,9 @@ class Bundle:
             await self._streams[connection].write(frame)
         finally:
             del self._due_s[connection]
-            self._release(connection)
+        self._release(connection)
+        if done is not None:
+            done.set_result(None)
 
     def _check(self) -> None:
         """A write may be overdue. While there are writes the timer is set to the first that could be: a timer of its

@@ -16,9 +16,6 @@ from diloco_node.transport.pacing.token_bucket import NS_PER_S
 CONNECTIONS_MAX: Final = 4
 """More would each cost a TLS handshake and some MiB of buffers, and take more of a shared line than is fair."""
 
-TRANSFER_CONNECTIONS_MAX: Final = 8
-"""Over so many a transfer may go: a measurement opens more than a link does (`core.measuring`)."""
-
 FAR_NS: Final = 5_000_000
 """A link with a shorter round trip is near."""
 

@@ -22,13 +22,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 from diloco_node.codec.payload import decompress_chunk
-from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import ProtocolViolation
-from diloco_node.transport.bulk_lanes import lane_of
-from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.reassembly import Reassembly
 from diloco_node.wire.envelope import (
     TransferAbort,
@@ -37,6 +34,7 @@ from diloco_node.wire.envelope import (
     TransferEnd,
     decode_bulk,
 )
+from diloco_node.wire.tables import BULK_LANES, BudgetLane, TransferHeader
 
 INLINE_BYTES_MAX: Final = 64 * 2**10
 """Compressed chunks up to this many raw bytes are decoded on the loop: it takes under 0.1 ms."""
@@ -45,10 +43,16 @@ DECODING_MAX: Final = 3
 """Chunks of one peer being decoded at once; a connection whose chunk is the next is not read before one is done."""
 
 
-class TransportHandler(Protocol):
-    """Who gets what the transport receives. All calls are made on the event loop, and must not block it."""
+Message_contra = TypeVar("Message_contra", contravariant=True)
+Header_contra = TypeVar("Header_contra", contravariant=True)
 
-    def control_arrived(self, peer: str, message: Message) -> None:
+
+class TransportHandler(Protocol[Message_contra, Header_contra]):
+    """Who gets what the transport receives, of the kinds that it takes. All calls are made on the event loop, and must
+    not block it.
+    """
+
+    def control_arrived(self, peer: str, message: Message_contra) -> None:
         """A decoded control message."""
         ...
 
@@ -56,11 +60,11 @@ class TransportHandler(Protocol):
         """The connections to the peer are up (hello done), or one of them is gone."""
         ...
 
-    def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
+    def transfer_opened(self, peer: str, header: Header_contra, raw_bytes: int) -> memoryview | None:
         """A transfer begins: return a writable buffer of exactly `raw_bytes`, or None to skip its bytes."""
         ...
 
-    def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
+    def transfer_closed(self, peer: str, header: Header_contra, buffer: memoryview, *, is_whole: bool) -> None:
         """The buffer is full, or (not whole) the transfer broke off."""
         ...
 
@@ -76,7 +80,7 @@ class _Open:
 
     transfer: int
     lane: BudgetLane
-    header: BulkHeader
+    header: TransferHeader
     raw_bytes: int
     buffer: memoryview | None
     parts: Reassembly
@@ -129,7 +133,7 @@ class BulkInbound:
                 await self._abort(self._expect(transfer), chunks)
 
     def _begin(self, begin: TransferBegin) -> None:
-        lane = lane_of(begin.header)
+        lane = BULK_LANES[type(begin.header)]
         if lane in self._open:
             other = self._open[lane].transfer
             raise ProtocolViolation(f"transfer {begin.transfer} begins before {other} of its lane has ended")

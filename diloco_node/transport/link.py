@@ -16,6 +16,7 @@ refused. Who is refused so by most of its peers for longer than a dead link is t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
@@ -25,9 +26,7 @@ from typing import Any
 
 import structlog
 
-from diloco_node.core.messages import BulkHeader
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
-from diloco_node.transport.connections import CONNECTIONS_MAX
 from diloco_node.transport.kernel.congestion import (
     METADATA_KEY,
     CongestionControls,
@@ -38,6 +37,7 @@ from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.session import LinkEnvironment, Session
 from diloco_node.transport.streams import AcceptedStream, DialedStream, Metadata, Superfluous, Twin, dial
 from diloco_node.wire.envelope import (
+    TRANSFER_CONNECTIONS_MAX,
     Hello,
     Lane,
     check_hello,
@@ -122,24 +122,12 @@ class PeerLink:
             return False
         return True
 
-    async def transfer(self, header: BulkHeader, body: memoryview) -> None:
-        """Send a body over the current session. Raises LinkLost."""
-        await self.outbound.transfer(header, body)
-
-    @property
-    def is_dialed(self) -> bool:
-        """Whether the current session is of our own dial. Raises LinkLost when there is none."""
-        return self._current().accepted_dial is None
-
     @property
     def outbound(self) -> BulkOutbound:
         """The bulk of the current session. Raises LinkLost when there is none."""
-        return self._current().outbound
-
-    def _current(self) -> Session:
         if self._session is None:
             raise LinkLost(f"{self.peer}: the link is down" + (f" ({self._error})" if self._error else ""))
-        return self._session
+        return self._session.outbound
 
     def status(self) -> PeerStatus:
         """What the link is doing."""
@@ -164,8 +152,11 @@ class PeerLink:
         backoff_s = times.backoff_min_s
         while True:
             await self._down.wait()
-            if not self._is_smaller and self._env.is_advertised and await self._comes_up_within(times.fallback_s):
-                continue
+            if not self._is_smaller and self._env.is_advertised:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(times.fallback_s):
+                        await self._up.wait()
+                        continue
             started_s = asyncio.get_running_loop().time()
             ended = await self._dial_once()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
@@ -175,23 +166,16 @@ class PeerLink:
             await asyncio.sleep(backoff_s * self._random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, times.backoff_max_s)
 
-    async def _comes_up_within(self, limit_s: float) -> bool:
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._up.wait()
-        except TimeoutError:
-            return False
-        return True
-
     async def _dial_once(self) -> PeerError | None:
         """One dial and the life of its session. Returns why it failed or ended; None when it was superfluous."""
         self._set_state(LinkState.DIALING)
         self._dials += 1
-        self._dialing = asyncio.create_task(self._connect(self._dials), name=f"dial {self.peer}")
+        dialing = self._dialing = asyncio.create_task(self._connect(self._dials), name=f"dial {self.peer}")
         try:
-            session = await self._dialing
+            session = await dialing
         except asyncio.CancelledError:
-            await _discard(self._dialing)
+            if dialing.done() and not dialing.cancelled() and dialing.exception() is None:
+                await dialing.result().discard()  # it was made in the very moment in which it was given up
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
             return None  # only the dial was given up, for an incoming session
@@ -200,7 +184,11 @@ class PeerLink:
         except PeerError as error:
             self._failed(error)
             if isinstance(error, Twin):
-                self._was_superseded(error)
+                # For longer than a dead one would be taken for alive: the newer process lives.
+                now_s = asyncio.get_running_loop().time()
+                self._refused_since_s = self._refused_since_s if self._refused_since_s is not None else now_s
+                if now_s - self._refused_since_s > self._env.times.silent_s:
+                    self._env.superseded(self.peer, error)
             return error
         finally:
             self._dialing = None
@@ -227,7 +215,7 @@ class PeerLink:
             self._is_hello_sent = True
             async with asyncio.timeout(env.times.hello_s):
                 instance = await self._exchange_hellos(streams, dial_number)
-                self._heard_of_congestion(await streams[Lane.CONTROL].told(METADATA_KEY))
+                self._congestion = decode_congestion_controls(await streams[Lane.CONTROL].told(METADATA_KEY))
         except BaseException as error:
             for stream in streams.values():
                 await stream.aclose()
@@ -271,19 +259,8 @@ class PeerLink:
             raise LinkLost(f"{self.peer} at {self._address}: two processes answer at this address")
         return instances.pop()
 
-    def _was_superseded(self, error: Twin) -> None:
-        """Refused for a newer process of ours; for longer than a dead one would be taken for alive, so it lives."""
-        now_s = asyncio.get_running_loop().time()
-        if self._refused_since_s is None:
-            self._refused_since_s = now_s
-        elif now_s - self._refused_since_s > self._env.times.silent_s:
-            self._env.superseded(self.peer, error)
-
     def _hello(self, lane: Lane, dial_number: int, connection: int = 0) -> Hello:
         return replace(self._env.hello, lane=lane, dial=dial_number, connection=connection)
-
-    def _heard_of_congestion(self, told: str) -> None:
-        self._congestion = decode_congestion_controls(told)
 
     # ---- accepting ---------------------------------------------------------------------------------------------------
 
@@ -300,7 +277,7 @@ class PeerLink:
             return await self._accept_more(hello, stream)
         self._resolve(hello)
         if hello.lane is Lane.CONTROL:
-            self._heard_of_congestion(stream.told(METADATA_KEY))
+            self._congestion = decode_congestion_controls(stream.told(METADATA_KEY))
             await stream.tell(_metadata(hello.lane))
         await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
         key = (hello.instance_id, hello.dial)
@@ -329,8 +306,10 @@ class PeerLink:
         a greeting that fails on the way costs the session nothing.
         """
         session = self._session
-        if not 0 < hello.connection < CONNECTIONS_MAX:
-            raise ProtocolViolation(f"{self.peer}: bulk connection {hello.connection}; there are {CONNECTIONS_MAX}")
+        if not 0 < hello.connection < TRANSFER_CONNECTIONS_MAX:
+            raise ProtocolViolation(
+                f"{self.peer}: bulk connection {hello.connection}; there are {TRANSFER_CONNECTIONS_MAX}"
+            )
         if session is None or (session.instance, session.accepted_dial) != (hello.instance_id, hello.dial):
             raise LinkLost(f"{self.peer}: bulk connection {hello.connection} of a session that is not up")
         if session.is_joining or hello.connection != session.connections:
@@ -349,7 +328,12 @@ class PeerLink:
 
     def _resolve(self, hello: Hello) -> None:
         """Which of two crossing dials goes on, and which of two processes; see the module's docstring."""
-        self._check_twin(hello)
+        session = self._session
+        if session is not None and session.is_alive and hello.instance_id < session.instance:
+            raise Twin(
+                f"superseded: a newer process of {self.peer} is linked with {self._env.hello.region}; two with one "
+                "certificate must not run at once"
+            )
         if self._is_smaller and self._is_hello_sent:
             raise Superfluous(f"{self._env.hello.region} is dialing {self.peer} itself at this moment")
         instance, number = self._newest
@@ -358,15 +342,6 @@ class PeerLink:
         self._newest = (hello.instance_id, hello.dial)
         if self._dialing is not None:
             self._dialing.cancel()
-
-    def _check_twin(self, hello: Hello) -> None:
-        """Refuse a process while a newer one with the same certificate is linked and heard. Raises Twin."""
-        session = self._session
-        if session is not None and session.is_alive and hello.instance_id < session.instance:
-            raise Twin(
-                f"superseded: a newer process of {self.peer} is linked with {self._env.hello.region}; two with one "
-                "certificate must not run at once"
-            )
 
     def _forget_old_dials(self, newest: tuple[bytes, int]) -> None:
         """At most one dial of a peer waits for its second stream, and no longer than a hello may take."""
@@ -452,12 +427,6 @@ def _metadata(lane: Lane) -> Metadata:
 
 def _is_violation(error: PeerError | None) -> bool:
     return isinstance(error, (ProtocolViolation, PayloadCorrupt, PeerIncompatible))
-
-
-async def _discard(dialing: asyncio.Task[Session]) -> None:
-    """Close what a dial made in the very moment in which it was given up."""
-    if dialing.done() and not dialing.cancelled() and dialing.exception() is None:
-        await dialing.result().discard()
 
 
 def _close_all(streams: dict[Lane, AcceptedStream]) -> None:

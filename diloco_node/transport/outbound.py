@@ -17,12 +17,9 @@ from functools import partial
 from typing import Final
 
 from diloco_node.codec.payload import CompressionPolicy, compress_chunk
-from diloco_node.core.measuring import Probe
-from diloco_node.core.messages import BulkHeader
+from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.errors import LinkLost
-from diloco_node.transport.bulk_lanes import lane_of, urgency_of
 from diloco_node.transport.bundle import Bundle
-from diloco_node.transport.pacing.budget import BudgetLane
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import Stream
 from diloco_node.wire.envelope import (
@@ -31,10 +28,14 @@ from diloco_node.wire.envelope import (
     encode_chunk,
     encode_end,
 )
+from diloco_node.wire.tables import BULK_LANES, BudgetLane, TransferHeader
 
 CONTROL_FRAMES_MAX: Final = 1024
 CONTROL_BYTES_MAX: Final = 16 * 2**20
+"""What a peer that does not read may cost: further control frames are dropped."""
+
 TRANSFERS_WAITING_MAX: Final = 64
+"""Of one lane; who asks for one more waits for a place."""
 
 INLINE_BYTES_MAX: Final = 64 * 2**10
 """Chunks up to this size are compressed on the loop: under 0.1 ms."""
@@ -45,7 +46,14 @@ TURN_S: Final = 60.0
 YIELD_S: Final = 2.0
 """A lane that has waited for those before it for so long sends one chunk: its transfer must not look dead."""
 
-BULK_LANES: Final[tuple[BudgetLane, ...]] = tuple(lane for lane in BudgetLane if lane is not BudgetLane.CONTROL)
+_LANES: Final[tuple[BudgetLane, ...]] = tuple(lane for lane in BudgetLane if lane is not BudgetLane.CONTROL)
+
+
+def _urgency_of(header: TransferHeader) -> tuple[int, ...]:
+    """Its order within the lane: ballots are numbered as they are opened, and their deadlines come in that order."""
+    if isinstance(header, (ContributionStripe, MergedStripe)):
+        return (header.ballot.term, header.ballot.number)
+    return ()
 
 
 class ControlQueue:
@@ -66,11 +74,6 @@ class ControlQueue:
         self._bytes += len(frame)
         self._filled.set()
         return True
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing waits."""
-        return not self._frames
 
     async def get(self) -> bytes:
         """The oldest frame; waits for one."""
@@ -98,7 +101,7 @@ class _LaneQueue:
 class _Transfer:
     """One transfer that was asked for. `encoding` is the thread's work on the body, while there is some."""
 
-    header: BulkHeader
+    header: TransferHeader
     body: memoryview
     done: asyncio.Future[None]
     is_cancelled: bool = False
@@ -110,21 +113,17 @@ class BulkOutbound:
 
     Args:
         peer: its name. stream: the first bulk connection. executor: for compression of large chunks. pacer: the budget.
-        before: of the link, where these are a measurement's own connections: its rounds and recovery go before them.
     """
 
-    def __init__(
-        self, peer: str, stream: Stream, executor: Executor, pacer: Pacer, *, before: BulkOutbound | None = None
-    ) -> None:
-        self._before = before
+    def __init__(self, peer: str, stream: Stream, executor: Executor, pacer: Pacer) -> None:
         self._peer = peer
         self._bundle = Bundle(peer, stream)
         self._executor = executor
         self._pacer = pacer
-        # Whether zstd pays depends on the codec, which goes with the kind of transfer.
+        # Whether zstd pays depends on the codec, which goes with the kind of transfer; a measurement's says its own.
         self._policies: defaultdict[object, CompressionPolicy] = defaultdict(CompressionPolicy)
-        self._queues = {lane: _LaneQueue() for lane in BULK_LANES}
-        self._ahead = {lane: [queue.idle for queue in self._queues_before(lane)] for lane in BULK_LANES}
+        self._queues = {lane: _LaneQueue() for lane in _LANES}
+        self._ahead = {lane: [queue.idle for other, queue in self._queues.items() if other < lane] for lane in _LANES}
         self._ending: set[_Transfer] = set()
         self._next_transfer = 0
         self._asked = 0
@@ -139,7 +138,7 @@ class BulkOutbound:
         """Use one more connection from the next chunk on. Returns its index."""
         return self._bundle.add(stream)
 
-    async def transfer(self, header: BulkHeader, body: memoryview) -> None:
+    async def transfer(self, header: TransferHeader, body: memoryview) -> None:
         """Send a body (a contiguous view of bytes); returns when gRPC has its end, and connections have every chunk.
 
         The body is not read any more when this returns, raises or is cancelled.
@@ -147,16 +146,20 @@ class BulkOutbound:
         Raises:
             LinkLost: the link is down or went down before the end.
         """
-        if self._lost is not None:
-            raise self._lost
-        lane = lane_of(header)
+        self._raise_if_lost()
+        lane = BULK_LANES[type(header)]
         item = _Transfer(header, body, asyncio.get_running_loop().create_future())
         self._asked += 1
-        order = (urgency_of(header), self._asked)
+        order = (_urgency_of(header), self._asked)
         self._pacer.begin(self._peer, lane, body.nbytes)
         try:
-            await self._queues[lane].waiting.put((order, item))
-            self._leave_if_lost(lane)
+            waiting = self._queues[lane].waiting
+            await waiting.put((order, item))
+            try:
+                self._raise_if_lost()
+            except LinkLost:  # while we waited for a place: then the next who waits must hear of it, too
+                waiting.get_nowait()
+                raise
             await item.done
         finally:
             self._pacer.end(self._peer)
@@ -164,15 +167,13 @@ class BulkOutbound:
             if item.encoding is not None:
                 await asyncio.wait((item.encoding,))
 
-    def _leave_if_lost(self, lane: BudgetLane) -> None:
-        """The link may have gone down while we waited for a place: then the next who waits must hear of it, too."""
+    def _raise_if_lost(self) -> None:
         if self._lost is not None:
-            self._queues[lane].waiting.get_nowait()
             raise self._lost
 
     async def run(self) -> None:
         """Send transfers until a connection fails. Raises LinkLost."""
-        tasks = [asyncio.create_task(self._run_lane(lane), name=f"{lane.name} {self._peer}") for lane in BULK_LANES]
+        tasks = [asyncio.create_task(self._run_lane(lane), name=f"{lane.name} {self._peer}") for lane in _LANES]
         tasks.append(asyncio.create_task(self._bundle.until_failed(), name=f"bulk writes {self._peer}"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -188,18 +189,14 @@ class BulkOutbound:
     def close(self, reason: str) -> None:
         """Fail every transfer that waits or is on its way with LinkLost, and each one that is asked for later."""
         self._lost = LinkLost(f"{self._peer}: {reason}")
-        for item in self._ending:
-            self._fail(item, reason)
+        lost = list(self._ending)
         for queue in self._queues.values():
-            waiting = [queue.current] if queue.current else []
+            lost += [queue.current] if queue.current else []
             while not queue.waiting.empty():  # get_nowait also wakes who waits for a place; `transfer` sees _lost then
-                waiting.append(queue.waiting.get_nowait()[1])
-            for item in waiting:
-                self._fail(item, reason)
-
-    def _fail(self, item: _Transfer, reason: str) -> None:
-        if not item.done.done():
-            item.done.set_exception(LinkLost(f"{self._peer}: {reason}"))
+                lost.append(queue.waiting.get_nowait()[1])
+        for item in lost:
+            if not item.done.done():
+                item.done.set_exception(LinkLost(f"{self._peer}: {reason}"))
 
     async def _run_lane(self, lane: BudgetLane) -> None:
         queue = self._queues[lane]
@@ -213,7 +210,7 @@ class BulkOutbound:
                 queue.idle.set()
 
     async def _send(self, lane: BudgetLane, item: _Transfer) -> None:
-        await self.lead(lane)
+        await self._lead(lane)
         if item.is_cancelled:  # meanwhile: its body is not ours any more
             return
         transfer = self._next_transfer  # numbers are in the order of the frames that begin with them
@@ -226,10 +223,8 @@ class BulkOutbound:
         else:
             self._bundle.write_first(encode_abort(transfer, "the sender no longer wants it", counts))
 
-    def _ended(self, item: _Transfer, end: asyncio.Task[None]) -> None:
-        """The end of a transfer was written; or it was not, then `close` tells who waits."""
-        if end.cancelled() or end.exception() is not None:
-            return
+    def _ended(self, item: _Transfer, _: asyncio.Future[None]) -> None:
+        """The end of a transfer was written. If it is not, `close` tells who waits."""
         self._ending.discard(item)
         if not item.done.done():
             item.done.set_result(None)
@@ -237,36 +232,32 @@ class BulkOutbound:
     async def _send_chunks(self, lane: BudgetLane, item: _Transfer, transfer: int, counts: list[int]) -> bool:
         """Hand all chunks to connections; False if the transfer was cancelled before.
 
-        What need not wait does not: each wait is another turn of the loop, and most chunks need none but gRPC's own.
+        Most chunks need no turn of the loop but gRPC's own: what is awaited here goes on at once where it can.
         """
-        size, urgency = item.body.nbytes, urgency_of(item.header)
+        size, urgency = item.body.nbytes, _urgency_of(item.header)
         offset, raw_bytes = 0, self._pacer.piece_bytes(self._peer)
         following = self._start_encode(item, transfer, 0, raw_bytes) if size else None
         while following is not None:
-            ready = following if isinstance(following, bytes) else await self._encoded(item, following)
+            if isinstance(following, bytes):
+                frame = following
+            else:
+                if not following.done():
+                    # wait() does not cancel the future with us: `transfer` must still be able to wait for the thread.
+                    await asyncio.wait((following,))
+                item.encoding, frame = None, following.result()
             offset += raw_bytes
             if item.is_cancelled:
                 return False
             raw_bytes = self._pacer.piece_bytes(self._peer)
             following = self._start_encode(item, transfer, offset, raw_bytes) if offset < size else None
-            if not self._leads(lane):
-                await self.lead(lane)
-            if not self._bundle.is_free:
-                await self._bundle.until_free()  # a turn is taken for what can go at once
-            if not self._pacer.turn_now(self._peer, lane, len(ready)):
-                await self._take_turn(lane, len(ready), urgency)
-            await self._bundle.write(ready, counts)
+            await self._lead(lane)
+            await self._bundle.until_free()  # a turn is taken for what can go at once
+            if not self._pacer.turn_now(self._peer, lane, len(frame)):
+                await self._take_turn(lane, len(frame), urgency)
+            await self._bundle.write(frame, counts)
         return True
 
-    def _queues_before(self, lane: BudgetLane) -> list[_LaneQueue]:
-        all_queues = [self._queues] if self._before is None else [self._before._queues, self._queues]
-        return [queue for queues in all_queues for other, queue in queues.items() if other < lane]
-
-    def _leads(self, lane: BudgetLane) -> bool:
-        """Whether no lane before this one has something to send to the peer."""
-        return all(idle.is_set() for idle in self._ahead[lane])
-
-    async def lead(self, lane: BudgetLane) -> None:
+    async def _lead(self, lane: BudgetLane) -> None:
         """Wait while a lane before this one has something to send to the peer, but not for ever."""
         before = [idle for idle in self._ahead[lane] if not idle.is_set()]
         if before:
@@ -291,7 +282,7 @@ class BulkOutbound:
     ) -> bytes | asyncio.Future[bytes]:
         """The frame of one chunk: at once if there is little to do, else from a thread."""
         raw = item.body[offset : offset + raw_bytes]
-        policy = self._policies[_kind_of(item.header)]
+        policy = self._policies[type(item.header)]
         if self._pacer.is_fast(self._peer) or not policy.is_worth(raw):
             # A copy of 1 MiB takes 0.1 ms, which is less than the way to a thread and back.
             return encode_chunk(transfer, offset, raw.nbytes, raw, is_compressed=False)
@@ -300,18 +291,6 @@ class BulkOutbound:
         loop = asyncio.get_running_loop()
         item.encoding = loop.run_in_executor(self._executor, _compress, policy, transfer, offset, raw)
         return item.encoding
-
-    async def _encoded(self, item: _Transfer, future: asyncio.Future[bytes]) -> bytes:
-        if not future.done():
-            # wait() does not cancel the future with us: `transfer` must still be able to wait for the thread.
-            await asyncio.wait((future,))
-        item.encoding = None
-        return future.result()
-
-
-def _kind_of(header: BulkHeader) -> object:
-    """Transfers of one kind compress alike."""
-    return (Probe, header.is_compressible) if isinstance(header, Probe) else type(header)
 
 
 def _compress(policy: CompressionPolicy, transfer: int, offset: int, raw: memoryview) -> bytes:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from diloco_node.errors import ProtocolViolation
-from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
+from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 
 ISLANDS_MAX: Final = 4096
 """Runs of bytes with gaps between them. A connection that stands still leaves a gap for each chunk that it holds; at
@@ -75,19 +75,18 @@ class Reassembly:
             self._starts.insert(at, offset)
             self._stops.insert(at, stop)
 
-    def end(self, chunks: Sequence[int], *, connection: int = 0) -> None:
-        """No more chunks will be sent. Call once.
+    def end(self, chunks: Sequence[int]) -> None:
+        """No more chunks will be sent: said over the first connection, whose chunks must all have come. Call once.
 
         Args:
             chunks: how many went over each connection; those that are not named carried none.
-            connection: over which this was said; what it says of that one must be true already.
 
         Raises:
             ProtocolViolation: what came does not agree with that.
         """
         assert self._announced is None
         announced = tuple(chunks) + (0,) * (TRANSFER_CONNECTIONS_MAX - len(chunks))
-        if self._chunks[connection] != announced[connection] or any(
+        if self._chunks[0] != announced[0] or any(
             came > said for came, said in zip(self._chunks, announced, strict=True)
         ):
             raise ProtocolViolation(f"chunks by connection: {_shown(announced)} announced, {_shown(self._chunks)} came")

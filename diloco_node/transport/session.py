@@ -127,11 +127,9 @@ class Session:
         self.accepted_dial = accepted_dial
         self.is_joining = False
         """A further connection is being greeted: one at a time."""
-        loop = asyncio.get_running_loop()
         self._tasks: list[asyncio.Task[None]] = []
         self._over = asyncio.Event()
-        self._dropped: asyncio.Future[PeerError] = loop.create_future()
-        self.ended = asyncio.Event()
+        self._dropped: LinkLost | None = None
 
     @property
     def connections(self) -> int:
@@ -144,7 +142,7 @@ class Session:
         Raises:
             LinkLost: the session is over, and the stream still the caller's.
         """
-        if self._dropped.done() or self._over.is_set() or not self._has_run:
+        if self._over.is_set() or not self._has_run:
             raise LinkLost(f"{self._peer}: a further connection for a session that is not up")
         self._streams.append(stream)
         connection = self.outbound.add(stream)
@@ -153,10 +151,9 @@ class Session:
         _log.info("bulk connections", peer=self._peer, count=self.connections)
 
     def drop(self, reason: str) -> None:
-        """End the session soon; `ended` is set when its last callback is done."""
-        if not self._dropped.done():
-            self._dropped.set_result(LinkLost(f"{self._peer}: {reason}"))
-            self._over.set()
+        """End the session soon."""
+        self._dropped = self._dropped or LinkLost(f"{self._peer}: {reason}")
+        self._over.set()
 
     @property
     def is_alive(self) -> bool:
@@ -180,7 +177,6 @@ class Session:
             "bulk reader": self._read_bulk(bulk, 0),
             "bulk writer": self.outbound.run(),
             "watch": self._watch(),
-            "pings": self._ping(),
         }
         if self._more is not None:
             parts["connections"] = self._open_more(self._more)
@@ -207,12 +203,9 @@ class Session:
                 raise error
         found = [error for error in errors if isinstance(error, PeerError)]
         found.sort(key=lambda error: isinstance(error, LinkLost))
-        if found:
-            return found[0]
-        if self._dropped.done():
-            return self._dropped.result()
         # gRPC cancels a read when its call is torn down under us: nobody says why.
-        return LinkLost(f"{self._peer}: the connection was torn down")
+        torn_down = LinkLost(f"{self._peer}: the connection was torn down")
+        return found[0] if found else self._dropped or torn_down
 
     async def discard(self) -> None:
         """Close the streams of a session that will not run; nothing to do after `run`."""
@@ -234,7 +227,6 @@ class Session:
         for stream in self._streams:
             if isinstance(stream, DialedStream):
                 await stream.aclose()
-        self.ended.set()
 
     async def _read_control(self, stream: Stream) -> None:
         loop, pacer = asyncio.get_running_loop(), self._env.pacer
@@ -254,17 +246,15 @@ class Session:
 
     async def _read_bulk(self, stream: Stream, connection: int) -> None:
         loop, pacer = asyncio.get_running_loop(), self._env.pacer
+        self._held_up += 1
         while True:
-            self._held_up += 1
             await pacer.until_readable(self._peer)
             self._held_up -= 1
             self._bulk_heard_s = loop.time()
             frame = await stream.read()
-            pacer.was_read(self._peer, len(frame))
             self._held_up += 1
+            pacer.was_read(self._peer, len(frame))
             await self._inbound.feed(frame, connection)
-            self._held_up -= 1
-            self._bulk_heard_s = loop.time()
 
     async def _open_more(self, more: More) -> None:
         """Open bulk connections while the link is worth more than there are."""
@@ -291,10 +281,11 @@ class Session:
                 told, wait_s, again_s = str(error), again_s, min(2 * again_s, MORE_AGAIN_S_MAX)
 
     async def _watch(self) -> None:
-        """Notice when the peer does not live, or does not go on with what it began."""
+        """Say that we live; notice when the peer does not, or does not go on with what it began."""
         loop = asyncio.get_running_loop()
         times = self._env.times
         while True:
+            self.queue.put(PING_FRAME)
             slept_from_s = loop.time()
             await asyncio.sleep(min(times.ping_s, times.transfer_silent_s / 4))
             now_s = loop.time()
@@ -308,9 +299,3 @@ class Session:
             elif now_s - self._bulk_heard_s > times.transfer_silent_s:
                 silent_s = now_s - self._bulk_heard_s
                 raise LinkLost(f"{self._peer}: too slow: nothing of an open transfer in {silent_s:.0f} s")
-
-    async def _ping(self) -> None:
-        """Say that we live."""
-        while True:
-            self.queue.put(PING_FRAME)
-            await asyncio.sleep(self._env.times.ping_s)

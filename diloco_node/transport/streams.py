@@ -26,7 +26,10 @@ from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
 METHOD_PREFIX: Final = "/diloco.Region/"
 
 _STREAMS_PER_CONNECTION: Final = 2
+"""A connection carries one call. What a peer opens beyond two has to wait."""
+
 _KEEPALIVE_MS: Final = 10_000
+"""HTTP/2's own pings: a line that carries nothing any more is noticed by gRPC, too."""
 
 _COMMON_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_send_message_length", FRAME_BYTES_MAX),
@@ -234,14 +237,11 @@ async def refuse(context: Any, error: PeerError) -> None:
     await context.abort(code, str(error)[:1024].encode("ascii", "backslashreplace").decode())
 
 
-def make_server(
-    identity: Identity, address: str, serve: Serve, *, handshake_s: float, lanes: Iterable[str] = Lane
-) -> tuple[Server, int]:
+def make_server(identity: Identity, address: str, serve: Serve, *, handshake_s: float) -> tuple[Server, int]:
     """A server with mutual TLS on `address`, not started yet, and the port it got.
 
     Args:
         identity: ours. address: `host:port`. serve: called with (lane, context) for each call; it ends with it.
-        lanes: which calls it takes; any other is refused as not implemented.
         handshake_s: connections that have not finished TLS by then are closed.
 
     Raises:
@@ -249,7 +249,7 @@ def make_server(
     """
     handshake = ("grpc.server_handshake_timeout_ms", max(1, int(handshake_s * 1000)))
     server = aio.server(options=[*_SERVER_OPTIONS, handshake])
-    server.add_generic_rpc_handlers((_Calls(serve, lanes),))
+    server.add_generic_rpc_handlers((_Calls(serve),))
     try:
         credentials = grpc.ssl_server_credentials(
             [(identity.key_pem, identity.cert_pem)], root_certificates=identity.ca_pem, require_client_auth=True
@@ -270,9 +270,9 @@ def make_server(
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
     """Maps the methods of the lanes to `serve`; gRPC refuses any other."""
 
-    def __init__(self, serve: Serve, lanes: Iterable[str]) -> None:
+    def __init__(self, serve: Serve) -> None:
         self._serve = serve
-        self._lanes = {METHOD_PREFIX + lane: lane for lane in lanes}
+        self._lanes = {METHOD_PREFIX + lane: lane for lane in Lane}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Part of gRPC's interface."""
@@ -287,7 +287,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 
 
 async def dial(
-    identity: Identity, peer: str, address: str, lane: str, *, timeout_s: float, metadata: Metadata = ()
+    identity: Identity, peer: str, address: str, lane: Lane, *, timeout_s: float, metadata: Metadata = ()
 ) -> DialedStream:
     """Connect to a peer, with TLS in both directions, and open the call of one lane; `metadata` is told with it.
 
@@ -311,7 +311,7 @@ async def dial(
         raise
 
 
-def _open(channel: aio.Channel, lane: str, metadata: Metadata = ()) -> Any:
+def _open(channel: aio.Channel, lane: Lane, metadata: Metadata = ()) -> Any:
     return channel.stream_stream(METHOD_PREFIX + lane)(metadata=metadata, wait_for_ready=False)
 
 

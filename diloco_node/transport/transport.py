@@ -13,17 +13,14 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any, Final
 
 import structlog
 
-from diloco_node.adapters.aside_ends import AsideEnvironment
-from diloco_node.adapters.asides import Asides
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.measuring import Probe
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import (
     ConfigError,
@@ -36,7 +33,6 @@ from diloco_node.errors import (
     SupersededError,
 )
 from diloco_node.transport.certs import Identity, tls_name
-from diloco_node.transport.connections import CONNECTIONS_MAX
 from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
@@ -54,9 +50,17 @@ from diloco_node.transport.streams import (
     make_server,
     refuse,
 )
-from diloco_node.wire.envelope import Hello, Lane, check_hello, decode_hello, encode_control, encode_hello
-from diloco_node.wire.measurement import ASIDE_METHOD, decode_aside
-from diloco_node.wire.tables import PROTOCOL_VERSION
+from diloco_node.wire.envelope import (
+    TRANSFER_CONNECTIONS_MAX,
+    Hello,
+    Lane,
+    Role,
+    check_hello,
+    decode_hello,
+    encode_control,
+    encode_hello,
+)
+from diloco_node.wire.tables import BULK_LANES, PROTOCOL_VERSION, BudgetLane, ControlMessage, TransferHeader
 
 _log = structlog.get_logger(__name__)
 
@@ -85,7 +89,7 @@ class GrpcTransport:
         times: deadlines. seed: of the jitter between dials. budget: see `set_budget`.
         connections: for bulk to each peer that we dial; None: as many as a link is worth (`core.connections`).
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
-        measure_port: takes the plain TCP connections of measurements; 0: a free one each time.
+        role: of this process; the others must have the same.
 
     Raises:
         ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate is
@@ -103,7 +107,7 @@ class GrpcTransport:
         identity: Identity,
         listen: tuple[str, int],
         peers: Mapping[str, str | None],
-        handler: TransportHandler,
+        handler: TransportHandler[Message, BulkHeader],
         executor: Executor,
         is_advertised: bool = True,
         times: LinkTimes | None = None,
@@ -111,10 +115,10 @@ class GrpcTransport:
         budget: BudgetPlan = BudgetPlan(),  # noqa: B008 - frozen
         connections: int | None = None,
         superseded: Callable[[SupersededError], None] | None = None,
-        measure_port: int = 0,
+        role: Role = Role.TRAINING,
     ) -> None:
-        if connections is not None and not 1 <= connections <= CONNECTIONS_MAX:
-            raise ConfigError(f"{connections} bulk connections: 1 to {CONNECTIONS_MAX}")
+        if connections is not None and not 1 <= connections <= TRANSFER_CONNECTIONS_MAX:
+            raise ConfigError(f"{connections} bulk connections: 1 to {TRANSFER_CONNECTIONS_MAX}")
         if region in peers:
             raise ConfigError(f"{region} is among its own peers")
         if (identity.region, identity.run_id) != (region, run_id):
@@ -129,6 +133,7 @@ class GrpcTransport:
             new_instance_id(time.time_ns()),
             Lane.CONTROL,
             0,
+            role=role,
         )
         self._identity = identity
         self._listen = listen
@@ -138,10 +143,11 @@ class GrpcTransport:
         self._meter = WireMeter()
         self._pacer = Pacer(self._peers, meter=self._meter, send=self.send)
         self._pacer.set_plan(budget)
+        self._handlers = _Handlers(handler)
         self._env = LinkEnvironment(
             self._hello,
             identity,
-            handler,
+            self._handlers,
             executor,
             self._times,
             is_advertised,
@@ -152,21 +158,6 @@ class GrpcTransport:
             self._link_superseded,
             self.quarantined,
         )
-        self.asides = Asides(
-            AsideEnvironment(
-                identity,
-                self._peers,
-                listen[0],
-                measure_port,
-                self._pacer,
-                self._meter,
-                executor,
-                lambda peer: self._link(peer).outbound,
-                self.give_way,
-                self.reject,
-            )
-        )
-        """Connections of measurements, beside those of the links."""
         self._quarantine = Quarantine(self._peers)
         self._superseded = superseded
         self._superseded_by: set[str] = set()
@@ -191,11 +182,7 @@ class GrpcTransport:
         host, port = self._listen
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._server, self._port = make_server(
-            self._identity,
-            address,
-            self._serve,
-            handshake_s=self._times.handshake_s,
-            lanes=(*Lane, ASIDE_METHOD),
+            self._identity, address, self._serve, handshake_s=self._times.handshake_s
         )
         for index, (peer, where) in enumerate(self._peers.items()):
             self._links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
@@ -223,11 +210,18 @@ class GrpcTransport:
             await server.stop(None)
         self._pacer.close()
 
-    def send(self, peer: str, message: Message) -> bool:
+    def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
+        """Have another handler take the messages and transfers of some kinds, before `start`.
+
+        It hears of each change of a link as well, after the one that the transport was made with.
+        """
+        self._handlers.register(handler, kinds)
+
+    def send(self, peer: str, message: ControlMessage) -> bool:
         """Queue a control message; False if it was dropped, for the link is down or its queue is full."""
         return self._link(peer).send(encode_control(message))
 
-    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
+    async def transfer(self, peer: str, header: TransferHeader, body: memoryview) -> None:
         """Stream a body in chunks (zstd where it pays). Returns when the last chunk is handed to the link.
 
         Within the budget, rounds go before recovery, and those of one lane in the order of `outbound`. The body must
@@ -236,12 +230,12 @@ class GrpcTransport:
         Raises:
             LinkLost: the link is down, went down on the way, or was too slow.
         """
-        is_measurement = isinstance(header, Probe)
+        is_measurement = BULK_LANES[type(header)] is BudgetLane.MEASUREMENT
         if not is_measurement:
             self._urgent += 1
             self._quiet.clear()
         try:
-            await self._link(peer).transfer(header, body.cast("B") if body.nbytes else memoryview(b""))
+            await self._link(peer).outbound.transfer(header, body.cast("B") if body.nbytes else memoryview(b""))
         finally:
             if not is_measurement:
                 self._urgent -= 1
@@ -289,14 +283,6 @@ class GrpcTransport:
         """What each link is doing, and why it is down if it is."""
         return {peer: link.status() for peer, link in self._links.items()}
 
-    def dials(self, peer: str) -> bool:
-        """Whether the link to a peer is of our own dial. Raises LinkLost when there is none."""
-        return self._link(peer).is_dialed
-
-    def drop_link(self, peer: str, reason: str) -> None:
-        """End the link to a peer; it is dialed again after the backoff."""
-        self._link(peer).drop(reason)
-
     def reject(self, peer: str, error: PeerError) -> None:
         """Count what a peer did wrong, and log it at most once per `REJECTION_LOG_S` for each peer and reason."""
         key = (peer, _reason(error))
@@ -307,12 +293,9 @@ class GrpcTransport:
         if now_s - self._logged_s.get(key, -REJECTION_LOG_S) >= REJECTION_LOG_S:
             self._logged_s[key] = now_s
             _log.warning("rejected", peer=peer, reason=key[1], error=str(error), count=self.rejections[key])
-        if isinstance(error, (ProtocolViolation, PayloadCorrupt)):
-            self._strike(peer, error)
-
-    def _strike(self, peer: str, error: PeerError) -> None:
-        """What no honest peer of this version sends. Another run or version is a mistake of people, and no strike."""
-        if self._quarantine.strike(peer, str(error), now_ns=time.monotonic_ns()):
+        # No honest peer of this version sends that. Another run or version is a mistake of people, and no strike.
+        is_strike = isinstance(error, (ProtocolViolation, PayloadCorrupt))
+        if is_strike and self._quarantine.strike(peer, str(error), now_ns=time.monotonic_ns()):
             _log.error("quarantined", peer=peer, reason=self.quarantined(peer))
             if peer in self._links:
                 self._links[peer].drop(self.quarantined(peer))
@@ -349,16 +332,13 @@ class GrpcTransport:
 
     # ---- incoming calls ----------------------------------------------------------------------------------------------
 
-    async def _serve(self, lane: Lane | str, context: Any) -> None:
+    async def _serve(self, lane: Lane, context: Any) -> None:
         """Carry one accepted call to its end."""
         who = caller(context)
         stream = AcceptedStream(context, peer=who.region)
         try:
-            if isinstance(lane, Lane):
-                link, hello = await self._greet(lane, who, stream)
-                ended = await link.accept(hello, stream)
-            else:
-                ended = await self._let_in(who, stream)
+            link, hello = await self._greet(lane, who, stream)
+            ended = await link.accept(hello, stream)
         except Superfluous as error:
             await refuse(context, error)
         except PeerError as error:
@@ -371,22 +351,6 @@ class GrpcTransport:
 
     async def _greet(self, lane: Lane, who: Caller, stream: AcceptedStream) -> tuple[PeerLink, Hello]:
         """Who calls, and whether we belong together. Raises PeerError."""
-        async with self._handshake(who) as link:
-            hello = decode_hello(await stream.read())
-            await self._check(lane, who, hello, stream)
-        self._meter.assign(who.region, who.address, is_lasting=False, is_bulk=lane is Lane.BULK)
-        return link, hello
-
-    async def _let_in(self, who: Caller, stream: AcceptedStream) -> PeerError | None:
-        """Carry a connection of a measurement to its end. Raises PeerError."""
-        async with self._handshake(who):
-            token, index = decode_aside(await stream.read())
-        self.asides.find(who.region, token).join(index, stream, who.address)
-        return await stream.until_closed()
-
-    @contextlib.asynccontextmanager
-    async def _handshake(self, who: Caller) -> AsyncIterator[PeerLink]:
-        """Hear what a caller says first, if it may call. Raises PeerError."""
         link = self._links.get(who.region)
         if link is None or who.tls_name != tls_name(who.region, self._hello.run_id):
             raise PeerIncompatible(f"{who.region!a} ({who.tls_name!a}) is not a region of run {self._hello.run_id}")
@@ -397,37 +361,58 @@ class GrpcTransport:
         self._handshakes += 1
         try:
             async with asyncio.timeout(self._times.hello_s):
-                yield link
+                hello = decode_hello(await stream.read())
+                connection = hello.connection if lane is Lane.BULK else 0
+                ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
+                try:
+                    check_hello(ours, hello, certificate_region=who.region)
+                except PeerIncompatible:
+                    await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
+                    raise
         except TimeoutError:
             raise LinkLost(f"{who.region}: no hello within {self._times.hello_s:.0f} s") from None
         finally:
             self._handshakes -= 1
-
-    async def _check(self, lane: Lane, who: Caller, hello: Hello, stream: AcceptedStream) -> None:
-        connection = hello.connection if lane is Lane.BULK else 0
-        ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
-        try:
-            check_hello(ours, hello, certificate_region=who.region)
-        except PeerIncompatible:
-            await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
-            raise
+        self._meter.assign(who.region, who.address, is_lasting=False, is_bulk=lane is Lane.BULK)
+        return link, hello
 
     # ---- wire bytes --------------------------------------------------------------------------------------------------
 
     async def _run_meter(self) -> None:
+        loop = asyncio.get_running_loop()
         for peer, address in self._peers.items():
-            if address is not None:
-                await self._assign_dialed(peer, address)
+            if address is None:
+                continue
+            host, _, port = address.rpartition(":")
+            with contextlib.suppress(OSError, ValueError):  # what can't be resolved can't be dialed, which says so
+                for *_, where in await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM):
+                    self._meter.assign(peer, (str(where[0]), int(where[1])))
         await self._pacer.run()
 
-    async def _assign_dialed(self, peer: str, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        except (OSError, ValueError):
-            return
-        for *_, where in found:
-            self._meter.assign(peer, (str(where[0]), int(where[1])))
+
+class _Handlers:
+    """Hands what arrives to who takes its kind; implements `TransportHandler` for all that is on the wire."""
+
+    def __init__(self, handler: TransportHandler[Message, BulkHeader]) -> None:
+        self._handler: TransportHandler[Any, Any] = handler
+        self._registered: dict[type, TransportHandler[Any, Any]] = {}
+
+    def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
+        self._registered |= dict.fromkeys(kinds, handler)
+
+    def control_arrived(self, peer: str, message: ControlMessage) -> None:
+        self._registered.get(type(message), self._handler).control_arrived(peer, message)
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        for handler in dict.fromkeys((self._handler, *self._registered.values())):
+            handler.link_changed(peer, is_up=is_up)
+
+    def transfer_opened(self, peer: str, header: TransferHeader, raw_bytes: int) -> memoryview | None:
+        return self._registered.get(type(header), self._handler).transfer_opened(peer, header, raw_bytes)
+
+    def transfer_closed(self, peer: str, header: TransferHeader, buffer: memoryview, *, is_whole: bool) -> None:
+        handler = self._registered.get(type(header), self._handler)
+        handler.transfer_closed(peer, header, buffer, is_whole=is_whole)
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -25,11 +25,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
-from diloco_node.transport.connections import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire.schema import Limits, Schema
-from diloco_node.wire.tables import CONTROL, HEADERS, PROTOCOL_VERSION
+from diloco_node.wire.tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
+
+TRANSFER_CONNECTIONS_MAX: Final = 8
+"""Over so many a transfer may go: a link for a measurement may have more than one of a run."""
 
 CHUNK_BYTES_MAX: Final = 2**20
 """Raw bytes of one chunk. Compressed it may be a little more where compression does not pay, hence the slack below."""
@@ -70,6 +71,13 @@ class Lane(StrEnum):
     BULK = "bulk"
 
 
+class Role(StrEnum):
+    """What a process is there for. Only two of the same role link."""
+
+    TRAINING = "training"
+    MEASURING = "measuring"
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first frame in each direction on each stream.
@@ -83,6 +91,7 @@ class Hello:
         lane: which of the two streams this is.
         dial: the dialer's count of attempts in this process; all streams of one pair carry the dialer's number.
         connection: of the bulk lane, which of its connections: 0 is the first, others join a session that is up.
+        role: must be equal on both sides.
     """
 
     protocol_version: int
@@ -95,6 +104,7 @@ class Hello:
     lane: Lane
     dial: int
     connection: int = 0
+    role: Role = Role.TRAINING
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +113,7 @@ class TransferBegin:
 
     transfer: int
     raw_bytes: int
-    header: BulkHeader
+    header: TransferHeader
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +154,15 @@ class TransferAbort:
 BulkFrame = TransferBegin | TransferChunk | TransferEnd | TransferAbort
 
 _HELLO: Final[Schema[Hello]] = Schema({1: Hello}, limits=Limits(message_bytes_max=4096, str_bytes_max=256))
+
+
+_OTHER_ROLE: Final = {
+    Role.TRAINING: "what answers is the training daemon of {region}, which measures only with daemons: leave out "
+    "--alone and HOST:PORT to measure through the daemon that runs here, or start `diloco-node measure serve` beside "
+    "that one on a port of its own (measure_port in run.toml, or --listen)",
+    Role.MEASURING: "what is there is no training daemon, but `diloco-node measure` of {region}: end it, or give it a "
+    "port of its own (measure_port in run.toml, or --listen)",
+}
 
 
 def encode_hello(hello: Hello) -> bytes:
@@ -197,6 +216,8 @@ def check_hello(ours: Hello, theirs: Hello, *, certificate_region: str) -> None:
         raise ProtocolViolation(
             f"identity_mismatch: the certificate is {certificate_region}'s, the hello says {theirs.region}"
         )
+    if theirs.protocol_version == ours.protocol_version and theirs.role is not ours.role:
+        raise PeerIncompatible(_OTHER_ROLE[theirs.role].format(region=theirs.region))
     fields = ("protocol_version", "run_id", "epoch", "settings_digest", "manifest_digest")
     different = [
         f"{name}: ours {_plain(getattr(ours, name))}, theirs {_plain(getattr(theirs, name))}"
@@ -211,24 +232,24 @@ def check_hello(ours: Hello, theirs: Hello, *, certificate_region: str) -> None:
         raise ProtocolViolation(f"a hello for connection {theirs.connection} on connection {ours.connection}")
 
 
-def encode_control(message: Message) -> bytes:
+def encode_control(message: ControlMessage) -> bytes:
     """A CONTROL frame. Raises TypeError or ValueError for a message outside of the schema."""
     return b"\x02" + CONTROL.encode(message)
 
 
-def decode_control(frame: bytes) -> Message:
+def decode_control(frame: bytes) -> ControlMessage:
     """The message of a CONTROL frame. Raises ProtocolViolation."""
     if not frame or frame[0] != KIND_CONTROL:
         raise ProtocolViolation(f"frame kind {frame[0] if frame else 'none'} on the control lane")
     return CONTROL.decode(memoryview(frame)[1:])
 
 
-def decode_control_lane(frame: bytes) -> Message | None:
+def decode_control_lane(frame: bytes) -> ControlMessage | None:
     """What any frame of the control lane after the hello says; None: a ping. Raises ProtocolViolation."""
     return None if frame == PING_FRAME else decode_control(frame)
 
 
-def encode_begin(transfer: int, header: BulkHeader, raw_bytes: int) -> bytes:
+def encode_begin(transfer: int, header: TransferHeader, raw_bytes: int) -> bytes:
     """A BEGIN frame; `transfer` counts up on each stream, `raw_bytes` is the size before zstd."""
     return _BEGIN.pack(KIND_BEGIN, transfer, raw_bytes) + HEADERS.encode(header)
 

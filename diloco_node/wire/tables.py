@@ -1,13 +1,24 @@
-"""The numeric tag of every message. A tag is never reused; a change here is a new `PROTOCOL_VERSION`."""
+"""All messages of the wire: the core's, the transport's own, and those of measuring; each with its numeric tag.
+
+A tag is never reused; a change here is a new `PROTOCOL_VERSION`.
+"""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Final
 
-from diloco_node.core import measuring, messages, types
+from diloco_node.core import messages, types
+from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.schema import Limits, Schema
 
 PROTOCOL_VERSION: Final = 5
+
+ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
+"""What travels in the control lane."""
+
+TransferHeader = messages.BulkHeader | measure_messages.ProbeHeader
+"""What a bulk transfer begins with."""
 
 CONTROL_BYTES_MAX: Final = 4 * 2**20
 HEADER_BYTES_MAX: Final = 64 * 2**10
@@ -39,18 +50,18 @@ MESSAGES: Final[dict[int, type]] = {
     16: messages.LeadershipOffered,
     17: messages.FinishWanted,
     18: messages.DiscardReported,
-    19: messages.IngressGranted,
-    20: messages.IngressWanted,
-    21: measuring.EchoWanted,
-    22: measuring.EchoAnswered,
-    23: measuring.MeasurementAsked,
-    24: measuring.MeasurementReady,
-    25: measuring.MeasurementDeclined,
-    26: measuring.MeasurementReceived,
-    27: measuring.MeasurementStopped,
-    28: measuring.MeasurementSent,
-    29: measuring.LinkAsked,
-    30: measuring.LinkTold,
+    19: link_messages.IngressGranted,
+    20: link_messages.IngressWanted,
+    21: measure_messages.EchoWanted,
+    22: measure_messages.EchoAnswered,
+    23: measure_messages.MeasurementAsked,
+    24: measure_messages.MeasurementReady,
+    25: measure_messages.MeasurementDeclined,
+    26: measure_messages.MeasurementReceived,
+    27: measure_messages.MeasurementStopped,
+    28: measure_messages.MeasurementSent,
+    29: measure_messages.LinkAsked,
+    30: measure_messages.LinkMeasured,
 }
 
 BULK_HEADERS: Final[dict[int, type]] = {
@@ -58,15 +69,36 @@ BULK_HEADERS: Final[dict[int, type]] = {
     2: messages.MergedStripe,
     3: messages.Payload,
     4: messages.State,
-    5: measuring.Probe,
+    5: measure_messages.Probe,
+    6: measure_messages.CompressibleProbe,
 }
 
-CONTROL: Final[Schema[messages.Message]] = Schema(
+
+class BudgetLane(IntEnum):
+    """What traffic is for; a smaller number goes first."""
+
+    CONTROL = 0
+    ROUNDS = 1
+    RECOVERY = 2
+    MEASUREMENT = 3
+
+
+BULK_LANES: Final[dict[type, BudgetLane]] = {
+    messages.ContributionStripe: BudgetLane.ROUNDS,
+    messages.MergedStripe: BudgetLane.ROUNDS,
+    messages.Payload: BudgetLane.RECOVERY,
+    messages.State: BudgetLane.RECOVERY,
+    measure_messages.Probe: BudgetLane.MEASUREMENT,
+    measure_messages.CompressibleProbe: BudgetLane.MEASUREMENT,
+}
+"""The lane of the budget in which a transfer travels."""
+
+CONTROL: Final[Schema[ControlMessage]] = Schema(
     MESSAGES, parts=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
 )
 """Messages of the control lane."""
 
-HEADERS: Final[Schema[messages.BulkHeader]] = Schema(BULK_HEADERS, limits=Limits(message_bytes_max=HEADER_BYTES_MAX))
+HEADERS: Final[Schema[TransferHeader]] = Schema(BULK_HEADERS, limits=Limits(message_bytes_max=HEADER_BYTES_MAX))
 """Headers of bulk transfers."""
 
 ENTRIES: Final[Schema[types.Entry]] = Schema(

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from diloco_node.cli.options import ConfigOption
-from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
+from diloco_node.errors import DilocoError, PeersUnreachable
 
 if TYPE_CHECKING:
-    from diloco_node.adapters.series import Keep
-    from diloco_node.cli.measure.daemon import Running
-    from diloco_node.cli.measure.run import HowLong
+    from diloco_node.measure.documents import Keep
 
 app = typer.Typer(
     help="Round trips and goodput between regions, by the path that a run would take.",
@@ -30,7 +26,6 @@ app = typer.Typer(
 SECONDS: Final = 5.0
 SECONDS_MIN: Final = 0.2
 SECONDS_MAX: Final = 120.0
-CONNECTIONS: Final = "1,2,4,8"
 
 RegionOption = Annotated[
     str | None,
@@ -55,13 +50,15 @@ MostOption = Annotated[
         "--most",
         metavar="MIB",
         min=16,
-        max=4096,
-        help="MiB of each test through a daemon, its warm-up too [default: 4096].",
+        max=262_144,
+        help="MiB of each test, its warm-up too [default and most through a daemon: 4096].",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="A region of run.toml, or HOST:PORT.")]
-PlainOption = Annotated[bool | None, typer.Option("--plain/--no-plain", help="Plain TCP beside it.")]
+PlainOption = Annotated[
+    bool | None, typer.Option("--plain/--no-plain", help="Plain TCP beside it; not through a daemon.")
+]
 
 
 @app.command()
@@ -72,30 +69,101 @@ def serve(
     certs: CertsOption = None,
     listen: Annotated[
         str | None,
-        typer.Option("--listen", metavar="HOST:PORT", help="What to bind [default: as the region's daemon]."),
+        typer.Option(
+            "--listen", metavar="HOST:PORT", help="What to bind [default: measure_port, or as the region's daemon]."
+        ),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option("--peers", metavar="NAME,...", help="Regions that may measure [default: all of run.toml]."),
     ] = None,
     plain_port: Annotated[
-        int, typer.Option("--plain-port", min=0, max=65_535, help="For plain TCP, on the same host; 0: a free one.")
+        int,
+        typer.Option(
+            "--plain-port", min=0, max=65_535, help="For plain TCP of a test, on the same host; 0: a free one."
+        ),
     ] = 0,
     plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Plain TCP beside it.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer measurements until Ctrl-C. Before a run exists it takes the region's own port; needs certificates only."""
+    """Answer measurements until Ctrl-C, before a run or beside it. Without run.toml it needs --listen and --peers."""
     from diloco_node.cli.measure import run as measure_run
 
     here = measure_run.Here.find(config, certs, region)
     where = measure_run.parse_address(listen, "--listen", port_min=0) if listen is not None else here.listen()
 
-    def told(ends: dict[str, Any]) -> None:
+    members = here.members(peers)
+
+    def on_listening(end: dict[str, Any]) -> None:
         if as_json:
-            typer.echo(json.dumps(ends))
+            typer.echo(json.dumps(end))
         else:
-            also = f", plain TCP at port {ends['plain_port']}" if ends["plain_port"] else ""
-            place = f"{ends['host']}:{ends['port']}"
-            typer.echo(f"region {ends['region']} answers measurements at {place}{also}; Ctrl-C ends it")
+            at = f"port {plain_port}" if plain_port else "a free port each time"
+            also = f", plain TCP at {at}" if plain else ""
+            place = f"{end['host']}:{end['port']}"
+            typer.echo(f"region {end['region']} answers measurements at {place}{also}; Ctrl-C ends it")
         sys.stdout.flush()
 
-    measure_run.run(lambda: measure_run.serve(here, where, plain_port if plain else None, told))
+    measure_run.run(
+        lambda: measure_run.serve(
+            here, where, members=members, plain_port=plain_port if plain else None, on_listening=on_listening
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From where to measure, how long, and with what limits, as the user said."""
+
+    config: Path | None
+    certs: Path | None
+    region: str | None
+    alone: bool
+    seconds: float
+    warm_up: float | None
+    most: int | None
+    as_json: bool
+
+    def measure(self, document: dict[str, Any], **without_daemon: Any) -> dict[str, Any]:
+        """Measure and show it; what there is so far when it is cut short, by Ctrl-C or an error, which goes on.
+
+        Args:
+            without_daemon: defaults of the document when it does not go through a daemon.
+        """
+        so_far: deque[dict[str, Any]] = deque(maxlen=1)
+        try:
+            found = self._measured(document, so_far.append, without_daemon)
+        except (KeyboardInterrupt, DilocoError):
+            if so_far:
+                self._show({**so_far.pop(), "ended_early": True})
+            raise
+        self._show(found)
+        return found
+
+    def _measured(self, document: dict[str, Any], keep: Keep, without_daemon: dict[str, Any]) -> dict[str, Any]:
+        from diloco_node.cli.measure import daemon as measure_daemon
+        from diloco_node.cli.measure import run as measure_run
+
+        asked = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
+        if self.most is not None:
+            asked["bytes_max"] = self.most * 2**20
+        daemon = None
+        # The user may name a measuring end (HOST:PORT), a folder of keys, or say --alone: then no daemon is meant.
+        if not self.alone and self.certs is None and ":" not in str(document.get("peer")):
+            daemon = measure_daemon.find_daemon(self.config, self.region)
+        if daemon is None:
+            here = measure_run.Here.find(self.config, self.certs, self.region)
+            return measure_run.run(lambda: measure_run.measure(here, {**without_daemon, **asked}, keep))
+        with measure_run.progress(f"asking the daemon of {daemon.region}") as say:
+            return measure_daemon.measure(daemon, asked, say, keep)
+
+    def _show(self, document: dict[str, Any]) -> None:
+        if self.as_json:
+            typer.echo(json.dumps(document, indent=1))
+        else:
+            from diloco_node.cli.measure.view import show
+
+            show(document)
 
 
 @app.command()
@@ -112,35 +180,15 @@ def latency(
     alone: AloneOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Round trips through the whole path: p50, p99, jitter (RFC 3550), and what TCP had to send again.
+    """Round trips through the whole path: p50, p99, jitter (RFC 3550), and what TCP retransmitted.
 
     Through the daemon of the region if it runs here, over the links that it has; else with a `measure serve` there.
 
     \b
     diloco-node measure latency us-west --load
     """
-    from diloco_node.cli.measure import run as measure_run
-
-    show = partial(_show_latency, as_json=as_json)
-    daemon = _daemon(config, region, peer, most, alone=alone, certs=certs)
-    how_long = measure_run.HowLong(seconds, warm_up)
-    with _kept(show) as keep:
-        if daemon is not None:
-            document = _ask(daemon, {"what": "latency", "peer": peer, "load": load}, how_long, most, keep)
-        else:
-            here = measure_run.Here.find(config, certs, region)
-            document = measure_run.run(lambda: measure_run.latency(here, peer, how_long, is_loaded=load, keep=keep))
-    show(document)
-
-
-def _show_latency(document: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(document, indent=1))
-        return
-    from diloco_node.cli.measure.view import LOSS_NOTE, latency_table
-    from diloco_node.cli.tables import table_console
-
-    table_console().print(latency_table(document), LOSS_NOTE, *_if_early(document), sep="\n\n")
+    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    way.measure({"what": "latency", "peer": peer, "load": load})
 
 
 @app.command()
@@ -157,7 +205,7 @@ def bandwidth(
         typer.Option(
             "--connections",
             metavar="N,...",
-            help="Each a test of its own [default: 1,2,4,8; through a daemon those of the link].",
+            help="Each a test of its own [default: 1,2,4,8; not through a daemon].",
         ),
     ] = None,
     reverse: Annotated[bool, typer.Option("--reverse", "-R", help="From the peer to here.")] = False,
@@ -166,10 +214,10 @@ def bandwidth(
     alone: AloneOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Goodput of the transport (TLS; incompressible, and int4 with zstd) beside plain TCP; CPU; what was sent again.
+    """Goodput of the transport (TLS; incompressible, and int4 with zstd) beside plain TCP; CPU; what TCP retransmitted.
 
-    Through the daemon of the region if it runs here: in its measurement lane, within its budget, behind all rounds;
-    over the link that the run uses, or with --connections over as many opened for each test.
+    Through the daemon of the region if it runs here: over the link that the run uses, in its measurement lane, within
+    its budget, behind all rounds. Else with a `measure serve` there, on a link with so many connections for each test.
 
     \b
     diloco-node measure bandwidth us-west
@@ -177,45 +225,19 @@ def bandwidth(
     """
     from diloco_node.cli.measure import run as measure_run
 
-    counts = measure_run.parse_connections(CONNECTIONS if connections is None else connections)
-    show = partial(_show_bandwidth, as_json=as_json)
-    daemon = _daemon(config, region, peer, most, alone=alone, certs=certs)
-    how_long = measure_run.HowLong(seconds, warm_up)
-    with _kept(show) as keep:
-        if daemon is not None:
-            asked = {"what": "bandwidth", "peer": peer, "reverse": reverse, "plain": plain is not False}
-            if connections is not None:
-                asked["connections"] = counts
-            document = _ask(daemon, asked, how_long, most, keep)
-        else:
-            here = measure_run.Here.find(config, certs, region)
-            document = measure_run.run(
-                lambda: measure_run.bandwidth(
-                    here, peer, counts, how_long, is_reverse=reverse, is_plain_too=plain is not False, keep=keep
-                )
-            )
-    show(document)
+    asked: dict[str, Any] = {"what": "bandwidth", "peer": peer, "reverse": reverse}
+    if connections is not None:
+        asked["connections"] = measure_run.parse_connections(connections)
+    if plain is not None:
+        asked["plain"] = plain
+    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    document = way.measure(asked, connections=list(measure_run.CONNECTIONS), plain=True)
     failures = document.get("failures")
     if failures:
         raise PeersUnreachable(
             f"{len(failures)} of {len(failures) + len(document['tests'])} tests could not be carried out, the first: "
             f"{failures[0]['error']}"
         )
-
-
-def _show_bandwidth(document: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(document, indent=1))
-    else:
-        from diloco_node.cli.measure.view import bandwidth_table, bandwidth_title, failure_lines, short_lines
-        from diloco_node.cli.tables import table_console
-
-        console = table_console()
-        console.print(bandwidth_title(document), soft_wrap=True)
-        console.print(bandwidth_table(document))
-        plain_error = [document["plain_error"]] if document.get("plain_error") else []
-        for line in (*short_lines(document), *failure_lines(document), *plain_error, *_if_early(document)):
-            console.print(line, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -247,19 +269,8 @@ def mesh(
 
     if out is not None:
         measure_run.check_writable(out)  # before minutes are spent
-    show = partial(_show_mesh, as_json=as_json)
-    daemon = _daemon(config, region, None, most, alone=alone, certs=certs)
-    how_long = measure_run.HowLong(seconds, warm_up)
-    with _kept(show) as keep:
-        if daemon is not None:
-            document = _ask(daemon, {"what": "mesh", "plain": plain is True}, how_long, most, keep)
-        else:
-            here = measure_run.Here.find(config, certs, region)
-            pairs = here.pairs()
-            document = measure_run.run(
-                lambda: measure_run.mesh(here, pairs, how_long, is_plain_too=plain is True, keep=keep)
-            )
-    show(document)
+    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    document = way.measure({"what": "mesh", "plain": plain is True})
     if out is not None:
         measure_run.write(out, json.dumps(document, indent=1) + "\n")
     failures = document["failures"]
@@ -269,66 +280,3 @@ def mesh(
             f"{len(failures)} of {count} pairs could not be measured, the first from {first['from']} to "
             f"{first['to']}: {first['error']}"
         )
-
-
-def _show_mesh(document: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(document, indent=1))
-        return
-    from diloco_node.cli.measure.view import mesh_table
-    from diloco_node.cli.tables import table_console
-
-    console = table_console()
-    console.print(mesh_table(document))
-    for one in document.get("plain_errors", ()):
-        text = f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}"
-        console.print(text, markup=False, soft_wrap=True)
-    for line in _if_early(document):
-        console.print(line)
-
-
-def _if_early(document: dict[str, Any]) -> list[str]:
-    return ["ended early: this is what was measured until then"] if document.get("ended_early") else []
-
-
-@contextmanager
-def _kept(show: Callable[[dict[str, Any]], None]) -> Iterator[Keep]:
-    """Keep what there is so far; shown when the measurement is cut short, by Ctrl-C or an error, which goes on."""
-    so_far: deque[dict[str, Any]] = deque(maxlen=1)
-    try:
-        yield so_far.append
-    except (KeyboardInterrupt, DilocoError):
-        if so_far:
-            show({**so_far.pop(), "ended_early": True})
-        raise
-
-
-# ---- through a daemon ------------------------------------------------------------------------------------------------
-
-
-def _daemon(
-    config: Path | None, region: str | None, peer: str | None, most: int | None, *, alone: bool, certs: Path | None
-) -> Running | None:
-    """The daemon to ask: none when the user names a measuring end (HOST:PORT), a folder of keys, or says --alone."""
-    found = None
-    if not alone and certs is None and (peer is None or ":" not in peer):
-        from diloco_node.cli.measure.daemon import find_daemon
-
-        found = find_daemon(config, region)
-    if found is None and most is not None:
-        raise ConfigError(
-            "--most bounds a measurement through a running daemon, and this one does not go through one: leave it out, "
-            "and bound it with --seconds"
-        )
-    return found
-
-
-def _ask(daemon: Running, document: dict[str, Any], how_long: HowLong, most: int | None, keep: Keep) -> dict[str, Any]:
-    from diloco_node.cli.measure.daemon import Progress, measure
-    from diloco_node.cli.measure.run import progress
-
-    asked = {**document, "seconds": how_long.seconds, "warm_up_seconds": how_long.warm_up}
-    if most is not None:
-        asked["bytes_max"] = most * 2**20
-    with progress(f"asking the daemon of {daemon.region}") as say:
-        return measure(daemon, asked, Progress(say), keep)

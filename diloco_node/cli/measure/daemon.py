@@ -1,6 +1,6 @@
 """`measure` by way of a running daemon: find the one of our region, ask it over its admin socket, show how it goes on.
 
-A daemon measures over the links that it has, inside its measurement lane and its budget (`node.measure_command`).
+A daemon measures over the links that it has, inside its measurement lane and its budget (`measure.command`).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreach
 from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
-    from diloco_node.adapters.series import Keep
+    from diloco_node.measure.documents import Keep
 
 LINE_BYTES_MAX: Final = 16 * 2**20
 SILENT_S: Final = 20.0
@@ -77,7 +76,7 @@ def measure(daemon: Running, document: dict[str, Any], say: Callable[[str], None
     """Ask a daemon to measure, and wait for what comes of it.
 
     Args:
-        document: see `node.measure_command.parse_asked`. say: called with what goes on. keep: with what there is so
+        document: see `measure.command.parse_asked`. say: called with what goes on. keep: with what there is so
             far.
 
     Raises:
@@ -133,18 +132,3 @@ def _error(text: str, exit_code: object) -> DilocoError:
         PeersUnreachable.exit_code: PeersUnreachable,
     }
     return kinds.get(exit_code, PeerError)(text)
-
-
-class Progress:
-    """What a daemon says while it measures: on a terminal one line that changes, with the time; else nothing."""
-
-    def __init__(self, update: Callable[[str], None]) -> None:
-        self._update = update
-        self._now = ""
-        self._since_s = time.monotonic()
-
-    def __call__(self, now: str) -> None:
-        """Show it; seconds count from when it was said first."""
-        if now != self._now:
-            self._now, self._since_s = now, time.monotonic()
-        self._update(f"{now} ({time.monotonic() - self._since_s:.0f} s)")

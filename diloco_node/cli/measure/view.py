@@ -1,10 +1,11 @@
-"""What `measure` prints for people: the documents of `adapters.measured` as tables."""
+"""What `measure` prints for people: the documents of `measure.documents` as tables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, Final
 
+from diloco_node.cli.tables import table_console
 from diloco_node.measure.documents import FlowCase
 
 LOSS_NOTE: Final = (
@@ -16,7 +17,25 @@ SHORT: Final = 0.9
 """A test that counted less of its time than this is told."""
 
 
-# ---- latency ---------------------------------------------------------------------------------------------------------
+def show(document: Mapping[str, Any]) -> None:
+    """Print a document: rows of latency, tests of bandwidth, or pairs of a mesh."""
+    console = table_console()
+    lines: list[str] = []
+    if "rows" in document:
+        console.print(latency_table(document), LOSS_NOTE, sep="\n\n")
+    elif "tests" in document:
+        console.print(bandwidth_title(document), soft_wrap=True)
+        console.print(bandwidth_table(document))
+        lines += [*short_lines(document), *failure_lines(document)]
+        lines += [document["plain_error"]] if document.get("plain_error") else []
+    else:
+        console.print(mesh_table(document))
+        for one in document.get("plain_errors", ()):
+            lines.append(f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}")
+    if document.get("ended_early"):
+        lines.append("ended early: this is what was measured until then")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def latency_table(document: Mapping[str, Any]) -> Any:
@@ -33,9 +52,6 @@ def latency_table(document: Mapping[str, Any]) -> Any:
             "?" if least is None else _ms(least),
         )
     return table
-
-
-# ---- bandwidth -------------------------------------------------------------------------------------------------------
 
 
 def bandwidth_table(document: Mapping[str, Any]) -> Any:
@@ -67,7 +83,7 @@ def short_lines(document: Mapping[str, Any]) -> list[str]:
     short = [
         f"{_case(row).title} ({row['connections']}) {row['counted_seconds']:.2g} s"
         for row in document["tests"]
-        if row.get("counted_seconds", seconds) < SHORT * seconds
+        if row["counted_seconds"] < SHORT * seconds
     ]
     return (
         [f"the bytes of a test (--most) were used up early, and less was counted: {'; '.join(short)}"] if short else []
@@ -105,13 +121,7 @@ def _lane_note(document: Mapping[str, Any]) -> str:
         return ""
     limit = document["limit_bytes_per_second"]
     limited = f"; limited to {_mbit(limit)} Mbit/s ({document['limited_by']})" if limit else ""
-    over = {"own connections": "connections opened for each test", "link": "the link that the run uses"}[
-        document["over"]
-    ]
-    return f"\nthrough the running daemon, in its measurement lane{limited}: what rounds leave\nTLS: over {over}"
-
-
-# ---- mesh ------------------------------------------------------------------------------------------------------------
+    return f"\nthrough the running daemon, over the run's link, in its measurement lane{limited}: what rounds leave"
 
 
 def mesh_table(document: Mapping[str, Any]) -> Any:
@@ -132,9 +142,6 @@ def mesh_table(document: Mapping[str, Any]) -> Any:
             _share(row["retransmitted_share"]),
         )
     return table
-
-
-# ---- cells -----------------------------------------------------------------------------------------------------------
 
 
 def _table(*columns: str) -> Any:

@@ -89,7 +89,6 @@ class WireMeter:
         self._far: set[int] = set()
         self._ended: defaultdict[str, LinkCounters] = defaultdict(LinkCounters)
         self._dials: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._asides: dict[str, frozenset[int]] = {}
         self._is_measured = False
         self.goes_by_loss = False
         """A far socket stayed with the host's congestion control: it is taken for one that goes by loss."""
@@ -173,28 +172,18 @@ class WireMeter:
         """What TCP did on a peer's living sockets, as of the last sample; None when it has none, or nobody tells."""
         return tcp_of(self._of(peer))
 
-    def set_asides(self, peer: str, cookies: frozenset[int]) -> None:
-        """These sockets of a peer carry a measurement only: they are counted, and paced apart from the others."""
-        self._asides[peer] = cookies
-
     def pace(self, peer: str, rate_bytes_per_s: int | None, *, connections: int = 1) -> None:
         """Have the kernel send no faster on the peer's bulk connections than this; None: no limit.
 
         What the sockets hold already obeys as well, and pieces are spread out over time instead of leaving at once.
-        Those of a measurement together get the same: whatever they hold, the budget lets no more go than the limit.
 
         Args:
             connections: how many share the load: each of all there are gets such a part of the rate.
         """
-        asides = self._asides.get(peer, frozenset())
+        rate = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // connections)
         for one in self._of(peer):
-            if self._lanes.get(one.cookie, False) or one.remote in self._bulk_remotes:
-                share = connections  # control must not keep a limit for bulk
-            elif one.cookie in asides:
-                share = len(asides)
-            else:
-                continue
-            rate = None if rate_bytes_per_s is None else max(1, rate_bytes_per_s // share)
+            if not self._lanes.get(one.cookie, False) and one.remote not in self._bulk_remotes:
+                continue  # control must not keep a limit for bulk
             if self._paced.get(one.cookie) != rate and pace_socket(one.fd, one.cookie, rate):
                 self._paced[one.cookie] = rate
 

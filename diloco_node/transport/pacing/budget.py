@@ -21,14 +21,18 @@ from enum import IntEnum
 from typing import Final
 
 from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MIN, TokenBucket, piece_bytes
+from diloco_node.wire.tables import BudgetLane
 
 STARVING_NS: Final = 2_000_000_000
 """A piece that has waited for so long goes first: strict order between lanes must not break a transfer's link."""
 
 PPM: Final = 1_000_000
+
 OVERHEAD_PPM_FIRST: Final = 1_060_000
-OVERHEAD_PPM_MIN: Final = 1_000_000
+"""TCP, TLS, HTTP/2 and gRPC around chunks of bulk, as it is on a line with packets of 1,500 bytes."""
+
 OVERHEAD_PPM_MAX: Final = 1_250_000
+"""A path with more is taken for one with so much; what it has beyond is charged when the kernel has counted it."""
 
 OVERHEAD_PRIOR_BYTES: Final = 10**6
 """How much traffic the first guess of 6 % weighs."""
@@ -38,15 +42,6 @@ OVERHEAD_MEMORY_BYTES: Final = 64 * 2**20
 
 CONTROL_FRAME_BYTES: Final = 120
 """Headers around one small frame: Ethernet 14, IP 20, TCP 32, TLS 22, HTTP/2 and gRPC 14, and some HTTP/2 frames."""
-
-
-class BudgetLane(IntEnum):
-    """What traffic is for; a smaller number goes first."""
-
-    CONTROL = 0
-    ROUNDS = 1
-    RECOVERY = 2
-    MEASUREMENT = 3
 
 
 class LimitSource(IntEnum):
@@ -69,7 +64,7 @@ class Overhead:
     @property
     def ppm(self) -> int:
         """Wire bytes for a million bytes handed over."""
-        return min(max(self._wire * PPM // self._handed, OVERHEAD_PPM_MIN), OVERHEAD_PPM_MAX)
+        return min(max(self._wire * PPM // self._handed, PPM), OVERHEAD_PPM_MAX)
 
     def wire_bytes(self, handed_bytes: int) -> int:
         """What so many bytes will be on the wire, rounded up."""

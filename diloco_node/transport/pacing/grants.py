@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.transport.pacing.budget import Overhead
+from diloco_node.transport.pacing.budget import PPM, Overhead
 from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
 
 SETTLE_NS: Final = 150_000_000
@@ -26,13 +26,10 @@ IDLE_SHARE: Final = 50
 CHANGE_PPM_MIN: Final = 20_000
 """A share that changes by less than 2 % is not told."""
 
-PPM: Final = 1_000_000
-
 ALLOWANCE_NS: Final = 250_000_000
 ALLOWANCE_BYTES: Final = 64 * 2**10
 """What a peer may be ahead of its share before it is not read: grants and bytes under way cross each other."""
 
-DEBT_SPREAD_NS: Final = NS_PER_S
 DEBT_FREE_NS: Final = 150_000_000
 """What arrived beyond the ceiling is taken from the shares over the next second, up to half of them; but not what comes
 with one reading of the kernel's counters, ten times a second."""
@@ -51,6 +48,7 @@ class _Grant:
     Attributes:
         told: the last grant sent on this link, None: none yet.
         before, until_ns: an earlier, larger grant that may still be in use until then.
+        unlearnt_bytes: read since the kernel's counters were last taken.
     """
 
     bucket: TokenBucket
@@ -61,8 +59,7 @@ class _Grant:
     until_ns: int = 0
     is_connected: bool = False
     overhead: Overhead = field(default_factory=Overhead)
-    read_bytes: int = 0
-    learnt_bytes: int = 0
+    unlearnt_bytes: int = 0
     measured_bytes: int = 0
 
     def in_use(self, now_ns: int) -> int:
@@ -143,7 +140,7 @@ class IngressGrants:
         if rate is None:
             return {peer: entry.peer_rate or UNLIMITED for peer, entry in connected.items()}
         debt = self._region.debt_bytes(now_ns=now_ns) - rate * DEBT_FREE_NS // NS_PER_S
-        free = rate - min(max(0, debt) * NS_PER_S // DEBT_SPREAD_NS, rate // 2)
+        free = rate - min(max(0, debt), rate // 2)
         busy = {peer: entry.wanted_bytes_per_s for peer, entry in connected.items() if entry.wanted_bytes_per_s}
         idle = [peer for peer in connected if peer not in busy]
         if not busy:
@@ -186,7 +183,7 @@ class IngressGrants:
     def arrived(self, peer: str, frame_bytes: int, *, now_ns: int) -> None:
         """A frame of bulk was read."""
         entry = self._peers[peer]
-        entry.read_bytes += frame_bytes
+        entry.unlearnt_bytes += frame_bytes
         entry.bucket.charge(entry.overhead.wire_bytes(frame_bytes), now_ns=now_ns)
 
     def read_at_ns(self, peer: str, *, now_ns: int) -> int:
@@ -203,8 +200,7 @@ class IngressGrants:
         entry = self._peers[peer]
         new = max(0, wire_bytes - entry.measured_bytes)
         entry.measured_bytes = wire_bytes
-        read = entry.read_bytes - entry.learnt_bytes
-        entry.learnt_bytes = entry.read_bytes
+        read, entry.unlearnt_bytes = entry.unlearnt_bytes, 0
         if read >= ALLOWANCE_BYTES:
             entry.overhead.learn(read, new)
         self._region.charge(new, now_ns=now_ns)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,12 +16,13 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.messages import IngressGranted, IngressWanted, Message
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
-from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, BudgetLane, EgressBudget, LimitSource
+from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import UNLIMITED, WANTS_MOST, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
 from diloco_node.transport.pacing.token_bucket import LATE_NS, NS_PER_S, PIECE_BYTES_MAX
+from diloco_node.wire.link_messages import IngressGranted, IngressWanted, LinkMessage
+from diloco_node.wire.tables import BudgetLane, ControlMessage
 
 _log = structlog.get_logger(__name__)
 
@@ -88,7 +88,7 @@ class Pacer:
         peers: Iterable[str],
         *,
         meter: WireMeter,
-        send: Callable[[str, Message], object],
+        send: Callable[[str, LinkMessage], object],
         now_ns: Callable[[], int] = time.monotonic_ns,
         minute_of_day: Callable[[], int] | None = None,
     ) -> None:
@@ -102,8 +102,6 @@ class Pacer:
         self._grants = IngressGrants(names, now_ns=now_ns())
         self._peers = {name: _PeerState(LinkWatch(name, meter)) for name in names}
         self._turns: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
-        # A lane has two who send while a measurement has connections of its own: one piece of them waits at a time.
-        self._lines: defaultdict[tuple[str, BudgetLane], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._release_timer: asyncio.TimerHandle | None = None
         self._grant_timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
@@ -196,17 +194,16 @@ class Pacer:
         """Wait until a piece may go; it counts as sent when this returns."""
         if self.turn_now(peer, lane, handed_bytes):
             return
-        async with self._lines[peer, lane]:
-            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._egress.ask(peer, lane, handed_bytes, urgency, now_ns=self._now_ns())
-            self._turns[peer, lane] = waiting
-            try:
-                self._release()
-                await waiting
-            finally:
-                if self._turns.get((peer, lane)) is waiting:
-                    del self._turns[peer, lane]
-                    self._egress.withdraw(peer, lane)
+        waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._egress.ask(peer, lane, handed_bytes, urgency, now_ns=self._now_ns())
+        self._turns[peer, lane] = waiting
+        try:
+            self._release()
+            await waiting
+        finally:
+            if self._turns.get((peer, lane)) is waiting:
+                del self._turns[peer, lane]
+                self._egress.withdraw(peer, lane)
 
     def control_sent(self, peer: str, frame_bytes: int) -> None:
         """A frame of the control lane goes out."""
@@ -287,7 +284,7 @@ class Pacer:
         self._release()
         self._grant()
 
-    def heard(self, peer: str, message: Message) -> bool:
+    def heard(self, peer: str, message: ControlMessage) -> bool:
         """Take a control message if it is about the budget; whether it was."""
         if isinstance(message, IngressGranted):
             self._peers[peer].is_granted = message.bytes_per_s != UNLIMITED

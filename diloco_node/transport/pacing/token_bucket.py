@@ -22,11 +22,11 @@ BURST_NS_MAX: Final = 150_000_000
 PIECE_NS: Final = 10_000_000
 PIECE_BYTES_MIN: Final = 16 * 2**10
 PIECE_BYTES_MAX: Final = 2**20
+"""A piece is so long, or so large: smaller ones cost more CPU time a byte, the largest is one chunk."""
 
 PIECE_NS_MAX: Final = 100_000_000
-"""Below 1.3 Mbit/s pieces get smaller than PIECE_BYTES_MIN: one of 16 KiB would be over the ceiling by itself."""
-
 PIECE_BYTES_LEAST: Final = 1024
+"""Below 1.3 Mbit/s pieces get smaller than PIECE_BYTES_MIN: one of 16 KiB would be over the ceiling by itself."""
 
 
 def piece_bytes(rate_bytes_per_s: int | None) -> int:
@@ -62,6 +62,7 @@ class TokenBucket:
         self._late_ns = LATE_NS
         self._lost = 0
         self._burst_set = burst
+        self._burst = 0
         self._set(rate_bytes_per_s)
 
     @property

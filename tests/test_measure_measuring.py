@@ -1,4 +1,4 @@
-"""node/measuring.py over real links on loopback: round trips, goodput in the measurement lane, far links, refusals."""
+"""measure/measuring.py over real links on loopback: round trips, goodput in its lane, far links, refusals."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters.flows import FlowTimes
-from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.measuring import NS_PER_S, MeasuringMessage, Probe
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import echoes, probes
-from diloco_node.measure.asking import FlowOverLink, FlowWanted
-from diloco_node.measure.command import parse_asked
+from diloco_node.measure.asking import FlowMeasured, FlowWanted
+from diloco_node.measure.command import DAEMON_BYTES_MAX, parse_asked
+from diloco_node.measure.gate import ECHOES_SAVED_MAX
+from diloco_node.measure.probes import FlowTimes
 from diloco_node.transport.kernel.congestion import own_congestion_controls
-from tests.measuring_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, asked, be_patient, idle, wanted
+from diloco_node.wire import measure_messages as msg
+from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage, Probe
+from tests.measure_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, be_patient, idle, wanted, wish
 
 BURST_S = 0.25
 """So much of a budget may have been saved up when work begins, and gone before it is booked."""
@@ -257,7 +258,7 @@ async def test_a_link_that_is_lost_ends_the_measurement_on_both_sides(regions: R
     flow = asyncio.create_task(a.measuring.flow(wanted(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     await asyncio.sleep(0.1)
-    a.transport.drop_link("b", "a test")
+    a.transport._links["b"].drop("a test")
     with pytest.raises(PeerError):
         await asyncio.wait_for(flow, DEADLINE_S)
     await idle(b)
@@ -310,42 +311,42 @@ async def until_lost(region: Region, header: Probe) -> None:
 
 async def test_probes_nobody_agreed_to_cost_the_peer_its_link(regions: Regions) -> None:
     a, b = await regions.start()
-    await until_lost(a, Probe(99, False))
+    await until_lost(a, Probe(99))
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
 
 
 async def test_more_probes_than_agreed_cost_the_peer_its_link(regions: Regions) -> None:
     a, b = await regions.start()
-    a.transport.send("b", asked(5, is_asker_sending=True, span_ns=10 * NS_PER_S, bytes_max=300_000))
+    a.transport.send("b", wish(5, is_asker_sending=True, span_ns=10 * NS_PER_S, bytes_max=300_000))
     await a.until(lambda: ("b", msg.MeasurementReady(5, None)) in a.heard)
-    await until_lost(a, Probe(5, False))
+    await until_lost(a, Probe(5))
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "asked",
     [
-        asked(5, span_ns=msg.SPAN_NS_MAX + 1),
-        asked(5, bytes_max=msg.BYTES_MAX + 1),
+        wish(5, span_ns=msg.SPAN_NS_MAX + 1),
+        wish(5, bytes_max=msg.BYTES_MAX + 1),
         msg.LinkAsked(5, "c", 0, 0, 1000, 1000, False),
     ],
     ids=["seconds", "bytes", "probes"],
 )
-async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Regions, wish: MeasuringMessage) -> None:
+async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Regions, asked: MeasureMessage) -> None:
     a, b = await regions.start()
-    a.transport.send("b", wish)
+    a.transport.send("b", asked)
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
     assert b.lane("a") == 0
 
 
 async def test_a_peer_that_asks_again_and_again_is_told_no(regions: Regions) -> None:
     a, b = await regions.start()
-    a.measuring.ends._expected["b"].expect(0, 10**6)
+    a.measuring._receivers._expected["b"].expect(0, 10**6)
     for number in range(50):
-        a.transport.send("b", asked(number, span_ns=60 * NS_PER_S, bytes_max=10**6))
+        a.transport.send("b", wish(number, span_ns=60 * NS_PER_S, bytes_max=10**6))
     await a.until(lambda: sum(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard) == 49)
     assert sum(isinstance(one, msg.MeasurementReady) for _, one in a.heard) <= 1
-    assert len(b.measuring._for_peers._serving) == 1
+    assert len(b.measuring._answering._serving) == 1
     a.transport.send("b", msg.MeasurementStopped(0))
     await idle(b)
 
@@ -353,7 +354,7 @@ async def test_a_peer_that_asks_again_and_again_is_told_no(regions: Regions) -> 
 async def test_who_asks_twice_for_the_same_breaks_the_protocol(regions: Regions) -> None:
     a, b = await regions.start()
     for _ in range(2):
-        a.transport.send("b", asked(5, span_ns=60 * NS_PER_S, bytes_max=10**9))
+        a.transport.send("b", wish(5, span_ns=60 * NS_PER_S, bytes_max=10**9))
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
     await idle(b)
 
@@ -368,7 +369,7 @@ async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> 
     a.transport.send("b", msg.LinkAsked(7, "nobody", 1, 0, 1, 1, False))  # its answer comes after all echoes
     await a.until(lambda: any(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard))
     answered = sum(isinstance(one, msg.EchoAnswered) for _, one in a.heard)
-    assert answered == msg.ECHOES_SAVED_MAX
+    assert answered == ECHOES_SAVED_MAX
 
 
 async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
@@ -387,10 +388,10 @@ async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
 
 async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: Regions) -> None:
     a, b = await regions.start()
-    talks = a.measuring._asking._talks
+    exchanges = a.measuring._asking._exchanges
     flow = asyncio.create_task(a.measuring.flow(wanted()))
     await b.until(lambda: b.measuring.describe())
-    (number,) = (key[1] for key in talks)
+    (number,) = (key[1] for key in exchanges)
     b.transport.send("a", msg.MeasurementSent(number, 0, 0, 0, 0, 0))
     with pytest.raises(PeerError, match="said MeasurementSent"):
         await asyncio.wait_for(flow, DEADLINE_S)
@@ -401,7 +402,7 @@ async def test_what_a_peer_says_in_its_own_words_is_no_command_to_a_terminal(reg
     a, b = await regions.start()
     flow = asyncio.create_task(a.measuring.flow(wanted()))
     await b.until(lambda: b.measuring.describe())
-    (number,) = (key[1] for key in a.measuring._asking._talks)
+    (number,) = (key[1] for key in a.measuring._asking._exchanges)
     b.transport.send("a", msg.MeasurementDeclined(number, "no\x1b[2J\nné"))
     with pytest.raises(PeerError, match=r"b can't: no\?\[2J\?né"):
         await asyncio.wait_for(flow, DEADLINE_S)
@@ -434,64 +435,39 @@ async def test_latency_and_bandwidth_as_documents(regions: Regions) -> None:
         assert one["cpu_seconds_per_gb"].keys() == {"sender", "receiver"}
 
 
-async def test_bandwidth_with_connections_and_plain_tcp_as_a_document(regions: Regions) -> None:
-    a, _ = await regions.start(budget=dict.fromkeys("ab", BudgetPlan(RateLimits(egress=4 * MB))))
-    quick = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}
-    over_link = await a.command().run(quick, lambda _: None)
-    kinds = [("transport", "random"), ("transport", "int4"), ("plain", "random")]
-    assert [(one["path"], one["body"], one["connections"]) for one in over_link["tests"]] == [
-        (*one, 1) for one in kinds
-    ]
-    assert (over_link["over"], over_link["plain_error"]) == ("link", None)
-    said: list[str] = []
-    kept: list[dict[str, Any]] = []
-    own = await a.command().run({**quick, "connections": [2, 1], "reverse": True}, said.append, kept.append)
-    assert [len(one["tests"]) for one in kept] == [1, 2, 3, 4, 5, 6]
-    assert kept[-1] == own
-    assert [(one["path"], one["body"], one["connections"]) for one in own["tests"]] == [
-        (*one, count) for count in (1, 2) for one in kinds
-    ]
-    assert (own["over"], own["from"], own["to"]) == ("own connections", "b", "a")
-    assert {*own["tests"][0]} == {*own["tests"][2]} == {*over_link["tests"][0]}
-    assert len(said) == 7
-    for one in (*own["tests"], *over_link["tests"]):
-        assert one["bytes_per_second"] > 0
-        assert one["wire_bytes"] > 0
-
-
 async def test_what_fails_late_in_a_series_leaves_what_was_measured(
     regions: Regions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = await regions.start()
-    command = a.command()
     flow = a.measuring.flow
 
-    async def is_busy_at_the_end(wanted: FlowWanted) -> FlowOverLink:
+    async def is_busy_at_the_end(wanted: FlowWanted) -> FlowMeasured:
         with contextlib.ExitStack() as stack:
-            if (wanted.connections, wanted.is_compressible) == (2, True):
+            if wanted.is_compressible:
                 stack.enter_context(b.measuring._turn("what b does itself"))
             return await flow(wanted)
 
     monkeypatch.setattr(a.measuring, "flow", is_busy_at_the_end)
-    asked = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "connections": [1, 2]}
-    found = await command.run(asked, lambda _: None)
-    assert [(one["body"], one["connections"]) for one in found["tests"]] == [("random", 1), ("int4", 1), ("random", 2)]
-    ((body, count, error),) = [(one["body"], one["connections"], one["error"]) for one in found["failures"]]
-    assert (body, count) == ("int4", 2)
+    kept: list[dict[str, Any]] = []
+    asked = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1}
+    found = await a.command().run(asked, lambda _: None, kept.append)
+    assert [one["body"] for one in found["tests"]] == ["random"]
+    ((body, error),) = [(one["body"], one["error"]) for one in found["failures"]]
+    assert body == "int4"
     assert "busy with another measurement: what b does itself" in error
+    assert [(len(one["tests"]), len(one["failures"]), one["through"]) for one in kept] == [
+        (1, 0, "daemon"),
+        (1, 1, "daemon"),
+    ]
+    assert kept[-1] == found
 
 
-async def test_a_mesh_with_plain_tcp_beside_it(regions: Regions) -> None:
-    every = await regions.start("abc", {name: BudgetPlan(RateLimits(egress=4 * MB)) for name in NAMES})
-    document = (
-        await every[0]
-        .command()
-        .run({"what": "mesh", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}, lambda _: None)
-    )
-    assert document["failures"] == document["plain_errors"] == []
-    assert len(document["pairs"]) == 6
-    for row in document["pairs"]:
-        assert row["plain_bytes_per_second"] > 0
+async def test_a_daemon_opens_no_port_for_plain_tcp(regions: Regions) -> None:
+    a, b = await regions.start()
+    with pytest.raises(PeerError, match="b can't: it takes no plain TCP: only `measure serve` does"):
+        await a.measuring.flow(wanted(plain_connections=1))
+    assert a.measuring.describe() == b.measuring.describe() == ""
+    assert a.up == {"b"}
 
 
 async def test_one_command_at_a_time(regions: Regions) -> None:
@@ -514,14 +490,14 @@ async def test_one_command_at_a_time(regions: Regions) -> None:
         ({"peer": "z"}, "'z' is no region that a knows: name one of b, c"),
         ({"peer": "a"}, "a is this region"),
         ({"peer": ""}, "name one of b, c"),
-        ({"seconds": 0}, "seconds is 0: 0.1 to 60"),
-        ({"seconds": 61}, "seconds is 61"),
+        ({"seconds": 0}, "seconds is 0: 0.1 to 120"),
+        ({"seconds": 121}, "seconds is 121"),
         ({"seconds": True}, "seconds is True"),
         ({"seconds": "5"}, "seconds is '5'"),
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"warm_up_seconds": 31}, "warm_up_seconds is 31"),
         ({"bytes_max": 5}, "bytes_max is 5"),
-        ({"bytes_max": msg.BYTES_MAX + 1}, "bytes_max is"),
+        ({"bytes_max": DAEMON_BYTES_MAX + 1}, "bytes_max is"),
         ({"load": 1}, "load is 1: true or false"),
         ({"speed": 1}, "'speed' is no part of a measurement"),
         ({"plain": 1}, "plain is 1: true or false"),
@@ -529,22 +505,18 @@ async def test_one_command_at_a_time(regions: Regions) -> None:
         ({"connections": [0]}, "connections is [0]"),
         ({"connections": [True]}, "connections is [True]"),
         ({"connections": 4}, "connections is 4"),
+        ({"connections": [4]}, "a number of connections can't be tested through a running daemon"),
+        ({"plain": True}, "plain TCP can't be tested through a running daemon"),
     ],
 )
 def test_what_an_operator_asks_for_is_checked(change: dict[str, Any], text: str) -> None:
     document = {"what": "latency", "peer": "b", "seconds": 5, **change}
     with pytest.raises(ConfigError) as caught:
-        parse_asked(document, region="a", peers=("b", "c"))
+        parse_asked(document, region="a", peers=("b", "c"), is_daemon=True)
     assert text in str(caught.value)
 
 
-async def test_tiny_probes_leave_few_marks_and_count_all_the_same() -> None:
-    at_ns = [0]
-    many = asked(1, is_asker_sending=True, span_ns=10**9, bytes_max=10**9)
-    end = probes.ReceivingEnd(many, now_ns=lambda: at_ns[0])
-    for _ in range(10_000):
-        end.opened(1)
-        at_ns[0] += probes.MARK_NS // 100
-        end.closed(1)
-    assert end.used_bytes == 10_000
-    assert len(end._marks) <= 10_000 // 100 + 2
+def test_without_a_daemon_more_can_be_asked_for() -> None:
+    document = {"what": "bandwidth", "peer": "b", "seconds": 5, "bytes_max": msg.BYTES_MAX, "plain": True}
+    asked = parse_asked({**document, "connections": [8, 1, 8]}, region="a", peers=("b",), is_daemon=False)
+    assert (asked.connections, asked.plain, asked.bytes_max) == ((1, 8), True, msg.BYTES_MAX)

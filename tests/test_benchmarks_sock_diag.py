@@ -1,4 +1,4 @@
-"""adapters/sock_diag.py: the kernel's socket table says the same as our own descriptors."""
+"""benchmarks/sock_diag.py: the kernel's socket table says the same as our own descriptors."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import struct
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.transport.kernel import sock_diag
-from diloco_node.transport.kernel.sock_diag import parse, read_sockets_to, split
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import sock_diag
+from sock_diag import parse, read_sockets_to, split
+
 from diloco_node.transport.kernel.tcp_info import read_sockets
 
+OURS = os.getpid()
 HAS_DIAG = True
 try:
     sock_diag._ask(socket.AF_INET, 1)
@@ -37,8 +42,8 @@ def send(near: socket.socket, far: socket.socket, size: int) -> None:
 def test_the_table_says_what_the_descriptor_says(connection: tuple[socket.socket, socket.socket]) -> None:
     near, far = connection
     send(near, far, 1_000_001)
-    (out,) = read_sockets_to([near.getpeername()])
-    (into,) = read_sockets_to([far.getpeername()])
+    (out,) = read_sockets_to([near.getpeername()], pid=OURS)
+    (into,) = read_sockets_to([far.getpeername()], pid=OURS)
     by_descriptor = {one.fd: one for one in read_sockets()}
     for found in (out, into):
         other = by_descriptor[found.fd]
@@ -52,9 +57,9 @@ def test_the_table_says_what_the_descriptor_says(connection: tuple[socket.socket
 def test_only_sockets_to_the_addresses_asked_for(connection: tuple[socket.socket, socket.socket]) -> None:
     near, _ = connection
     host, port = near.getpeername()
-    assert [one.fd for one in read_sockets_to([(host, port)])] == [near.fileno()]
-    assert read_sockets_to([("127.0.0.2", port)]) == []
-    assert read_sockets_to([]) == []
+    assert [one.fd for one in read_sockets_to([(host, port)], pid=OURS)] == [near.fileno()]
+    assert read_sockets_to([("127.0.0.2", port)], pid=OURS) == []
+    assert read_sockets_to([], pid=OURS) == []
 
 
 @needs_diag
@@ -66,7 +71,7 @@ def test_a_dual_stack_socket_shows_its_plain_address() -> None:
         near = socket.create_connection(("127.0.0.1", listening.getsockname()[1]))
         far, _ = listening.accept()
         with near, far:
-            (found,) = read_sockets_to([near.getsockname()])
+            (found,) = read_sockets_to([near.getsockname()], pid=OURS)
             assert found.fd == far.fileno()
             assert found.remote == near.getsockname()
 
@@ -84,7 +89,7 @@ def test_a_socket_of_another_process_is_seen_by_its_id() -> None:
             left = 5000
             while left:
                 left -= len(far.recv(left))
-            assert read_sockets_to([address]) == [], "it is not ours"
+            assert read_sockets_to([address], pid=OURS) == [], "it is not ours"
             (found,) = read_sockets_to([address], pid=child.pid)
             assert found.bytes_sent - found.bytes_retransmitted == 5000
             assert found.local == far.getpeername()
@@ -92,7 +97,7 @@ def test_a_socket_of_another_process_is_seen_by_its_id() -> None:
     assert read_sockets_to([address], pid=child.pid) == []
 
 
-def test_without_netlink_our_descriptors_are_asked(
+def test_without_netlink_nothing_is_known(
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, _ = connection
@@ -101,8 +106,7 @@ def test_without_netlink_our_descriptors_are_asked(
         raise PermissionError("seccomp")
 
     monkeypatch.setattr(sock_diag, "_ask", refuse)
-    assert [one.fd for one in read_sockets_to([near.getpeername()])] == [near.fileno()]
-    assert read_sockets_to([near.getpeername()], pid=os.getpid()) == [], "of others nothing is known then"
+    assert read_sockets_to([near.getpeername()], pid=OURS) == []
 
 
 @given(st.binary(max_size=200))

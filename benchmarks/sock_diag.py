@@ -1,19 +1,18 @@
-"""TCP counters from the kernel's socket table (NETLINK_SOCK_DIAG, as `ss -ti` reads it), for measurements.
+"""TCP counters of another process from the kernel's socket table (NETLINK_SOCK_DIAG, as `ss -ti` reads it).
 
-gRPC does not show its sockets. The table names each by its addresses, cookie and inode, and `/proc/<pid>/fd` says whose
-inode it is: no descriptor of gRPC's is touched, and a socket of another process is seen as well. Where netlink is not
-there (some sandboxes), `sockets.read_sockets` asks our own descriptors instead.
+The table names each socket by its addresses, cookie and inode, and `/proc/<pid>/fd` says whose inode it is. Of its own
+sockets a process learns the same by `diloco_node.transport.kernel.tcp_info`.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Final
 
-from diloco_node.transport.kernel.tcp_info import Address, SocketCounters, counters_from, plain_ip, read_sockets
+from diloco_node.transport.kernel.tcp_info import Address, SocketCounters, counters_from, plain_ip
 
 NETLINK_SOCK_DIAG: Final = 4
 TIMEOUT_S: Final = 2.0
@@ -43,11 +42,11 @@ _MESSAGE_BYTES: Final = 72
 _ATTRIBUTE: Final = struct.Struct("=HH")
 
 
-def read_sockets_to(remotes: Collection[Address], *, pid: int | None = None) -> list[SocketCounters]:
+def read_sockets_to(remotes: Collection[Address], *, pid: int) -> list[SocketCounters]:
     """The TCP sockets of a process that are connected to some addresses.
 
     Args:
-        remotes: IP address and port of the far ends. pid: whose sockets; None: this process's.
+        remotes: IP address and port of the far ends. pid: whose sockets.
 
     Returns:
         Their counters; `fd` is the descriptor in that process. Empty where the kernel does not tell.
@@ -57,21 +56,20 @@ def read_sockets_to(remotes: Collection[Address], *, pid: int | None = None) -> 
         descriptors = _descriptors(pid)
         found = [one for port in sorted({port for _, port in wanted}) for one in _dump(port, descriptors)]
     except OSError:
-        return [] if pid is not None else [one for one in read_sockets() if one.remote in wanted]
+        return []
     return [one for one in found if one.remote in wanted]
 
 
-def _descriptors(pid: int | None) -> dict[int, int]:
+def _descriptors(pid: int) -> dict[int, int]:
     """inode -> descriptor, of a process's sockets. Raises OSError: it is gone, or somebody else's."""
-    folder = f"/proc/{'self' if pid is None else pid}/fd"
     found = {}
-    for name in os.listdir(folder):  # noqa: PTH208 - only names are needed
+    for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            target = os.readlink(f"{folder}/{name}")  # noqa: PTH115
+            target = str(link.readlink())
         except OSError:  # closed meanwhile
             continue
         if target.startswith("socket:["):
-            found[int(target[8:-1])] = int(name)
+            found[int(target[8:-1])] = int(link.name)
     return found
 
 

@@ -10,20 +10,19 @@ from typing import Any
 
 import pytest
 
-from diloco_node.adapters import asides
-from diloco_node.adapters.flows import FlowTimes
-from diloco_node.core import measuring as msg
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.measuring import MeasuringMessage, Probe
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
-from diloco_node.measure import answering, asking, echoes, probes
+from diloco_node.measure import answering, asking, echoes, plain, probes
 from diloco_node.measure.asking import FlowWanted
 from diloco_node.measure.command import MeasureCommand
-from diloco_node.measure.measuring import Measuring
+from diloco_node.measure.measuring import KINDS, Measuring
+from diloco_node.measure.probes import FlowTimes
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire import measure_messages as msg
+from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader
 
 RUN = "run1"
 NAMES = ("a", "b", "c")
@@ -45,9 +44,8 @@ STRIPE = MergedStripe(Ballot(1, 2), 0, 0, 1, b"", 0, 1)
 class Region:
     """A transport with its Measuring, as `Node` joins them; rounds are kept in `rounds`."""
 
-    def __init__(self, name: str, measure_port: int = 0) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.measure_port = measure_port
         self.pool = ThreadPoolExecutor(3)
         self.up: set[str] = set()
         self.rounds: list[BulkHeader] = []
@@ -72,7 +70,6 @@ class Region:
             executor=self.pool,
             times=LINKS,
             budget=budget,
-            measure_port=self.measure_port,
         )
         self.measuring = Measuring(
             region=self.name,
@@ -82,10 +79,13 @@ class Region:
             executor=self.pool,
             now_ns=lambda: int(loop.time() * 1e9),
         )
+        self.transport.register(self, KINDS)  # to see what comes, too
         await self.transport.start()
 
     def command(self) -> MeasureCommand:
-        return MeasureCommand(self.measuring, lambda _: (None, ""))
+        """As a daemon's."""
+        measuring = self.measuring
+        return MeasureCommand(self.name, measuring.peers, lambda *_: measuring.linked(), lambda _: (None, ""))
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)
@@ -101,8 +101,8 @@ class Region:
 
     def control_arrived(self, peer: str, message: Message) -> None:
         self.heard.append((peer, message))
-        if isinstance(message, MeasuringMessage):
-            self.measuring.heard(peer, message)
+        if isinstance(message, MeasureMessage):
+            self.measuring.control_arrived(peer, message)
         self.changed.set()
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
@@ -110,17 +110,17 @@ class Region:
             self.up.add(peer)
         else:
             self.up.discard(peer)
-            self.measuring.link_lost(peer)
+        self.measuring.link_changed(peer, is_up=is_up)
         self.changed.set()
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
-        if isinstance(header, Probe):
-            return self.measuring.ends.transfer_opened(peer, header, raw_bytes)
+        if isinstance(header, ProbeHeader):
+            return self.measuring.transfer_opened(peer, header, raw_bytes)
         return memoryview(bytearray(raw_bytes))
 
     def transfer_closed(self, peer: str, header: BulkHeader, buffer: memoryview, *, is_whole: bool) -> None:
-        if isinstance(header, Probe):
-            self.measuring.ends.transfer_closed(peer, header, buffer.nbytes, is_whole=is_whole)
+        if isinstance(header, ProbeHeader):
+            self.measuring.transfer_closed(peer, header, buffer, is_whole=is_whole)
         else:
             self.rounds.append(header)
         self.changed.set()
@@ -140,13 +140,12 @@ class Regions:
         self.folder = folder
         init_run(folder, RUN, list(NAMES))
         self.all: dict[str, Region] = {}
-        self.measure_ports: dict[str, int] = {}
 
     async def start(self, names: str = "ab", budget: dict[str, BudgetPlan] | None = None) -> list[Region]:
         """All linked with all: later ones dial earlier ones."""
         ports: dict[str, int] = {}
         for name in names:
-            region = self.all[name] = Region(name, self.measure_ports.get(name, 0))
+            region = self.all[name] = Region(name)
             peers = {one: f"127.0.0.1:{ports[one]}" if one in ports else None for one in names if one != name}
             await region.start(self.folder, peers, (budget or {}).get(name, BudgetPlan()))
             ports[name] = region.transport.port
@@ -167,16 +166,16 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         (asking, "START_S"),
         (asking, "LATE_S"),
         (answering, "LINGER_S"),
-        (asides, "JOIN_S"),
-        (asides, "DIAL_S"),
-        (asides, "GREET_S"),
+        (plain, "JOIN_S"),
+        (plain, "DIAL_S"),
+        (plain, "GREET_S"),
         (probes, "START_S"),
         (probes, "LATE_S"),
     ):
         monkeypatch.setattr(module, name, DEADLINE_S / 2)
 
 
-def asked(number: int, **changes: Any) -> msg.MeasurementAsked:
+def wish(number: int, **changes: Any) -> msg.MeasurementAsked:
     """What a peer would ask for: that we send to it over the link."""
     given: dict[str, Any] = {
         "is_asker_sending": False,
@@ -184,9 +183,7 @@ def asked(number: int, **changes: Any) -> msg.MeasurementAsked:
         "warm_up_ns": 0,
         "span_ns": 1000,
         "bytes_max": 1000,
-        "connections": 0,
-        "is_plain": False,
-        "aside": None,
+        "plain_connections": 0,
     }
     return msg.MeasurementAsked(number, **{**given, **changes})
 
@@ -198,7 +195,7 @@ def wanted(peer: str = "b", **changes: Any) -> FlowWanted:
 
 async def idle(region: Region) -> None:
     """Wait until a region has done what peers asked for."""
-    serving = list(region.measuring._for_peers._serving.values())
+    serving = list(region.measuring._answering._serving.values())
     if serving:
         await asyncio.wait(serving, timeout=DEADLINE_S)
     assert region.measuring.describe() == ""

@@ -1,1 +1,0 @@
-"""The real world: gRPC, disk, Unix socket and shared memory, certificates, the admin API."""

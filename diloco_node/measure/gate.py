@@ -1,0 +1,116 @@
+"""What a measuring end agrees to: one measurement at a time, and bounded work for the peers that ask. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.errors import ProtocolViolation
+from diloco_node.transport.pacing.token_bucket import TokenBucket
+from diloco_node.wire.measure_messages import BODY_BYTES_MAX, NS_PER_S, PROBE_BYTES_MIN
+
+ASKED_BYTES_SAVED_MAX: Final = 96 * 2**30
+ASKED_BYTES_PER_S: Final = 16 * 2**20
+"""What one peer may have a daemon measure: 96 GiB at once, 134 Mbit/s in the long run."""
+
+ECHOES_SAVED_MAX: Final = 400
+ECHOES_PER_S: Final = 200
+"""Echoes that one peer has answered; twice what a measurement sends."""
+
+PROBED_MAX: Final = 8
+"""Measurements whose probes are still taken after their end: those that were on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The measurement that is going on: with whom, who asked (None: an operator here), since when, bytes taken."""
+
+    what: str
+    asker: str | None
+    since_ns: int
+    bytes_max: int
+
+
+class MeasuringGate:
+    """One measurement at a time; for peers that ask only so many bytes over time.
+
+    Args:
+        peers: their names.
+        is_bounded: peers that ask have a limit of bytes; an end that does nothing but measure needs none.
+    """
+
+    def __init__(self, peers: tuple[str, ...], *, is_bounded: bool, now_ns: int) -> None:
+        self._is_bounded = is_bounded
+        self._bytes = {
+            peer: TokenBucket(ASKED_BYTES_PER_S, burst=ASKED_BYTES_SAVED_MAX, now_ns=now_ns) for peer in peers
+        }
+        self._echoes = {peer: TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns) for peer in peers}
+        self._running: _Running | None = None
+
+    def begin(self, what: str, *, asker: str | None, bytes_max: int, now_ns: int) -> str:
+        """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.
+
+        Args:
+            what: for people, as "bandwidth to eu". asker: the peer that asks; None: the operator of this region.
+            bytes_max: that may flow.
+        """
+        if self._running is not None:
+            return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
+        if asker is not None and self._is_bounded and not self._may_take(asker, bytes_max, now_ns):
+            return (
+                f"{asker} has asked for too many bytes lately: a peer may have {ASKED_BYTES_SAVED_MAX} bytes measured "
+                f"at once, and {ASKED_BYTES_PER_S} bytes/s in the long run; wait, or measure for a shorter time"
+            )
+        self._running = _Running(what, asker, now_ns, bytes_max)
+        return ""
+
+    def _may_take(self, asker: str, bytes_max: int, now_ns: int) -> bool:
+        # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
+        return bytes_max <= ASKED_BYTES_SAVED_MAX and self._bytes[asker].try_spend(bytes_max, now_ns=now_ns)
+
+    def end(self, *, used_bytes: int) -> None:
+        """It is over; of its bytes so many were used."""
+        assert self._running is not None, "a measurement that has not begun can't end"
+        running, self._running = self._running, None
+        if running.asker is not None and self._is_bounded:
+            self._bytes[running.asker].refund(max(0, running.bytes_max - used_bytes))
+
+    def describe(self, *, now_ns: int) -> str:
+        """What is going on, for people; empty when nothing is."""
+        if self._running is None:
+            return ""
+        by = f"asked by {self._running.asker}, " if self._running.asker is not None else ""
+        return f"{self._running.what} ({by}since {(now_ns - self._running.since_ns) // NS_PER_S} s)"
+
+    def may_echo(self, peer: str, *, now_ns: int) -> bool:
+        """Whether one more echo of this peer is answered."""
+        return self._echoes[peer].try_spend(1, now_ns=now_ns)
+
+
+class ProbesExpected:
+    """Which probes of one peer are welcome: those of a measurement that was agreed to, and not more than agreed."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, int] = {}
+
+    def expect(self, measurement: int, bytes_max: int) -> None:
+        """Probes of a measurement may come from now on; those of the oldest before it no longer."""
+        while len(self._left) >= PROBED_MAX:
+            del self._left[next(iter(self._left))]
+        self._left[measurement] = bytes_max
+
+    def arrive(self, measurement: int, raw_bytes: int) -> None:
+        """Probes arrive.
+
+        Raises:
+            ProtocolViolation: nobody asked for them, or they are more than what was agreed to.
+        """
+        left = self._left.get(measurement)
+        if left is None:
+            raise ProtocolViolation(f"a probe of {raw_bytes} bytes for a measurement that was not agreed to")
+        if not PROBE_BYTES_MIN <= raw_bytes <= BODY_BYTES_MAX or raw_bytes > left:
+            raise ProtocolViolation(
+                f"a probe of {raw_bytes} bytes; {left} are left of the measurement, {PROBE_BYTES_MIN} to "
+                f"{BODY_BYTES_MAX} fit into one"
+            )
+        self._left[measurement] = left - raw_bytes

@@ -1,0 +1,252 @@
+"""What two measuring ends say to each other, and the limits of what may be asked for. Pure.
+
+Echoes travel in the control lane, probes are bulk transfers in the measurement lane: both use the link that a run uses.
+The end that asks is the *asker*. It draws the measurement's number at random, so that two askers' numbers never meet.
+
+- `MeasurementAsked` -> `MeasurementReady` or `MeasurementDeclined`; the latter also later, when it fails there
+- the asker sends: probes -> the other end says `MeasurementReceived` when it has enough
+- the asker receives: <- probes; it says `MeasurementStopped` when it has enough, the answer is `MeasurementSent`
+- `LinkAsked`: measure from where you are to a third region -> `LinkMeasured` or `MeasurementDeclined`
+- `MeasurementStopped` at any time: the asker wants no more
+
+Ends without a core (`diloco-node measure`) can also compare with plain TCP. The end that was asked opens a port for the
+test, `MeasurementReady` says which, and the asker dials it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.errors import ProtocolViolation
+
+NS_PER_S: Final = 1_000_000_000
+
+SPAN_NS_MAX: Final = 120 * NS_PER_S
+WARM_UP_NS_MAX: Final = 30 * NS_PER_S
+PROBES_NS_MAX: Final = 60 * NS_PER_S
+BYTES_MAX: Final = 2**38
+"""Of one test, warm-up included: 150 s of 14 Gbit/s."""
+
+BODY_BYTES_MAX: Final = 16 * 2**20
+"""Of one transfer of probes."""
+
+PROBE_BYTES_MIN: Final = 1
+"""Without a least size, any number of empty transfers would be within what was agreed to."""
+
+CONNECTIONS_MAX: Final = 8
+"""Of one test over plain TCP."""
+
+TOKEN_BYTES: Final = 32
+PORT_MAX: Final = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class EchoWanted:
+    """Send this back at once."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class EchoAnswered:
+    """The echo, with the answering end's counters of this link: TCP payload sent, and retransmitted; -1: unknown."""
+
+    sequence: int
+    sent_bytes: int
+    retransmitted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPort:
+    """Where plain TCP connections of one measurement are waited for, for some seconds.
+
+    Attributes:
+        token: TOKEN_BYTES random bytes that each connection begins with. port: on the host that serves the link.
+    """
+
+    token: bytes
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementAsked:
+    """The asker wants probes to flow between it and the receiver of this message.
+
+    Attributes:
+        is_asker_sending: who sends. is_compressible: encoded int4 values instead of random bytes.
+        warm_up_ns: is not counted, from the first byte that arrives. span_ns: is counted after it.
+        bytes_max: not more are sent, the warm-up included.
+        plain_connections: plain TCP connections that carry the flow; 0: the link carries it.
+    """
+
+    measurement: int
+    is_asker_sending: bool
+    is_compressible: bool
+    warm_up_ns: int
+    span_ns: int
+    bytes_max: int
+    plain_connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementReady:
+    """Yes, now. `plain`: where to connect, if plain TCP was asked for."""
+
+    measurement: int
+    plain: PlainPort | None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementDeclined:
+    """No, or no more; and why."""
+
+    measurement: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementReceived:
+    """What the receiving end counted: raw bytes per second over `span_ns`, and its process' CPU time in `cpu_span_ns`.
+
+    Attributes:
+        mean: of the whole span. median, p10, p90: of windows in it.
+        span_ns: shorter than asked when the bytes were used up before.
+    """
+
+    measurement: int
+    mean: int
+    median: int
+    p10: int
+    p90: int
+    span_ns: int
+    cpu_ns: int
+    cpu_span_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementStopped:
+    """The asker has enough, or gives up."""
+
+    measurement: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementSent:
+    """What the sending end counted after the warm-up; -1 where the kernel does not tell.
+
+    Attributes:
+        wire_bytes: that the budget booked in the measurement lane.
+        sent_bytes: TCP payload on this link, retransmissions and other lanes included.
+        retransmitted_bytes: the part that was retransmitted.
+    """
+
+    measurement: int
+    cpu_ns: int
+    cpu_span_ns: int
+    wire_bytes: int
+    sent_bytes: int
+    retransmitted_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkAsked:
+    """Measure from where you are to another region, and report it.
+
+    Attributes:
+        probes_ns: how long to send echoes. warm_up_ns: 0: by the round trip. span_ns, bytes_max: of each flow from you.
+        is_plain_too: one over plain TCP as well.
+    """
+
+    measurement: int
+    region: str
+    probes_ns: int
+    warm_up_ns: int
+    span_ns: int
+    bytes_max: int
+    is_plain_too: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMeasured:
+    """One way between two regions.
+
+    Attributes:
+        p50_ns, p99_ns, jitter_ns: of round trips. answered, unanswered: echoes.
+        bytes_per_s, p10, p90: of random bytes. sent_bytes, retransmitted_bytes: as in MeasurementSent.
+        plain_bytes_per_s: over plain TCP; 0: not measured. plain_error: why not, if it was asked for.
+    """
+
+    measurement: int
+    p50_ns: int
+    p99_ns: int
+    jitter_ns: int
+    answered: int
+    unanswered: int
+    bytes_per_s: int
+    p10: int
+    p90: int
+    sent_bytes: int
+    retransmitted_bytes: int
+    plain_bytes_per_s: int
+    plain_error: str
+
+
+MeasureMessage = (
+    EchoWanted
+    | EchoAnswered
+    | MeasurementAsked
+    | MeasurementReady
+    | MeasurementDeclined
+    | MeasurementReceived
+    | MeasurementStopped
+    | MeasurementSent
+    | LinkAsked
+    | LinkMeasured
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Header: random bytes of a measurement. They are counted and thrown away."""
+
+    measurement: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompressibleProbe:
+    """Header: the same with encoded int4 values, on which zstd pays."""
+
+    measurement: int
+
+
+ProbeHeader = Probe | CompressibleProbe
+
+
+def check_asked(asked: MeasurementAsked | LinkAsked) -> None:
+    """Refuse what is over the limits.
+
+    Raises:
+        ProtocolViolation: names the field, the value and the range.
+    """
+    limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, BYTES_MAX)]
+    if isinstance(asked, LinkAsked):
+        limits.append(("probes_ns", 1, PROBES_NS_MAX))
+    else:
+        limits.append(("plain_connections", 0, CONNECTIONS_MAX))
+    for name, least, most in limits:
+        if not least <= getattr(asked, name) <= most:
+            raise ProtocolViolation(f"a measurement with {name} {getattr(asked, name)}; {least} to {most} are allowed")
+
+
+def check_plain(plain: PlainPort) -> None:
+    """Refuse a port that can't be dialed. Raises ProtocolViolation: says what is wrong with it."""
+    if len(plain.token) != TOKEN_BYTES:
+        raise ProtocolViolation(f"a token of {len(plain.token)} bytes for a measurement; it has {TOKEN_BYTES}")
+    if not 1 <= plain.port <= PORT_MAX:
+        raise ProtocolViolation(f"port {plain.port} for a measurement; 1 to {PORT_MAX} are allowed")
+
+
+def all_bytes_max(asked: MeasurementAsked | LinkAsked) -> int:
+    """The most that may flow for what was asked."""
+    return asked.bytes_max * (2 if isinstance(asked, LinkAsked) and asked.is_plain_too else 1)

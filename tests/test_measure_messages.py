@@ -1,0 +1,137 @@
+"""wire/measure_messages.py: what measuring ends say to each other, and the limits of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_node.errors import ProtocolViolation
+from diloco_node.wire import measure_messages as g
+from diloco_node.wire.tables import CONTROL, HEADERS, MESSAGES
+
+S = g.NS_PER_S
+INT64 = st.integers(-(2**63), 2**63 - 1)
+ASKED = g.MeasurementAsked(3, True, False, S, 5 * S, 10**9, 0)
+TOKEN = b"t" * g.TOKEN_BYTES
+LINK = g.LinkAsked(3, "eu", S, 0, 5 * S, 10**9, False)
+KINDS = typing.get_args(g.MeasureMessage)
+
+
+def messages() -> st.SearchStrategy[g.MeasureMessage]:
+    fields: dict[object, st.SearchStrategy[object]] = {
+        int: INT64,
+        bool: st.booleans(),
+        str: st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True),
+        g.PlainPort | None: st.none() | st.builds(g.PlainPort, st.binary(max_size=g.TOKEN_BYTES), INT64),
+    }
+    return st.one_of(
+        *(st.builds(kind, **{k: fields[t] for k, t in typing.get_type_hints(kind).items()}) for kind in KINDS)
+    )
+
+
+# ---- the wire --------------------------------------------------------------------------------------------------------
+
+
+@given(messages())
+def test_messages_come_back_equal(message: g.MeasureMessage) -> None:
+    encoded = CONTROL.encode(message)
+    assert CONTROL.decode(encoded) == message
+    assert len(encoded) < 200
+
+
+@given(messages(), st.data())
+def test_a_message_with_a_piece_missing_or_too_much_is_refused(message: g.MeasureMessage, data: st.DataObject) -> None:
+    encoded = CONTROL.encode(message)
+    cut = data.draw(st.integers(1, len(encoded) - 1))
+    for wrong in (encoded[:cut], encoded + b"\x00"):
+        with pytest.raises(ProtocolViolation):
+            CONTROL.decode(wrong)
+
+
+@given(messages(), st.data())
+def test_mutated_bytes_decode_to_something_of_the_schema_or_are_refused(
+    message: g.MeasureMessage, data: st.DataObject
+) -> None:
+    encoded = bytearray(CONTROL.encode(message))
+    encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded = CONTROL.decode(bytes(encoded))
+    except ProtocolViolation:
+        return
+    assert type(decoded) in MESSAGES.values()
+
+
+@given(INT64, st.sampled_from(typing.get_args(g.ProbeHeader)))
+def test_a_probe_header_comes_back_equal(measurement: int, kind: type[g.Probe]) -> None:
+    header = kind(measurement)
+    assert HEADERS.decode(HEADERS.encode(header)) == header
+
+
+@pytest.mark.parametrize("name", ["../etc", "EU", "", "a" * 64, "eu\x1b[31m"])
+def test_a_region_that_is_none_is_refused_on_the_wire(name: str) -> None:
+    good = CONTROL.encode(LINK)
+    text = good.replace(
+        b"\xa2eu", bytes([0xA0 + len(name)]) + name.encode() if len(name) < 32 else b"\xd9\x40" + name.encode()
+    )
+    with pytest.raises(ProtocolViolation):
+        CONTROL.decode(text)
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("warm_up_ns", -1),
+        ("warm_up_ns", g.WARM_UP_NS_MAX + 1),
+        ("span_ns", 0),
+        ("span_ns", g.SPAN_NS_MAX + 1),
+        ("bytes_max", 0),
+        ("bytes_max", g.BYTES_MAX + 1),
+        ("probes_ns", 0),
+        ("probes_ns", g.PROBES_NS_MAX + 1),
+    ],
+)
+def test_a_measurement_over_the_limits_is_refused(field: str, value: int) -> None:
+    for asked in (ASKED, LINK) if hasattr(ASKED, field) else (LINK,):
+        with pytest.raises(ProtocolViolation, match=rf"{field} {value}"):
+            g.check_asked(dataclasses.replace(asked, **{field: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [-1, g.CONNECTIONS_MAX + 1])
+def test_plain_connections_that_cannot_be_are_refused(count: int) -> None:
+    with pytest.raises(ProtocolViolation, match=f"plain_connections {count}; 0 to 8"):
+        g.check_asked(dataclasses.replace(ASKED, plain_connections=count))
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        (g.PlainPort(TOKEN[1:], 1), "a token of 31 bytes"),
+        (g.PlainPort(b"", 1), "a token of 0 bytes"),
+        (g.PlainPort(TOKEN, 0), "port 0 for a measurement; 1 to 65535"),
+        (g.PlainPort(TOKEN, 65_536), "port 65536"),
+    ],
+)
+def test_a_port_that_can_not_be_dialed_is_refused(where: g.PlainPort, text: str) -> None:
+    with pytest.raises(ProtocolViolation, match=text):
+        g.check_plain(where)
+    for port in (1, g.PORT_MAX):
+        g.check_plain(g.PlainPort(TOKEN, port))
+
+
+def test_a_link_with_plain_tcp_beside_it_may_take_twice_the_bytes() -> None:
+    assert g.all_bytes_max(LINK) == g.all_bytes_max(ASKED) == 10**9
+    assert g.all_bytes_max(dataclasses.replace(LINK, is_plain_too=True)) == 2 * 10**9
+
+
+def test_a_measurement_at_the_limits_is_taken() -> None:
+    most = {"warm_up_ns": g.WARM_UP_NS_MAX, "span_ns": g.SPAN_NS_MAX, "bytes_max": g.BYTES_MAX}
+    g.check_asked(dataclasses.replace(ASKED, plain_connections=g.CONNECTIONS_MAX, **most))  # type: ignore[arg-type]
+    g.check_asked(dataclasses.replace(LINK, probes_ns=g.PROBES_NS_MAX, **most))
+    g.check_asked(dataclasses.replace(LINK, warm_up_ns=0, span_ns=1, bytes_max=1, probes_ns=1))
