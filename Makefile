@@ -1,17 +1,35 @@
-# Two commands do everything on a machine with Python 3.11 and make: `make demo` and `make test`.
+# Python 3.11 and make are all it needs: `make demo` shows a run, `make test-fast` and `make test` check the code.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO_ARGS ?= --regions 4 --seconds 90
 STAMP := $(VENV)/.installed
+# A file's tests share what is costly, so they stay with one worker. The order of files is that of tests/conftest.py.
+PARALLEL := --dist loadfile --no-loadscope-reorder --numprocesses
+# Bytecode is kept, also where the environment forbids it: pytest rewrites 38,000 lines of tests.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo test check e2e bench format clean
+.PHONY: demo test-fast test test-all test-system check bench format clean
 
 demo: $(STAMP)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
 
+# Everything below the end-to-end tier: two minutes. Half of it is waiting, so three workers share two cores.
+test-fast: $(STAMP)
+	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not system' $(PYTEST_ARGS)
+
+# With daemons and learners in processes of their own: eight minutes.
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) 2 -m 'not system' $(PYTEST_ARGS)
+
+test-all: test test-system
+
+# What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
+# .ci/system installs what they need; what a machine lacks is skipped with the reason.
+test-system: export DILOCO_CI_DOCKER ?= 1
+test-system: export DILOCO_CI_UML ?= 1
+test-system: $(STAMP)
+	$(PYTEST) -m system $(PYTEST_ARGS)
 
 check: $(STAMP) docs
 	$(BIN)/ruff format --check diloco_node tests benchmarks

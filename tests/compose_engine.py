@@ -1,6 +1,6 @@
 """docker-compose.yml on a real engine: four containers train, one is cut off in three ways, and all end equal.
 
-`python tests/compose_engine.py` as root: exit code 0 and one JSON object when everything held, 77 and the reason when
+Run as a module (`python -m`), as root: exit code 0 and one JSON object when everything held, 77 and the reason when
 it can't run here. It needs the programs of a Docker engine (dockerd, docker), docker-compose 1.29 or `docker compose`,
 and debootstrap; .ci/system installs them. The engine is one of its own, see engine_kit.py: another engine and its
 containers are not touched, and nothing is left.
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from engine_kit import (
-    REPOSITORY,
     Skipped,
     await_that,
     compose_commands,
@@ -30,6 +29,7 @@ from engine_kit import (
     say,
     sh,
 )
+from repository_kit import ROOT
 
 NAMES = ("us-central", "us-east", "us-south", "us-west")
 PORTS = {"us-east": 7411, "us-central": 7412, "us-south": 7413, "us-west": 7414}
@@ -52,7 +52,7 @@ class Run:
         folder.mkdir()
         override = folder / "override.json"
         override.write_text(json.dumps({"services": {name: {"environment": SETTINGS} for name in NAMES}}))
-        files = ("--file", str(REPOSITORY / "docker-compose.yml"), "--file", str(override))
+        files = ("--file", str(ROOT / "docker-compose.yml"), "--file", str(override))
         self.command = [*compose, *files, "--project-name", "diloco-test"]
 
     def do(self, *words: str, check: bool = True) -> str:
@@ -159,7 +159,7 @@ def check_commands(run: Run) -> None:
 
     def shows_all() -> bool:
         inside = run.do("exec", "-T", "us-east", "diloco-node", "status", "7401", check=False)
-        outside = sh(sys.executable, "-c", program, "status", *ports, cwd=REPOSITORY, check=False)
+        outside = sh(sys.executable, "-c", program, "status", *ports, cwd=ROOT, check=False)
         return "us-east" in inside and all(name in outside for name in NAMES)
 
     await_that("status shows all, inside and outside", shows_all, PATIENCE_S)
@@ -287,7 +287,7 @@ def main(arguments: list[str]) -> int:
     if arguments:
         return finish(lambda: inside(*map(Path, arguments)))
     try:
-        return run_isolated(Path(__file__))
+        return run_isolated([sys.executable, "-m", __spec__.name])
     except Skipped as skipped:
         why = skipped
 

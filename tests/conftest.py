@@ -2,17 +2,60 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from repository_kit import ROOT
 
-from diloco_node.cli import status as status_cmd
+from diloco_node.cli.demo import processes
 
 # An example that takes long, or is made slowly, says something about the machine only.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before workers start: compile the kernels once, for them and for every process that tests start."""
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        program = "from diloco_node.codec.kernels import warm_up; warm_up()"
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with long tests first, then by their number of tests: so no worker is left alone with much in the end."""
+    counts = Counter(item.path for item in items)
+    long = {item.path for item in items if item.get_closest_marker("e2e") is not None}
+    items.sort(key=lambda item: (item.path not in long, -counts[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """The modules and tests stay: the garbage collector need not walk over a gigabyte of them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Workers pick ports for their daemons from different ranges: a port is free until its daemon has started."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    least, end = processes.PORT_MIN, processes._first_ephemeral_port()
+    share = (end - least) // count
+    with pytest.MonkeyPatch.context() as patch:
+        if share > 0:
+            last = tmp_path_factory.mktemp("ports") / "range"
+            last.write_text(f"{least + (number + 1) * share} 65535\n")
+            patch.setattr(processes, "PORT_MIN", least + number * share)
+            patch.setattr(processes, "EPHEMERAL_PORTS", last)
+        yield
 
 
 @pytest.fixture(autouse=True)

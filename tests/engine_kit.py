@@ -23,11 +23,12 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parent.parent
+from repository_kit import ROOT
+
 CACHE = Path("/var/cache/diloco-node")
 BASE = "python:3.11-slim-bookworm"
 PACKAGES = "python3.11,python3-venv,python3-pip,ca-certificates,iproute2"
@@ -113,8 +114,8 @@ def await_that(what: str, condition: Callable[[], bool], seconds: float) -> floa
     return took_s
 
 
-def run_isolated(program: Path, cache: Path = CACHE) -> int:
-    """Run `python PROGRAM FOLDER BASE WHEELS` in namespaces of its own; its exit code.
+def run_isolated(program: Sequence[str], cache: Path = CACHE) -> int:
+    """Run `PROGRAM FOLDER BASE WHEELS` in namespaces of its own; its exit code.
 
     Raises:
         Skipped: the machine can't.
@@ -133,9 +134,9 @@ def run_isolated(program: Path, cache: Path = CACHE) -> int:
         make_compose_v2(cache)
         forget_old(cache)
         come_first(folder.name)
-        words = [*NAMESPACES, sys.executable, str(program), str(folder), str(base), str(wheels)]
+        words = [*NAMESPACES, *program, str(folder), str(base), str(wheels)]
         try:
-            with subprocess.Popen(words, cwd=REPOSITORY) as running:
+            with subprocess.Popen(words, cwd=ROOT) as running:
                 try:
                     return running.wait()
                 finally:
@@ -231,8 +232,8 @@ def make_base(cache: Path) -> Path:
 
 def make_wheels(cache: Path) -> Path:
     """A folder with all wheels of the image, fetched by this machine's pip, for it knows the way."""
-    constraints = REPOSITORY / "constraints.txt"
-    needed = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    constraints = ROOT / "constraints.txt"
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     wanted = ("torch==2.13.0", "setuptools>=77", *needed)
     folder = cache / f"wheels-{digest(constraints.read_text(), *wanted, sys.version)}"
     with locked(cache / "lock", fcntl.LOCK_EX):
@@ -374,8 +375,8 @@ def make_image(folder: Path, base: Path, wheels: Path) -> None:
     context = folder / "context"
     context.mkdir()
     for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, context / name)
-    shutil.copytree(REPOSITORY / "diloco_node", context / "diloco_node", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / name, context / name)
+    shutil.copytree(ROOT / "diloco_node", context / "diloco_node", ignore=shutil.ignore_patterns("__pycache__"))
     with serving(wheels) as address:
         pip = f"PIP_ARGS=--no-index --find-links {address}"
         sh("docker", "build", "--network", "host", "--tag", "diloco-node", "--build-arg", pip, str(context))

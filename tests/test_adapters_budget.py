@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budget_link import Found, NoNamespace, Options, quantile, run_link
+from control_wan import run_arm, slow_lines
 
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.messages import (
@@ -43,11 +44,6 @@ from diloco_node.wire import envelope as e
 from diloco_node.wire.link_messages import IngressGranted, IngressWanted
 from diloco_node.wire.measure_messages import Probe
 from diloco_node.wire.tables import PROTOCOL_VERSION, BudgetLane
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from budget_link import Found, NoNamespace, Options, quantile, run_link
-from control_wan import run_arm, slow_lines
 
 RUN = "run1"
 DEADLINE_S = 120.0
@@ -439,7 +435,7 @@ def measure(options: Options, namespace: str = "") -> Found:
 
 
 @needs_root
-@pytest.mark.wan
+@pytest.mark.system
 def test_the_interface_never_counts_more_than_the_budget_and_comes_near_it() -> None:
     """100 Mbit/s out by our own bucket and in by grants, without segmentation offload.
 
@@ -474,7 +470,7 @@ def lines() -> Iterator[Sequence[Place]]:
         yield places
 
 
-@pytest.mark.wan
+@pytest.mark.system
 @needs_root
 @pytest.mark.parametrize("arm", ["budget", "no_budget"])
 def test_control_does_not_wait_for_the_queue_that_bulk_could_make(lines: Sequence[Place], arm: str) -> None:

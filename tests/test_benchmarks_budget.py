@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import budget
 import control_wan
+import pytest
 from budget_link import Found, RoundTrips, Sample, quantile
 
 from diloco_node.config.units import parse_rate

@@ -6,17 +6,13 @@ import argparse
 import contextlib
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import link_count
 import link_wan
+import pytest
 from link_count import Sample
 
 from diloco_node.config.units import parse_rate
@@ -76,7 +72,7 @@ def test_arms_and_the_topology_of_the_benchmark_are_valid() -> None:
     assert parse_topology(text, name="link").rate("a", "b") == parse_rate("5Gbit/s")
 
 
-@pytest.mark.wan
+@pytest.mark.system
 @needs_root
 def test_what_is_read_late_does_not_count_for_more_than_the_line_carries(tmp_path: Path) -> None:
     """A receiver that reads nothing until the window begins, as one does behind a gap, and then all of it."""

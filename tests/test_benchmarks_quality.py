@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
 import quality
+import torch
 from quality_merge import Rounds
 from quality_stack import Inner, Stack
 

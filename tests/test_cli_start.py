@@ -63,7 +63,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
         seen.append(spec)
         return 6
 
-    monkeypatch.setattr("diloco_node.node.supervisor.run_supervisor", fake)
+    monkeypatch.setattr("diloco_node.daemon.supervisor.run_supervisor", fake)
     return seen
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from repository_kit import ROOT
 
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.processes import RegionProcess
@@ -21,7 +22,7 @@ from diloco_node.errors import ConfigError
 from diloco_node.wan import emulation, probe, state
 from diloco_node.wan.namespaces import namespaces_of
 
-NETEM = Path(__file__).parent.parent / "netem"
+NETEM = ROOT / "netem"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_measured_pairs_are_told_in_milliseconds_and_bits() -> None:
     ]
 
 
-@pytest.mark.wan
+@pytest.mark.system
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="network namespaces need root: NOTHING of `wan` is tested on this machine"
 )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,33 +54,6 @@ def test_read_only_and_writable_inputs_share_one_compilation() -> None:
     for buffer in (encoded, bytes(encoded), memoryview(encoded), np.frombuffer(encoded, np.uint8)):
         kernels.squared_norms(blocks, buffer)
     assert len(norms_span.signatures) == before == 1
-
-
-MEASURE = """
-import numpy as np
-from diloco_node.codec import kernels
-from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.types import Codec
-blocks = FragmentBlocks((300,), Codec.FP32)
-kernels.repair_cache_for(lambda: kernels.squared_norms(blocks, np.ones(300, np.float32).view(np.uint8)))
-print(kernels.loops.norms_span.stats.cache_hits.total())
-"""
-
-
-def test_a_damaged_cache_is_thrown_away_and_made_again(tmp_path: Path) -> None:
-    def cache_hits() -> int:
-        environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-        run = subprocess.run(
-            [sys.executable, "-c", MEASURE], env=environment, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == 0, run.stderr
-        return int(run.stdout)
-
-    assert cache_hits() == 0
-    (index,) = tmp_path.rglob("*.nbi")
-    index.write_bytes(b"")  # what a power cut leaves
-    assert cache_hits() == 0
-    assert cache_hits() == 1
 
 
 @pytest.mark.parametrize("damage", [pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError])

@@ -4,7 +4,6 @@ import ipaddress
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,16 @@ from typing import Any
 import pytest
 import yaml
 from compose_engine import OUTAGES, PORTS
+from compose_engine import main as run_engine
 from engine_kit import CACHE, SKIPPED, compose_commands, make_compose_v2, missing
+from repository_kit import ROOT, module_command
 
 from diloco_node.cli.start import node_spec, trainer_settings
 from diloco_node.config import NodeConfig, load_config
 from diloco_node.wan.container import load_attachment
 from diloco_node.wan.topology import load_topology
 
-REPOSITORY = Path(__file__).parent.parent
-DOCUMENT: dict[str, Any] = yaml.safe_load((REPOSITORY / "docker-compose.yml").read_text())
+DOCUMENT: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, Any] = DOCUMENT["services"]
 NAMES = sorted(set(SERVICES) - {"certs"})
 WALLS = ["no-new-privileges:true"]
@@ -28,11 +28,11 @@ WALLS = ["no-new-privileges:true"]
 
 @pytest.fixture(scope="module")
 def config() -> NodeConfig:
-    return load_config(REPOSITORY / "docker" / "run.toml")
+    return load_config(ROOT / "docker" / "run.toml")
 
 
 def test_there_is_one_container_for_each_region_of_the_run_and_of_the_topology(config: NodeConfig) -> None:
-    assert NAMES == sorted(config.regions) == sorted(load_topology(REPOSITORY / "netem" / "us-4.toml").names)
+    assert NAMES == sorted(config.regions) == sorted(load_topology(ROOT / "netem" / "us-4.toml").names)
     assert len(NAMES) == 4
     for name in NAMES:
         service = SERVICES[name]
@@ -99,8 +99,8 @@ def test_every_file_that_is_mounted_is_there_and_the_link_of_each_region_can_be_
         assert environment["WAN_CONFIG"] == "/config/run.toml"
         local = {
             "WAN_REGION": environment["WAN_REGION"],
-            "WAN_CONFIG": str(REPOSITORY / "docker" / "run.toml"),
-            "WAN_TOPOLOGY": str(REPOSITORY / environment["WAN_TOPOLOGY"].removeprefix("/config/")),
+            "WAN_CONFIG": str(ROOT / "docker" / "run.toml"),
+            "WAN_TOPOLOGY": str(ROOT / environment["WAN_TOPOLOGY"].removeprefix("/config/")),
         }
         attachment = load_attachment(local)
         assert f"{attachment.address}:7400" == config.regions[name].address
@@ -128,16 +128,16 @@ def test_nothing_in_it_is_newer_than_docker_compose_1_29() -> None:
 
 
 def test_the_image_runs_as_a_user_of_its_own_and_asks_the_daemon_for_its_health() -> None:
-    lines = (REPOSITORY / "Dockerfile").read_text().splitlines()
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
     words = [line.split(maxsplit=1) for line in lines if line and line[0].isupper()]
     users = [rest for instruction, rest in words if instruction == "USER"]
     assert users == ["diloco"]
     assert any(instruction == "HEALTHCHECK" for instruction, _ in words)
-    assert "/livez" in (REPOSITORY / "Dockerfile").read_text()
+    assert "/livez" in (ROOT / "Dockerfile").read_text()
     # BuildKit is not asked for: docker-compose 1.29 builds without it.
     assert not any("--mount" in line for line in lines)
     # The authority's key and the state of earlier runs are no part of the image.
-    ignored = (REPOSITORY / ".dockerignore").read_text().split()
+    ignored = (ROOT / ".dockerignore").read_text().split()
     assert "*" in ignored
     assert {line for line in ignored if line.startswith("!")} == {
         *("!diloco_node", "!pyproject.toml", "!constraints.txt", "!README.md", "!LICENSE", "!wheels")
@@ -153,13 +153,14 @@ def composes() -> dict[str, list[str]]:
     return compose_commands()
 
 
+@pytest.mark.system
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("compose", ["v2", "1.29"])
 def test_each_compose_that_is_here_reads_it(composes: dict[str, list[str]], compose: str) -> None:
     if compose not in composes:
         pytest.skip(f"Compose {compose} is missing: its reading is NOT tested")
     done = subprocess.run(
-        [*composes[compose], "--file", str(REPOSITORY / "docker-compose.yml"), "config"],
+        [*composes[compose], "--file", str(ROOT / "docker-compose.yml"), "config"],
         capture_output=True,
         text=True,
         check=False,
@@ -175,7 +176,7 @@ def on_engine() -> dict[str, Any]:
     """What compose_engine.py found. It is asked to end, and undoes everything, when this process is interrupted."""
     if why := missing():
         pytest.skip(f"docker-compose.yml is NOT tested on an engine: {why}")
-    command = ["setpriv", "--pdeathsig", "TERM", sys.executable, str(REPOSITORY / "tests" / "compose_engine.py")]
+    command = ["setpriv", "--pdeathsig", "TERM", *module_command(run_engine)]
     with (
         tempfile.TemporaryFile("w+") as said,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True) as running,
@@ -194,8 +195,7 @@ def on_engine() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.e2e
-@pytest.mark.wan
+@pytest.mark.system
 @pytest.mark.timeout(2400)
 @pytest.mark.skipif(
     os.environ.get("DILOCO_CI_DOCKER") != "1",

@@ -13,8 +13,7 @@ from diloco_node.wan import emulation
 from diloco_node.wan.namespaces import namespaces_of
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.wan,
+    pytest.mark.system,
     pytest.mark.timeout(2400),
     pytest.mark.skipif(
         os.geteuid() != 0,

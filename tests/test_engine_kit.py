@@ -12,7 +12,10 @@ from pathlib import Path
 
 import engine_kit
 import pytest
-from engine_kit import NAMESPACES, REPOSITORY, SKIPPED, Skipped, attempt, locked, missing, work_folder
+from engine_kit import NAMESPACES, SKIPPED, Skipped, attempt, locked, missing, work_folder
+from repository_kit import ROOT
+
+pytestmark = pytest.mark.system
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or subprocess.run([*NAMESPACES, "true"], check=False, stderr=subprocess.DEVNULL).returncode != 0,
@@ -40,10 +43,8 @@ def processes(mark: str) -> list[int]:
 
 
 HOLDER = """
-import subprocess, sys
-sys.path.insert(0, {tests!r})
-from engine_kit import NAMESPACES
-subprocess.run([*NAMESPACES, "sh", "-c", "ip link set lo up; iptables -A FORWARD -j DROP; (sleep 600.{mark} &) ; "
+import subprocess
+subprocess.run([*{namespaces!r}, "sh", "-c", "ip link set lo up; iptables -A FORWARD -j DROP; (sleep 600.{mark} &) ; "
                 "touch {ready}; sleep 601.{mark}"])
 """
 
@@ -51,7 +52,7 @@ subprocess.run([*NAMESPACES, "sh", "-c", "ip link set lo up; iptables -A FORWARD
 @needs_namespaces
 def test_all_that_was_started_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
     mark, ready = f"{os.getpid():07d}", tmp_path / "ready"
-    code = HOLDER.format(tests=str(REPOSITORY / "tests"), mark=mark, ready=ready)
+    code = HOLDER.format(namespaces=NAMESPACES, mark=mark, ready=ready)
     (tmp_path / "holder.py").write_text(code)
     started = [f"sleep\x00{seconds}.{mark}" for seconds in (600, 601)]
     with subprocess.Popen([sys.executable, str(tmp_path / "holder.py")], stderr=subprocess.DEVNULL) as holder:
@@ -145,7 +146,7 @@ def run_system(folder: Path, user: int, apt_get: str) -> subprocess.CompletedPro
         (folder / name).write_text(f"#!{shutil.which('sh')}\n{text}\n")
         (folder / name).chmod(0o755)
     return subprocess.run(
-        ["bash", str(REPOSITORY / ".ci" / "system")],
+        ["bash", str(ROOT / ".ci" / "system")],
         env={"PATH": str(folder)},
         capture_output=True,
         text=True,

@@ -171,6 +171,7 @@ def line(process: subprocess.Popen[str]) -> list[str]:
     return process.stdout.readline().split()
 
 
+@pytest.mark.e2e
 def test_killed_learner_leaves_its_counter_and_the_next_one_its_checkpoint(folder: Path) -> None:
     with FakeDaemon(folder) as daemon:
         with start(every_s=0.01) as process:
@@ -201,6 +202,7 @@ def test_killed_learner_leaves_its_counter_and_the_next_one_its_checkpoint(folde
         assert not [message for message in daemon.said if isinstance(message, Done)]  # it was interrupted, not done
 
 
+@pytest.mark.e2e
 def test_sigterm_before_the_daemon_is_there_ends_quietly(folder: Path) -> None:
     with start() as process:
         time.sleep(3.0)  # importing torch takes a while; too early is only a weaker test

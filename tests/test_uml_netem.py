@@ -7,12 +7,15 @@ It takes minutes, so it runs where DILOCO_CI_UML=1 asks for it, as .ci/run does.
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from repository_kit import ROOT, module_command
+from uml_guest import main as measure_in_guest
 
 MODULES = (
     *("drivers/net/veth", "drivers/net/ifb"),
@@ -36,8 +39,7 @@ BOOT_S = 1500.0
 """Far more than is needed: the end is a fact that is waited for."""
 
 pytestmark = [
-    pytest.mark.wan,
-    pytest.mark.e2e,
+    pytest.mark.system,
     pytest.mark.timeout(1600),
     pytest.mark.skipif(bool(MISSING), reason=f"the kernel's netem is NOT tested on this machine: {MISSING}"),
 ]
@@ -82,7 +84,7 @@ def boot(folder: Path, command: str, *, memory: str) -> str:
         folder=folder,
         modules=" ".join(MODULES),
         modules_folder=MODULES_FOLDER,
-        repository=Path(__file__).parent.parent,
+        repository=ROOT,
         command=command,
     )
     init.write_text(text)
@@ -117,7 +119,7 @@ def boot(folder: Path, command: str, *, memory: str) -> str:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
     folder = tmp_path_factory.mktemp("uml")
-    log = boot(folder, f"'{sys.executable}' tests/uml_guest.py '{folder}/answer.json'", memory="1G")
+    log = boot(folder, shlex.join([*module_command(measure_in_guest), f"{folder}/answer.json"]), memory="1G")
     assert (folder / "answer.json").exists(), log[-4000:]
     answer = json.loads((folder / "answer.json").read_text())
     print({key: value for key, value in answer.items() if key != "logs"})

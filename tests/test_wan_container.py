@@ -157,6 +157,7 @@ def container(environment: dict[str, str], tmp_path: Path) -> Iterator[Container
     made.stop()
 
 
+@pytest.mark.system
 @needs_namespaces
 def test_the_device_is_shaped_before_the_region_starts_and_again_when_the_network_comes_back(
     container: Container,
@@ -178,6 +179,7 @@ def test_the_device_is_shaped_before_the_region_starts_and_again_when_the_networ
     assert "trying again" not in container.log.read_text()
 
 
+@pytest.mark.system
 @needs_namespaces
 def test_a_device_that_gets_its_address_later_is_shaped_then(container: Container) -> None:
     container.sh("ip", "link", "add", "eth0", "type", "veth", "peer", "name", "bridge0")
@@ -219,6 +221,7 @@ def test_a_device_that_goes_away_half_way_is_shaped_at_the_next_look(
     assert [line.split(":")[0] for line in said[2:]] == ["no device has 10.211.77.11"]
 
 
+@pytest.mark.system
 @needs_namespaces
 def test_a_cut_and_a_heal_by_hand(container: Container) -> None:
     container.plug("eth0")
@@ -237,6 +240,7 @@ def test_a_cut_and_a_heal_by_hand(container: Container) -> None:
     assert "'d' is no other region; there are b, c" in refused.stderr
 
 
+@pytest.mark.system
 @needs_namespaces
 def test_the_timetable_cuts_and_heals(container: Container, environment: dict[str, str]) -> None:
     Path(environment["WAN_TOPOLOGY"]).write_text(LINKS + OUTAGE)
@@ -249,6 +253,7 @@ def test_the_timetable_cuts_and_heals(container: Container, environment: dict[st
     container.await_route("blackhole", is_there=False)
 
 
+@pytest.mark.system
 @needs_namespaces
 @pytest.mark.parametrize(("command", "code"), [("exit 7", 7), ("kill -9 $$", 137)])
 def test_the_region_s_exit_code_is_the_container_s(container: Container, command: str, code: int) -> None:
@@ -258,6 +263,7 @@ def test_the_region_s_exit_code_is_the_container_s(container: Container, command
     assert container.process.wait(timeout=240) == code
 
 
+@pytest.mark.system
 @needs_namespaces
 def test_a_stop_is_handed_on_and_awaited(container: Container) -> None:
     container.plug("eth0")
@@ -269,6 +275,7 @@ def test_a_stop_is_handed_on_and_awaited(container: Container) -> None:
     assert "stopping" in container.log.read_text()
 
 
+@pytest.mark.system
 @needs_namespaces
 def test_an_unknown_user_is_one_clear_error(container: Container) -> None:
     container.plug("eth0")

@@ -39,7 +39,7 @@ RUN = f"t{os.getpid()}"
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="network namespaces need root: NOTHING of the WAN emulation is tested on this machine"
 )
-real = [pytest.mark.wan, needs_root]
+real = [pytest.mark.system, needs_root]
 
 TEXT = """
 [wan]

@@ -93,7 +93,7 @@ def test_every_region_is_tied_to_the_middle_and_knows_the_way_to_the_others() ->
     assert lines[-2].startswith("route add 10.77.1.2/32 via 169.254.77.1 dev wan0 onlink src 10.77.1.1 initcwnd 13 ")
 
 
-@pytest.mark.wan
+@pytest.mark.system
 @pytest.mark.skipif(
     os.geteuid() != 0, reason="network namespaces need root: nothing of the WAN is tested on this machine"
 )

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+from repository_kit import ROOT
 
 from diloco_node.errors import ConfigError
 from diloco_node.wan.topology import Path as WanPath
 from diloco_node.wan.topology import PathChange, Scope, load_topology, parse_loss, parse_topology
 
-NETEM = Path(__file__).parent.parent / "netem"
+NETEM = ROOT / "netem"
 MS = 10**6
 GBIT = 10**9 // 8
 

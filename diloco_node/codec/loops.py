@@ -2,7 +2,7 @@
 
 What keeps the bytes equal on every machine: no fast-math, no contraction of `a * b + c` into one rounding, reductions
 over integers where the order would matter, and a fixed order where they are floats. All loops are in this one file
-because numba's cache notices only changes of the file that the called function is in.
+because the cache notices only changes of the file that the called function is in.
 
 Written so that LLVM vectorises them: unsigned indices (signed ones are checked for negative values), integer maximum
 over the bit patterns instead of a float maximum, codes in a small scratch array between quantising and packing.
@@ -23,6 +23,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from diloco_node.codec.kernel_cache import KernelCache
 from diloco_node.numeric import F32, F64, U8
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,18 +56,21 @@ fragment. Plain int64 arrays and no classes: numba pickles the types of argument
 names a class which an upgrade removed can't be read."""
 
 _njit: Any = njit  # its types don't know `_nrt`
+_KernelCache: Any = KernelCache  # numba's part of it has no types
 
 
-def _compiled(function: F, *, cache: bool = False) -> F:
+def _compiled(function: F) -> F:
     # _nrt: without reference counts, for their atomic additions per block and view cost half of the speed. So the loops
     # can't allocate: scratch memory comes from the caller. (inline="always" would give another fifth, and takes 14
     # instead of 8 CPU-seconds to compile.)
-    return cast(F, _njit(nogil=True, cache=cache, fastmath=False, boundscheck=False, _nrt=False)(function))
+    return cast(F, _njit(nogil=True, fastmath=False, boundscheck=False, _nrt=False)(function))
 
 
 def _callable(function: F) -> F:
     """For what Python calls. Only these are cached, with the parts they call in them: no cached part can be stale."""
-    return _compiled(function, cache=True)
+    loop: Any = _compiled(function)
+    loop._cache = _KernelCache(function)
+    return cast(F, loop)
 
 
 @_compiled
