@@ -5,7 +5,7 @@
 Run as root inside a fresh network namespace (`unshare -n`). It makes a second one, joins them by a veth pair without
 segmentation offload, and prints one JSON object. Or inside the first namespace of an emulated WAN, with the name of the
 second one in `namespace_b`. `run_link` does either; `benchmarks/budget.py`, `benchmarks/control_wan.py` and
-`tests/test_adapters_budget.py` begin there.
+`tests/transport/pacing/test_budget_on_a_link.py` begin there.
 """
 
 from __future__ import annotations

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from repository_kit import ROOT
 
+from diloco_node.cli import status
 from diloco_node.cli.demo import processes
+from tests.kit.repository import ROOT
 
 # An example that takes long, or is made slowly, says something about the machine only.
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -61,7 +62,7 @@ def _own_ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for a status in this process waits for it: a region that answers late is there."""
-    monkeypatch.setattr(status_cmd, "TIMEOUT_S", 120.0)
+    monkeypatch.setattr(status, "TIMEOUT_S", 120.0)
 
 
 @pytest.fixture

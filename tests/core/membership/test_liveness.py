@@ -1,0 +1,158 @@
+"""Liveness: who counts as alive, the matrix of who hears whom, round-trip times, learners that stand still."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diloco_node.core.events import Send
+from diloco_node.core.membership.liveness import OLD_SEQUENCES_MAX, RTT_NS_MAX, SENT_KEPT, SILENT_HEARTBEATS
+from diloco_node.core.messages import Heartbeat
+from diloco_node.core.types import RateLimits
+from tests.kit.rounds_kit import MS, SETTINGS, Neighbourhood, status
+
+SILENT_NS = SILENT_HEARTBEATS * SETTINGS.heartbeat_ns
+BEAT = Heartbeat(1, 0, 0, ("a", "c"), None, 0, ())
+
+
+def test_region_is_alive_for_exactly_the_silent_time() -> None:
+    world = Neighbourhood()
+    assert not world.liveness.is_alive("b", now_ns=0)
+    world.hear("b", now_ns=13)
+    assert world.liveness.is_alive("b", now_ns=13 + SILENT_NS - 1)
+    assert not world.liveness.is_alive("b", now_ns=13 + SILENT_NS)
+    assert world.liveness.is_alive("a", now_ns=10**18), "this region always is"
+
+
+def test_every_region_tells_its_budget() -> None:
+    world = Neighbourhood()
+    assert world.liveness.budget("b") == world.liveness.budget("a") == RateLimits()
+    world.hear("b", now_ns=13, budget=RateLimits(7, None))
+    assert world.liveness.budget("b") == RateLimits(7, None)
+    world.hear("b", now_ns=14)
+    assert world.liveness.budget("b") == RateLimits(), "the last word counts"
+    world.liveness.own_budget(RateLimits(None, 9))
+    assert world.liveness.budget("a") == RateLimits(None, 9)
+    world.liveness.beat(applied_index=0, digests=(), now_ns=15)
+    beats = [effect.message for effect in world.effects.take() if isinstance(effect, Send)]
+    assert [beat.budget for beat in beats if isinstance(beat, Heartbeat)] == [RateLimits(None, 9)] * 2
+
+
+def test_lost_link_is_silence_at_once() -> None:
+    world = Neighbourhood()
+    world.hear("b", now_ns=13)
+    world.liveness.link_changed("b", is_up=False)
+    assert not world.liveness.is_alive("b", now_ns=14)
+    world.hear("b", now_ns=15)
+    assert world.liveness.is_alive("b", now_ns=15)
+
+
+def test_regions_reach_each_other_only_when_both_say_so() -> None:
+    world = Neighbourhood()
+    world.hear("b", now_ns=1, hears=("a", "c"))
+    world.hear("c", now_ns=1, hears=("a",))
+    reach = world.liveness.reach_each_other
+    assert reach("a", "b", now_ns=1)
+    assert world.liveness.hears("b", "c", now_ns=1)
+    assert not reach("b", "c", now_ns=1), "one direction is cut"
+    assert not reach("a", "b", now_ns=1 + SILENT_NS), "what a silent region said is void"
+    assert not world.liveness.hears("b", "c", now_ns=1 + SILENT_NS)
+
+
+def test_region_that_does_not_hear_us_is_not_reached() -> None:
+    world = Neighbourhood()
+    world.hear("b", now_ns=1, hears=("c",))
+    assert not world.liveness.reach_each_other("a", "b", now_ns=1)
+
+
+def test_round_trip_time_is_what_is_left_of_the_echo_after_the_delay() -> None:
+    world = Neighbourhood()
+    world.liveness.beat(applied_index=0, digests=(), now_ns=1_000)
+    world.liveness.heartbeat_arrived("b", replace(BEAT, echo=1, echo_delay_ns=300), now_ns=1_710)
+    assert world.liveness.rtt_ns("b") == 410
+    world.liveness.beat(applied_index=0, digests=(), now_ns=2_000)
+    world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=2, echo=2, echo_delay_ns=0), now_ns=2_490)
+    assert world.liveness.rtt_ns("b") == 410 + (490 - 410) // 8
+
+
+def test_no_lie_about_an_echo_makes_the_way_longer_than_a_limit() -> None:
+    world = Neighbourhood()
+    world.liveness.beat(applied_index=0, digests=(), now_ns=1_000)
+    world.liveness.heartbeat_arrived("b", replace(BEAT, echo=1, echo_delay_ns=-(2**62)), now_ns=1_710)
+    assert world.liveness.rtt_ns("b") == 0
+    world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=2, echo=1), now_ns=50 * 10**9)
+    assert world.liveness.rtt_ns("b") == RTT_NS_MAX
+
+
+def test_echo_of_an_unknown_heartbeat_measures_nothing() -> None:
+    world = Neighbourhood()
+    world.liveness.beat(applied_index=0, digests=(), now_ns=1)
+    for _ in range(SENT_KEPT):
+        world.liveness.beat(applied_index=0, digests=(), now_ns=2)
+    world.liveness.heartbeat_arrived("b", replace(BEAT, echo=1), now_ns=10_000)
+    assert world.liveness.rtt_ns("b") == 0
+
+
+def test_heartbeat_says_how_long_ago_the_echo_was_heard() -> None:
+    world = Neighbourhood()
+    world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=17), now_ns=1_000)
+    world.liveness.beat(applied_index=5, digests=(), now_ns=1_600)
+    told = {effect.peer: effect.message for effect in world.effects.take() if isinstance(effect, Send)}
+    to_b, to_c = told["b"], told["c"]
+    assert isinstance(to_b, Heartbeat)
+    assert isinstance(to_c, Heartbeat)
+    assert (to_b.echo, to_b.echo_delay_ns, to_b.hears, to_b.applied_index) == (17, 600, ("b",), 5)
+    assert (to_c.echo, to_c.echo_delay_ns) == (0, 0)
+
+
+def test_overtaken_heartbeat_proves_life_but_is_no_news() -> None:
+    world = Neighbourhood()
+    late = replace(BEAT, sequence=4, learner=status(9))
+    assert world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=5, learner=status(11)), now_ns=1)
+    assert not world.liveness.heartbeat_arrived("b", late, now_ns=2)
+    learner = world.liveness.learner("b")
+    assert learner is not None
+    assert learner.step == 11
+    assert world.liveness.is_alive("b", now_ns=1 + SILENT_NS)
+
+
+def test_new_process_counts_from_one_again_and_is_believed_soon() -> None:
+    world = Neighbourhood()
+    world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=500), now_ns=1)
+    news = [
+        world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=number), now_ns=number)
+        for number in range(1, OLD_SEQUENCES_MAX + 2)
+    ]
+    assert news == [False] * (OLD_SEQUENCES_MAX - 1) + [True, True]
+
+
+def test_stragglers_between_news_are_never_believed() -> None:
+    world = Neighbourhood()
+    for number in range(100, 104):
+        assert world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=number), now_ns=number)
+        for _ in range(OLD_SEQUENCES_MAX - 1):
+            assert not world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=7), now_ns=number)
+
+
+def test_new_link_believes_a_new_process_at_once() -> None:
+    world = Neighbourhood()
+    world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=500), now_ns=1)
+    world.liveness.link_changed("b", is_up=True)
+    assert world.liveness.heartbeat_arrived("b", BEAT, now_ns=2)
+
+
+def test_time_of_the_last_step_moves_only_with_steps() -> None:
+    world = Neighbourhood()
+    world.liveness.own_learner(status(3), now_ns=10 * MS)
+    world.liveness.own_learner(status(3), now_ns=20 * MS)
+    assert world.liveness.stepped_at_ns("a") == 10 * MS
+    world.liveness.own_learner(status(3, incarnation=2), now_ns=30 * MS)
+    assert world.liveness.stepped_at_ns("a") == 30 * MS
+    world.liveness.own_learner(None, now_ns=40 * MS)
+    assert world.liveness.stepped_at_ns("a") is None
+
+
+def test_heartbeat_of_a_stranger_is_ignored() -> None:
+    world = Neighbourhood()
+    assert not world.liveness.heartbeat_arrived("nobody", BEAT, now_ns=1)
+    world.liveness.link_changed("nobody", is_up=False)
+    assert not world.liveness.is_alive("nobody", now_ns=1)

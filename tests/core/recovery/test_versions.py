@@ -1,0 +1,335 @@
+"""A region's versions: what is on disk, what is applied and fetched, and what its learner is offered."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import AdoptState, ApplyVersion, Effect, OfferVersion
+from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
+from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Versions
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import Entry, EntryBody, LearnerStatus, Recovered, RoundBody
+from tests.kit.rounds_kit import (
+    DIGESTS,
+    GENESIS,
+    MANIFEST,
+    REGIONS,
+    Ledger,
+    committed_round,
+    contribution,
+    position,
+    status,
+)
+
+EMPTY = Recovered(0, "", (), (-1, -1), frozenset())
+
+
+class Disk:
+    """A replica with its ledger; `commit` commits."""
+
+    def __init__(self, recovered: Recovered = EMPTY) -> None:
+        self.effects = EffectBuffer("a")
+        self.history = RoundHistory(2)
+        self.ledger = Ledger()
+        self.versions = Versions(
+            region="a",
+            fragments=2,
+            manifest_digest=MANIFEST.digest,
+            recovered=recovered,
+            history=self.history,
+            effects=self.effects,
+        )
+        self.fetches = Fetches(region="a", regions=REGIONS, effects=self.effects)
+
+    def commit(self, body: EntryBody) -> Entry:
+        entry = self.ledger.add(body)
+        self.history.apply(entry, now_ns=0)
+        self.versions.committed(entry)
+        return entry
+
+    def pump(self) -> list[Effect]:
+        self.versions.pump()
+        return self.effects.take()
+
+    def begin(self) -> None:
+        self.versions.initial_state_stored(DIGESTS)
+        self.commit(GENESIS)
+        self.pump()
+        for fragment in range(2):
+            self.versions.version_applied(fragment, 0)
+
+    def store(self, body: RoundBody) -> None:
+        self.versions.payload_stored(body.fragment, body.version, body.payload_digest)
+
+    def wants(self, *wanted: EntryBody) -> list[tuple[int, int, bool]]:
+        """(fragment, version, is_state) of what is asked for."""
+        self.versions.plan_fetches(wanted, self.fetches)
+        return [(one.fragment, one.version, one.body is None) for _, one in sorted(self.fetches._fetches.items())]
+
+
+def test_genesis_is_adopted_when_committed_and_not_before() -> None:
+    disk = Disk()
+    disk.versions.initial_state_stored(DIGESTS)
+    assert disk.pump() == []
+    disk.commit(GENESIS)
+    assert disk.pump() == [AdoptState(0, 0), AdoptState(1, 0)]
+    assert disk.pump() == [], "one effect per fragment at a time"
+
+
+def test_genesis_payload_is_there_only_with_equal_digests() -> None:
+    disk = Disk()
+    assert not disk.versions.has_payload(GENESIS)
+    disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
+    assert not disk.versions.has_payload(GENESIS)
+    assert disk.wants(GENESIS) == [(1, 0, True)]
+    disk.versions.state_stored(1, 0, DIGESTS[1])
+    assert disk.versions.has_payload(GENESIS)
+    assert disk.versions.initial_digests == DIGESTS
+
+
+def test_later_state_stands_for_genesis() -> None:
+    disk = Disk()
+    disk.versions.state_stored(0, 3, b"x" * 32)
+    disk.versions.state_stored(1, 1, b"y" * 32)
+    assert disk.versions.has_payload(GENESIS)
+
+
+def test_rounds_are_applied_in_order_one_at_a_time_per_fragment() -> None:
+    disk = Disk()
+    disk.begin()
+    bodies = [committed_round(0, 1, ()), committed_round(0, 2, ()), committed_round(1, 1, ())]
+    for body in bodies:
+        disk.store(body)
+        disk.commit(body)
+    assert disk.pump() == [ApplyVersion(bodies[0]), ApplyVersion(bodies[2])]
+    assert disk.versions.applied_index() == 1
+    disk.versions.version_applied(1, 1)
+    assert disk.pump() == []
+    disk.versions.version_applied(0, 1)
+    assert disk.versions.applied_index() == 2
+    assert disk.pump() == [ApplyVersion(bodies[1])]
+    disk.versions.version_applied(0, 2)
+    assert disk.versions.applied_index() == 4
+
+
+def test_round_without_payload_is_not_applied() -> None:
+    disk = Disk()
+    disk.begin()
+    body = committed_round(0, 1, ())
+    disk.commit(body)
+    assert disk.pump() == []
+    disk.versions.payload_stored(0, 1, b"other" * 6)
+    assert disk.pump() == [], "another ballot's payload is another payload"
+    disk.store(body)
+    assert disk.pump() == [ApplyVersion(body)]
+
+
+def test_fetched_state_is_adopted_once_its_version_is_committed() -> None:
+    disk = Disk()
+    disk.begin()
+    disk.versions.state_stored(0, 2, b"x" * 32)
+    disk.commit(committed_round(0, 1, ()))
+    assert disk.pump() == []
+    disk.commit(committed_round(0, 2, ()))
+    assert disk.pump() == [AdoptState(0, 2)]
+    disk.versions.version_applied(0, 2)
+    last = committed_round(0, 3, ())
+    disk.store(last)
+    disk.commit(last)
+    assert disk.pump() == [ApplyVersion(last)]
+
+
+def test_recovered_state_is_adopted_at_once_and_older_rounds_are_skipped() -> None:
+    ledger = Ledger()
+    entries = tuple(ledger.add(body) for body in (GENESIS, committed_round(0, 1, ()), committed_round(0, 2, ())))
+    last = committed_round(0, 2, ())
+    disk = Disk(Recovered(1, "", entries, (1, 0), frozenset({(0, 2, last.payload_digest)})))
+    assert disk.effects.take() == [AdoptState(0, 1)], "version 0 waits for its genesis"
+    disk.versions.version_applied(0, 1)
+    disk.commit(GENESIS)
+    disk.commit(committed_round(0, 1, ()))
+    disk.commit(last)
+    assert disk.pump() == [ApplyVersion(last), AdoptState(1, 0)]
+
+
+def test_theta_zero_on_disk_counts_only_with_its_genesis() -> None:
+    disk = Disk(Recovered(1, "", (), (0, 0), frozenset()))
+    assert disk.versions.initial_digests is None
+    assert not disk.versions.has_payload(GENESIS)
+    ledger = Ledger()
+    disk = Disk(Recovered(1, "", (ledger.add(GENESIS),), (0, 0), frozenset()))
+    assert disk.versions.has_payload(GENESIS)
+
+
+def test_overwritten_theta_zero_is_fetched_and_never_adopted() -> None:
+    disk = Disk()
+    disk.versions.initial_state_stored(DIGESTS)
+    disk.commit(GENESIS)
+    disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
+    assert disk.pump() == [AdoptState(0, 0)]
+    assert disk.wants() == [(1, 0, True)]
+
+
+def test_payload_is_held_by_digest_by_state_or_by_having_been_applied() -> None:
+    disk = Disk()
+    disk.begin()
+    body = committed_round(0, 1, ())
+    assert not disk.versions.has_payload(body)
+    disk.store(body)
+    assert disk.versions.has_payload(body)
+    assert not disk.versions.has_payload(committed_round(0, 1, (), digest=b"other" * 6))
+    disk.commit(body)
+    disk.pump()
+    disk.versions.version_applied(0, 1)
+    late = committed_round(0, 2, ())
+    disk.store(late)
+    disk.commit(late)
+    disk.pump()
+    disk.versions.version_applied(0, 2)
+    assert disk.versions.has_payload(body), "it must not turn false for an entry of the log"
+
+
+def test_many_missing_payloads_are_fetched_as_state() -> None:
+    disk = Disk()
+    disk.begin()
+    few = [committed_round(0, version, ()) for version in range(1, PAYLOADS_RATHER_MAX + 1)]
+    assert disk.wants(*few) == [(0, 1, False)]
+    disk.fetches.forget(0)
+    assert disk.wants(*few, committed_round(0, PAYLOADS_RATHER_MAX + 1, ())) == [(0, 1, True)]
+
+
+def test_nothing_is_fetched_that_is_there() -> None:
+    disk = Disk()
+    disk.begin()
+    body = committed_round(0, 1, ())
+    assert disk.wants(body) == [(0, 1, False)]
+    disk.store(body)
+    assert disk.wants(body) == []
+
+
+def test_theta_zero_is_waited_for_while_the_own_learner_has_laid_down_none() -> None:
+    disk = Disk()
+    disk.wants(GENESIS)
+    disk.fetches.pump(leader="b", alive=("b",), now_ns=7)
+    assert disk.fetches.in_flight() == ()
+    assert disk.fetches.wake_at_ns == 7 + INITIAL_PATIENCE_NS
+    disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
+    assert disk.wants(GENESIS) == [(1, 0, True)], "the first fragment came by itself"
+    disk.fetches.pump(leader="b", alive=("b",), now_ns=7 + INITIAL_PATIENCE_NS)
+    assert disk.fetches.in_flight() == ((1, 0, "b"),)
+
+
+def test_another_theta_zero_of_the_own_learner_is_replaced_at_once() -> None:
+    disk = Disk()
+    disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
+    disk.wants(GENESIS)
+    disk.fetches.pump(leader="b", alive=("b",), now_ns=7)
+    assert disk.fetches.in_flight() == ((1, 0, "b"),)
+
+
+class Desk:
+    """Region a with a learner."""
+
+    def __init__(self) -> None:
+        self.effects = EffectBuffer("a")
+        self.history = RoundHistory(2)
+        self.ledger = Ledger()
+        self.versions = Versions(
+            region="a",
+            fragments=2,
+            manifest_digest=MANIFEST.digest,
+            recovered=Recovered(0, "", (), (-1, -1), frozenset()),
+            history=self.history,
+            effects=self.effects,
+        )
+
+    def commit(self, *bodies: EntryBody) -> None:
+        for body in bodies:
+            self.history.apply(self.ledger.add(body), now_ns=0)
+
+    def apply(self, fragment: int, version: int) -> list[Effect]:
+        self.versions.version_applied(fragment, version)
+        return self.effects.take()
+
+    def attach(self, learner: LearnerStatus | None) -> list[Effect]:
+        self.versions.learner_attached(learner)
+        return self.effects.take()
+
+
+NEW = status(0, f0=position(base=-1), f1=position(base=-1))
+INCLUDED = committed_round(0, 1, [contribution("a", steps=(0, 10), snapshot=5)])
+WITHOUT = committed_round(0, 2, [contribution("b", base=1, steps=(0, 10))])
+
+
+def test_new_learner_is_offered_everything_that_is_applied() -> None:
+    desk = Desk()
+    desk.commit(GENESIS)
+    assert desk.apply(0, 0) == [], "nobody is there"
+    assert desk.attach(NEW) == [OfferVersion(0, 0, -1)]
+    assert desk.apply(1, 0) == [OfferVersion(1, 0, -1)]
+    assert desk.apply(1, 0) == [], "once"
+
+
+def test_offer_names_the_snapshot_of_this_life() -> None:
+    desk = Desk()
+    desk.attach(status(12))
+    desk.commit(GENESIS, INCLUDED)
+    assert desk.apply(0, 1) == [OfferVersion(0, 1, 5)]
+    assert desk.attach(status(0, incarnation=2)) == [OfferVersion(0, 1, -1)]
+
+
+def test_offer_over_several_versions_names_the_last_inclusion() -> None:
+    desk = Desk()
+    desk.attach(status(12))
+    desk.commit(GENESIS, INCLUDED, WITHOUT)
+    assert desk.apply(0, 2) == [OfferVersion(0, 2, 5)]
+
+
+def test_last_round_of_a_fragment_is_offered_as_such() -> None:
+    desk = Desk()
+    desk.attach(status(12))
+    desk.commit(GENESIS, INCLUDED, replace(WITHOUT, is_last=True))
+    assert desk.history.is_last_round(0, 2)
+    assert not desk.history.is_last_round(0, 1)
+    assert not desk.history.is_last_round(1, 2)
+    assert desk.apply(0, 2) == [OfferVersion(0, 2, 5, is_last=True)]
+
+
+def test_version_that_includes_nothing_says_so() -> None:
+    desk = Desk()
+    desk.attach(status(12, f0=position(base=1, step=10)))
+    desk.commit(GENESIS, INCLUDED, WITHOUT)
+    assert desk.apply(0, 2) == [OfferVersion(0, 2, -1)]
+
+
+def test_older_version_than_the_learner_has_is_never_offered() -> None:
+    desk = Desk()
+    desk.commit(GENESIS, INCLUDED)
+    desk.attach(status(12, f0=position(base=2)))
+    assert desk.apply(0, 1) == []
+
+
+def test_learner_with_work_of_its_own_waits_until_the_ledger_is_known() -> None:
+    desk = Desk()
+    desk.attach(status(12))
+    assert desk.apply(0, 1) == [], "recovered from disk, the ledger is not read yet: is its snapshot in it?"
+    desk.commit(GENESIS, INCLUDED)
+    desk.versions.offer(0)
+    assert desk.effects.take() == [OfferVersion(0, 1, 5)]
+
+
+def test_new_learner_does_not_wait_for_the_ledger() -> None:
+    desk = Desk()
+    desk.attach(NEW)
+    assert desk.apply(0, 1) == [OfferVersion(0, 1, -1)]
+
+
+def test_learner_that_attaches_again_is_offered_again_what_it_has_not_applied() -> None:
+    desk = Desk()
+    desk.attach(status(12))
+    desk.commit(GENESIS, INCLUDED)
+    desk.apply(0, 1)
+    assert desk.attach(None) == []
+    assert desk.attach(status(13)) == [OfferVersion(0, 1, 5)]
+    assert desk.attach(status(13, f0=position(base=1, step=10))) == []

@@ -1,0 +1,293 @@
+"""A round's ballots: the derived deadline, the open round, and what follows a failed ballot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_node.core.merge.fragments import Fragment, Piece
+from diloco_node.core.merge.schedule import SLOWER_MAX
+from diloco_node.core.messages import BallotOpened, HeldStripe, MergeDecided, StripeMerged
+from diloco_node.core.rounds.ballot import (
+    BallotClock,
+    ballot_deadline,
+    encoded_bytes,
+    plan_next,
+    reducers_to_exclude,
+)
+from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
+from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
+from tests.kit.rounds_kit import MANIFEST, MS, SECOND, SETTINGS, Neighbourhood, contribution, pieces, status
+
+
+def fragment(*sizes: int) -> Fragment:
+    pieces, offset = [], 0
+    for index, size in enumerate(sizes):
+        pieces.append(Piece(index, f"t{index}", 0, size, 0, size, offset, MergeRule.RDA))
+        offset += size
+    return Fragment(0, tuple(pieces), offset)
+
+
+@pytest.mark.parametrize(
+    ("codec", "expected"),
+    [
+        (Codec.FP32, 4 * (8192 + 100)),
+        (Codec.BF16, 2 * (8192 + 100)),
+        (Codec.INT8, 8192 + 4 * 32 + 2 * 100),
+        (Codec.INT4, 4096 + 4 * 32 + 2 * 100),
+    ],
+)
+def test_encoded_bytes_follow_the_layout(codec: Codec, expected: int) -> None:
+    assert encoded_bytes(fragment(8192, 100), codec) == expected
+
+
+def test_minimum_holds_for_fast_rounds() -> None:
+    deadline = ballot_deadline(
+        minimum_ns=2 * SECOND, attempt=0, step_time_ns=1, rtt_ns=1, transfer_bytes=1, rate_bytes_per_s=10**9
+    )
+    assert deadline.duration_ns == 2 * SECOND
+
+
+def test_expected_time_counts_three_times_and_every_term_counts() -> None:
+    deadline = ballot_deadline(
+        minimum_ns=1, attempt=0, step_time_ns=100 * MS, rtt_ns=50 * MS, transfer_bytes=1_000_000, rate_bytes_per_s=10**6
+    )
+    assert deadline.duration_ns == 3 * (200 * MS + 200 * MS + SECOND)
+    assert deadline.derivation == (
+        "4.2 s = 1 x max(1e-09 s, 3 x (2 steps of 0.1 s + 4 round trips of 0.05 s + 1000000 bytes at 1000000 bytes/s))"
+    )
+
+
+def test_failed_ballots_double_the_time_up_to_eight_times() -> None:
+    def duration(attempt: int) -> int:
+        return ballot_deadline(
+            minimum_ns=SECOND, attempt=attempt, step_time_ns=0, rtt_ns=0, transfer_bytes=0, rate_bytes_per_s=1
+        ).duration_ns
+
+    assert [duration(attempt) for attempt in range(6)] == [SECOND * factor for factor in (1, 2, 4, 8, 8, 8)]
+
+
+def test_unknown_rate_is_assumed_and_said() -> None:
+    deadline = ballot_deadline(
+        minimum_ns=1, attempt=0, step_time_ns=0, rtt_ns=0, transfer_bytes=12_500_000, rate_bytes_per_s=0
+    )
+    assert deadline.duration_ns == 3 * SECOND
+    assert "(assumed)" in deadline.derivation
+
+
+def test_clock_takes_the_slowest_member_the_longest_way_and_earlier_rounds() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
+    before = clock.deadline(0, ("a", "b"), stripes, attempt=0)
+    assert before.duration_ns == SETTINGS.ballot_deadline_min_ns
+    clock.took(0, 5 * SECOND)
+    after = clock.deadline(0, ("a", "b"), stripes, attempt=0)
+    assert after.duration_ns == pytest.approx(3 * (5 * SECOND + 200 * MS), rel=0.01)
+
+
+def test_nobody_is_believed_to_be_slower_than_so_many_times_the_others() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
+    for told_ns, believed_ns in ((1500 * MS, 1500 * MS), (2**62, SLOWER_MAX * 100 * MS)):
+        world.hear("c", replace(status(), step_time_ns=told_ns), now_ns=1)
+        deadline = clock.deadline(0, ("a", "b", "c"), stripes, attempt=0)
+        assert f"2 steps of {believed_ns / SECOND:.3g} s" in deadline.derivation
+    alone = clock.deadline(0, ("c",), stripes, attempt=0)
+    assert f"2 steps of {2**62 / SECOND:.3g} s" in alone.derivation, "nobody else is waiting"
+
+
+def test_fragment_that_was_never_merged_goes_by_the_slowest_other_and_its_size() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    one, other, new = fragment(8192), fragment(4096), fragment(12_288)
+    manifest = replace(MANIFEST, fragments=(one, other, new))
+    clock = BallotClock(manifest=manifest, settings=SETTINGS, liveness=world.liveness, regions=3)
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
+    clock.took(0, 8 * SECOND)
+    clock.took(1, 5 * SECOND)
+    # Of the smaller one, 5 s: a rate at which three times its size take 15 s; the first would say 12 s.
+    deadline = clock.deadline(2, ("a", "b"), stripes, attempt=0)
+    assert deadline.duration_ns == pytest.approx(3 * (15 * SECOND + 200 * MS), rel=0.01)
+    assert "(assumed)" not in deadline.derivation
+    clock.took(2, SECOND)
+    assert clock.deadline(2, ("a", "b"), stripes, attempt=0).duration_ns == pytest.approx(3 * 1.2 * SECOND, rel=0.01)
+
+
+def test_before_anything_was_merged_the_told_budgets_count_where_they_are_low() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=0)
+    manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
+    clock = BallotClock(manifest=manifest, settings=SETTINGS, liveness=world.liveness, regions=3)
+    stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
+    assumed = clock.deadline(0, ("a", "b"), stripes, attempt=0)
+    assert "(assumed)" in assumed.derivation
+    world.liveness.own_budget(RateLimits(10**9, None))
+    assert clock.deadline(0, ("a", "b"), stripes, attempt=0) == assumed, "a fast line says nothing of the others"
+    world.liveness.own_budget(RateLimits(10**5, 10**6))
+    told = clock.deadline(0, ("a", "b"), stripes, attempt=0)
+    assert f"at {10**5 // SETTINGS.rounds_in_flight_max} bytes/s" in told.derivation
+    assert told.duration_ns > 10 * assumed.duration_ns
+
+
+STRIPES = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 5))
+ALL = ("a", "b", "c")
+OFFERED = {name: contribution(name) for name in ALL}
+
+
+def a_round(**held: set[int]) -> OpenRound:
+    one = OpenRound(
+        opened_at_ns=0,
+        is_last=False,
+        announcement=BallotOpened(Ballot(1, 1), 0, 1, ALL, STRIPES),
+        ballot_at_ns=0,
+        deadline=Deadline(SECOND, ""),
+    )
+    one.contributions = dict(OFFERED)
+    one.held = dict(held)
+    return one
+
+
+def decided(one: OpenRound, *names: str) -> None:
+    chosen = tuple(OFFERED[name] for name in names)
+    one.decision = MergeDecided(one.ballot, 0, 1, chosen, tuple((1.0,) * pieces(0) for _ in names))
+
+
+def report(stripe: int, norm: float, *parts: float) -> StripeMerged:
+    width = pieces(0)
+    return StripeMerged(
+        Ballot(1, 1), stripe, (norm,) * width, tuple((part,) * width for part in parts), bytes([stripe]) * 32
+    )
+
+
+def test_after_the_deadline_those_go_on_that_all_reducers_hold() -> None:
+    one = a_round(a={0, 1, 2}, b={0, 1}, c={0, 1, 2})
+    plan = plan_next(one, STRIPES, usable=OFFERED, able=ALL, reachable=ALL, is_late=True)
+    assert plan.members == ("a", "c")
+    assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
+    assert plan.held == tuple(HeldStripe(name, stripe) for name in ("a", "c") for stripe in range(3))
+
+
+def test_after_the_deadline_a_whole_contribution_of_a_lost_member_stays_if_nothing_moves() -> None:
+    one = a_round(a={0, 1, 2}, b={0, 1, 2})
+    plan = plan_next(one, STRIPES, usable=OFFERED, able=("a",), reachable=("a",), is_late=True)
+    assert plan.members == ("a", "b")
+    moved = (Stripe("a", 0, 2), Stripe("c", 2, 5))
+    plan = plan_next(one, moved, usable=OFFERED, able=("a",), reachable=("a",), is_late=True)
+    assert plan.members == ("a",)
+
+
+def test_if_nobody_is_held_everybody_able_is_asked_again() -> None:
+    one = a_round(a={0}, b={1})
+    plan = plan_next(one, STRIPES, usable=OFFERED, able=("a", "c"), reachable=ALL, is_late=True)
+    assert plan.members == ("a", "c")
+    assert plan.held == (HeldStripe("a", 0),)
+    assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
+
+
+def test_after_a_loss_all_that_are_left_stay() -> None:
+    one = a_round(a={0, 1, 2})
+    one.declined["c"] = "no steps"
+    stripes = (Stripe("a", 0, 3), Stripe("c", 3, 5))
+    usable = {"a": OFFERED["a"]}
+    plan = plan_next(one, stripes, usable=usable, able=("a", "c"), reachable=("a", "c"), is_late=False)
+    assert plan.members == ("a",), "c has declined, b is gone"
+    assert plan.held == (), "every stripe moved"
+
+
+def test_held_stripes_are_named_by_their_new_place() -> None:
+    one = a_round(a={0, 2})
+    stripes = (Stripe("b", 0, 4), STRIPES[2])
+    plan = plan_next(one, stripes, usable=OFFERED, able=ALL, reachable=ALL, is_late=False)
+    assert plan.held == (HeldStripe("a", 1),)
+
+
+def test_contribution_that_may_not_be_merged_is_not_said_to_be_held() -> None:
+    one = a_round(a={0, 1, 2}, b={0, 1, 2})
+    usable = {"b": OFFERED["b"], "c": OFFERED["c"]}
+    plan = plan_next(one, STRIPES, usable=usable, able=ALL, reachable=ALL, is_late=True)
+    assert plan.members == ("b",)
+    assert plan.held == tuple(HeldStripe("b", stripe) for stripe in range(3))
+
+
+def test_reducer_that_lacks_what_others_hold_is_excluded() -> None:
+    assert reducers_to_exclude(a_round(a={0, 1}, b={0, 1}, c={0, 1})) == {"c"}
+    assert reducers_to_exclude(a_round(a={0, 1, 2}, b={0, 1, 2}, c=set())) == set(), "then it is the member"
+    assert reducers_to_exclude(a_round()) == set()
+
+
+def test_reducer_that_did_not_merge_is_excluded() -> None:
+    one = a_round(a={0, 1, 2}, b={0, 1, 2}, c={0, 1, 2})
+    decided(one, *ALL)
+    one.merged = {0: report(0, 1.0, 1.0, 1.0, 1.0)}
+    assert reducers_to_exclude(one) == {"b", "c"}
+
+
+def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:
+    one = a_round(a={0})
+    decided(one, "a")
+    one.weights, one.declined, one.merged = (1.0,), {"b": "x"}, {0: report(0, 1.0, 1.0)}
+    one.holders, one.rejected, one.excluded = {"a": b"1"}, {"c": "lied"}, {"b"}
+    opened = BallotOpened(Ballot(1, 2), 0, 1, ("a",), STRIPES)
+    one.begin_ballot(opened, deadline=Deadline(3, ""), contributions={"a": OFFERED["a"]}, now_ns=7)
+    assert (one.ballot, one.attempt, one.deadline_ns, one.opened_at_ns) == (Ballot(1, 2), 1, 10, 0)
+    assert (one.declined, one.held, one.merged, one.holders, one.decision, one.weights) == ({}, {}, {}, {}, None, ())
+    assert (one.rejected, one.excluded) == ({"c": "lied"}, {"b"})
+    assert one.missing_members() == ()
+
+
+def test_norms_are_summed_over_all_stripes_in_their_order() -> None:
+    one = a_round()
+    decided(one, "a", "b")
+    one.merged = {2: report(2, 4.0, 1.0, 1.0), 0: report(0, 1.0, 1.0, 1.0), 1: report(1, 2.0, 2.0, 2.0)}
+    assert one.is_merged
+    assert one.merged_squared_norms() == (7.0,) * pieces(0)
+    assert one.norm_mismatch() == ()
+    assert one.digest == payload_digest([bytes([index]) * 32 for index in range(3)])
+
+
+def test_norms_that_do_not_add_up_name_the_learner() -> None:
+    for error, norm_mismatch in ((0.0039, ()), (0.0041, ("b",)), (-0.0041, ("b",))):
+        one = a_round()
+        decided(one, "a", "b")
+        one.merged = {stripe: report(stripe, 1.0, 4.0 / 3, (4.0 + error) / 3) for stripe in range(3)}
+        assert one.norm_mismatch() == norm_mismatch, error
+
+
+def test_zero_outer_gradient_is_no_lie() -> None:
+    one = a_round()
+    one.contributions = {"a": replace(OFFERED["a"], squared_norms=(0.0,) * pieces(0))}
+    one.decision = MergeDecided(one.ballot, 0, 1, (one.contributions["a"],), ((0.0,) * pieces(0),))
+    one.merged = {stripe: report(stripe, 0.0, 0.0) for stripe in range(3)}
+    assert one.norm_mismatch() == ()
+
+
+def test_report_with_impossible_numbers_is_refused() -> None:
+    one = a_round()
+    decided(one, "a", "b")
+    good = report(1, 1.0, 2.0, 3.0)
+    assert one.report_fault("b", good, pieces(0)) == ""
+    assert "not reduced by a" in one.report_fault("a", good, pieces(0))
+    assert one.report_fault("b", replace(good, stripe=3), pieces(0))
+    assert "shape" in one.report_fault("b", replace(good, contribution_norms=good.contribution_norms[:1]), pieces(0))
+    assert "shape" in one.report_fault("b", good, pieces(0) + 1)
+    assert "finite" in one.report_fault("b", report(1, float("nan"), 1.0, 1.0), pieces(0))
+    assert "negative" in one.report_fault("b", report(1, 1.0, -1.0, 1.0), pieces(0))
+
+
+def test_waiting_reason_names_what_is_missing() -> None:
+    one = a_round()
+    del one.contributions["b"]
+    assert one.waiting() == "waits for contributions of b"
+    one.declined["b"] = "no steps"
+    decided(one, "a", "c")
+    one.held = {"a": {0, 1, 2}}
+    assert one.waiting() == "waits for merged stripes of a, b, c, stripes of c are on their way"
+    one.merged = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
+    assert one.waiting() == "waits for a majority to have the payload on disk, nobody has"
+    one.is_proposed = True
+    assert one.waiting() == "waits for its ledger entry to commit"

@@ -1,0 +1,211 @@
+"""With whom a round is held: reach, stalled learners, reports older than the last commit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.merge.schedule import SLOWER_MAX
+from diloco_node.core.rounds.eligibility import (
+    BEHIND_NS,
+    BEHIND_NS_MAX,
+    STALLED_NS_MIN,
+    STALLED_STEPS,
+    Eligibility,
+    assess_reachability,
+    member_fault,
+)
+from diloco_node.core.rounds.history import RoundHistory
+from tests.kit.rounds_kit import (
+    GENESIS,
+    MS,
+    SECOND,
+    Ledger,
+    Neighbourhood,
+    committed_round,
+    contribution,
+    history_of,
+    position,
+    status,
+)
+
+NAMES = ("c", "a", "d", "b")
+
+
+def test_everybody_who_reaches_everybody_is_reducer_and_learner() -> None:
+    world = Neighbourhood(regions=("a", "b", "c"))
+    world.all_hear(status(), now_ns=1)
+    found = assess_reachability("a", ("c", "b", "a"), world.liveness, now_ns=1)
+    assert found.reachable == found.reducers == found.learners == ("a", "b", "c")
+    assert found.away == ()
+
+
+def test_two_that_do_not_reach_each_other_stay_members_but_reduce_nothing() -> None:
+    world = Neighbourhood(regions=("a", "b", "c", "d"))
+    world.liveness.own_learner(status(), now_ns=1)
+    world.hear("b", status(), now_ns=1, hears=("a", "d"))
+    world.hear("c", status(), now_ns=1, hears=("a", "b", "d"))
+    world.hear("d", status(), now_ns=1, hears=("a", "b", "c"))
+    found = assess_reachability("a", NAMES, world.liveness, now_ns=1)
+    assert found.reducers == ("a", "d")
+    assert found.learners == ("a", "b", "c", "d")
+
+
+def test_region_that_does_not_hear_the_leader_is_away() -> None:
+    world = Neighbourhood()
+    world.liveness.own_learner(status(), now_ns=1)
+    world.hear("b", status(), now_ns=1, hears=("c",))
+    world.hear("c", None, now_ns=1)
+    found = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=1)
+    assert found.reachable == ("a", "c")
+    assert found.learners == ("a",)
+    assert found.away == (("b", "not reachable"), ("c", "no learner"))
+
+
+def test_excluded_reducers_are_left_out_unless_nobody_else_is_there() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=1)
+    assert assess_reachability("a", (*NAMES[:2], "b"), world.liveness, now_ns=1, excluded={"b"}).reducers == ("a", "c")
+    assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=1, excluded={"a", "b"}).reducers == ("a", "b")
+
+
+def test_learner_that_makes_no_steps_is_not_waited_for() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(step=10), now_ns=1)
+    now_ns = 1 + STALLED_NS_MIN
+    world.liveness.own_learner(status(step=11), now_ns=now_ns)
+    world.hear("b", status(step=10), now_ns=now_ns)
+    assert assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns).learners == ("a", "b")
+    world.hear("b", status(step=10), now_ns=now_ns + 1)
+    found = assess_reachability("a", ("a", "b"), world.liveness, now_ns=now_ns + 1)
+    assert found.away == (("b", "its learner makes no steps"),)
+
+
+def test_stopped_learner_is_away() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(finished=True), now_ns=1)
+    assert assess_reachability("a", ("a",), world.liveness, now_ns=1).away == (("a", "its learner has stopped"),)
+
+
+HISTORY = history_of(GENESIS, committed_round(0, 1, [contribution("b", steps=(0, 10))]))
+
+
+def fault(**changed: object) -> str:
+    arguments = {"incarnation_min": 1, "is_recent": False} | {
+        key: value for key, value in changed.items() if key in ("incarnation_min", "is_recent")
+    }
+    report = status(int(str(changed.get("step", 11))), f0=position(base=int(str(changed.get("base", 1))), step=10))
+    return member_fault("b", report, 0, HISTORY, **arguments)  # type: ignore[arg-type]
+
+
+def test_member_needs_a_base_that_is_not_older_than_its_last_inclusion() -> None:
+    assert fault() == ""
+    assert "has not applied version 1" in fault(base=0)
+    assert fault(base=-1) == "has no version yet"
+    assert fault(base=0, is_recent=True) == "", "the report may be older than the apply"
+    assert fault(base=-1, is_recent=True) == "has no version yet"
+
+
+def test_member_needs_a_step_since_its_last_inclusion() -> None:
+    assert "no steps" in fault(step=10)
+    assert fault(step=10, is_recent=True) == ""
+
+
+def test_member_of_a_life_that_is_over_is_refused() -> None:
+    assert fault(incarnation_min=2) == "its incarnation is over"
+    assert fault(incarnation_min=2, is_recent=True) == "its incarnation is over"
+
+
+def test_a_learner_that_says_its_steps_take_for_ever_is_not_waited_for_for_ever() -> None:
+    world = Neighbourhood(regions=("a", "b", "c"))
+    world.all_hear(status(), now_ns=0)
+    slow = replace(status(), step_time_ns=2**62)
+    world.hear("b", slow, now_ns=0)
+    limit_ns = STALLED_STEPS * SLOWER_MAX * 100 * MS
+    for now_ns, is_there in ((limit_ns, True), (limit_ns + 1, False)):
+        world.liveness.own_learner(status(now_ns), now_ns=now_ns)
+        world.hear("b", slow, now_ns=now_ns)
+        world.hear("c", status(now_ns), now_ns=now_ns)
+        found = assess_reachability("a", ("a", "b", "c"), world.liveness, now_ns=now_ns)
+        assert ("b" in found.learners) == is_there
+    assert found.away == (("b", "its learner makes no steps"),)
+
+
+def test_region_that_fetches_is_left_out_some_time_after_the_commit() -> None:
+    world = Neighbourhood()
+    history = history_of(GENESIS, committed_round(0, 1, [contribution("a")]), now_ns=SECOND)
+    eligibility = Eligibility(region="a", regions=("a", "b", "c"), history=history, liveness=world.liveness)
+    report = status(20, f0=position(base=1, step=10))
+
+    def ineligible(now_ns: int) -> tuple[tuple[str, str], ...]:
+        world.liveness.own_learner(report, now_ns=now_ns)
+        world.hear("b", report, now_ns=now_ns, applied_index=1)
+        world.hear("c", report, now_ns=now_ns, applied_index=2)
+        reachability = eligibility.reachability(now_ns=now_ns)
+        return eligibility.members(0, reachability, now_ns=now_ns)[1]
+
+    assert ineligible(SECOND + BEHIND_NS) == ()
+    assert ineligible(SECOND + BEHIND_NS + 1) == (("b", "its region is 1 ledger entries behind"),)
+
+
+def rounds_applied_late(lag_ns: int, rounds: int) -> tuple[Eligibility, Neighbourhood, RoundHistory, int]:
+    """Region b applied so many versions of fragment 0, and told so `lag_ns` after each commit; c did at once."""
+    world, history, ledger = Neighbourhood(), RoundHistory(2), Ledger()
+    eligibility = Eligibility(region="a", regions=("a", "b", "c"), history=history, liveness=world.liveness)
+    now_ns = 60 * SECOND
+    history.apply(ledger.add(GENESIS), now_ns=now_ns)
+    for version in range(1, rounds + 1):
+        world.hear("b", status(), now_ns=now_ns, applied_index=version)
+        eligibility.heard("b", now_ns=now_ns)
+        now_ns += 60 * SECOND
+        body = committed_round(0, version, [contribution("a", steps=(10 * version - 10, 10 * version))])
+        history.apply(ledger.add(body), now_ns=now_ns)
+        world.hear("b", status(), now_ns=now_ns + lag_ns, applied_index=version + 1)
+        eligibility.heard("b", now_ns=now_ns + lag_ns)
+    return eligibility, world, history, now_ns + lag_ns
+
+
+def test_a_region_that_always_applies_late_is_not_taken_for_one_that_fetches() -> None:
+    late = 3 * SECOND
+    eligibility, world, history, now_ns = rounds_applied_late(late, 5)
+    assert eligibility.behind_ns("b") == 2 * late
+    assert eligibility.behind_ns("c") == BEHIND_NS
+    history.committed_at_ns[0] = now_ns
+    history.version_entries[0] += 1
+    for step, (after_ns, is_left_out) in enumerate(((late + SECOND, False), (2 * late, False), (2 * late + 1, True))):
+        world.hear("b", status(99 + step, f0=position(base=5)), now_ns=now_ns + after_ns, applied_index=6)
+        world.hear("c", status(99 + step, f0=position(base=5)), now_ns=now_ns + after_ns, applied_index=7)
+        found = eligibility.reachability(now_ns=now_ns + after_ns)
+        ineligible = dict(eligibility.members(0, found, now_ns=now_ns + after_ns)[1])
+        assert ("b" in ineligible) == is_left_out, after_ns
+
+
+def test_how_long_a_region_may_take_is_bounded_and_no_less_than_the_usual() -> None:
+    assert rounds_applied_late(600 * SECOND, 8)[0].behind_ns("b") == BEHIND_NS_MAX
+    assert rounds_applied_late(1, 8)[0].behind_ns("b") == BEHIND_NS
+    assert rounds_applied_late(SECOND, 0)[0].behind_ns("b") == BEHIND_NS, "nothing is known yet"
+
+
+def test_where_heartbeats_are_rare_nobody_is_behind_before_the_next_one() -> None:
+    rare = Liveness(region="a", regions=("a", "b"), heartbeat_ns=2 * SECOND, effects=EffectBuffer("a"))
+    eligibility = Eligibility(region="a", regions=("a", "b"), history=history_of(GENESIS), liveness=rare)
+    assert eligibility.behind_ns("b") == rare.silent_ns == SILENT_HEARTBEATS * 2 * SECOND
+
+
+def test_barred_learner_is_excluded_with_its_reason() -> None:
+    world = Neighbourhood()
+    world.all_hear(status(), now_ns=MS)
+    eligibility = Eligibility(region="a", regions=("a", "b", "c"), history=history_of(GENESIS), liveness=world.liveness)
+    members, ineligible = eligibility.members(0, eligibility.reachability(now_ns=MS), now_ns=MS, rejected={"b": "lied"})
+    assert members == ("a", "c")
+    assert ineligible == (("b", "lied"),)
+
+
+def test_newest_life_is_remembered_whatever_comes_later() -> None:
+    world = Neighbourhood()
+    eligibility = Eligibility(region="a", regions=("a", "b"), history=history_of(GENESIS), liveness=world.liveness)
+    eligibility.saw_incarnation("b", 3)
+    eligibility.saw_incarnation("b", 2)
+    assert eligibility.incarnation_min("b") == 3
+    assert eligibility.incarnation_min("a") == 0

@@ -1,0 +1,689 @@
+"""The leader of rounds: opens with everybody, decides once, tries again, books, ends. The other regions by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+
+from diloco_node.core.events import Note, Send
+from diloco_node.core.messages import (
+    BallotOpened,
+    Contributed,
+    Declined,
+    DiscardReported,
+    HeldStripe,
+    MergeDecided,
+    Message,
+    PayloadHeld,
+    StripeHeld,
+    StripeMerged,
+)
+from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.leader import RoundLeader
+from diloco_node.core.rounds.open_round import payload_digest
+from diloco_node.core.types import (
+    Ballot,
+    Contribution,
+    DiscardedBody,
+    EntryBody,
+    FinishedBody,
+    LearnerStatus,
+    MergeRule,
+    RateLimits,
+    RoundBody,
+    RunSettings,
+)
+from tests.kit.rounds_kit import (
+    GENESIS,
+    MANIFEST,
+    MS,
+    REGIONS,
+    SECOND,
+    SETTINGS,
+    Ledger,
+    Neighbourhood,
+    contribution,
+    pieces,
+    position,
+    status,
+)
+
+DUE = status(4)
+"""Fragment 0 of two is due after 4 of 7 steps, fragment 1 is not."""
+
+
+class Office:
+    """Region a leads; b and c answer as the test says."""
+
+    def __init__(self, settings: RunSettings = SETTINGS, regions: tuple[str, ...] = REGIONS) -> None:
+        self.world = Neighbourhood("a", regions)
+        self.history = RoundHistory(2)
+        self.ledger = Ledger()
+        self.now_ns = SECOND
+        self.leader = RoundLeader(
+            region="a",
+            regions=regions,
+            manifest=MANIFEST,
+            settings=settings,
+            history=self.history,
+            liveness=self.world.liveness,
+            effects=self.world.effects,
+        )
+        self.notes: list[Note] = []
+        self.commit(GENESIS)
+        self.leader.begin(3, {}, now_ns=self.now_ns)
+
+    def commit(self, body: EntryBody) -> None:
+        entry = self.ledger.add(body)
+        self.history.apply(entry, now_ns=self.now_ns)
+        self.leader.committed(entry, now_ns=self.now_ns)
+
+    def report(self, learner: LearnerStatus, names: Iterable[str] = REGIONS) -> None:
+        """These regions' learners say this, now."""
+        for name in names:
+            if name == "a":
+                self.world.liveness.own_learner(learner, now_ns=self.now_ns)
+            else:
+                self.world.hear(name, learner, now_ns=self.now_ns)
+            self.leader.status_changed(name, now_ns=self.now_ns)
+
+    def go(self, ns: int = 0) -> list[tuple[str, Message]]:
+        """Let time pass and the leader act; what it says, to itself too."""
+        self.now_ns += ns
+        self.leader.advance(now_ns=self.now_ns)
+        said: list[tuple[str, Message]] = []
+        for effect in self.world.effects.take():
+            if isinstance(effect, Send):
+                said.append((effect.peer, effect.message))
+            elif isinstance(effect, Note):
+                self.notes.append(effect)
+        while self.world.effects.local:
+            said.append(("a", self.world.effects.local.popleft()))
+        return sorted(said, key=lambda one: (one[0], type(one[1]).__name__))
+
+    def answer(self, peer: str, message: Message) -> None:
+        self.leader.arrived(peer, message, now_ns=self.now_ns)  # type: ignore[arg-type]
+
+    def open(self) -> BallotOpened:
+        self.report(DUE)
+        return ballots(self.go())[0]
+
+    def contribute(self, opened: BallotOpened, names: Iterable[str] = REGIONS) -> None:
+        for name in names:
+            self.answer(name, Contributed(opened.ballot, offered(name)))
+
+    def hold(self, opened: BallotOpened, names: Iterable[str] = REGIONS) -> None:
+        for stripe in opened.stripes:
+            for name in names:
+                self.answer(stripe.reducer, StripeHeld(opened.ballot, name))
+
+    def merge(self, opened: BallotOpened, names: Iterable[str] = REGIONS, norm: float = 4.0 / 3) -> bytes:
+        """All reducers report; returns the payload's digest."""
+        width = pieces(0)
+        for index, stripe in enumerate(opened.stripes):
+            rows = tuple((norm,) * width for _ in names)
+            self.answer(stripe.reducer, StripeMerged(opened.ballot, index, (1.0,) * width, rows, bytes([index]) * 32))
+        return payload_digest([bytes([index]) * 32 for index in range(len(opened.stripes))])
+
+    def kinds(self) -> list[str]:
+        return [note.kind for note in self.notes]
+
+
+def offered(name: str) -> Contribution:
+    return contribution(name, steps=(0, 4))
+
+
+def ballots(said: list[tuple[str, Message]]) -> list[BallotOpened]:
+    return [message for _, message in said if isinstance(message, BallotOpened)]
+
+
+def decisions(said: list[tuple[str, Message]]) -> list[MergeDecided]:
+    return [message for _, message in said if isinstance(message, MergeDecided)]
+
+
+def test_round_is_opened_with_everybody_when_all_are_due() -> None:
+    office = Office()
+    office.report(DUE)
+    said = office.go()
+    assert [peer for peer, _ in said] == ["a", "b", "c"]
+    opened = ballots(said)[0]
+    assert (opened.ballot, opened.fragment, opened.version, opened.members) == (Ballot(3, 1), 0, 1, REGIONS)
+    assert [stripe.reducer for stripe in opened.stripes] == ["a", "b", "c"]
+    assert opened.held == ()
+    assert office.go() == [], "one round per fragment at a time"
+
+
+def test_stripes_follow_the_budgets_that_regions_told() -> None:
+    office = Office()
+    rate = 1_000_000
+    office.world.liveness.own_budget(RateLimits(rate, rate))
+    office.report(DUE)
+    office.world.hear("b", DUE, now_ns=office.now_ns, budget=RateLimits(rate, rate))
+    office.world.hear("c", DUE, now_ns=office.now_ns, budget=RateLimits(rate // 100, None))
+    opened = ballots(office.go())[0]
+    assert opened.members == REGIONS
+    assert [stripe.reducer for stripe in opened.stripes] == ["a", "b"], "c has enough to do with its contribution"
+
+
+def test_learner_that_is_not_due_is_a_member_too() -> None:
+    office = Office()
+    office.report(DUE, "ab")
+    office.report(status(2), "c")
+    assert office.go() == [], "the grace window is open"
+    assert "grace" in office.leader.reason
+    wake_at_ns = office.leader.wake_at_ns
+    assert wake_at_ns is not None
+    assert office.go(wake_at_ns - office.now_ns - 1) == []
+    assert ballots(office.go(1))[0].members == REGIONS
+
+
+def test_nothing_is_opened_without_quorum_and_it_says_why() -> None:
+    office = Office()
+    office.report(status(3), "bc")
+    office.report(DUE, "a")
+    assert office.go() == []
+    assert office.leader.reason == "fragment 0: waits for quorum: 1 of 3 learners due (a), 2 needed"
+
+
+def test_silence_of_a_region_is_asked_again_until_it_holds_the_payload() -> None:
+    office = Office()
+    opened = office.open()
+    office.answer("b", PayloadHeld(opened.ballot, b"x"))
+    office.leader.tick()
+    assert [(peer, type(message)) for peer, message in office.go()] == [("a", BallotOpened), ("c", BallotOpened)]
+
+
+def test_decision_is_made_when_all_have_contributed_or_declined() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened, "ca")
+    assert office.go() == []
+    office.answer("b", Declined(opened.ballot, "no steps"))
+    said = office.go()
+    assert [peer for peer, _ in said] == ["a", "b", "c"], "every reducer is told"
+    decision = decisions(said)[0]
+    assert [one.learner for one in decision.contributions] == ["a", "c"]
+    assert len(decision.coefficients) == 2
+    assert len(decision.coefficients[0]) == pieces(0)
+
+
+def test_round_goes_into_the_ledger_when_a_majority_with_the_leader_holds_it() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    digest = office.merge(opened)
+    office.answer("b", PayloadHeld(opened.ballot, digest))
+    office.answer("c", PayloadHeld(opened.ballot, digest))
+    office.go()
+    assert not office.leader.proposals, "the leader itself must hold it"
+    office.answer("a", PayloadHeld(opened.ballot, digest))
+    office.go()
+    (body,) = office.leader.proposals
+    assert isinstance(body, RoundBody)
+    assert (body.fragment, body.version, body.ballot, body.payload_digest) == (0, 1, opened.ballot, digest)
+    assert [member.contribution.learner for member in body.members] == ["a", "b", "c"]
+    assert body.share == 1.0
+    assert body.stripes == opened.stripes
+    office.go()
+    assert len(office.leader.proposals) == 1, "once"
+
+
+def test_half_of_an_even_number_is_no_majority() -> None:
+    four = (*REGIONS, "d")
+    office = Office(regions=four)
+    office.report(DUE, four)
+    opened = ballots(office.go())[0]
+    office.contribute(opened, four)
+    office.go()
+    digest = office.merge(opened, four, norm=4.0 / len(opened.stripes))
+    for name in "ab":
+        office.answer(name, PayloadHeld(opened.ballot, digest))
+    office.go()
+    assert not office.leader.proposals
+    office.answer("c", PayloadHeld(opened.ballot, digest))
+    office.go()
+    assert len(office.leader.proposals) == 1
+
+
+def test_payload_with_another_digest_counts_for_nothing() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    digest = office.merge(opened)
+    office.answer("a", PayloadHeld(opened.ballot, digest))
+    office.answer("b", PayloadHeld(opened.ballot, b"other" * 6))
+    office.go()
+    assert not office.leader.proposals
+
+
+def test_payload_of_an_abandoned_ballot_counts_for_nothing() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.hold(opened)
+    office.go()
+    digest = office.merge(opened)
+    office.answer("a", PayloadHeld(opened.ballot, digest))
+    for _ in range(4):
+        office.report(DUE)
+        said = office.go(SECOND)
+    again = office.leader.rounds[0]
+    assert again.ballot > opened.ballot, said
+    office.answer("b", PayloadHeld(opened.ballot, digest))
+    office.answer("c", PayloadHeld(opened.ballot, digest))
+    office.go()
+    assert not office.leader.proposals
+
+
+def commit_with(office: Office, names: str, version: int, start: dict[str, int], step: int) -> RoundBody:
+    """One round of fragment 0 with these members, carried to its commit."""
+    office.now_ns += SECOND
+    office.report(status(step, f0=position(base=version - 1, mark=step - 9), f1=position(mark=step)))
+    opened = next(one for one in ballots(office.go()) if one.fragment == 0)
+    for name in REGIONS:
+        if name in names:
+            office.answer(
+                name, Contributed(opened.ballot, contribution(name, base=version - 1, steps=(start[name], step)))
+            )
+        else:
+            office.answer(name, Declined(opened.ballot, "away"))
+    office.go()
+    digest = office.merge(opened, names)
+    for name in REGIONS:
+        office.answer(name, PayloadHeld(opened.ballot, digest))
+    office.go()
+    body = office.leader.proposals.popleft()
+    assert isinstance(body, RoundBody)
+    office.commit(body)
+    for fragment in list(office.leader.rounds):
+        del office.leader.rounds[fragment]
+    return body
+
+
+def test_share_and_weights_know_who_missed_versions() -> None:
+    office = Office()
+    first = commit_with(office, "abc", 1, dict.fromkeys(REGIONS, 0), 10)
+    assert first.share == 1.0
+    second = commit_with(office, "ab", 2, dict.fromkeys(REGIONS, 10), 20)
+    assert second.share == 1.0, "both were in the round before"
+    third = commit_with(office, "abc", 3, {"a": 20, "b": 20, "c": 10}, 30)
+    weights = {member.contribution.learner: member.weight for member in third.members}
+    assert weights["a"] == weights["b"] < weights["c"]
+    assert third.share < 1.0, "c brings more than one cycle"
+
+
+def test_a_learner_that_gave_its_steps_up_weighs_like_the_others() -> None:
+    office = Office()
+    commit_with(office, "abc", 1, dict.fromkeys(REGIONS, 0), 10)
+    commit_with(office, "ab", 2, dict.fromkeys(REGIONS, 10), 20)
+    office.commit(DiscardedBody("c", 1, 0, 10, 20, 640, "left behind"))
+    third = commit_with(office, "abc", 3, dict.fromkeys(REGIONS, 20), 30)
+    assert len({member.weight for member in third.members}) == 1
+    assert third.share == 1.0, "it carried nothing over the version that it missed"
+
+
+def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
+    usual, office = Office(), Office()
+    commit_with(usual, "abc", 1, dict.fromkeys(REGIONS, 0), 10)
+    commit_with(usual, "ab", 2, dict.fromkeys(REGIONS, 10), 20)
+    expected = commit_with(usual, "abc", 3, {"a": 20, "b": 20, "c": 10}, 30)
+    commit_with(office, "abc", 1, dict.fromkeys(REGIONS, 0), 10)
+    commit_with(office, "ab", 2, dict.fromkeys(REGIONS, 10), 20)
+    office.commit(DiscardedBody("c", 1, 0, 10, 20, 640, "left behind"))
+    commit_with(office, "ab", 3, dict.fromkeys(REGIONS, 20), 30)
+    found = commit_with(office, "abc", 4, {"a": 30, "b": 30, "c": 20}, 40)
+    assert [one.weight for one in found.members] == [one.weight for one in expected.members]
+    assert found.share == expected.share < 1.0, "it has missed one version since"
+    office.commit(DiscardedBody("c", 1, 0, 40, 50, 640, "left behind"))
+    fifth = commit_with(office, "ab", 5, dict.fromkeys(REGIONS, 40), 50)
+    assert fifth.share == 1.0
+    other_life = replace(contribution("c", steps=(50, 60), base=5), incarnation=2)
+    assert office.history.carried_since(other_life) is None, "what an earlier life gave up is nothing to it"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        contribution("c", steps=(0, 4)),
+        contribution("b", 1, steps=(0, 4)),
+        contribution("b", steps=(1, 4)),
+        contribution("b", steps=(0, 4), base=1),
+        replace(contribution("b", steps=(0, 4)), squared_norms=(1.0,) * 9),
+        contribution("b", steps=(0, 4), norm=float("nan")),
+        contribution("b", steps=(0, 4), norm=1e300),
+    ],
+)
+def test_wrong_contribution_is_not_merged(wrong: Contribution) -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened, "ac")
+    office.answer("b", Contributed(opened.ballot, wrong))
+    assert [one.learner for one in decisions(office.go())[0].contributions] == ["a", "c"]
+
+
+def test_region_that_is_no_member_can_not_contribute() -> None:
+    office = Office()
+    office.report(DUE, "ab")
+    office.world.hear("c", None, now_ns=office.now_ns)
+    opened = ballots(office.go())[0]
+    assert opened.members == ("a", "b")
+    office.answer("c", Contributed(opened.ballot, offered("c")))
+    assert office.leader.rounds[0].contributions == {}
+
+
+def test_first_contribution_of_a_life_stays_and_a_newer_life_replaces_it() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened, "b")
+    office.answer("b", Contributed(opened.ballot, contribution("b", steps=(0, 3), snapshot=2)))
+    assert office.leader.rounds[0].contributions["b"] == offered("b")
+    newer = contribution("b", steps=(0, 1), incarnation=2)
+    office.answer("b", Contributed(opened.ballot, newer))
+    assert office.leader.rounds[0].contributions["b"] == newer
+    office.answer("b", Contributed(opened.ballot, offered("b")))
+    assert office.leader.rounds[0].contributions["b"] == newer
+
+
+def test_member_that_is_lost_before_it_contributed_is_not_waited_for() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened, "ac")
+    office.world.liveness.link_changed("b", is_up=False)
+    said = office.go()
+    again = ballots(said)[0]
+    assert again.ballot == Ballot(3, 2), "it was a reducer as well"
+    assert again.members == ("a", "c")
+    assert [stripe.reducer for stripe in again.stripes] == ["a", "c"]
+    assert [one.learner for one in decisions(said)[0].contributions] == ["a", "c"], "decided at once"
+
+
+def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
+    office = Office()
+    office.world.hear("b", DUE, now_ns=office.now_ns, hears=("a",))
+    office.report(DUE, "a")
+    office.world.hear("c", DUE, now_ns=office.now_ns, hears=("a",))
+    for name in "bc":
+        office.leader.status_changed(name, now_ns=office.now_ns)
+    opened = ballots(office.go())[0]
+    assert [stripe.reducer for stripe in opened.stripes] == ["a"], "b and c do not reach each other"
+    office.contribute(opened)
+    office.go()
+    office.answer("a", StripeHeld(opened.ballot, "b"))
+    office.world.liveness.link_changed("b", is_up=False)
+    assert office.go() == [], "everything of b has arrived"
+    office.world.liveness.link_changed("c", is_up=False)
+    again = ballots(office.go())[0]
+    assert again.members == ("a", "b")
+    assert again.held == (HeldStripe("b", 0),)
+
+
+def test_passed_deadline_goes_on_with_what_is_held() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.hold(opened, "ac")
+    office.go()
+    deadline_ns = office.leader.rounds[0].deadline_ns
+    assert office.leader.wake_at_ns == deadline_ns
+    office.now_ns = deadline_ns - 1
+    office.report(DUE)
+    assert office.go() == []
+    office.report(DUE)
+    said = office.go(1)
+    again = ballots(said)[0]
+    assert (again.ballot, again.members, again.stripes) == (Ballot(3, 2), ("a", "c"), opened.stripes)
+    assert len(again.held) == 6
+    assert [one.learner for one in decisions(said)[0].contributions] == ["a", "c"]
+    assert "deadline passed while it waits for merged stripes of a, b, c" in office.notes[-1].text
+
+
+def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    width = pieces(0)
+    for index, stripe in enumerate(opened.stripes):
+        rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
+        office.answer(stripe.reducer, StripeMerged(opened.ballot, index, (1.0,) * width, rows, b"d" * 32))
+    said = office.go()
+    assert ballots(said)[0].members == ("a", "c")
+    alarms = [note for note in office.notes if note.is_alarm]
+    assert len(alarms) == 1
+    assert "contribution of b" in alarms[0].text
+
+
+def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alarm_once() -> None:
+    office = Office()
+    opened = office.open()
+    width = pieces(0)
+    for name in REGIONS:
+        norms = ((900.0 if name == "b" else 4.0),) * width
+        office.answer(name, Contributed(opened.ballot, replace(offered(name), squared_norms=norms)))
+    decision = decisions(office.go())[0]
+    # Norms 2, 30 and 2 in each piece; of the second 10 count. RDA's radius is 14/3, a mean adds 1/3 of each.
+    by_rule = {MergeRule.RDA: [14 / 9 / 2, 14 / 9 / 30, 14 / 9 / 2], MergeRule.AVG: [1 / 3, 1 / 9, 1 / 3]}
+    for piece, rule in enumerate(MANIFEST.fragments[0].rules):
+        assert [row[piece] for row in decision.coefficients] == pytest.approx(by_rule[rule])
+    office.hold(opened)
+    office.now_ns = office.leader.wake_at_ns or 0
+    office.report(status(5))
+    again = ballots(office.go())
+    assert again[0].ballot > opened.ballot, "the reducers did not answer"
+    notes = [note for note in office.notes if note.kind == "norms"]
+    assert [note.is_alarm for note in notes] == [True, False]
+    assert notes[0].text == "contribution of b: 15 times as long as usual, 0.333 of it counts"
+
+
+def test_norms_that_no_stripe_has_are_an_alarm_and_the_leader_leads_on() -> None:
+    """Each of them is finite, their sum is not."""
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    width = pieces(0)
+    for index, stripe in enumerate(opened.stripes):
+        rows = ((4.0 / 3,) * width,) * len(REGIONS)
+        office.answer(stripe.reducer, StripeMerged(opened.ballot, index, (1e308,) * width, rows, bytes([index]) * 32))
+    digest = payload_digest([bytes([index]) * 32 for index in range(len(opened.stripes))])
+    for name in REGIONS:
+        office.answer(name, PayloadHeld(opened.ballot, digest))
+    office.go()
+    assert not office.leader.proposals
+    assert "beyond all bounds" in next(note.text for note in office.notes if note.is_alarm)
+    assert ballots(office.go(60 * SECOND)), "its deadline passes"
+
+
+def test_nobody_left_abandons_the_round_and_it_is_opened_again_later() -> None:
+    office = Office()
+    opened = office.open()
+    for name in REGIONS:
+        office.answer(name, Declined(opened.ballot, "no steps"))
+    office.go()
+    assert "abandoned" in office.kinds()
+    office.report(DUE)
+    assert office.go() == [], "not in the same breath"
+    office.report(DUE)
+    assert ballots(office.go(SECOND // 2))[0].ballot == Ballot(3, 2)
+
+
+def test_ballot_numbers_are_never_used_twice() -> None:
+    office = Office()
+    seen = [office.open().ballot]
+    for _ in range(5):
+        office.report(DUE)
+        seen += [one.ballot for one in ballots(office.go(SECOND))]
+    assert len(set(seen)) >= 2
+    assert sorted(set(seen)) == [Ballot(3, number) for number in range(1, len(set(seen)) + 1)]
+
+
+def test_new_leader_opens_again_what_was_open() -> None:
+    office = Office()
+    office.report(status(1, f0=position()))
+    office.leader.end()
+    assert office.go() == []
+    office.leader.begin(4, {0: 1, 1: 7}, now_ns=office.now_ns)
+    opened = ballots(office.go())
+    assert {(one.ballot, one.fragment, one.version) for one in opened} == {(Ballot(4, 1), 0, 1)}
+
+
+def test_answers_to_an_older_ballot_or_after_the_end_are_ignored() -> None:
+    office = Office()
+    opened = office.open()
+    office.answer("b", Contributed(Ballot(2, 1), offered("b")))
+    assert office.leader.rounds[0].contributions == {}
+    office.leader.end()
+    office.answer("b", Contributed(opened.ballot, offered("b")))
+    assert office.leader.rounds == {}
+    assert office.leader.wake_at_ns is None
+
+
+DISCARD = DiscardedBody("b", 1, 0, 0, 4, 256, "died")
+
+
+def test_discard_is_booked_and_then_the_dead_life_is_refused() -> None:
+    office = Office()
+    office.report(status(0, incarnation=2), "b")
+    office.answer("b", DiscardReported((DISCARD,)))
+    office.answer("b", DiscardReported((DISCARD,)))
+    assert list(office.leader.proposals) == [DISCARD]
+    assert office.leader._may_contribute(offered("b"), 1)
+
+
+def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened, "b")
+    office.answer("b", DiscardReported((DISCARD, replace(DISCARD, fragment=1))))
+    assert list(office.leader.proposals) == [replace(DISCARD, fragment=1)]
+
+
+def test_nobody_discards_for_others() -> None:
+    office = Office()
+    office.answer("c", DiscardReported((DISCARD,)))
+    assert not office.leader.proposals
+
+
+def finish(office: Office) -> None:
+    """Carry the open rounds to their commit."""
+    for fragment in sorted(office.leader.rounds):
+        one = office.leader.rounds[fragment]
+        office.now_ns += 10 * MS
+        for name in one.members:
+            start = office.history.covered_step(name, 1, fragment)
+            taken = contribution(name, fragment, base=one.version - 1, steps=(start, start + 3))
+            office.answer(name, Contributed(one.ballot, taken))
+        office.go()
+        width = pieces(fragment)
+        for index, stripe in enumerate(one.stripes):
+            rows = tuple((4.0 / len(one.stripes),) * width for _ in one.members)
+            office.answer(stripe.reducer, StripeMerged(one.ballot, index, (1.0,) * width, rows, b"d" * 32))
+        for name in REGIONS:
+            office.answer(name, PayloadHeld(one.ballot, one.digest))
+        office.go()
+        office.commit(office.leader.proposals.popleft())
+
+
+def test_run_ends_with_one_last_round_per_fragment() -> None:
+    office = Office(replace(SETTINGS, steps_max=20))
+    office.report(status(19))
+    office.go()
+    assert not office.leader.is_ending
+    finish(office)
+    office.report(status(20, f0=position(base=1, step=18)))
+    office.go()
+    assert office.leader.is_ending
+    rounds = {}
+    for _ in range(6):
+        rounds |= {one.fragment: one.is_last for one in office.leader.rounds.values()}
+        finish(office)
+        office.report(status(21, f0=position(base=1, step=20)))
+        office.go()
+    assert rounds == {0: True, 1: True}
+    (body,) = office.leader.proposals
+    assert isinstance(body, FinishedBody)
+    assert body.versions == tuple(office.history.versions)
+    assert "20 steps" in body.reason
+    office.commit(body)
+    office.report(status(30))
+    assert office.go() == []
+    assert office.leader.reason == "the run is finished"
+
+
+def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None:
+    office = Office()
+    office.report(status(0))
+    office.go()
+    office.leader.finish_wanted("enough")
+    office.go()
+    assert office.leader.is_ending
+    assert not office.leader.proposals, "late members get a moment"
+    for _ in range(4):
+        office.now_ns += SECOND
+        office.report(status(0))
+        office.go()
+    assert "skipped" in office.kinds()
+    assert list(office.leader.proposals) == [FinishedBody((0, 0), "enough")]
+
+
+def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -> None:
+    office = Office()
+    office.report(status(2))
+    office.leader.finish_wanted("enough")
+    opened = ballots(office.go())
+    assert {one.fragment for one in opened} == {0, 1}, "last rounds know no pacing"
+    for one in {one.ballot: one for one in opened}.values():
+        for name in REGIONS:
+            office.answer(name, Declined(one.ballot, "no"))
+    assert ballots(office.go()) == []
+    office.report(status(2))
+    assert ballots(office.go(SETTINGS.heartbeat_ns - 1)) == []
+    office.report(status(2))
+    assert ballots(office.go(1))
+
+
+def test_round_that_is_open_at_the_end_is_finished_first() -> None:
+    office = Office()
+    office.open()
+    office.leader.finish_wanted("enough")
+    office.report(DUE)
+    office.go()
+    assert not office.leader.rounds[0].is_last
+    assert office.leader.rounds[1].is_last, "the other fragment does not wait for it"
+
+
+def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.hold(opened)
+    office.leader.finish_wanted("enough")
+    begun_ns, allowed_ns = office.now_ns, GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
+    while not office.leader.proposals:
+        assert office.now_ns - begun_ns < 2 * allowed_ns
+        office.report(DUE)
+        for again in ballots(office.go(SETTINGS.heartbeat_ns)):
+            if again.fragment == 0:
+                office.contribute(again)
+                office.hold(again)  # and no reducer ever merges it
+    assert list(office.leader.proposals) == [FinishedBody((0, 0), "enough")]
+    assert office.leader.rounds == {}
+    assert office.now_ns - begun_ns >= allowed_ns
+    given_up = [note.fragment for note in office.notes if "the run ends without this round" in note.text]
+    assert given_up == [0]
+    office.go(SETTINGS.heartbeat_ns)
+    assert len(office.leader.proposals) == 1, "once"
+
+
+def test_committed_round_of_another_leader_ends_the_own_one() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go(10 * MS)
+    office.commit(RoundBody(0, 1, Ballot(2, 9), (), 1.0, (1.0,) * pieces(0), opened.stripes, b"p" * 32))
+    assert 0 not in office.leader.rounds

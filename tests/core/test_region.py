@@ -1,0 +1,581 @@
+"""The region core as a whole: small worlds of real cores on virtual time, each scenario with one thing going wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.core.events import Note
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.merge.fragments import build_manifest
+from diloco_node.core.region import RegionCore
+from diloco_node.core.types import (
+    Ballot,
+    CarryMode,
+    DiscardedBody,
+    FragmentDigest,
+    GenesisBody,
+    RateLimits,
+    Recovered,
+    RoundBody,
+)
+from diloco_node.core.view import RegionView
+from diloco_node.sim import run
+from diloco_node.sim.run import Simulation
+from diloco_node.sim.setup import draw_setup
+from diloco_node.sim.tensors import FragmentLayout
+from diloco_node.sim.world import MS, SECOND, FakeLink
+from tests.kit.rounds_kit import MANIFEST, REGIONS, SETTINGS, status
+
+SEED = 4711
+"""Of all worlds here; a world of this seed always has the same trace."""
+
+
+class Small:
+    """Regions on good links; H = 8, P = 4, steps of 100 ms, all learners at the same speed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, regions: int = 4, *, loss: float = 0.0, **settings: object) -> None:
+        def setup(rng: object, _: int) -> object:
+            drawn = draw_setup(rng, regions)  # type: ignore[arg-type]
+            wanted = {
+                "fragments": 4,
+                "sync_every": 8,
+                "quorum_min": 0,
+                "carry": CarryMode.CARRY,
+                "rounds_in_flight_max": 2,
+                "heartbeat_ns": 200 * MS,
+                "election_timeout_ns": SECOND,
+                "ballot_deadline_min_ns": 2 * SECOND,
+            } | settings
+            changed = replace(drawn.settings, **wanted)  # type: ignore[arg-type]
+            manifest = build_manifest(drawn.manifest.tensors[:4], 4)
+            layouts = tuple(FragmentLayout.of(part.piece_sizes) for part in manifest.fragments)
+            return replace(
+                drawn,
+                settings=changed,
+                manifest=manifest,
+                layouts=layouts,
+                step_ns_min=100 * MS,
+                step_ns_max=100 * MS,
+                is_theta_shared=False,
+            )
+
+        def links(_: object, drawn: object) -> dict[tuple[str, str], FakeLink]:
+            names = drawn.regions  # type: ignore[attr-defined]
+            return {
+                (one, other): FakeLink(20 * MS, MS, loss, 0.0, 2_000_000)
+                for one in names
+                for other in names
+                if one != other
+            }
+
+        patch.setattr(run, "draw_setup", setup)
+        patch.setattr(run, "draw_links", links)
+        self.sim = Simulation(SEED)
+        self.world = self.sim.world
+        self.hosts = self.sim.hosts
+        self.notes: list[tuple[str, Note]] = []
+        for name, host in self.hosts.items():
+            host.effects.handlers[ev.Note] = lambda note, name=name: self.notes.append((name, note))
+        self.sim.start()
+
+    def go(self, seconds: float) -> None:
+        """Let time pass; a rule that is broken fails the test."""
+        until_ns = self.world.now_ns + int(seconds * SECOND)
+        self.sim.run_until(lambda: self.world.now_ns > until_ns)
+        assert self.sim.checkers.violations == [], f"seed {SEED}"
+
+    def settle(self, seconds: float = 20) -> None:
+        """Until everybody has caught up with everything."""
+        until_ns = self.world.now_ns + int(seconds * SECOND)
+        self.sim.run_until(lambda: self.world.now_ns > until_ns or self.sim.has_caught_up((0,) * 4))
+        assert self.sim.checkers.violations == [], f"seed {SEED}"
+        assert self.sim.has_caught_up((0,) * 4), f"seed {SEED}: not caught up"
+        self.sim.check_equal()
+        self.sim.checkers.audit.close(self.hosts)
+        assert self.sim.checkers.violations == [], f"seed {SEED}"
+
+    def view(self, name: str) -> RegionView:
+        core = self.hosts[name].core
+        assert isinstance(core, RegionCore)
+        return core.view()
+
+    def leader(self) -> str:
+        return next(name for name, host in sorted(self.hosts.items()) if host.core is not None and host.core.is_leader)
+
+    def others(self) -> list[str]:
+        return [name for name in sorted(self.hosts) if name != self.leader()]
+
+    def bodies(self) -> list[object]:
+        ledger = self.hosts[self.leader()].core.ledger
+        return [entry.body for entry in ledger.entries[: ledger.commit_index]]
+
+    def cut(self, name: str) -> list[tuple[str, str]]:
+        """Cut a region from all others, both directions."""
+        pairs = [(name, other) for other in sorted(self.hosts) if other != name]
+        pairs += [(other, name) for name, other in pairs]
+        for source, target in pairs:
+            self.sim.network.cut(source, target)
+        return pairs
+
+    def heal(self, pairs: list[tuple[str, str]]) -> None:
+        for source, target in pairs:
+            self.sim.network.mend(source, target)
+
+    def alarms(self) -> list[Note]:
+        return [note for _, note in self.notes if note.is_alarm]
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as context:
+        yield context
+
+
+# ---- nothing goes wrong ----------------------------------------------------------------------------------------------
+
+
+def test_quiet_run_merges_at_the_pace_of_its_schedule_with_everybody(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(10)
+    before, step = small.sim.checkers.commits, small.hosts["asia-ne"].learner.step
+    small.go(20)
+    steps = small.hosts["asia-ne"].learner.step - step
+    assert small.sim.checkers.commits - before >= 0.8 * steps * 4 / 8
+    view = small.view(small.leader())
+    assert all(one.ratio >= 0.95 for one in view.participation)
+    assert all(len(body.members) == 4 for body in small.bodies()[-20:] if isinstance(body, RoundBody))
+    assert small.alarms() == []
+    assert not [note for _, note in small.notes if note.kind in ("ballot", "abandoned")]
+    small.settle()
+
+
+def test_what_overwrite_throws_away_is_booked_and_everybody_stays_a_member(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, carry=CarryMode.OVERWRITE)
+    small.go(10)
+    before = small.sim.checkers.commits
+    small.go(10)
+    assert small.sim.checkers.commits - before >= 30
+    bodies = small.bodies()
+    assert all(len(body.members) >= 3 for body in bodies[-40:] if isinstance(body, RoundBody))
+    lost = [body for body in bodies if isinstance(body, DiscardedBody)]
+    assert {body.incarnation for body in lost} == {1}
+    assert {body.learner for body in lost} == set(small.hosts)
+
+
+def test_every_learner_starts_from_the_first_leaders_theta(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(4)
+    learners = [host.learner for host in small.hosts.values()]
+    assert all(learner.is_training for learner in learners)
+    assert {view.versions >= (0,) * 4 for view in map(small.view, small.hosts)} == {True}
+    assert len({small.view(name).leader for name in small.hosts}) == 1
+
+
+@pytest.mark.parametrize("regions", [2, 3])
+def test_fewer_regions_merge_as_well(patch: pytest.MonkeyPatch, regions: int) -> None:
+    small = Small(patch, regions)
+    small.go(15)
+    assert small.sim.checkers.commits >= 20
+    small.settle()
+
+
+def test_status_shows_peers_rounds_and_reasons(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(10)
+    leader = small.leader()
+    view = small.view(leader)
+    assert (view.role, view.leader, view.is_ending, view.finished) == ("leader", leader, False, "")
+    assert [peer.region for peer in view.peers] == small.others()
+    assert all(peer.is_alive and 40 * MS <= peer.rtt_ns <= 60 * MS for peer in view.peers)
+    assert all(set(peer.hears) == set(small.hosts) - {peer.region} for peer in view.peers)
+    assert view.rounds_committed == small.sim.checkers.commits
+    assert view.rounds
+    assert all(one.waiting and one.members and one.deadline_ns > one.opened_at_ns for one in view.rounds)
+    follower = small.view(small.others()[0])
+    assert (follower.role, follower.leader) == ("follower", leader)
+    assert follower.waiting.startswith("follows")
+    assert view.digest_differences == 0
+    assert [version for version, _ in view.digests] == list(view.versions)
+
+
+# ---- something goes wrong --------------------------------------------------------------------------------------------
+
+
+def test_lost_messages_and_transfers_only_cost_time(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, loss=0.02)
+    small.go(40)
+    assert small.sim.checkers.commits >= 40
+    small.settle()
+
+
+def test_death_of_the_leader_is_bridged_within_seconds(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    dead = small.leader()
+    small.hosts[dead].kill_daemon()
+    small.go(6)
+    before = small.sim.checkers.commits
+    small.go(4)
+    assert small.leader() != dead
+    assert small.sim.checkers.commits >= before + 4
+    small.hosts[dead].start_daemon()
+    small.go(4)
+    small.settle()
+    assert min(small.view(dead).versions) > 0
+
+
+def test_death_of_a_member_and_reducer_does_not_wait_for_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, ballot_deadline_min_ns=30 * SECOND)
+    small.go(8)
+    victim = small.others()[0]
+    small.hosts[victim].kill_daemon()
+    small.go(4)
+    before = small.sim.checkers.commits
+    small.go(4)
+    assert small.sim.checkers.commits >= before + 8
+    last = next(body for body in reversed(small.bodies()) if isinstance(body, RoundBody))
+    assert victim not in {member.contribution.learner for member in last.members}
+
+
+def test_region_that_is_cut_off_trains_on_and_what_it_did_alone_is_in_the_ledger(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    alone = small.others()[0]
+    pairs = small.cut(alone)
+    small.go(3)
+    step, commits = small.hosts[alone].learner.step, small.sim.checkers.commits
+    versions = small.view(alone).versions
+    small.go(6)
+    assert small.hosts[alone].learner.step >= step + 50, "it never waits"
+    assert small.view(alone).versions == versions, "it merges nothing"
+    assert small.sim.checkers.commits >= commits + 12, "the others go on"
+    small.heal(pairs)
+    small.go(6)
+    spans = [
+        (member.contribution.step_from, member.contribution.step_to)
+        for body in small.bodies()
+        if isinstance(body, RoundBody)
+        for member in body.members
+        if member.contribution.learner == alone
+    ]
+    given_up = [
+        (body.step_from, body.step_to)
+        for body in small.bodies()
+        if isinstance(body, DiscardedBody) and body.learner == alone
+    ]
+    # After so many missed versions nothing of it is worth carrying; merged or given up, it is booked as what it is.
+    assert max(stop - start for start, stop in spans + given_up) >= 60
+    assert max(stop - start for start, stop in spans) < 60
+    small.settle()
+
+
+def test_leader_without_majority_merges_nothing_and_its_ballots_die(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    old = small.leader()
+    pairs = small.cut(old)
+    small.go(8)
+    small.heal(pairs)
+    small.go(5)
+    assert small.leader() != old
+    small.settle()
+
+
+def test_one_way_cut_between_two_keeps_both_as_members(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    one, other = small.others()[:2]
+    small.sim.network.cut(one, other)
+    small.go(8)
+    last = next(body for body in reversed(small.bodies()) if isinstance(body, RoundBody))
+    assert len(last.members) == 4
+    assert {stripe.reducer for stripe in last.stripes} == set(small.hosts) - {one, other}
+    small.sim.network.mend(one, other)
+    small.go(3)
+    small.settle()
+
+
+def test_dead_learner_is_booked_as_discarded_and_the_new_one_goes_on(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    victim = small.others()[1]
+    small.hosts[victim].kill_learner()
+    small.go(2)
+    small.hosts[victim].start_learner()
+    small.go(8)
+    discards = [body for body in small.bodies() if isinstance(body, DiscardedBody)]
+    assert {(body.learner, body.incarnation) for body in discards} == {(victim, 1)}
+    assert sorted(body.fragment for body in discards) == [0, 1, 2, 3]
+    last = next(body for body in reversed(small.bodies()) if isinstance(body, RoundBody))
+    assert {member.contribution.incarnation for member in last.members if member.contribution.learner == victim} == {2}
+    small.settle()
+
+
+def test_daemon_restarts_under_its_learner_and_no_step_counts_twice(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(6)
+    for _ in range(4):
+        victim = small.others()[0]
+        small.hosts[victim].kill_daemon()
+        small.go(0.7)
+        small.hosts[victim].start_daemon()
+        small.go(3.1)
+    assert small.hosts[victim].learner.incarnation == 1
+    small.settle()
+
+
+def test_late_region_catches_up(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    late = "us-east"
+    small.go(1.5)
+    small.hosts[late].kill_daemon()
+    small.go(15)
+    small.hosts[late].start_daemon()
+    small.go(6)
+    small.settle()
+    assert any(note.kind == "fetch" for name, note in small.notes if name == late)
+    last = [body for body in small.bodies() if isinstance(body, RoundBody)][-4:]
+    assert all(late in {member.contribution.learner for member in body.members} for body in last)
+
+
+def test_region_that_lost_the_merged_stripes_fetches_the_payload(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(3)
+    victim = small.others()[0]
+    plane, lost = small.hosts[victim].plane, []
+    with patch.context() as broken:
+        broken.setattr(plane, "assemble", lambda effect: lost.append((effect.fragment, effect.version)))
+        small.go(3)
+    assert lost
+    small.go(3)
+    after = small.view(victim).versions
+    assert all(after[fragment] >= version for fragment, version in lost), (after, lost)
+    assert any(note.kind == "fetch" for name, note in small.notes if name == victim)
+    small.settle()
+
+
+@pytest.mark.parametrize("stuck", [(ev.StorePayload,), (ev.PersistLedger,), (ev.StorePayload, ev.PersistLedger)])
+def test_a_leader_whose_disk_stands_still_makes_way(patch: pytest.MonkeyPatch, stuck: tuple[type, ...]) -> None:
+    """A full disk of one region must not stop the merging of the others."""
+    small = Small(patch)
+    small.go(8)
+    victim = small.leader()
+    host = small.hosts[victim]
+    usual = {kind: host.effects.handlers[kind] for kind in stuck}
+    host.effects.handlers |= dict.fromkeys(stuck, lambda _: None)
+    small.go(8)
+    assert not host.core.is_leader
+    commits = small.sim.checkers.commits
+    small.go(8)
+    assert small.sim.checkers.commits >= commits + 8, "slowly: the region is taken for a member until it is 1 s behind"
+    host.effects.handlers |= usual
+    host.kill_daemon()
+    small.go(1)
+    host.start_daemon()
+    small.settle()
+
+
+def test_a_leader_that_only_waits_for_the_others_keeps_the_lead(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    leader, others = small.leader(), small.others()
+    usual = {name: small.hosts[name].effects.handlers[ev.StorePayload] for name in others}
+    for name in others[:2]:
+        small.hosts[name].effects.handlers[ev.StorePayload] = lambda _: None
+    commits = small.sim.checkers.commits
+    small.go(20)
+    assert small.sim.checkers.commits <= commits + 2, "no majority has a payload"
+    assert small.leader() == leader
+    for name in others[:2]:
+        small.hosts[name].effects.handlers[ev.StorePayload] = usual[name]
+        small.hosts[name].kill_daemon()
+        small.hosts[name].start_daemon()
+    small.settle()
+
+
+@pytest.mark.parametrize("who", ["leader", "follower"])
+@pytest.mark.parametrize("lost", ["payloads", "states"])
+def test_region_whose_disk_lost_files_fetches_them_before_it_acknowledges_what_they_hold(
+    patch: pytest.MonkeyPatch, who: str, lost: str
+) -> None:
+    small = Small(patch, checkpoint_versions=8)
+    small.go(12)
+    victim = small.leader() if who == "leader" else small.others()[0]
+    host = small.hosts[victim]
+    host.kill_daemon()
+    small.go(2)
+    disk = host.disk
+    after_states = [key for key in disk.payloads if key[1] == disk.states[key[0]].version + 1]
+    assert len(after_states) == 4
+    if lost == "payloads":
+        for key in after_states:
+            del disk.payloads[key]
+    else:
+        disk.states.clear()
+    host.start_daemon()
+    small.settle(30)
+    assert any(note.kind == "fetch" for name, note in small.notes if name == victim)
+    small.go(3)
+    small.settle()
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def ended(small: Small) -> set[tuple[int, ...]]:
+    """The final versions of all regions; every learner has stopped and every file is written."""
+    assert all(host.has_final and host.learner.finished for host in small.hosts.values())
+    assert all(small.view(name).is_final for name in small.hosts)
+    return {small.view(name).versions for name in small.hosts}
+
+
+def test_run_ends_by_steps_with_equal_final_versions(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, steps_max=80)
+    small.go(20)
+    assert len(ended(small)) == 1
+    view = small.view(small.leader())
+    assert "80 steps" in view.finished
+    assert view.waiting == "the run is finished"
+    last = {body.fragment: body for body in small.bodies() if isinstance(body, RoundBody)}
+    assert all(len(body.members) == 4 for body in last.values()), "everybody is in the last round of each fragment"
+    assert all(host.learner.step <= 110 for host in small.hosts.values())
+
+
+def test_run_ends_by_tokens(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, tokens_max=10_000)
+    small.go(20)
+    ended(small)
+    assert small.view(small.leader()).tokens_merged >= 10_000
+
+
+def test_operator_of_any_region_ends_the_run_even_if_a_region_is_gone(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(8)
+    dead, asking = small.others()[:2]
+    small.hosts[dead].kill_daemon()
+    small.hosts[asking].post(ev.FinishAsked("the operator has seen enough"))
+    small.go(15)
+    assert small.view(asking).finished == "the operator has seen enough"
+    small.hosts[dead].start_daemon()
+    small.go(5)
+    assert len(ended(small)) == 1
+
+
+def test_leader_that_dies_while_the_run_ends_is_replaced(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, steps_max=80)
+    small.sim.run_until(
+        lambda: any(host.core is not None and host.core.leader.is_ending for host in small.hosts.values())
+    )
+    dead = small.leader()
+    small.hosts[dead].kill_daemon()
+    small.go(15)
+    small.hosts[dead].start_daemon()
+    small.go(6)
+    assert len(ended(small)) == 1
+
+
+# ---- one core by itself ----------------------------------------------------------------------------------------------
+
+
+EMPTY = Recovered(0, "", (), (-1, -1), frozenset())
+
+
+def a_core(recovered: Recovered = EMPTY) -> RegionCore:
+    return RegionCore(
+        region="a",
+        regions=REGIONS,
+        run_id="run",
+        settings_digest="settings",
+        manifest=MANIFEST,
+        settings=SETTINGS,
+        recovered=recovered,
+        seed=SEED,
+        now_ns=0,
+    )
+
+
+def beat(learner: object = None, digests: tuple[FragmentDigest, ...] = ()) -> msg.Heartbeat:
+    return msg.Heartbeat(1, 0, 0, ("a", "c"), learner, 0, digests)  # type: ignore[arg-type]
+
+
+def alarms(effects: list[ev.Effect]) -> list[str]:
+    return [effect.kind for effect in effects if isinstance(effect, Note) and effect.is_alarm]
+
+
+@pytest.mark.parametrize(
+    ("has_genesis", "states", "is_wanted"),
+    [(False, (-1, -1), True), (False, (0, 0), True), (True, (0, 0), False), (True, (-1, 0), False)],
+)
+def test_theta_0_of_a_learner_is_wanted_only_before_there_is_a_genesis(
+    has_genesis: bool, states: tuple[int, int], is_wanted: bool
+) -> None:
+    genesis = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, (b"1" * 32, b"2" * 32))
+    entries = (seal(1, 1, ZERO_HASH, genesis),) if has_genesis else ()
+    core = a_core(Recovered(1, "", entries, states, frozenset()))
+    assert core.wants_initial_state == is_wanted
+
+
+def test_a_changed_budget_is_told_with_the_next_heartbeat() -> None:
+    core = a_core()
+    assert core.handle(ev.BudgetChanged(RateLimits(5, None)), now_ns=1) == []
+    effects = core.handle(ev.TimerFired(), now_ns=13)
+    beats = [effect.message for effect in effects if isinstance(effect, ev.Send)]
+    assert [beat.budget for beat in beats if isinstance(beat, msg.Heartbeat)] == [RateLimits(5, None)] * 2
+
+
+def test_first_timer_sends_heartbeats_and_the_next_is_a_heartbeat_later() -> None:
+    core = a_core()
+    assert core.wake_at_ns == 0
+    effects = core.handle(ev.TimerFired(), now_ns=13)
+    beats = [effect for effect in effects if isinstance(effect, ev.Send) and isinstance(effect.message, msg.Heartbeat)]
+    assert [effect.peer for effect in beats] == ["b", "c"]
+    assert core.wake_at_ns == 13 + SETTINGS.heartbeat_ns
+
+
+def test_report_of_another_number_of_fragments_is_an_alarm_and_ignored() -> None:
+    core = a_core()
+    wrong = replace(status(3), positions=status(3).positions[:1])
+    assert alarms(core.handle(ev.MessageArrived("b", beat(wrong)), now_ns=1)) == ["report"]
+    assert core.liveness.learner("b") is None
+
+
+def test_strangers_are_not_listened_to() -> None:
+    core = a_core()
+    effects = core.handle(ev.MessageArrived("mallory", beat(status(3))), now_ns=1)
+    assert [effect.kind for effect in effects if isinstance(effect, Note)] == ["stranger"]
+
+
+def test_theta_of_another_model_is_an_alarm() -> None:
+    core = a_core()
+    event = ev.InitialStateStored("another manifest", (b"x" * 32, b"y" * 32))
+    assert alarms(core.handle(event, now_ns=1)) == ["genesis"]
+    assert core.versions.initial_digests is None
+
+
+def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
+    core = a_core()
+    core.handle(ev.DigestComputed(1, 4, b"x" * 32), now_ns=1)
+    told = beat(digests=(FragmentDigest(1, 4, b"y" * 16),))
+    assert alarms(core.handle(ev.MessageArrived("b", told), now_ns=2)) == ["digest"]
+    assert core.view().digest_differences == 1
+
+
+def test_ballot_of_somebody_who_does_not_lead_is_ignored() -> None:
+    core = a_core()
+    opened = msg.BallotOpened(Ballot(1, 1), 0, 1, ("a",), ())
+    core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=1)
+    assert core.handle(ev.MessageArrived("b", opened), now_ns=2) == []
+
+
+def test_core_that_becomes_due_tells_its_leader_at_once() -> None:
+    core = a_core()
+    core.handle(ev.MessageArrived("b", msg.AppendAsked(1, 1, 0, bytes(32), (), 0)), now_ns=1)
+    core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=2)
+    effects = core.handle(ev.LearnerReported(status(4)), now_ns=3)
+    assert [effect.peer for effect in effects if isinstance(effect, ev.Send)] == ["b"]
+    assert core.handle(ev.LearnerReported(status(5)), now_ns=4) == [], "once"

@@ -1,0 +1,298 @@
+"""The daemon's end of its learner: questions get their own answers, counters survive restarts, memory is shared."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco_node.core.events import (
+    Event,
+    LearnerAttached,
+    LearnerDetached,
+    LearnerReported,
+    SnapshotRefused,
+    SnapshotTaken,
+    TakeSnapshot,
+)
+from diloco_node.core.merge.schedule import due_step
+from diloco_node.core.types import FragmentPosition
+from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerProxy
+from diloco_node.shared_memory import MemoryStore, request_area
+from diloco_node.wire.learner_link import (
+    INBOX,
+    LINK_PROTOCOL,
+    NEW_PROCESS,
+    OUTBOX,
+    Applied,
+    Attach,
+    Done,
+    Report,
+    SnapshotDenied,
+    SnapshotReady,
+    SnapshotWanted,
+    Stop,
+    ToLearner,
+)
+from tests.kit.node_kit import MANIFEST, SETTINGS, Tasks, contribution_of
+
+SECOND = 1_000_000_000
+FRAGMENTS = len(MANIFEST.fragments)
+
+
+def attach(step: int = 0, tokens: int = 0) -> Attach:
+    return Attach(LINK_PROTOCOL, 7, (), NEW_PROCESS, "", step, tokens, 0, (), ()).in_fragments(FRAGMENTS)
+
+
+def report(step: int, tokens: int, *, loss: float | None = None, blocked_ns: int = 0) -> Report:
+    return Report(step, tokens, loss, 50_000_000, blocked_ns, None, None, step)
+
+
+class Bench:
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+        self.said: list[ToLearner] = []
+        self.posted: list[Event] = []
+        self.now_ns = 0
+        self.side = LearnerProxy(
+            manifest=MANIFEST,
+            settings=SETTINGS,
+            parameters=None,  # type: ignore[arg-type] - nothing is offered here
+            memory_socket=memory,
+            send=lambda message: self.said.append(message) is None,
+            post=self.posted.append,
+            spawn=Tasks().spawn,
+            now_ns=lambda: self.now_ns,
+        )
+
+    def take(self) -> list[Event]:
+        events, self.posted[:] = list(self.posted), []
+        return events
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    # A Unix socket's path is short; pytest's folders are not.
+    folder = Path(tempfile.mkdtemp(prefix="dl-"))
+    with MemoryStore(folder / "m.sock") as memory:
+        one = Bench(memory.path)
+        yield one
+        one.side.close()
+    shutil.rmtree(folder)
+
+
+def test_reports_reach_the_core_with_what_was_measured(bench: Bench) -> None:
+    bench.side.attached(attach(), 3, ((1, 10, 100), (2, 5, 50)))
+    (attached,) = bench.take()
+    assert isinstance(attached, LearnerAttached)
+    assert (attached.status.incarnation, attached.snapshots, attached.trained_before) == (
+        3,
+        (-1,) * FRAGMENTS,
+        ((1, 10, 100), (2, 5, 50)),
+    )
+    bench.side.reported(report(4, 400, loss=2.5))
+    bench.side.reported(report(5, 500, loss=1.5))
+    bench.now_ns += REPORT_EVERY_NS
+    bench.side.reported(report(6, 600))
+    (*_, last) = bench.take()
+    assert isinstance(last, LearnerReported)
+    assert (last.status.step, last.status.tokens, last.status.step_time_ns) == (6, 600, 50_000_000)
+    assert (bench.side.steps_total, bench.side.tokens_total) == (21, 750)
+    assert (bench.side.facts.loss_first, bench.side.facts.loss_last) == (2.5, 1.5)
+
+
+def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(bench: Bench) -> None:
+    bench.side.attached(attach(), 3, ())
+    position = FragmentPosition(0, 0, 0, 0)
+    bench.side.reported(report(1, 100))
+    for fragment in range(FRAGMENTS):
+        bench.side.applied(Applied(fragment, 0, position, 1.0, 0))
+    bench.take()
+    told = []
+    for step in range(2, 21):
+        bench.now_ns += REPORT_EVERY_NS // 10 - 1
+        bench.side.reported(report(step, 100 * step))
+        told += [event.status.step for event in bench.take() if isinstance(event, LearnerReported)]
+    due = [due_step(one, position, sync_every=SETTINGS.sync_every, fragments=FRAGMENTS) for one in range(FRAGMENTS)]
+    assert set(due) <= set(told), "becoming due is told at once"
+    assert sorted(set(told) - set(due)) == [15], "and after that time"
+
+
+def test_the_first_step_after_an_inclusion_is_told(bench: Bench) -> None:
+    bench.side.attached(attach(), 3, ())
+    bench.side.reported(report(9, 900))
+    bench.side.applied(Applied(0, 1, FragmentPosition(1, 9, 9, 900), 1.0, 0))
+    bench.take()
+    bench.side.reported(report(10, 1000))
+    (event,) = bench.take()
+    assert isinstance(event, LearnerReported)
+
+
+def test_a_report_without_a_learner_is_nothing(bench: Bench) -> None:
+    bench.side.reported(report(4, 400))
+    bench.side.applied(Applied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
+    bench.side.finished(Done(1, 1, None, None, 0))
+    assert bench.take() == []
+
+
+def test_rates_and_blocked_time_survive_the_restart_of_a_learner(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.now_ns = 10 * SECOND
+    bench.side.reported(report(100, 100_000, blocked_ns=3 * SECOND))
+    bench.side.detached()
+    bench.side.attached(attach(), 2, ((1, 100, 100_000),))
+    for seconds, tokens in ((20, 1000), (21, 1500)):
+        bench.now_ns = seconds * SECOND
+        bench.side.reported(report(tokens // 100, tokens, blocked_ns=SECOND))
+    facts, status = bench.side.facts, bench.side.status
+    assert status is not None
+    assert (facts.tokens_at_first_report, facts.first_report_ns) == (1000, 20 * SECOND)
+    assert facts.blocked_ns == 4 * SECOND
+    assert bench.side.tokens_total == 101_500
+
+
+def test_a_reconnect_of_the_same_learner_counts_nothing_twice(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.now_ns = 10 * SECOND
+    bench.side.reported(report(100, 1000, blocked_ns=3 * SECOND))
+    bench.side.detached()
+    bench.side.attached(attach(100, 1000), 1, ())
+    bench.side.reported(report(101, 1010, blocked_ns=4 * SECOND))
+    assert bench.side.facts.blocked_ns == 4 * SECOND
+    assert bench.side.facts.first_report_ns == 10 * SECOND
+
+
+# ---- snapshots -------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_asked_for_and_its_answer_handed_on_once(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
+    assert bench.said == [SnapshotWanted(0, 1, 0)]
+    ready = SnapshotReady(contribution_of("a", 0, base=0))
+    bench.side.snapshot_ready(ready)
+    bench.side.snapshot_ready(ready)
+    assert bench.take() == [SnapshotTaken(ready.contribution)]
+
+
+def test_a_denial_is_handed_on_once(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
+    for _ in range(2):
+        bench.side.snapshot_denied(SnapshotDenied(0, 1, "no steps"))
+    assert bench.take() == [SnapshotRefused(0, 1, "no steps")]
+
+
+def test_a_late_answer_for_the_round_before_does_not_answer_this_one(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
+    bench.side.take_snapshot(TakeSnapshot(0, 2, 1))
+    bench.side.snapshot_ready(SnapshotReady(contribution_of("a", 0, base=0)))
+    bench.side.snapshot_denied(SnapshotDenied(0, 1, "late"))
+    assert bench.take() == []
+    right = contribution_of("a", 0, base=1, snapshot=2)
+    bench.side.snapshot_ready(SnapshotReady(right))
+    assert bench.take() == [SnapshotTaken(right)]
+
+
+def test_every_question_is_answered_when_the_learner_goes(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    for fragment in (1, 0):
+        bench.side.take_snapshot(TakeSnapshot(fragment, 1, 0))
+    bench.take()
+    bench.side.detached()
+    assert bench.take() == [
+        SnapshotRefused(0, 1, "the learner is gone"),
+        SnapshotRefused(1, 1, "the learner is gone"),
+        LearnerDetached(),
+    ]
+    bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
+    assert bench.take() == [SnapshotRefused(0, 1, "no learner is attached")]
+
+
+def test_the_next_learner_is_not_asked_what_the_one_before_was(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
+    bench.take()
+    bench.side.attached(attach(), 2, ())
+    first, second = bench.take()
+    assert first == SnapshotRefused(0, 1, "the learner restarted")
+    assert isinstance(second, LearnerAttached)
+    assert bench.side.has_restarted_since(1)
+    assert not bench.side.has_restarted_since(2)
+    bench.side.detached()
+    assert not bench.side.has_restarted_since(2), "nobody has written over its outbox yet"
+
+
+# ---- versions and the end --------------------------------------------------------------------------------------------
+
+
+def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    position = FragmentPosition(4, 9, 8, 800)
+    bench.side.applied(Applied(1, 4, position, 0.5, 3))
+    (event,) = bench.take()
+    assert isinstance(event, LearnerReported)
+    assert event.status.positions[1] == position
+    assert event.status.positions[0].base_version == -1
+    assert bench.side.facts.discounted_versions == 1
+
+
+def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.stop("steps_max")
+    assert bench.said == [Stop("steps_max")]
+    bench.take()
+    bench.side.finished(Done(50, 5000, 2.25, 2.0, 7))
+    (event,) = bench.take()
+    assert isinstance(event, LearnerReported)
+    assert event.status.finished
+    assert (event.status.step, bench.side.steps_total, bench.side.tokens_total) == (50, 50, 5000)
+    assert (bench.side.facts.val_loss, bench.side.facts.val_loss_global, bench.side.facts.blocked_ns) == (2.25, 2.0, 7)
+    bench.side.detached()
+    assert bench.side.done is not None
+    assert bench.side.status is None
+    shown = bench.side.shown_status
+    assert shown is not None, "the report is written when the learner has gone"
+    assert (shown.step, shown.finished) == (50, True)
+    bench.side.attached(attach(), 2, ())
+    assert bench.side.done is None
+    bench.side.detached()
+    assert bench.side.shown_status is None, "this one died"
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_places_of_fragments_do_not_overlap_and_are_what_the_learner_maps(bench: Bench) -> None:
+    inbox = np.frombuffer(request_area(bench.memory, INBOX, 4 * MANIFEST.size), np.float32)
+    outbox_bytes = sum(blocks.encoded_bytes for blocks in bench.side.blocks)
+    outbox = np.frombuffer(request_area(bench.memory, OUTBOX, outbox_bytes), np.uint8)
+    rng = np.random.default_rng(499)
+    outbox[:] = rng.integers(0, 256, outbox_bytes, np.uint8)
+    seen = b""
+    for fragment, blocks in enumerate(bench.side.blocks):
+        bench.side.inbox.place(fragment)[:] = fragment + 1
+        half = blocks.block_count // 2
+        for start, stop in ((0, half), (half, blocks.block_count)):
+            seen += bench.side.contribution_bytes(fragment, start, stop).tobytes()
+    assert seen == outbox.tobytes()
+    sizes = [one.size for one in MANIFEST.fragments]
+    assert inbox.tolist() == np.repeat(np.arange(1.0, FRAGMENTS + 1), sizes).tolist()
+
+
+def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:
+    told = replace(attach(12, 1200), snapshots=(5,) * FRAGMENTS)
+    bench.side.attached(told, 1, ())
+    (event,) = bench.take()
+    assert isinstance(event, LearnerAttached)
+    assert (event.status.step, event.status.tokens, event.snapshots) == (12, 1200, (5,) * FRAGMENTS)

@@ -1,0 +1,338 @@
+"""The daemon around its node: one node however attaches and recovery meet, and what it leaves when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.core.merge.fragments import TensorSpec
+from diloco_node.core.types import Recovered, RunSettings
+from diloco_node.daemon import daemon as daemon_module
+from diloco_node.daemon import node as node_module
+from diloco_node.daemon.admin.status import REPORT_NAME
+from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
+from diloco_node.daemon.manifest_file import save_manifest
+from diloco_node.daemon.spec import NodeSpec
+from diloco_node.errors import StorageError, SupersededError
+from diloco_node.shared_memory import MemoryStore
+from diloco_node.storage.store import RegionStore
+from diloco_node.transport.certs import init_run
+from diloco_node.wire.learner_link import (
+    LENGTH_BYTES,
+    LINK_PROTOCOL,
+    NEW_PROCESS,
+    NO_SNAPSHOT,
+    TO_DAEMON,
+    TO_LEARNER,
+    UNATTACHED,
+    Attach,
+    InitialState,
+    Refuse,
+    ToLearner,
+    Welcome,
+    frame,
+    frame_length,
+)
+from tests.kit.node_kit import MANIFEST
+
+
+@pytest.fixture
+def spec() -> Iterator[NodeSpec]:
+    folder = Path(tempfile.mkdtemp(prefix="dl-"))
+    init_run(folder / "certs", "run", ["a", "b", "c"])
+    state = folder / "a"
+    state.mkdir()
+    with MemoryStore(folder / "m.sock") as memory:
+        yield NodeSpec(
+            region="a",
+            run_id="run",
+            regions=("a", "b", "c"),
+            listen_host="127.0.0.1",
+            listen_port=0,
+            peers={"b": None, "c": None},
+            is_advertised=True,
+            state_dir=state,
+            identity_dir=folder / "certs" / "a",
+            admin_port=0,
+            learner_socket=folder / "l.sock",
+            supervisor_socket=memory.path,
+            settings=RunSettings(fragments=2),
+            settings_digest="settings",
+        )
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[node_module.Node]:
+    """Every node that is built."""
+    built: list[node_module.Node] = []
+
+    class Counted(node_module.Node):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            built.append(self)
+
+    monkeypatch.setattr(daemon_module, "Node", Counted)
+    monkeypatch.setattr(daemon_module, "check_golden", lambda: None)
+    monkeypatch.setattr(daemon_module, "warm_up", lambda: None)
+    return built
+
+
+class Learner:
+    """A connection to the daemon's socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def attach(
+        cls, spec: NodeSpec, incarnation: int = NEW_PROCESS, tensors: tuple[TensorSpec, ...] = MANIFEST.tensors
+    ) -> Learner:
+        async with asyncio.timeout(120):
+            while True:
+                try:
+                    one = cls(*await asyncio.open_unix_connection(str(spec.learner_socket)))
+                    break
+                except OSError:
+                    await asyncio.sleep(0.01)
+        count = 0 if incarnation == NEW_PROCESS else 2
+        positions, snapshots = (UNATTACHED,) * count, (NO_SNAPSHOT,) * count
+        one.say(Attach(LINK_PROTOCOL, 1, tensors, incarnation, "", 0, 0, 0, positions, snapshots))
+        return one
+
+    def say(self, message: Any) -> None:
+        self.writer.write(frame(TO_DAEMON.encode(message)))
+
+    async def hear(self) -> ToLearner:
+        async with asyncio.timeout(120):
+            length = frame_length(await self.reader.readexactly(LENGTH_BYTES))
+            return TO_LEARNER.decode(await self.reader.readexactly(length))
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(120):
+        while True:
+            if is_so():
+                return
+            await asyncio.sleep(0.005)
+
+
+async def end(daemon: Daemon, running: asyncio.Task[int]) -> int:
+    daemon.end()
+    async with asyncio.timeout(120):
+        return await running
+
+
+async def test_a_learner_that_attaches_during_recovery_waits_for_the_one_node(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that was restarted: its learner redials at once, while the states are still being read."""
+    save_manifest(spec.state_dir, MANIFEST)
+    gate, loads = threading.Event(), []
+    real = RegionStore.load
+
+    def slow_load(store: RegionStore, fragments: int) -> Recovered:
+        loads.append(fragments)
+        gate.wait(120)
+        return real(store, fragments)
+
+    monkeypatch.setattr(RegionStore, "load", slow_load)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await until(lambda: daemon._waiting_attach is not None)
+    gate.set()
+    assert isinstance(await learner.hear(), Welcome)
+    assert len(nodes) == len(loads) == 1
+    await learner.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_the_first_learner_tells_the_model_and_a_second_process_gets_the_same_node(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    first = await Learner.attach(spec)
+    welcome = await first.hear()
+    assert isinstance(welcome, Welcome)
+    assert (welcome.incarnation, welcome.wants_initial_state) == (1, True)
+    await first.close()
+    second = await Learner.attach(spec)
+    welcome = await second.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 2
+    assert len(nodes) == 1
+    await second.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_an_older_life_that_finds_a_new_daemon_first_or_last_does_not_displace_the_newest(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    lives = []
+    for _ in range(2):
+        learner = await Learner.attach(spec)
+        welcome = await learner.hear()
+        assert isinstance(welcome, Welcome)
+        lives.append(welcome.incarnation)
+        await learner.close()
+    assert await end(daemon, running) == 0
+
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    for life, other in (lives, reversed(lives)):
+        learner = await Learner.attach(spec, life)
+        answer = await learner.hear()
+        late = await Learner.attach(spec, other)
+        refused = await late.hear()
+        if life > other:
+            answer, refused = refused, answer
+        assert isinstance(answer, Refuse)
+        assert answer.is_final
+        assert isinstance(refused, Welcome)
+        assert refused.incarnation == max(lives)
+        await learner.close()
+        await late.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_a_process_with_another_model_does_not_displace_the_learner(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    other = await Learner.attach(spec, tensors=MANIFEST.tensors[:1])
+    answer = await other.hear()
+    assert isinstance(answer, Refuse)
+    assert "not the run's model" in answer.reason
+    assert daemon.learner_server.is_attached
+    await other.close()
+    await learner.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_theta_0_without_a_genesis_is_asked_for_again_after_a_restart(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    """It is on the disk, but no ledger says that it counts: without it this region could never propose a genesis."""
+    for _ in range(2):
+        daemon = Daemon(spec)
+        running = asyncio.create_task(daemon.run())
+        learner = await Learner.attach(spec)
+        welcome = await learner.hear()
+        assert isinstance(welcome, Welcome)
+        assert welcome.wants_initial_state
+        learner.say(InitialState())
+        await until(lambda: nodes[-1].core.versions.initial_digests is not None)
+        await learner.close()
+        assert await end(daemon, running) == 0
+    store = RegionStore(spec.state_dir)
+    assert store.state_versions(0) == (0,)
+    store.close()
+
+
+async def test_a_newer_process_with_our_certificate_ends_this_one(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    told = nodes[0].transport._superseded
+    assert told is not None
+    told(SupersededError("a newer process of a runs"))
+    with pytest.raises(SupersededError) as caught:
+        async with asyncio.timeout(120):
+            await running
+    assert caught.value.exit_code == 7
+    await learner.close()
+
+
+async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    assert (spec.state_dir / ADMIN_PORT_NAME).read_text().strip().isdigit()
+    assert await end(daemon, running) == 0
+    assert not (spec.state_dir / ADMIN_PORT_NAME).exists(), "whoever has the port next is not this daemon"
+    assert not spec.learner_socket.exists()
+    assert (spec.state_dir / REPORT_NAME).exists()
+    await learner.close()
+    assert [path.name for path in spec.state_dir.glob(".*")] == []
+    RegionStore(spec.state_dir).close()  # the lock is free
+
+
+async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, fault: faults.append(fault))
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    assert await end(daemon, running) == 0
+    assert await learner.reader.read() == b""
+    assert faults == []
+    assert daemon.status()["offers"] == [], "an operator may ask to the last"
+    await learner.close()
+
+
+async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise StorageError("the disk is full")
+
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    with monkeypatch.context() as patch:
+        patch.setattr(node_module, "allot_incarnation", refuse)
+        learner = await Learner.attach(spec)
+        answer = await learner.hear()
+    assert isinstance(answer, Refuse)
+    assert not answer.is_final
+    await learner.close()
+    assert daemon.notes.alarms == 1
+    again = await Learner.attach(spec)
+    assert isinstance(await again.hear(), Welcome)
+    await again.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    core = nodes[0].core
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("impossible")
+
+    core.handle = broken  # type: ignore[method-assign]
+    with pytest.raises(KeyError, match="impossible"):
+        async with asyncio.timeout(120):
+            await running  # the next heartbeat's timer finds out
+    await learner.close()
+    assert not (spec.state_dir / ADMIN_PORT_NAME).exists()
+    RegionStore(spec.state_dir).close()

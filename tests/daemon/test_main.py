@@ -1,0 +1,38 @@
+"""`python -m diloco_node.daemon`: what its exit codes tell the supervisor."""
+
+import dataclasses
+import fcntl
+import subprocess
+import sys
+from pathlib import Path
+
+from diloco_node.daemon.supervisor import DISK_CODE
+from tests.daemon.test_spec import SPEC
+
+
+def ends_with(state_dir: Path) -> tuple[int, str]:
+    """Exit code and output of a daemon with this state folder."""
+    path = state_dir.with_suffix(".json")
+    dataclasses.replace(SPEC, state_dir=state_dir).save(path)
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco_node.daemon", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_disk_that_refuses_is_worth_another_try(tmp_path: Path) -> None:
+    (tmp_path / "us").write_text("a file, where the folder should be")
+    code, said = ends_with(tmp_path / "us")
+    assert (code, "can't use" in said) == (DISK_CODE, True), said
+
+
+def test_a_state_that_is_not_ours_to_use_is_not(tmp_path: Path) -> None:
+    (tmp_path / "us").mkdir()
+    with (tmp_path / "us" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, said = ends_with(tmp_path / "us")
+    assert (code, "is in use by another daemon" in said) == (6, True), said

@@ -1,0 +1,71 @@
+"""manifest.json: the layout again, or a refusal that says what to do."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from diloco_node.core.merge.fragments import TensorSpec
+from diloco_node.core.types import MergeRule
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, describe_difference, load_manifest, save_manifest
+from diloco_node.errors import StorageError
+from tests.kit.node_kit import MANIFEST
+
+
+def test_what_was_saved_lays_out_the_same(tmp_path: Path) -> None:
+    assert load_manifest(tmp_path) is None
+    save_manifest(tmp_path, MANIFEST)
+    again = load_manifest(tmp_path)
+    assert again is not None
+    assert again.digest == MANIFEST.digest
+    assert again.fragments == MANIFEST.fragments
+    assert [path.name for path in tmp_path.iterdir()] == [MANIFEST_NAME]
+
+
+def change(document: dict, path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(document | changes))
+
+
+def test_another_layout_than_the_digest_says_is_refused(tmp_path: Path) -> None:
+    save_manifest(tmp_path, MANIFEST)
+    path = tmp_path / MANIFEST_NAME
+    document = json.loads(path.read_text())
+    change(document, path, fragments=1)
+    with pytest.raises(StorageError, match="lists its tensors again"):
+        load_manifest(tmp_path)
+    change(document, path, tensors=document["tensors"][:-1])
+    with pytest.raises(StorageError, match="names digest"):
+        load_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tensors": 3, "fragments": 2, "digest": ""}', "\0\0"])
+def test_a_damaged_file_is_refused_with_the_remedy(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST_NAME).write_text(text)
+    with pytest.raises(StorageError, match=r"remove it, the learner lists its tensors again"):
+        load_manifest(tmp_path)
+
+
+def test_a_disk_that_refuses_keeps_the_old_file(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"manifest\.json"):
+        save_manifest(tmp_path / "gone", MANIFEST)
+
+
+SPECS = list(MANIFEST.tensors)
+
+
+def test_the_same_tensors_in_any_order_are_the_same_model() -> None:
+    assert describe_difference(MANIFEST, SPECS) == ""
+    assert describe_difference(MANIFEST, SPECS[::-1]) == ""
+
+
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [
+        (SPECS[1:], f"tensor {SPECS[0].name} of the run's model is missing"),
+        ([*SPECS, TensorSpec("z.new", (3,))], "tensor z.new is not in the run's model"),
+        ([TensorSpec(SPECS[0].name, (1, 2)), *SPECS[1:]], f"tensor {SPECS[0].name} is (1, 2)"),
+        ([TensorSpec(SPECS[0].name, SPECS[0].shape, MergeRule.AVG), *SPECS[1:]], f"tensor {SPECS[0].name} is"),
+    ],
+)
+def test_the_first_difference_is_named(tensors: list[TensorSpec], text: str) -> None:
+    assert describe_difference(MANIFEST, tensors).startswith(text)

@@ -1,0 +1,273 @@
+"""Whole regions over in-memory links on a virtual clock: whatever drops, all end with one model and one account."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco_node.core.ledger.account_check import check_account
+from diloco_node.core.types import RoundBody, RunSettings
+from diloco_node.daemon import node as node_module
+from diloco_node.storage.trained import read_trained
+from tests.kit.node_kit import MANIFEST, NO_BUDGET
+from tests.kit.node_world import MemoryTransport, Network, Region, VirtualLoop
+
+MS = 1_000_000
+SHM = Path("/dev/shm")
+NAMES = ("a", "b", "c")
+STEPS = 80
+POLL_S = 0.03
+SETTINGS = RunSettings(
+    fragments=2,
+    sync_every=8,
+    steps_max=STEPS,
+    heartbeat_ns=50 * MS,
+    election_timeout_ns=400 * MS,
+    ballot_deadline_min_ns=600 * MS,
+    checkpoint_versions=3,
+)
+
+
+class World:
+    def __init__(self, folder: Path, settings: RunSettings) -> None:
+        self.network = Network()
+        MemoryTransport.network = self.network
+        self.regions = {
+            name: Region(name, NAMES, folder / name, settings, seed) for seed, name in enumerate(NAMES, start=1)
+        }
+
+    async def start(self) -> None:
+        for region in self.regions.values():
+            await region.start()
+
+    async def until(self, what: str, is_so: Callable[[], bool], *, within_s: float = 60.0) -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + within_s
+        while not is_so():
+            self.check()
+            assert loop.time() < deadline_s, f"not within {within_s} s: {what}; {self.describe()}"
+            await asyncio.sleep(POLL_S)
+        self.check()
+
+    def check(self) -> None:
+        for region in self.regions.values():
+            assert region.errors == [], region.errors
+
+    def describe(self) -> dict[str, Any]:
+        views = {name: region.node.view() for name, region in self.regions.items()}
+        return {name: (view.role, view.versions, view.waiting, view.finished) for name, view in views.items()}
+
+    def committed(self) -> int:
+        return max(region.node.core.history.rounds_committed for region in self.regions.values())
+
+    async def finish(self) -> None:
+        """Every region ends by itself; each goes when it wants to."""
+        async with asyncio.TaskGroup() as group:
+            for region in self.regions.values():
+                group.create_task(self._leave(region))
+
+    async def _leave(self, region: Region) -> None:
+        await self.until(f"{region.name} ends", lambda: region.has_finished, within_s=120.0)
+        self.network.disconnect(region.name)
+
+    def judge(self) -> None:
+        """Equal bytes, an account that balances, and nothing left in memory."""
+        self.check()
+        models = {(region.folder / "final.safetensors").read_bytes() for region in self.regions.values()}
+        assert len(models) == 1
+        entries = max((region.node.core.ledger.entries for region in self.regions.values()), key=len)
+        trained = {
+            (name, life.incarnation): (life.steps, life.tokens)
+            for name, region in self.regions.items()
+            for life in read_trained(region.folder)
+        }
+        positions = {name: region.node.learner.shown_status for name, region in self.regions.items()}
+        report = check_account(
+            entries,
+            trained,
+            fragment_sizes=[one.size for one in MANIFEST.fragments],
+            positions={name: one for name, one in positions.items() if one is not None},
+        )
+        assert report.faults == ()
+        assert report.merged > 0
+        for region in self.regions.values():
+            view = region.node.view()
+            assert view.digest_differences == 0
+            assert region.node.effects.stripes.table.buffered_bytes() == 0
+            assert region.node._fetcher.serves == 0
+            # What a learner was given last is what the region holds.
+            for fragment in range(len(MANIFEST.fragments)):
+                if region.learner.positions[fragment].base_version == view.versions[fragment]:
+                    assert region.learner.base[fragment].tobytes() == region.node.parameters._theta[fragment].tobytes()
+
+    async def stop(self) -> None:
+        for region in self.regions.values():
+            await region.stop()
+
+
+Play = Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]
+
+
+@pytest.fixture
+def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
+    monkeypatch.setattr(node_module, "GrpcTransport", MemoryTransport)
+    monkeypatch.setattr(node_module, "load_identity", lambda *_, **__: SimpleNamespace())
+    # In memory where possible: an fsync on a busy disk takes longer than everything else here.
+    folder = Path(tempfile.mkdtemp(prefix="dl-", dir=SHM if SHM.is_dir() else None))
+
+    def run(scenario: Callable[[World], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            world = World(folder, SETTINGS)
+            await world.start()
+            try:
+                await scenario(world)
+                world.judge()
+            finally:
+                await world.stop()
+
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(main())
+
+    yield run
+    shutil.rmtree(folder)
+
+
+def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        await world.finish()
+        rounds = world.committed()
+        assert rounds >= 2 * STEPS // 8 - 2
+        for region in world.regions.values():
+            assert region.learner.step >= STEPS - 5
+            assert region.node.view().participation[0].ratio > 0.9
+            assert region.notes.alarms == 0, list(region.notes.last)
+
+    play(scenario)
+
+
+def test_stripes_follow_a_budget_that_is_set_while_the_run_goes_on(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = {"a": 10**9, "b": 10**9, "c": None}
+
+    async def scenario(world: World) -> None:
+        for name, region in world.regions.items():
+            monkeypatch.setattr(
+                region.node.transport,
+                "budget_status",
+                lambda name=name: NO_BUDGET | {"egress_bytes_per_s": budgets[name]},
+            )
+        await world.until("rounds go on", lambda: world.committed() >= 4)
+        budgets["c"] = 10**6
+        told = [region.node.core.liveness for region in world.regions.values()]
+        await world.until("all know", lambda: all(one.budget("c").egress == 10**6 for one in told))
+        entries = len(world.regions["a"].node.core.ledger.entries)
+        await world.finish()
+        bodies = [entry.body for entry in world.regions["a"].node.core.ledger.entries[entries + 4 :]]
+        reducers = [{stripe.reducer for stripe in body.stripes} for body in bodies if isinstance(body, RoundBody)]
+        assert reducers
+        assert all(one == {"a", "b"} for one in reducers), "c has enough to do with its contribution"
+
+    play(scenario)
+
+
+def test_a_link_that_drops_in_the_middle_of_transfers_costs_no_round(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        for pair in (("a", "b"), ("b", "c"), ("a", "c")):
+            transfers = world.network.transfers
+            await world.until("bytes are on their way", lambda n=transfers: world.network.transfers > n + 6)  # type: ignore[misc]
+            world.network.cut(*pair)
+            await asyncio.sleep(1.0)
+            world.network.heal(*pair)
+        await world.finish()
+        assert world.network.broken_transfers > 0
+
+    play(scenario)
+
+
+def test_a_learner_that_stands_still_through_several_versions_goes_on_with_its_own_work(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        await world.until("rounds go on", lambda: world.committed() >= 4)
+        learner = world.regions["b"].learner
+        # Stopped right after it has contributed: what it is offered includes the snapshot, what follows does not.
+        made = learner._made
+        await world.until("it contributes", lambda: learner._made > made)
+        learner.paused.clear()
+        committed = world.committed()
+        await world.until("the others go on", lambda: world.committed() >= committed + 6)
+        learner.paused.set()
+        await world.finish()
+
+    play(scenario)
+
+
+def test_a_region_that_is_cut_off_at_the_end_still_gets_what_it_lacks(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        await world.until("the end is near", lambda: world.regions["a"].learner.step >= STEPS - 10)
+        for other in ("a", "b"):
+            world.network.cut("c", other)
+        await world.until(
+            "the others have finished", lambda: all(world.regions[name].node.view().is_final for name in ("a", "b"))
+        )
+        await asyncio.sleep(8.0)
+        assert not world.regions["a"].has_finished
+        assert not world.regions["c"].node.view().is_final
+        for other in ("a", "b"):
+            world.network.heal("c", other)
+        await world.finish()
+
+    play(scenario)
+
+
+def test_a_learner_that_attaches_anew_in_the_middle_of_everything_loses_nothing(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        region = world.regions["b"]
+        for _ in range(5):
+            committed = world.committed()
+            await world.until("rounds go on", lambda n=committed: world.committed() > n)  # type: ignore[misc]
+            region.node.learner.detached()
+            region.learner.attach()
+        await world.finish()
+        assert region.learner.step >= STEPS - 5
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("lost", ["payloads/f000*", "state/f000*", "[ps]*/f*"])
+def test_a_daemon_that_finds_files_missing_fetches_them_and_goes_on_with_the_same_learner(
+    play: Play, lost: str
+) -> None:
+    """Also when Theta_0 is among them: the learner is in mid-run and can't write it down again."""
+
+    async def scenario(world: World) -> None:
+        region = world.regions["b"]
+        await world.until("rounds go on", lambda: world.committed() >= 5)
+        await region.stop_daemon()
+        await asyncio.sleep(0.5)
+        paths = sorted(region.folder.glob(lost))
+        assert paths
+        for path in paths:
+            path.unlink()
+        await region.start_daemon()
+        base = region.learner.positions[0].base_version
+        await world.until("it catches up", lambda: region.learner.positions[0].base_version > base)
+        await world.finish()
+        assert region.learner.incarnation == 1
+        assert region.learner.step >= STEPS - 5
+
+    play(scenario)
+
+
+def test_the_core_hears_of_a_lost_link_before_the_fetches_that_fail_with_it() -> None:
+    told: list[str] = []
+    node = node_module.Node.__new__(node_module.Node)
+    node._post = lambda event: told.append(type(event).__name__)
+    node._fetcher = SimpleNamespace(peer_lost=lambda peer: told.append(f"fetches from {peer} fail"))
+    node._measuring = SimpleNamespace(link_lost=lambda peer: None)
+    node.link_changed("b", is_up=False)
+    assert told == ["LinkChanged", "fetches from b fail"], "else it asks b again, which fails at once, and again"

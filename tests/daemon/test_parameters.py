@@ -1,0 +1,176 @@
+"""The parameters: the same bits whatever the stripes, readers and the step kept apart, checkpoints that can be read."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco_node.codec.digest import fragment_digest
+from diloco_node.core.types import Ballot, RoundBody, Stripe
+from diloco_node.daemon import parameters as parameters_module
+from diloco_node.daemon.parameters import Parameters, fragment_offsets
+from diloco_node.daemon.stripes import cut_payload
+from diloco_node.errors import StorageError
+from diloco_node.storage.store import RegionStore
+from tests.kit.node_kit import MANIFEST, SETTINGS, HeldExecutor, encoded, make_parameters, settle, theta_of
+
+SIZE = MANIFEST.fragments[0].size
+
+
+@pytest.fixture
+async def held(tmp_path: Path) -> AsyncIterator[tuple[Parameters, RegionStore]]:
+    parameters, store = await make_parameters(tmp_path)
+    yield parameters, store
+    store.close()
+
+
+def a_round(parameters: Parameters, version: int = 1, reducers: int = 1) -> tuple[RoundBody, list[np.ndarray]]:
+    blocks = parameters.blocks[0]
+    edges = [blocks.block_count * index // reducers for index in range(reducers + 1)]
+    stripes = tuple(Stripe(f"r{index}", edges[index], edges[index + 1]) for index in range(reducers))
+    factors = tuple(float(np.float32(0.3 + piece)) for piece in range(len(MANIFEST.fragments[0].pieces)))
+    body = RoundBody(0, version, Ballot(1, version), (), 1.0, factors, stripes, b"d" * 32)
+    return body, cut_payload(encoded(blocks, theta_of(0, 9)), blocks, stripes)
+
+
+async def theta(parameters: Parameters, fragment: int = 0) -> np.ndarray:
+    out = np.empty(MANIFEST.fragments[fragment].size, np.float32)
+    await parameters.copy_theta(fragment, out)
+    return out
+
+
+async def test_the_step_gives_the_same_bits_however_the_payload_was_cut(tmp_path: Path) -> None:
+    outcomes = set()
+    for reducers in (1, 2, 3, 7):
+        parameters, store = await make_parameters(tmp_path / str(reducers))
+        for version in (1, 2):
+            body, parts = a_round(parameters, version, reducers)
+            inbox = np.zeros(SIZE, np.float32)
+            await parameters.apply(body, parts, inbox)
+        assert inbox.tobytes() == (await theta(parameters)).tobytes()
+        outcomes.add((await parameters.digest(0))[1])
+        store.close()
+    assert len(outcomes) == 1
+
+
+async def test_the_step_moves_against_the_outer_gradient_with_nesterov_momentum(held) -> None:
+    parameters, _ = held
+    body, parts = a_round(parameters)
+    before = await theta(parameters)
+    await parameters.apply(body, parts, None)
+    assert parameters.versions == [1, 0]
+    decoded = theta_of(0, 9)
+    factors = np.repeat(np.array(body.factors), [piece.size for piece in MANIFEST.fragments[0].pieces])
+    moved = before - await theta(parameters)
+    scale = 1 + SETTINGS.outer_momentum
+    expected = SETTINGS.outer_lr * scale * factors * decoded
+    np.testing.assert_allclose(moved, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+
+
+async def test_a_version_out_of_order_is_a_bug_and_changes_nothing(held) -> None:
+    parameters, _ = held
+    before = (await parameters.digest(0))[1]
+    with pytest.raises(AssertionError):
+        await parameters.apply(*a_round(parameters, version=2), None)
+    assert await parameters.digest(0) == (0, before)
+
+
+async def test_readers_see_a_version_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters_module, "OUTER_THREADS", 2)
+    pool = HeldExecutor()
+    parameters, store = await make_parameters(tmp_path, pool)
+    body, parts = a_round(parameters, reducers=2)
+    applying = asyncio.create_task(parameters.apply(body, parts, None))
+    await settle()
+    out = np.zeros(SIZE, np.float32)
+    reading = asyncio.create_task(parameters.copy_theta(0, out))
+    await settle()
+    assert len(pool.calls) == 2, "the two stripes; the reader waits for both"
+    await pool.let_go()
+    assert parameters.versions[0] == 0
+    assert len(pool.calls) == 1
+    await pool.let_go()
+    await applying
+    assert len(pool.calls) == 1
+    await pool.let_go()
+    assert await reading == 1
+    store.close()
+
+
+async def test_another_fragment_does_not_wait(tmp_path: Path) -> None:
+    pool = HeldExecutor()
+    parameters, store = await make_parameters(tmp_path, pool)
+    first = asyncio.create_task(parameters.digest(0))
+    await settle()
+    second = asyncio.create_task(parameters.digest(1))
+    await settle()
+    assert len(pool.calls) == 2
+    await pool.let_go(2)
+    assert (await first)[0] == (await second)[0] == 0
+    store.close()
+
+
+async def test_state_bytes_are_what_the_digest_says(held) -> None:
+    parameters, _ = held
+    await parameters.apply(*a_round(parameters), None)
+    version, digest, body = await parameters.state_bytes(0)
+    values, momentum = np.split(body.view(np.float32), 2)
+    assert version == 1
+    assert digest == fragment_digest(values, momentum)
+    assert values.tobytes() == (await theta(parameters)).tobytes()
+    before = body.tobytes()
+    await parameters.apply(*a_round(parameters, 2), None)
+    assert body.tobytes() == before, "a copy: it is sent while versions follow"
+
+
+async def test_a_checkpoint_is_adopted_again_bit_by_bit(held) -> None:
+    parameters, store = held
+    await parameters.apply(*a_round(parameters), None)
+    before = await parameters.digest(0)
+    assert await parameters.checkpoint(0) == 1
+    await parameters.apply(*a_round(parameters, 2), None)
+    await parameters.adopt(0, 1)
+    assert await parameters.digest(0) == before
+    assert store.state_digest(0, 1) == before[1]
+    await parameters.apply(*a_round(parameters, 2), None)  # what was adopted can be stepped
+
+
+async def test_an_adopted_state_is_not_copied_on_the_loop(held, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, store = held
+    arrays = store.read_state(0, 0)
+    monkeypatch.setattr(store, "read_state", lambda *_: arrays)
+    await parameters.adopt(0, 0)
+    assert parameters._theta[0] is arrays[0]
+    assert parameters._momentum[0] is arrays[1]
+
+
+async def test_a_state_that_is_not_there_leaves_what_is_in_memory(held) -> None:
+    parameters, _ = held
+    before = await parameters.digest(0)
+    with pytest.raises(StorageError):
+        await parameters.adopt(0, 4)
+    assert await parameters.digest(0) == before
+
+
+async def test_the_whole_model_comes_by_tensor_in_its_shape(held) -> None:
+    parameters, _ = held
+    tensors = parameters.full_tensors()
+    assert {name: values.shape for name, values in tensors.items()} == {
+        spec.name: spec.shape for spec in MANIFEST.tensors
+    }
+    for fragment in MANIFEST.fragments:
+        for piece in fragment.pieces:
+            part = tensors[piece.name].ravel()[piece.value_start : piece.value_stop]
+            assert part.tobytes() == theta_of(fragment.index)[piece.offset : piece.offset + piece.size].tobytes()
+
+
+def test_fragments_follow_each_other_in_the_inbox() -> None:
+    offsets = fragment_offsets(MANIFEST)
+    assert offsets[0] == 0
+    assert [stop - start for start, stop in itertools.pairwise(offsets)] == [one.size for one in MANIFEST.fragments]
+    assert offsets[-1] == MANIFEST.size

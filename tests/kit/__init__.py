@@ -1,0 +1,1 @@
+"""What several tests share: fakes, worlds of fakes, and what starts real processes."""

@@ -1,0 +1,301 @@
+"""docker-compose.yml on a real engine: four containers train, one is cut off in three ways, and all end equal.
+
+Run as a module (`python -m`), as root: exit code 0 and one JSON object when everything held, 77 and the reason when
+it can't run here. It needs the programs of a Docker engine (dockerd, docker), docker-compose 1.29 or `docker compose`,
+and debootstrap; .ci/system installs them. The engine is one of its own, see engine_kit.py: another engine and its
+containers are not touched, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.kit.engine_kit import (
+    Skipped,
+    await_that,
+    compose_commands,
+    engine,
+    finish,
+    make_image,
+    run_isolated,
+    say,
+    sh,
+)
+from tests.kit.repository import ROOT
+
+NAMES = ("us-central", "us-east", "us-south", "us-west")
+PORTS = {"us-east": 7411, "us-central": 7412, "us-south": 7413, "us-west": 7414}
+ADDRESS = "10.211.77.14"
+SETTINGS = {"DILOCO_RUN__STEPS": "0", "DILOCO_MODEL__SCHEDULE_STEPS": "600", "DILOCO_MODEL__EVAL_WINDOWS": "8"}
+"""No end of its own: the test ends it."""
+TRAINS_ON = ("cut", "disconnect")
+PATIENCE_S = 600.0
+"""For what comes true within seconds on a quiet machine."""
+OUTAGES = (("cut", "disconnect", "pause"), ("cut", "kill"))
+"""For each Compose that is here, of those in docs/compose.md."""
+
+
+class Run:
+    """The containers of one `up`. Files of theirs are copied to `folder`."""
+
+    def __init__(self, compose: list[str], folder: Path) -> None:
+        self.folder = folder
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        override = folder / "override.json"
+        override.write_text(json.dumps({"services": {name: {"environment": SETTINGS} for name in NAMES}}))
+        files = ("--file", str(ROOT / "docker-compose.yml"), "--file", str(override))
+        self.command = [*compose, *files, "--project-name", "diloco-test"]
+
+    def do(self, *words: str, check: bool = True) -> str:
+        return sh(*self.command, *words, check=check)
+
+    def inspect(self, name: str, what: str) -> str:
+        return sh("docker", "inspect", "--format", what, f"diloco-{name}").strip()
+
+    def python(self, name: str, code: str) -> str:
+        return self.do("exec", "-T", name, "python", "-c", code)
+
+    def status(self, name: str) -> dict[str, Any]:
+        """Over the port published on loopback; {} when nobody answers."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"http://127.0.0.1:{PORTS[name]}/api/v1/status", timeout=30) as answer:
+                document: dict[str, Any] = json.load(answer)
+        except (OSError, ValueError):
+            return {}
+        return document
+
+    def count(self, name: str, what: str) -> int:
+        """A number of a region that answers."""
+        document: dict[str, Any] = {}
+
+        def answers() -> bool:
+            document.update(self.status(name))
+            return bool(document)
+
+        await_that(f"{name} answers", answers, PATIENCE_S)
+        return int(document.get(what) or 0)
+
+    def rounds(self, name: str) -> int:
+        """Rounds committed; 0 as well when it does not answer: for conditions that are waited for."""
+        return int(self.status(name).get("rounds_committed") or 0)
+
+    def is_level(self) -> bool:
+        """All regions hold the same commits, give or take what is on its way, and us-west takes part again."""
+        rounds = [self.rounds(name) for name in NAMES]
+        return min(rounds) > 0 and max(rounds) - min(rounds) <= 2
+
+    def finish(self) -> None:
+        """By the operator's port of one region, for all; its token is for the region's own user."""
+        name = NAMES[0]
+        token = self.do("exec", "-T", "--user", "diloco", name, "cat", f"/state/{name}/admin.token").strip()
+        address = f"http://127.0.0.1:{PORTS[name]}/api/v1/finish"
+        request = urllib.request.Request(address, method="POST", headers={"Authorization": f"Bearer {token}"})
+
+        def is_accepted() -> bool:
+            try:
+                with urllib.request.urlopen(request, timeout=30) as answer:
+                    return bool(answer.status == 202)
+            except urllib.error.HTTPError:
+                raise
+            except OSError:
+                return False
+
+        await_that("the end is accepted", is_accepted, PATIENCE_S)
+
+    def logs(self) -> str:
+        return "".join(f"--- {n}\n{self.do('logs', '--tail=40', n, check=False)}" for n in ("certs", *NAMES))
+
+
+def require(condition: object, what: str) -> None:
+    if not condition:
+        raise SystemExit(f"it does not hold: {what}")
+
+
+CAPABILITIES = """
+import pathlib
+for folder in pathlib.Path("/proc").glob("[0-9]*"):
+    # A word of its own: this program's text has it too.
+    if b"diloco_node.daemon" in (folder / "cmdline").read_bytes().split(bytes(1)):
+        text = (folder / "status").read_text()
+        print(*(line.split()[1] for line in text.splitlines() if line.startswith(("Uid", "CapEff", "NoNewPrivs"))))
+"""
+REACH = """
+import socket
+for host, port, patience_s in (("10.211.77.14", 7400, 60), ("10.211.77.14", 7401, 5), ("10.211.78.14", 7401, 5)):
+    with socket.socket() as sock:
+        sock.settimeout(patience_s)
+        print(host, port, "open" if sock.connect_ex((host, port)) == 0 else "closed")
+"""
+
+
+def check_walls(run: Run) -> None:
+    """What a region may, and whom it reaches."""
+    found = run.python("us-east", CAPABILITIES).split()
+    require(found == ["10001", "0000000000000000", "1"], f"the daemon has no privileges: {found}")
+    reached = run.python("us-east", REACH).split()
+    require(reached[2::3] == ["open", "closed", "closed"], f"regions reach each other's one port only: {reached}")
+    said = run.do("logs", "us-west")
+    require("us-west on eth" in said and "out 2Gbit/s, in 3Gbit/s" in said, f"the link is shaped: {said[-2000:]}")
+    has_netem = "DELAY, JITTER AND LOSS ARE NOT EMULATED" not in said
+    shown = run.do("exec", "-T", "us-west", "python", "-m", "diloco_node.wan.container", "show")
+    require(has_netem == ("qdisc netem" in shown), "it is said loudly when delay is not emulated")
+    say(f"links are shaped, {'with' if has_netem else 'WITHOUT'} delay")
+
+
+def check_commands(run: Run) -> None:
+    """Those of docs/compose.md that only look, and a cut of one link."""
+    program = "from diloco_node.cli.main import main; main()"
+    ports = [str(port) for port in PORTS.values()]
+
+    def shows_all() -> bool:
+        inside = run.do("exec", "-T", "us-east", "diloco-node", "status", "7401", check=False)
+        outside = sh(sys.executable, "-c", program, "status", *ports, cwd=ROOT, check=False)
+        return "us-east" in inside and all(name in outside for name in NAMES)
+
+    await_that("status shows all, inside and outside", shows_all, PATIENCE_S)
+    require(run.do("exec", "-T", "us-east", "tail", "-n", "5", "/state/us-east/logs/daemon.log"), "there is a log")
+    link = ("exec", "-T", "us-west", "python", "-m", "diloco_node.wan.container")
+    run.do(*link, "cut", "us-east")
+    require("blackhole 10.211.77.11" in run.do("exec", "-T", "us-west", "ip", "route"), "one link is cut")
+    run.do(*link, "heal")
+
+
+def outage(run: Run, kind: str, begin: list[str], end: list[str], *, trains: bool) -> dict[str, Any]:
+    """Cut us-west off, see that the others go on, bring it back, see that it catches up."""
+    sh(*begin)
+    say(f"{kind}: us-west is cut off")
+    begun = run.count("us-east", "rounds_committed")
+    # What was on its way may still commit with it: two rounds of the others later it has.
+    await_that("the others go on", lambda: run.rounds("us-east") >= begun + 2, PATIENCE_S)
+    # A paused region answers nothing; one without network answers on loopback.
+    before = {what: run.count("us-west", what) if trains else 0 for what in ("rounds_committed", "inner_steps")}
+    rounds = run.count("us-east", "rounds_committed")
+    await_that("the others commit without it", lambda: run.rounds("us-east") >= rounds + 4, PATIENCE_S)
+    after = {what: run.count("us-west", what) if trains else 0 for what in before}
+    others = run.count("us-east", "rounds_committed") - rounds
+    sh(*end)
+    own = after["rounds_committed"] - before["rounds_committed"]
+    steps = after["inner_steps"] - before["inner_steps"]
+    require(own == 0, f"us-west committed {own} rounds while it was cut off")
+    require(steps > 0 or not trains, "us-west trains on")
+    level_s = await_that("us-west holds what the others hold", run.is_level, PATIENCE_S)
+    again = run.count("us-west", "rounds_committed")
+    await_that("and goes on with them", lambda: run.is_level() and run.rounds("us-west") >= again + 2, PATIENCE_S)
+    return {
+        "kind": kind,
+        "commits_of_others": others,
+        "steps_of_the_cut": steps if trains else None,
+        "level_s": round(level_s, 1),
+    }
+
+
+def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
+    """Up, some outages, the end; what was seen."""
+    up_s = time.monotonic()
+    run.do("up", "--detach")
+    await_that("all regions merge", lambda: min(run.rounds(name) for name in NAMES) >= 4, PATIENCE_S)
+    seconds = time.monotonic() - up_s
+    if tuple(kinds) == OUTAGES[0]:
+        check_walls(run)
+        check_commands(run)
+    ways = ways_to_cut(run)
+    outages = [outage(run, kind, *ways[kind], trains=kind in TRAINS_ON) for kind in kinds]
+    shaped = 1 + ("disconnect" in kinds) + ("kill" in kinds)
+    require(run.do("logs", "us-west").count("us-west on eth") == shaped, "the link is shaped anew when it is new")
+    await_that(
+        "all are healthy",
+        lambda: all(run.inspect(name, "{{.State.Health.Status}}") == "healthy" for name in NAMES),
+        PATIENCE_S,
+    )
+    run.finish()
+    await_that(
+        "all have ended", lambda: all(run.inspect(n, "{{.State.Status}}") == "exited" for n in NAMES), PATIENCE_S
+    )
+    codes = [run.inspect(name, "{{.State.ExitCode}} {{.RestartCount}}") for name in NAMES]
+    require(codes == ["0 0"] * len(NAMES), f"all end with 0, none was restarted: {codes}")
+    for name in NAMES:
+        sh("docker", "cp", f"diloco-{name}:/state/{name}", str(run.folder / name))
+    from diloco_node.cli.demo.report import build_report
+
+    report = build_report(run.folder, list(NAMES))
+    require(report["equal_digests"], "all regions hold the same bytes")
+    require(report["tokens"]["balanced"], f"every token is accounted for: {report['tokens']['faults']}")
+    return {
+        "seconds_to_four_rounds": round(seconds, 1),
+        "outages": outages,
+        "rounds_committed": report["rounds_committed"],
+        "equal_digests": report["equal_digests"],
+        "tokens": report["tokens"],
+        "participation": {region["name"]: region["participation"] for region in report["regions"]},
+        "seconds": round(time.monotonic() - up_s),
+    }
+
+
+def ways_to_cut(run: Run) -> dict[str, tuple[list[str], list[str]]]:
+    """The commands of docs/compose.md that begin and end an outage of us-west."""
+    link = [*run.command, "exec", "-T", "us-west", "python", "-m", "diloco_node.wan.container"]
+    network = ["docker", "network"]
+    return {
+        "cut": ([*link, "cut"], [*link, "heal"]),
+        "disconnect": (
+            [*network, "disconnect", "diloco-wan", "diloco-us-west"],
+            [*network, "connect", "--ip", ADDRESS, "diloco-wan", "diloco-us-west"],
+        ),
+        "pause": ([*run.command, "pause", "us-west"], [*run.command, "unpause", "us-west"]),
+        "kill": ([*run.command, "kill", "us-west"], [*run.command, "start", "us-west"]),
+    }
+
+
+def inside(folder: Path, base: Path, wheels: Path) -> dict[str, Any]:
+    """In namespaces of its own: all of it, with what was seen."""
+    begun_s = time.monotonic()
+    found: dict[str, Any] = {"runs": {}}
+    with engine(folder):
+        make_image(folder, base, wheels)
+        found["image_seconds"] = round(time.monotonic() - begun_s)
+        # The first one takes all outages, the other one: both read and drive the same file.
+        for compose, kinds in zip(sorted(compose_commands(), reverse=True), OUTAGES, strict=False):
+            found["runs"][compose] = up_and_down(Run(compose_commands()[compose], folder / "run"), kinds)
+            say(f"with Compose {compose}: all held")
+    return found
+
+
+def up_and_down(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
+    """One run from nothing to nothing."""
+    try:
+        found = scenario(run, kinds)
+    except BaseException:
+        say(run.logs())
+        raise
+    run.do("down", "--volumes", "--timeout", "5")
+    for what in (("ps", "--all"), ("volume", "ls"), ("network", "ls", "--filter", "name=diloco")):
+        require(not sh("docker", *what, "--quiet").strip(), f"`down` leaves nothing of docker {what[0]}")
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    if arguments:
+        return finish(lambda: inside(*map(Path, arguments)))
+    try:
+        return run_isolated([sys.executable, "-m", __spec__.name])
+    except Skipped as skipped:
+        why = skipped
+
+    def skip() -> dict[str, Any]:
+        raise why
+
+    return finish(skip)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

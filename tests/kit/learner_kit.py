@@ -1,0 +1,55 @@
+"""What tests of `attach` share: a region's folder, and a model that a person can recompute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco_node.learner.attach import Diloco
+from diloco_node.shared_memory import MemoryStore
+from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
+
+
+def region_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A region's folder with its memory store; the environment points to it."""
+    monkeypatch.setenv("DILOCO_SOCKET", str(tmp_path / "learner.sock"))
+    monkeypatch.setenv("DILOCO_SUPERVISOR", str(tmp_path / "memory.sock"))
+    with MemoryStore(tmp_path / "memory.sock"):
+        yield tmp_path
+
+
+class Toy:
+    """A model whose every step moves every parameter by the same known amount."""
+
+    def __init__(self, seed: int = 0, *, lr: float = 0.25) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr)
+
+    def step(self, diloco: Diloco, *, tokens: int = 7, loss: float | torch.Tensor | None = None) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizer.step()
+        diloco.step(tokens=tokens, loss=loss)
+
+    def steps_until(self, diloco: Diloco, daemon: FakeDaemon, kind: type, count: int) -> None:
+        """Train until the daemon has heard `count` messages of a kind."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while sum(isinstance(message, kind) for message in list(daemon.said)) < count:
+            assert time.monotonic() < deadline_s
+            self.step(diloco)
+            time.sleep(0.001)
+
+    def flat(self) -> list[float]:
+        return [float(x) for p in self.model.parameters() for x in p.detach().reshape(-1)]
+
+
+def vector(diloco: Diloco, fragment: int) -> np.ndarray:
+    assert diloco._session is not None
+    return diloco._session.fragments.vector(fragment).numpy()

@@ -1,0 +1,331 @@
+"""`diloco_node.attach` when something ends: the daemon, the learner's process, the loop."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import diloco_node
+from diloco_node.core.types import Codec
+from diloco_node.errors import LearnerError
+from diloco_node.learner import attach as attach_module
+from diloco_node.storage.trained import read_trained
+from diloco_node.wire.learner_link import (
+    Applied,
+    Attach,
+    Done,
+    Failed,
+    Refuse,
+    Report,
+    SnapshotReady,
+)
+from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, in_background
+from tests.kit.learner_kit import Toy, region_folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+# ---- the daemon dies -------------------------------------------------------------------------------------------------
+
+
+def test_learner_goes_on_without_a_daemon_and_tells_the_next_one_where_it_is(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder, codec=Codec.FP32) as first:
+        attached = in_background(lambda: diloco_node.attach(toy.model, toy.optimizer))
+        diloco = attached.result(PATIENCE_S)
+        toy.step(diloco)
+        first.want(0)
+        toy.steps_until(diloco, first, SnapshotReady, 1)
+        ready = first.wait_for(SnapshotReady)
+        bytes_before = first.encoded(0)
+        theta, versions = first.theta, first.versions
+    with diloco:
+        for _ in range(20):
+            toy.step(diloco)  # nobody is there
+        steps = diloco.steps
+        with FakeDaemon(folder, codec=Codec.FP32, theta=theta, versions=versions) as second:
+            attach = second.wait_attached()
+            assert (attach.incarnation, attach.run_id, attach.step, attach.tokens) == (1, "run-1", steps, 7 * steps)
+            assert [position.base_version for position in attach.positions] == [0, 0]
+            assert attach.snapshots == (ready.contribution.snapshot, -1)
+            # The new daemon opens the round again: the same snapshot, the same bytes.
+            second.want(0)
+            toy.steps_until(diloco, second, SnapshotReady, 1)
+            assert second.wait_for(SnapshotReady) == ready
+            assert second.encoded(0) == bytes_before
+            second.commit(0, theta[0] - second.decoded(0), ready.contribution.snapshot)
+            toy.steps_until(diloco, second, Applied, 1)
+            assert second.wait_for(Applied).position.included_step == ready.contribution.step_to
+            assert read_trained(folder)[-1].steps == diloco.steps
+            diloco.close()
+
+
+def test_offer_of_a_dead_daemon_is_void(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as first:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        assert diloco._session is not None
+        link = diloco._session._link
+        first.commit(0, first.theta[0] + 1, -1)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not link._commands:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        theta = [part.copy() for part in first.theta]
+    with diloco, FakeDaemon(folder, theta=[theta[0] + 2, theta[1]], versions=[3, 0]) as second:
+        second.wait_attached()
+        toy.steps_until(diloco, second, Applied, 1)
+        applied = [message for message in second.said if isinstance(message, Applied)]
+        assert [(message.fragment, message.version) for message in applied] == [(0, 3)]
+
+
+def test_daemon_of_another_run_stops_the_learner(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as first:
+        diloco = diloco_node.attach(toy.model, toy.optimizer)
+        theta = first.theta
+
+    class OtherRun(FakeDaemon):
+        def learner_attached(self, attach: Attach) -> None:
+            super().learner_attached(Attach(**{**_fields(attach), "incarnation": 77}))
+
+    with diloco, OtherRun(folder, theta=theta) as second:
+        second.wait_attached()
+        with pytest.raises(LearnerError, match="restart the learner"):
+            toy.steps_until(diloco, second, Done, 1)
+
+
+def _fields(attach: Attach) -> dict[str, object]:
+    return {name: getattr(attach, name) for name in Attach.__slots__}
+
+
+def test_refused_learner_raises_with_the_reason(folder: Path) -> None:
+    class Refusing(FakeDaemon):
+        def learner_attached(self, attach: Attach) -> None:
+            self._server.send(Refuse("this is not the run's model", True))
+
+    toy = Toy()
+    with Refusing(folder), pytest.raises(LearnerError, match="refused this learner: this is not the run's model"):
+        diloco_node.attach(toy.model)
+
+
+def test_newer_process_ends_the_older_one(folder: Path) -> None:
+    older, newer = Toy(1), Toy(2)
+    with FakeDaemon(folder) as daemon:
+        first = diloco_node.attach(older.model, older.optimizer)
+        with diloco_node.attach(newer.model, newer.optimizer) as second:
+            with pytest.raises(LearnerError, match="a newer learner process"), first:
+                older.steps_until(first, daemon, Done, 1)
+            newer.step(second)
+        assert daemon.incarnation == 2
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+SCRIPT = """
+import os, sys, time, torch
+from torch import nn
+import diloco_node
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+class Data:
+    position = 0
+    def state_dict(self): return {"position": self.position}
+    def load_state_dict(self, state): self.position = state["position"]
+data = Data()
+with diloco_node.attach(model, optimizer, stateful={"data": data}, checkpoint_every_s=EVERY) as diloco:
+    print("attached", diloco.global_step, data.position, len(optimizer.state), flush=True)
+    while not diloco.should_stop:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        data.position += 3
+        diloco.step(tokens=11)
+        time.sleep(0.001)
+print("stopped", diloco.steps, flush=True)
+"""
+
+
+def start(every_s: float = 0.0) -> subprocess.Popen[str]:
+    script = textwrap.dedent(SCRIPT).replace("EVERY", str(every_s))
+    return subprocess.Popen([sys.executable, "-W", "error", "-c", script], stdout=subprocess.PIPE, text=True)
+
+
+def line(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    return process.stdout.readline().split()
+
+
+@pytest.mark.e2e
+def test_killed_learner_leaves_its_counter_and_the_next_one_its_checkpoint(folder: Path) -> None:
+    with FakeDaemon(folder) as daemon:
+        with start(every_s=0.01) as process:
+            assert line(process) == ["attached", "0", "0", "0"]
+            deadline_s = time.monotonic() + PATIENCE_S
+            while not list((folder / "learner" / "checkpoints").glob("*.safetensors")):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            daemon.wait_for(Report)
+            process.kill()
+            process.wait(PATIENCE_S)
+        (trained,) = read_trained(folder)
+        reports = [message for message in daemon.said if isinstance(message, Report)]
+        assert trained.incarnation == 1
+        assert trained.steps >= reports[-1].step > 0
+        assert trained.tokens == 11 * trained.steps
+        with start(every_s=0.01) as process:
+            word, global_step, position, states = line(process)
+            assert word == "attached"
+            assert 0 < int(global_step) <= trained.steps
+            assert int(position) == 3 * int(global_step)
+            assert int(states) == 4  # moments of two weights and two biases
+            process.terminate()
+            assert line(process)[0] == "stopped"
+            assert process.wait(PATIENCE_S) == 0
+        assert daemon.incarnation == 2
+        assert read_trained(folder)[0] == trained
+        assert not [message for message in daemon.said if isinstance(message, Done)]  # it was interrupted, not done
+
+
+@pytest.mark.e2e
+def test_sigterm_before_the_daemon_is_there_ends_quietly(folder: Path) -> None:
+    with start() as process:
+        time.sleep(3.0)  # importing torch takes a while; too early is only a weaker test
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(PATIENCE_S)
+        assert code in (0, -signal.SIGTERM)
+
+
+def test_a_loop_that_was_asked_to_stop_before_the_daemon_was_there_may_still_use_everything(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Asked(attach_module.TerminateFlag):
+        def install(self) -> None:
+            self.is_set = True
+
+    monkeypatch.setattr(attach_module, "TerminateFlag", Asked)
+    toy = Toy()
+    with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        assert diloco.should_stop
+        assert (diloco.is_attached, diloco.versions) == (False, ())
+        toy.step(diloco)
+        diloco.evaluated(val_loss=1.0)
+        diloco.settle(0.01)
+        diloco.checkpoint()
+        assert torch.equal(diloco.own_state_dict()["0.weight"], toy.model[0].weight)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_process_that_the_loop_forks_ends_with_sigterm(folder: Path) -> None:
+    """`multiprocessing.Pool` ends its workers so, and waits for them."""
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with FakeDaemon(folder), diloco_node.attach(Toy().model) as diloco:
+        fork = multiprocessing.get_context("fork")
+        is_running = fork.Event()
+
+        def work() -> None:
+            is_running.set()  # what comes before this is forgotten in the fork itself
+            time.sleep(PATIENCE_S)
+
+        child = fork.Process(target=work, daemon=True)
+        child.start()
+        assert is_running.wait(PATIENCE_S / 2)
+        child.terminate()
+        child.join(PATIENCE_S / 2)
+        assert child.exitcode == -signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)
+        Toy().step(diloco)
+        assert diloco.should_stop
+
+
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+def test_stop_ends_the_loop_and_done_is_said(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            daemon.stop_learner("the run is finished")
+            deadline_s = time.monotonic() + PATIENCE_S
+            while not diloco.should_stop:
+                assert time.monotonic() < deadline_s
+                toy.step(diloco)
+            assert diloco.stop_reason == "the run is finished"
+            diloco.evaluated(val_loss=1.25, val_loss_global=1.0)
+        done = daemon.wait_for(Done)
+        assert (done.step, done.tokens) == (diloco.steps, 7 * diloco.steps)
+        assert (done.val_loss, done.val_loss_global) == (1.25, 1.0)
+
+
+def test_exception_in_the_loop_is_told(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(ZeroDivisionError), diloco_node.attach(toy.model, toy.optimizer):
+            raise ZeroDivisionError("out of data")
+        assert daemon.wait_for(Failed).reason == "ZeroDivisionError: out of data"
+
+
+class NoJson:
+    def state_dict(self) -> dict[str, float]:
+        return {"position": float("nan")}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        raise AssertionError(state)
+
+
+class Broken(NoJson):
+    def state_dict(self) -> dict[str, float]:
+        raise ZeroDivisionError("no position")
+
+
+def test_state_that_no_checkpoint_can_keep_does_not_spoil_the_end(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(toy.model, toy.optimizer, stateful={"data": NoJson()}) as diloco:
+            toy.step(diloco)
+        assert daemon.wait_for(Done).step == 1
+
+
+def test_exception_in_the_last_checkpoint_is_told_and_lets_go_of_everything(folder: Path) -> None:
+    toy = Toy()
+    before = signal.getsignal(signal.SIGTERM)
+    with FakeDaemon(folder) as daemon:
+        diloco = diloco_node.attach(toy.model, toy.optimizer, stateful={"data": Broken()})
+        toy.step(diloco)
+        with pytest.raises(ZeroDivisionError):
+            diloco.close()
+        assert daemon.wait_for(Failed).reason == "ZeroDivisionError: no position"
+        assert signal.getsignal(signal.SIGTERM) == before
+        diloco.close()
+
+
+def test_a_step_after_the_end_is_refused_in_words(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder):
+        with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+            toy.step(diloco)
+        assert torch.equal(diloco.own_state_dict()["0.weight"], toy.model[0].weight)
+        with pytest.raises(LearnerError, match="after close"):
+            toy.step(diloco)
+
+
+def test_learner_without_a_checkpoint_folder_writes_none(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder), diloco_node.attach(toy.model, toy.optimizer, checkpoint_every_s=0) as diloco:
+        toy.step(diloco)
+    assert [path.name for path in (folder / "learner").iterdir()] == ["trained-1"]

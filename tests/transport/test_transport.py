@@ -1,0 +1,779 @@
+"""adapters/transport.py over real gRPC with TLS on loopback: links come up, carry bytes, refuse, die and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from diloco_node.cli.demo.processes import free_ports
+from diloco_node.core.messages import Message, Payload, PayloadWanted, State, VoteAnswered
+from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
+from diloco_node.transport import bundle, inbound, outbound, streams
+from diloco_node.transport.certs import init_run
+from diloco_node.transport.link import LinkState
+from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.streams import dial
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire import envelope as e
+from tests.kit.transport_kit import (
+    DEADLINE_S,
+    FAST,
+    RUN,
+    Mesh,
+    Recorder,
+    address,
+    connect_as,
+    eventually,
+    expect_no_orphans,
+    hello_of,
+    meshed,
+    read_on,
+    rogue,
+)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with meshed(tmp_path) as made:
+        yield made
+
+
+# ---- links come up ---------------------------------------------------------------------------------------------------
+
+
+async def test_control_messages_go_both_ways_in_order(mesh: Mesh) -> None:
+    a, at_a, b, at_b = await mesh.pair()
+    for term in range(300):
+        a.send("b", VoteAnswered(term, True, False))
+        b.send("a", VoteAnswered(-term, False, True))
+    await at_b.until(lambda: len(at_b.messages) == 300)
+    await at_a.until(lambda: len(at_a.messages) == 300)
+    assert at_b.messages == [("a", VoteAnswered(term, True, False)) for term in range(300)]
+    assert at_a.messages == [("b", VoteAnswered(-term, False, True)) for term in range(300)]
+    assert a.peer_status()["b"].state is LinkState.UP
+
+
+async def test_the_side_with_the_larger_name_dials_when_only_it_knows_an_address(mesh: Mesh) -> None:
+    _, at_a = await mesh.start("a", {"b": None})
+    _, at_b = await mesh.start("b", {"a": address(mesh.running[0])})
+    await at_a.until(lambda: at_a.is_up.get("b"))
+    await at_b.until(lambda: at_b.is_up.get("a"))
+
+
+async def test_a_node_that_nobody_can_dial_dials_at_once(mesh: Mesh) -> None:
+    slow = dataclasses.replace(FAST, fallback_s=1000.0)
+    _, at_a = await mesh.start("a", {"b": None}, times=slow)
+    _, at_b = await mesh.start("b", {"a": address(mesh.running[0])}, times=slow, is_advertised=False)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    await at_a.until(lambda: at_a.is_up.get("b"))
+
+
+async def test_the_other_side_tries_when_the_dialers_address_is_wrong(mesh: Mesh) -> None:
+    a, at_a = await mesh.start("a", {"b": "127.0.0.1:1"})
+    _, at_b = await mesh.start("b", {"a": address(a)})
+    await at_a.until(lambda: at_a.is_up.get("b"))
+    await at_b.until(lambda: at_b.is_up.get("a"))
+
+
+async def test_dials_that_cross_end_in_one_link(mesh: Mesh) -> None:
+    both = dataclasses.replace(FAST, fallback_s=0.0)
+    ports = free_ports(2)
+    for _ in range(5):
+        a, at_a = await mesh.start(
+            "a", {"b": f"127.0.0.1:{ports[1]}"}, listen=("127.0.0.1", ports[0]), times=both, is_advertised=False
+        )
+        b, at_b = await mesh.start(
+            "b", {"a": f"127.0.0.1:{ports[0]}"}, listen=("127.0.0.1", ports[1]), times=both, is_advertised=False
+        )
+        await at_a.until(lambda at_a=at_a: at_a.is_up.get("b"))
+        await at_b.until(lambda at_b=at_b: at_b.is_up.get("a"))
+
+        async def exchange(a: GrpcTransport = a, at_b: Recorder = at_b) -> None:
+            while not at_b.messages:
+                a.send("b", VoteAnswered(1, True, True))
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(exchange(), DEADLINE_S)
+        await a.stop()
+        await b.stop()
+
+
+@contextlib.asynccontextmanager
+async def mute(mesh: Mesh, region: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A listener with a region's certificate that never answers a hello: its address, and whether it got one."""
+    greeted = asyncio.Event()
+
+    async def serve(_: e.Lane, context: Any) -> None:
+        await context.read()
+        greeted.set()
+        await asyncio.Event().wait()
+
+    server, port = streams.make_server(mesh.identity(region), "127.0.0.1:0", serve, handshake_s=DEADLINE_S)
+    await server.start()
+    yield f"127.0.0.1:{port}", greeted
+    await server.stop(None)
+
+
+async def test_of_two_crossing_dials_the_smaller_names_wins_on_its_side(mesh: Mesh) -> None:
+    async with mute(mesh, "b") as (where, greeted):
+        a, at_a = await mesh.start("a", {"b": where})
+        await asyncio.wait_for(greeted.wait(), DEADLINE_S)
+        stream = await dial(mesh.identity("b"), "a", address(a), e.Lane.CONTROL, timeout_s=DEADLINE_S)
+        await stream.write(hello_of("b", e.Lane.CONTROL))
+        with pytest.raises(streams.Superfluous, match="a is dialing b itself"):
+            await stream.read()
+        await stream.aclose()
+        assert a.rejections == {}
+        assert at_a.changes == []
+        await a.stop()
+
+
+async def test_of_two_crossing_dials_the_smaller_names_wins_on_the_other_side(mesh: Mesh) -> None:
+    async with mute(mesh, "a") as (where, greeted):
+        b, at_b = await mesh.start("b", {"a": where}, is_advertised=False)
+        await asyncio.wait_for(greeted.wait(), DEADLINE_S)
+        made = await rogue(mesh, b)
+        await at_b.until(lambda: at_b.is_up.get("a"))
+        for stream in made.values():
+            await stream.aclose()
+        await b.stop()
+
+
+async def test_three_nodes_have_a_link_for_each_pair(mesh: Mesh) -> None:
+    ports = dict(zip("abc", free_ports(3), strict=True))
+    made = {}
+    for region in "abc":
+        peers: dict[str, str | None] = {other: f"127.0.0.1:{ports[other]}" for other in "abc" if other != region}
+        made[region] = await mesh.start(region, peers, listen=("127.0.0.1", ports[region]))
+    for region, (transport, handler) in made.items():
+        others = [other for other in "abc" if other != region]
+        await handler.until(lambda handler=handler, others=others: all(handler.is_up.get(other) for other in others))
+        for other in others:
+            transport.send(other, PayloadWanted(ord(region), ord(other), b"d"))
+    for region, (_, handler) in made.items():
+        await handler.until(lambda handler=handler: len(handler.messages) == 2)
+        expected = [(other, PayloadWanted(ord(other), ord(region), b"d")) for other in "abc" if other != region]
+        assert sorted(handler.messages) == expected
+
+
+# ---- transfers -------------------------------------------------------------------------------------------------------
+
+
+async def test_bodies_of_all_sizes_arrive_whole_and_in_order(mesh: Mesh) -> None:
+    a, _, _, at_b = await mesh.pair()
+    seed = 11
+    print("seed", seed)
+    rng = random.Random(seed)
+    mib = 2**20
+    sizes = [0, 1, 255, 64 * 1024, 64 * 1024 + 1, mib - 1, mib, mib + 1, 3 * mib + 12_345]
+    bodies = [rng.randbytes(size) if index % 2 else bytes(size) for index, size in enumerate(sizes)]
+    bodies.append(rng.randbytes(mib) + bytes(2 * mib) + rng.randbytes(77))
+    work = [a.transfer("b", Payload(index, 0, b"d"), memoryview(body)) for index, body in enumerate(bodies)]
+    await asyncio.wait_for(asyncio.gather(*work), DEADLINE_S)
+    await at_b.until(lambda: len(at_b.closed) == len(bodies))
+    assert [(header.fragment, whole) for _, header, _, whole in at_b.closed] == [(i, True) for i in range(len(bodies))]
+    assert [body for _, _, body, _ in at_b.closed] == bodies
+
+
+async def test_both_directions_carry_transfers_at_once(mesh: Mesh) -> None:
+    a, at_a, b, at_b = await mesh.pair()
+    body = os.urandom(8 * 2**20)
+    moving = [
+        a.transfer("b", Payload(0, 0, b""), memoryview(body)),
+        b.transfer("a", State(0, 0, b""), memoryview(body)),
+    ]
+    await asyncio.wait_for(asyncio.gather(*moving), DEADLINE_S)
+    await at_a.until(lambda: at_a.closed)
+    await at_b.until(lambda: at_b.closed)
+    assert at_a.closed == [("b", State(0, 0, b""), body, True)]
+    assert at_b.closed == [("a", Payload(0, 0, b""), body, True)]
+
+
+async def test_control_goes_on_while_the_receiver_can_not_decode(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_decode = threading.Event()
+    original = inbound.decompress_chunk
+
+    def wait_and_decompress(data: bytes | memoryview, target: memoryview) -> None:
+        assert may_decode.wait(DEADLINE_S)
+        original(data, target)
+
+    monkeypatch.setattr(inbound, "decompress_chunk", wait_and_decompress)
+    monkeypatch.setattr(inbound, "INLINE_BYTES_MAX", 0)
+    monkeypatch.setattr(Pacer, "is_fast", lambda _self, _peer: False)  # else nothing is compressed on loopback
+    b, at_b = await mesh.start("b", {"a": None}, executor=mesh.another_executor())
+    a, at_a = await mesh.start("a", {"b": address(b)})
+    await at_a.until(lambda: at_a.is_up.get("b"))
+    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(bytes(8 * 2**20))))
+    await at_b.until(lambda: at_b.opened)
+    for term in range(50):
+        a.send("b", VoteAnswered(term, True, True))
+        await at_b.until(lambda term=term: len(at_b.messages) == term + 1)
+    assert not at_b.closed
+    may_decode.set()
+    await moving
+    await at_b.until(lambda: at_b.closed)
+    assert at_b.closed == [("a", Payload(0, 0, b""), bytes(8 * 2**20), True)]
+
+
+async def test_a_buffer_is_given_back_only_when_no_thread_writes_into_it(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_decode = threading.Event()
+    writing = threading.Event()
+
+    def wait_and_write(data: bytes | memoryview, target: memoryview) -> None:
+        writing.set()
+        assert may_decode.wait(DEADLINE_S)
+        target[:] = b"\xee" * target.nbytes
+
+    monkeypatch.setattr(inbound, "decompress_chunk", wait_and_write)
+    b, at_b = await mesh.start("b", {"a": None}, executor=mesh.another_executor())
+    made = await rogue(mesh, b)
+    await made[e.Lane.BULK].write(e.encode_begin(0, Payload(1, 2, b"d"), 2**20))
+    await made[e.Lane.BULK].write(e.encode_chunk(0, 0, 2**20, b"zstd", is_compressed=True))
+    await eventually(writing.is_set)
+    await made[e.Lane.BULK].write(b"garbage")
+    with pytest.raises(LinkLost, match="frame kind 103"):  # the session is over, but for the thread
+        await read_on(made[e.Lane.CONTROL])
+    assert not at_b.closed
+    may_decode.set()
+    await at_b.until(lambda: at_b.closed)
+    assert at_b.closed == [("a", Payload(1, 2, b"d"), b"\xee" * 2**20, False)]
+    for stream in made.values():
+        await stream.aclose()
+
+
+async def test_a_typed_view_is_sent_as_its_bytes(mesh: Mesh) -> None:
+    a, _, _, at_b = await mesh.pair()
+    view = memoryview(bytearray(b"\x01\x02\x03\x04" * 2)).cast("I")
+    await a.transfer("b", Payload(0, 0, b""), view)
+    await at_b.until(lambda: at_b.closed)
+    assert at_b.closed[0][2] == b"\x01\x02\x03\x04" * 2
+
+
+async def test_a_transfer_that_is_not_wanted_is_skipped(mesh: Mesh) -> None:
+    a, _, _, at_b = await mesh.pair()
+    at_b.refuses.add(State)
+    await a.transfer("b", State(0, 0, b""), memoryview(os.urandom(3 * 2**20)))
+    await a.transfer("b", Payload(1, 0, b""), memoryview(b"wanted"))
+    await at_b.until(lambda: at_b.closed)
+    assert at_b.closed == [("a", Payload(1, 0, b""), b"wanted", True)]
+    assert [type(header) for _, header, _ in at_b.opened] == [State, Payload]
+
+
+async def test_a_cancelled_transfer_is_reported_as_broken_and_the_link_goes_on(mesh: Mesh) -> None:
+    a, _, _, at_b = await mesh.pair()
+    task = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(bytes(64 * 2**20))))
+    await at_b.until(lambda: at_b.opened)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await a.transfer("b", Payload(1, 0, b""), memoryview(b"next"))
+    await at_b.until(lambda: len(at_b.closed) == 2)
+    assert [(header.fragment, whole) for _, header, _, whole in at_b.closed] == [(0, False), (1, True)]
+    assert at_b.changes == [("a", True)]
+
+
+async def test_transfers_fail_with_link_lost_when_the_link_dies_and_buffers_are_given_back(mesh: Mesh) -> None:
+    a, at_a, b, at_b = await mesh.pair()
+    body = memoryview(os.urandom(2**20) * 128)
+    tasks = [asyncio.create_task(a.transfer("b", Payload(index, 0, b""), body)) for index in range(3)]
+    await at_b.until(lambda: at_b.opened)
+    await b.stop()
+    for task in tasks:
+        with pytest.raises(LinkLost, match="b"):
+            await task
+    assert [whole for _, _, _, whole in at_b.closed] == [False]
+    assert at_b.changes[-1] == ("a", False)
+    await at_a.until(lambda: not at_a.is_up["b"])
+    with pytest.raises(LinkLost, match="b: the link is down"):
+        await a.transfer("b", Payload(9, 0, b""), memoryview(b"x"))
+
+
+async def test_a_peer_that_does_not_read_is_too_slow(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "STALL_MIN_S", 0.3)
+    monkeypatch.setattr(bundle, "RATE_FLOOR_BYTES_PER_S", 100_000_000)
+    b, at_b = await mesh.start("b", {"a": None})
+    made = await rogue(mesh, b)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    with pytest.raises(LinkLost, match="too slow"):
+        await b.transfer("a", Payload(0, 0, b""), memoryview(os.urandom(2**20) * 64))
+    await at_b.until(lambda: not at_b.is_up["a"])
+    assert "too slow" in b.peer_status()["a"].error
+    for stream in made.values():
+        await stream.aclose()
+
+
+async def test_control_messages_beyond_the_queue_are_dropped_and_counted(mesh: Mesh) -> None:
+    a, at_a, _, at_b = await mesh.pair()
+    count = outbound.CONTROL_FRAMES_MAX + 100
+    for term in range(count):  # no await: nothing leaves meanwhile
+        a.send("b", VoteAnswered(term, True, True))
+    dropped = a.peer_status()["b"].control_dropped
+    assert dropped >= 99
+    await at_b.until(lambda: len(at_b.messages) == count - dropped)
+    assert at_a.is_up["b"]
+
+
+async def test_messages_without_a_link_are_dropped(mesh: Mesh) -> None:
+    a, _ = await mesh.start("a", {"b": None})
+    a.send("b", VoteAnswered(1, True, True))
+    assert a.peer_status()["b"].control_dropped == 1
+    with pytest.raises(LinkLost, match="down"):
+        await a.transfer("b", Payload(0, 0, b""), memoryview(b"x"))
+    with pytest.raises(ValueError, match="not a peer"):
+        a.send("z", VoteAnswered(1, True, True))
+
+
+# ---- links end and come back -----------------------------------------------------------------------------------------
+
+
+async def test_the_link_comes_back_when_the_listening_side_restarts(mesh: Mesh) -> None:
+    a, at_a, b, _ = await mesh.pair()
+    port = b.port
+    await b.stop()
+    await at_a.until(lambda: not at_a.is_up["b"])
+    again, at_again = await mesh.start("b", {"a": None}, listen=("127.0.0.1", port))
+    await at_a.until(lambda: at_a.is_up["b"])
+    await at_again.until(lambda: at_again.is_up.get("a"))
+    a.send("b", VoteAnswered(5, True, True))
+    again.send("a", VoteAnswered(6, True, True))
+    await at_again.until(lambda: at_again.messages)
+    await at_a.until(lambda: at_a.messages)
+
+
+async def test_the_link_comes_back_when_the_dialing_side_restarts(mesh: Mesh) -> None:
+    a, _, b, at_b = await mesh.pair()
+    await a.stop()
+    await at_b.until(lambda: not at_b.is_up["a"])
+    _, at_a = await mesh.start("a", {"b": address(b)})
+    await at_a.until(lambda: at_a.is_up.get("b"))
+    await at_b.until(lambda: at_b.is_up["a"])
+    assert at_b.changes == [("a", True), ("a", False), ("a", True)]
+
+
+async def test_a_dropped_link_is_made_again(mesh: Mesh) -> None:
+    a, at_a, b, at_b = await mesh.pair()
+    b._links["a"].drop("a test wants it")
+    await at_a.until(lambda: len(at_a.changes) == 3)
+    await at_b.until(lambda: len(at_b.changes) == 3)
+    assert at_a.changes == [("b", True), ("b", False), ("b", True)]
+    assert a.rejections == b.rejections == {}
+
+
+async def test_a_new_session_of_the_peer_replaces_the_one_it_forgot(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, silent_s=1000.0))
+    first = await rogue(mesh, b)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    second = {lane: await connect_as(mesh, mesh.identity("a"), b, lane) for lane in e.Lane}
+    for lane, stream in second.items():
+        await stream.write(hello_of("a", lane, dial=2))
+        e.decode_hello(await stream.read())
+    await at_b.until(lambda: len(at_b.changes) == 3)
+    assert at_b.changes == [("a", True), ("a", False), ("a", True)]
+    with pytest.raises(LinkLost):
+        await read_on(first[e.Lane.CONTROL])
+    await second[e.Lane.CONTROL].write(e.encode_control(VoteAnswered(1, True, True)))
+    await at_b.until(lambda: at_b.messages)
+    for stream in [*first.values(), *second.values()]:
+        await stream.aclose()
+
+
+async def test_a_silent_peer_is_dropped(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, silent_s=0.6, ping_s=0.1))
+    made = await rogue(mesh, b)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    await at_b.until(lambda: not at_b.is_up["a"])
+    assert "silent" in b.peer_status()["a"].error
+    for stream in made.values():
+        await stream.aclose()
+
+
+async def test_pings_keep_an_idle_link_up(mesh: Mesh) -> None:
+    times = dataclasses.replace(FAST, silent_s=4.0, ping_s=0.1)
+    b, at_b = await mesh.start("b", {"a": None}, times=times)
+    _, at_a = await mesh.start("a", {"b": address(b)}, times=times)
+    await at_a.until(lambda: at_a.is_up.get("b"))
+    await asyncio.sleep(5.0)
+    assert at_a.changes == [("b", True)]
+    assert at_b.changes == [("a", True)]
+
+
+async def test_stop_is_clean_while_everything_moves(mesh: Mesh) -> None:
+    a, _, b, at_b = await mesh.pair()
+    body = memoryview(os.urandom(2**20) * 64)
+    tasks = [asyncio.create_task(a.transfer("b", Payload(i, 0, b""), body)) for i in range(4)]
+    tasks += [asyncio.create_task(b.transfer("a", Payload(i, 0, b""), body)) for i in range(4)]
+    await at_b.until(lambda: at_b.opened)
+    await asyncio.wait_for(asyncio.gather(a.stop(), b.stop()), DEADLINE_S)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(result is None or isinstance(result, LinkLost) for result in results)
+    assert any(isinstance(result, LinkLost) for result in results)
+    await a.stop()  # twice is fine
+
+
+# ---- who may talk ----------------------------------------------------------------------------------------------------
+
+
+async def status_of(transport: GrpcTransport, peer: str, text: str) -> str:
+    await eventually(lambda: text in transport.peer_status()[peer].error)
+    return transport.peer_status()[peer].error
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"epoch": 1}, "epoch: ours 1, theirs 0"),
+        ({"settings_digest": "other"}, "settings_digest: ours 'other', theirs 'settings'"),
+        ({"manifest_digest": "other"}, "manifest_digest: ours 'other', theirs 'manifest'"),
+    ],
+)
+async def test_a_mismatch_is_named_field_by_field_on_both_sides(mesh: Mesh, changes: dict[str, Any], says: str) -> None:
+    b, at_b = await mesh.start("b", {"a": None})
+    a, at_a = await mesh.start("a", {"b": address(b)}, **changes)
+    assert says in await status_of(a, "b", says)
+    await eventually(lambda: b.rejections["a", "incompatible"])
+    assert a.rejections["b", "incompatible"] >= 1
+    assert at_a.changes == at_b.changes == []
+
+
+async def test_a_run_with_another_id_is_refused_by_name(mesh: Mesh) -> None:
+    init_run(mesh.folder / "run2", "run2", ["a", "b"])
+    b, _ = await mesh.start("b", {"a": None}, run_id="run2", identity=mesh.identity("b", "run2"))
+    a, at_a = await mesh.start("a", {"b": address(b)})
+    assert "authority" in await status_of(a, "b", "127.0.0.1")
+    assert at_a.changes == []
+
+
+async def test_another_run_under_the_same_authority_is_refused_by_its_name(mesh: Mesh) -> None:
+    b, _ = await mesh.start("b", {"a": None})
+    stranger = dataclasses.replace(mesh.identity("a"), run_id="run2")
+    with pytest.raises(LinkLost, match="belongs to another region or run"):
+        await connect_as(mesh, stranger, b, e.Lane.CONTROL)
+    control = await connect_as(mesh, mesh.identity("a"), b, e.Lane.CONTROL)
+    await control.write(hello_of("a", e.Lane.CONTROL, run_id="run2"))
+    assert e.decode_hello(await control.read()).run_id == RUN
+    with pytest.raises(LinkLost, match=r"run_id: ours 'run1', theirs 'run2'"):
+        await control.read()
+    await control.aclose()
+
+
+async def test_a_certificate_of_another_authority_is_explained_on_the_dialing_side(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None})
+    stranger = mesh.identity("a", "stranger")
+    a, _ = await mesh.start("a", {"b": address(b)}, identity=stranger)
+    text = await status_of(a, "b", "don't trust")
+    assert f"b at {address(b)}" in text
+    trusts_us = dataclasses.replace(stranger, ca_pem=mesh.identity("a").ca_pem)
+    c, _ = await mesh.start("a", {"b": address(b)}, identity=trusts_us)
+    assert "does not trust our certificate" in await status_of(c, "b", "trust")
+    assert at_b.changes == []
+    assert b.rejections == {}
+
+
+async def test_a_peer_without_a_certificate_never_reaches_a_handler(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None})
+    _, writer = await asyncio.open_connection("127.0.0.1", b.port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    writer.write(bytes(9))
+    await writer.drain()
+    reader, plain = await asyncio.open_connection("127.0.0.1", b.port)
+    plain.write(b"GET / HTTP/1.1\r\n\r\n")
+    assert await asyncio.wait_for(_end_of(reader), DEADLINE_S) is not None
+    for made in (writer, plain):
+        made.close()
+    assert at_b.changes == []
+    assert b.rejections == {}
+
+
+async def test_connections_that_never_begin_tls_are_closed_while_peers_still_connect(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, handshake_s=1.0))
+    idle = [await asyncio.open_connection("127.0.0.1", b.port) for _ in range(100)]
+    _, at_a = await mesh.start("a", {"b": address(b)})
+    await at_a.until(lambda: at_a.is_up.get("b"))
+    await asyncio.wait_for(asyncio.gather(*(_end_of(reader) for reader, _ in idle)), DEADLINE_S)
+    for _, writer in idle:
+        writer.close()
+    assert at_b.changes == [("a", True)]
+
+
+async def _end_of(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+
+
+async def test_the_wrong_region_at_an_address_is_not_talked_to(mesh: Mesh) -> None:
+    c, _ = await mesh.start("c", {"a": None})
+    a, at_a = await mesh.start("a", {"b": address(c)})
+    assert "belongs to another region or run" in await status_of(a, "b", "region")
+    assert at_a.changes == []
+
+
+async def test_a_name_in_the_hello_that_is_not_the_certificates_is_a_strike(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None, "c": None})
+    stream = await connect_as(mesh, mesh.identity("c"), b, e.Lane.CONTROL)
+    await stream.write(hello_of("a", e.Lane.CONTROL))
+    with pytest.raises(LinkLost, match="identity_mismatch"):
+        await stream.read()
+    assert b.rejections == {("c", "identity_mismatch"): 1}
+    assert at_b.changes == []
+    await stream.aclose()
+
+
+async def test_a_member_of_the_run_that_is_no_peer_is_refused(mesh: Mesh) -> None:
+    b, _ = await mesh.start("b", {"a": None})
+    stream = await connect_as(mesh, mesh.identity("c"), b, e.Lane.CONTROL)
+    with pytest.raises(LinkLost, match="not a region of run"):
+        await stream.read()
+    assert b.rejections == {("c", "incompatible"): 1}
+    await stream.aclose()
+
+
+async def test_a_stream_without_a_hello_is_ended(mesh: Mesh) -> None:
+    b, _ = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, hello_s=0.2))
+    stream = await connect_as(mesh, mesh.identity("a"), b, e.Lane.CONTROL)
+    with pytest.raises(LinkLost, match="no hello within"):
+        await asyncio.wait_for(stream.read(), DEADLINE_S)
+    await stream.aclose()
+
+
+async def test_a_single_lane_is_ended_when_the_other_does_not_come(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, hello_s=0.2))
+    while True:
+        stream = await connect_as(mesh, mesh.identity("a"), b, e.Lane.BULK)
+        with contextlib.suppress(LinkLost):  # here the machine stood still, and even the first hello came too late
+            await stream.write(hello_of("a", e.Lane.BULK))
+            e.decode_hello(await stream.read())
+            break
+        await stream.aclose()
+    with pytest.raises(LinkLost):
+        await asyncio.wait_for(stream.read(), DEADLINE_S)
+    assert at_b.changes == []
+    await stream.aclose()
+
+
+async def test_a_method_that_is_not_ours_is_refused_by_grpc(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    b, _ = await mesh.start("b", {"a": None})
+    monkeypatch.setattr(streams, "METHOD_PREFIX", "/other.Service/")
+    stream = await connect_as(mesh, mesh.identity("a"), b, e.Lane.CONTROL)
+    with pytest.raises(LinkLost, match=r"(?i)method not found|unimplemented"):
+        await stream.read()
+    await stream.aclose()
+
+
+# ---- broken peers ----------------------------------------------------------------------------------------------------
+
+BEGIN = e.encode_begin(0, Payload(1, 2, b"d"), 100)
+ZSTD_BOMB = bytes.fromhex("28b52ffde4ffffffffffff0000000000")
+
+
+@pytest.mark.parametrize(
+    ("lane", "frames", "reason"),
+    [
+        (e.Lane.CONTROL, [b"garbage"], "protocol"),
+        (e.Lane.CONTROL, [b""], "protocol"),
+        (e.Lane.CONTROL, [b"\x02\x91\x63"], "protocol"),
+        (e.Lane.CONTROL, [hello_of("a", e.Lane.CONTROL)], "protocol"),
+        (e.Lane.BULK, [b"garbage"], "protocol"),
+        (e.Lane.BULK, [e.encode_chunk(0, 0, 3, b"abc", is_compressed=False)], "protocol"),
+        (e.Lane.BULK, [e.encode_end(0)], "protocol"),
+        (e.Lane.BULK, [e.encode_abort(3, "")], "protocol"),
+        (e.Lane.BULK, [BEGIN, BEGIN], "protocol"),
+        (e.Lane.BULK, [BEGIN, e.encode_begin(1, Payload(1, 2, b"d"), 100)], "protocol"),
+        (e.Lane.BULK, [e.encode_begin(1, Payload(1, 2, b"d"), 0), e.encode_end(1), BEGIN], "protocol"),
+        (e.Lane.BULK, [BEGIN, e.encode_end(0)], "protocol"),
+        (
+            e.Lane.BULK,
+            [BEGIN, e.encode_chunk(0, 1, 99, b"x" * 99, is_compressed=False), e.encode_end(0, [1])],
+            "protocol",
+        ),
+        (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 100, b"x" * 100, is_compressed=False), e.encode_end(0)], "protocol"),
+        (e.Lane.BULK, [BEGIN, *[e.encode_chunk(0, 0, 3, b"abc", is_compressed=False)] * 2], "protocol"),
+        (e.Lane.BULK, [BEGIN, e.encode_chunk(1, 0, 3, b"abc", is_compressed=False)], "protocol"),
+        (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 101, b"x" * 101, is_compressed=False)], "protocol"),
+        (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 100, b"not zstd", is_compressed=True)], "corrupt"),
+        (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 100, ZSTD_BOMB, is_compressed=True)], "corrupt"),
+        (
+            e.Lane.BULK,
+            [
+                e.encode_begin(0, Payload(1, 2, b"d"), 2**20),
+                e.encode_chunk(0, 0, 2**20, b"not zstd", is_compressed=True),
+                e.encode_end(0, [1]),
+            ],
+            "corrupt",
+        ),
+        (e.Lane.BULK, [BEGIN, e.encode_chunk(0, 0, 100, b"x" * 100, is_compressed=False), BEGIN], "protocol"),
+    ],
+)
+async def test_a_broken_peer_costs_its_link_and_is_counted(
+    mesh: Mesh, lane: e.Lane, frames: list[bytes], reason: str
+) -> None:
+    b, at_b = await mesh.start("b", {"a": None, "c": None})
+    _, at_c = await mesh.start("c", {"b": address(b)})
+    await at_c.until(lambda: at_c.is_up.get("b"))
+    made = await rogue(mesh, b)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    for frame in frames:
+        await made[lane].write(frame)
+    await at_b.until(lambda: not at_b.is_up["a"])
+    assert b.rejections == {("a", reason): 1}
+    assert all(not whole for _, _, body, whole in at_b.closed if body)
+    assert len(at_b.closed) == len(at_b.opened)
+    assert at_b.is_up["c"], "the others are not touched"
+    for stream in made.values():
+        await stream.aclose()
+
+
+async def test_the_peer_is_told_why_it_was_dropped(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None})
+    made = await rogue(mesh, b)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    await made[e.Lane.CONTROL].write(b"\x02\x91\x63")
+    with pytest.raises(LinkLost, match="unknown message tag 99"):
+        await read_on(made[e.Lane.CONTROL])
+    for stream in made.values():
+        await stream.aclose()
+
+
+async def test_a_handler_may_refuse_a_message_as_a_violation(mesh: Mesh) -> None:
+    a, _, b, at_b = await mesh.pair()
+
+    def refuse(peer: str, message: Message) -> None:
+        raise ProtocolViolation(f"{peer}: {type(message).__name__} makes no sense")
+
+    at_b.control_arrived = refuse  # type: ignore[method-assign]
+    a.send("b", VoteAnswered(1, True, True))
+    await at_b.until(lambda: ("a", False) in at_b.changes)
+    assert b.rejections == {("a", "protocol"): 1}
+
+
+async def test_a_fault_of_ours_is_reported_and_the_link_comes_back(mesh: Mesh) -> None:
+    a, at_a, _, at_b = await mesh.pair()
+    seen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context))
+
+    def break_down(peer: str, message: Message) -> None:
+        raise ZeroDivisionError("a bug")
+
+    original, at_b.control_arrived = at_b.control_arrived, break_down  # type: ignore[method-assign]
+    a.send("b", VoteAnswered(1, True, True))
+    await at_b.until(lambda: ("a", False) in at_b.changes)
+    at_b.control_arrived = original  # type: ignore[method-assign]
+    await at_a.until(lambda: len(at_a.changes) == 3)
+    assert [type(context["exception"]) for context in seen] == [ZeroDivisionError]
+    asyncio.get_running_loop().set_exception_handler(None)
+
+
+async def test_an_oversized_frame_costs_the_link(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None})
+    made = await rogue(mesh, b)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    with contextlib.suppress(LinkLost):
+        await made[e.Lane.CONTROL].write(bytes(e.FRAME_BYTES_MAX + 1))
+    with pytest.raises(LinkLost):
+        await read_on(made[e.Lane.CONTROL])
+    for stream in made.values():
+        await stream.aclose()
+    await at_b.until(lambda: not at_b.is_up["a"])
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_taken_port_says_what_to_do(mesh: Mesh) -> None:
+    a, _ = await mesh.start("a", {"b": None})
+    with pytest.raises(BindError, match=rf"127\.0\.0\.1:{a.port}: the port is taken.*set another port"):
+        await mesh.start("c", {"b": None}, listen=("127.0.0.1", a.port))
+
+
+async def test_an_unreachable_peer_is_named_with_address_and_stage(mesh: Mesh) -> None:
+    port = free_ports(1)[0]
+    a, _ = await mesh.start("a", {"b": f"127.0.0.1:{port}"})
+    text = await status_of(a, "b", "refused")
+    assert f"b at 127.0.0.1:{port}" in text
+    assert "connecting, after" in text
+
+
+async def test_a_peer_that_never_answers_is_given_up_after_the_handshake_time(mesh: Mesh) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        a, _ = await mesh.start("a", {"b": where}, times=dataclasses.replace(FAST, handshake_s=0.3))
+        assert "no answer to connect or TLS handshake" in await status_of(a, "b", where)
+
+
+async def test_wrong_identities_are_refused_before_anything_starts(mesh: Mesh) -> None:
+    with pytest.raises(IdentityError, match="this node is b"):
+        await mesh.start("b", {"a": None}, identity=mesh.identity("a"))
+    with pytest.raises(IdentityError, match=r"this node is a\.run2"):
+        await mesh.start("a", {"b": None}, run_id="run2")
+    with pytest.raises(ConfigError, match="own peers"):
+        await mesh.start("a", {"a": None})
+    torn = dataclasses.replace(mesh.identity("a"), key_pem=b"no key")
+    with pytest.raises((IdentityError, BindError)):
+        await mesh.start("a", {"b": None}, identity=torn)
+
+
+async def test_traffic_is_measured_by_the_kernel_and_agrees_on_both_sides(mesh: Mesh) -> None:
+    a, _, b, at_b = await mesh.pair()
+    body = os.urandom(8 * 2**20)
+    await a.transfer("b", Payload(0, 0, b""), memoryview(body))
+    await at_b.until(lambda: at_b.closed)
+    await eventually(lambda: a.traffic()["b"].is_measured and a.traffic()["b"].bytes_out > len(body))
+    await eventually(lambda: b.traffic()["a"].is_measured and b.traffic()["a"].bytes_in > len(body))
+    out, into = a.traffic()["b"], b.traffic()["a"]
+    assert out.is_measured
+    assert into.is_measured
+    assert len(body) < out.bytes_out < 1.05 * len(body)
+    assert len(body) < into.bytes_in < 1.05 * len(body)
+
+
+class Waiting(grpc.GenericRpcHandler):
+    """A call that ends when the test lets it."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.may_end = asyncio.Event()
+
+    def service(self, _: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(self.answer)
+
+    async def answer(self, _request: bytes, _context: Any) -> bytes:
+        self.begun.set()
+        await self.may_end.wait()
+        return b""
+
+
+async def test_the_look_for_orphans_waits_for_grpc_s_tasks_and_finds_those_that_stay() -> None:
+    waiting = Waiting()
+    server = grpc.aio.server(handlers=[waiting])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        call = channel.unary_unary("/a/b")(b"")
+        await waiting.begun.wait()
+        stopping = asyncio.create_task(server.stop(DEADLINE_S))
+        with pytest.raises(AssertionError, match="orphan tasks"):
+            await expect_no_orphans(0.01)
+        asyncio.get_running_loop().call_later(0.05, waiting.may_end.set)
+        await expect_no_orphans(DEADLINE_S)
+        assert stopping.done()
+        assert await call == b""
+    ours = asyncio.create_task(asyncio.Event().wait())
+    with pytest.raises(AssertionError, match="orphan tasks"):
+        await expect_no_orphans(DEADLINE_S)
+    ours.cancel()
