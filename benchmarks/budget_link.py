@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, Refused
+from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadRequested, Refused
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
@@ -254,7 +254,7 @@ class Side:
 
     def control_arrived(self, peer: str, message: Message) -> None:
         """Answer, or note the answer."""
-        if isinstance(message, PayloadWanted):
+        if isinstance(message, PayloadRequested):
             self.transport.send(peer, Refused(message.fragment, message.version, ""))
         elif isinstance(message, Refused):
             self.control.answered(message.version)
@@ -292,7 +292,7 @@ class Side:
         idle = await self.open_idle()
         for number in range(2**31):
             self.control.asked(number)
-            self.transport.send(self.peer, PayloadWanted(0, number, b""))
+            self.transport.send(self.peer, PayloadRequested(0, number, b""))
             if idle is not None:
                 self.idle.asked(number)
                 idle.sendto(number.to_bytes(8), (self.options.idle[1][1], PORT))

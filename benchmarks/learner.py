@@ -24,7 +24,7 @@ from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
 from diloco_node.learner.layouts.whole import ModelTensors
-from diloco_node.wire.learner_link import SnapshotReady, SnapshotWanted, VersionOffered
+from diloco_node.wire.learner_link import SnapshotReady, SnapshotRequested, VersionOffered
 
 FRAGMENTS = 24
 SHAPE = ModelSettings(layers=10, dim=640, heads=10, context=64)
@@ -47,15 +47,15 @@ class Bench:
         self.windows = torch.randint(0, 256, (BATCH, SHAPE.context + 1))
         tensors = ModelTensors(self.model)
         self.manifest = build_manifest(tensors.specs, FRAGMENTS)
-        inbox_bytes, outbox_bytes = area_sizes(self.manifest, Codec.INT4)
-        self.inbox = np.zeros(inbox_bytes // 4, np.float32)
+        version_area_bytes, contributions_bytes = area_sizes(self.manifest, Codec.INT4)
+        self.inbox = np.zeros(version_area_bytes // 4, np.float32)
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.fragments = LearnerFragments(
             tensors,
             self.manifest,
             FragmentSettings("bench", 1, Codec.INT4, CarryMode.CARRY, 96),
             inbox=self.inbox,
-            outbox=np.zeros(outbox_bytes, np.uint8),
+            outbox=np.zeros(contributions_bytes, np.uint8),
             answer=self.answers.put,
         )
         self.fragments.write_initial_state()
@@ -73,7 +73,7 @@ class Bench:
 
     def round(self, index: int, version: int) -> tuple[float, float, float]:
         """Seconds that the snapshot and the apply took the training thread, and until the contribution was encoded."""
-        wanted = SnapshotWanted(index, version, version - 1)
+        wanted = SnapshotRequested(index, version, version - 1)
         start = time.perf_counter()
         self.fragments.snapshot(wanted)
         snapshot_s = time.perf_counter() - start

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadWanted, Refused
+from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadRequested, Refused
 from diloco_node.daemon.process import keep_freed_memory
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.transport import GrpcTransport
@@ -31,7 +31,7 @@ PINGS = 500
 
 
 class Receiver:
-    """Counts what arrives, answers every PayloadWanted, and reuses one buffer."""
+    """Counts what arrives, answers every PayloadRequested, and reuses one buffer."""
 
     def __init__(self) -> None:
         self.up = asyncio.Event()
@@ -42,7 +42,7 @@ class Receiver:
 
     def control_arrived(self, peer: str, message: Message) -> None:
         """Answer a want; note an answer."""
-        if isinstance(message, PayloadWanted) and self.transport is not None:
+        if isinstance(message, PayloadRequested) and self.transport is not None:
             self.transport.send(peer, Refused(message.fragment, message.version, "unknown"))
         else:
             self.answered.set()
@@ -127,7 +127,7 @@ async def measure(folder: Path, pipe: Any, mib: int, repeat: int) -> dict[str, f
     for _ in range(PINGS):
         handler.answered.clear()
         started = time.perf_counter()
-        transport.send("b", PayloadWanted(1, 2, b"x" * 32))
+        transport.send("b", PayloadRequested(1, 2, b"x" * 32))
         await handler.answered.wait()
         times.append(time.perf_counter() - started)
     body = memoryview(os.urandom(mib * 2**20))

@@ -126,7 +126,7 @@ class Rounds:
         self._up = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in self.fragments]
         self._down = [FragmentBlocks(fragment.piece_sizes, settings.codec_down) for fragment in self.fragments]
         self.learners = theta.shape[0]
-        first = FragmentPosition(base_version=0, mark_step=0, included_step=0, included_tokens=0)
+        first = FragmentPosition(base_version=0, cycle_start_step=0, included_step=0, included_tokens=0)
         self.globals = [_Global(theta[0, where].copy(), np.zeros(len(where), np.float32)) for where in self._where]
         self.copies = [[_Copy(state.theta.copy(), first) for state in self.globals] for _ in range(self.learners)]
         self._open: list[_Open] = []

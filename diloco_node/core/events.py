@@ -134,7 +134,7 @@ class ContributionStripeArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class StripeReduced:
+class ReductionDone:
     """The answer to ReduceStripe; the merged stripe is in memory here."""
 
     ballot: Ballot
@@ -215,7 +215,7 @@ class DigestComputed:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishAsked:
+class FinishOrdered:
     """An operator of this region wants the run to end now as if `steps_max` were reached."""
 
     reason: str
@@ -239,7 +239,7 @@ Event = (
     | SnapshotTaken
     | SnapshotRefused
     | ContributionStripeArrived
-    | StripeReduced
+    | ReductionDone
     | MergedStripeArrived
     | PayloadStored
     | PayloadNotStored
@@ -247,7 +247,7 @@ Event = (
     | FetchFailed
     | VersionApplied
     | DigestComputed
-    | FinishAsked
+    | FinishOrdered
     | FinalWritten
 )
 
@@ -312,7 +312,7 @@ class SendContribution:
 
 @dataclass(frozen=True, slots=True)
 class ReduceStripe:
-    """Decode, weigh and sum in the given order, add the residual if asked, encode; answer StripeReduced.
+    """Decode, weigh and sum in the given order, add the residual if asked, encode; answer ReductionDone.
 
     The bytes are found by contribution and block range: they may have arrived under an earlier ballot.
 
@@ -396,7 +396,7 @@ class OfferVersion:
 
 @dataclass(frozen=True, slots=True)
 class FetchPayload:
-    """Get a payload from the peer (PayloadWanted, transfer, check, store); answer PayloadStored or FetchFailed.
+    """Get a payload from the peer (PayloadRequested, transfer, check, store); answer PayloadStored or FetchFailed.
 
     `stripes` are those of the ledger's entry: the digest is over the digests of these parts.
     """
@@ -410,7 +410,7 @@ class FetchPayload:
 
 @dataclass(frozen=True, slots=True)
 class FetchState:
-    """Get state from the peer (StateWanted, transfer, check, store); answer StateStored or FetchFailed.
+    """Get state from the peer (StateRequested, transfer, check, store); answer StateStored or FetchFailed.
 
     Attributes:
         initial_digest: what genesis names, if Theta_0 will do: other bytes of version 0 (the peer's own proposal, or an

@@ -22,7 +22,7 @@ from diloco_node.core.types import (
 
 
 @dataclass(frozen=True, slots=True)
-class VoteAsked:
+class RequestVote:
     """A candidate asks for a vote, or (pre_vote) whether it would get one. A pre-vote changes nobody's state."""
 
     term: int
@@ -32,7 +32,7 @@ class VoteAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class VoteAnswered:
+class RequestVoteReply:
     """The answer; `term` is the term asked about if granted, else the voter's own."""
 
     term: int
@@ -41,7 +41,7 @@ class VoteAnswered:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendAsked:
+class AppendEntries:
     """The leader's heartbeat, with entries if the follower lacks some. `sequence` comes back in the answer."""
 
     term: int
@@ -53,7 +53,7 @@ class AppendAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class AppendAnswered:
+class AppendEntriesReply:
     """Answered at once, whether or not a payload is on its way.
 
     Attributes:
@@ -69,7 +69,7 @@ class AppendAnswered:
 
 
 @dataclass(frozen=True, slots=True)
-class LeadershipOffered:
+class TimeoutNow:
     """A leader that is about to stop asks its most complete follower to stand for election at once, no pre-vote."""
 
     term: int
@@ -101,7 +101,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldStripe:
+class ReusedStripe:
     """The learner's contribution is on the reducer of this stripe already, from an earlier ballot of the round."""
 
     learner: str
@@ -112,7 +112,7 @@ class HeldStripe:
 class BallotOpened:
     """Leader to all: a round to take fragment to `version`; members contribute, stripes say who reduces what.
 
-    Repeated to a region until it says PayloadHeld. A repetition is a question: the region answers with everything it
+    Repeated to a region until it says PayloadDurable. A repetition is a question: the region answers with everything it
     has said in this ballot so far.
 
     Attributes:
@@ -124,7 +124,7 @@ class BallotOpened:
     version: int
     members: tuple[str, ...]
     stripes: tuple[Stripe, ...]
-    held: tuple[HeldStripe, ...] = ()
+    held: tuple[ReusedStripe, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True)
-class StripeHeld:
+class StripesReceived:
     """Reducer to leader: every stripe of this learner that is reduced there has arrived whole."""
 
     ballot: Ballot
@@ -168,7 +168,7 @@ class MergeDecided:
 
 
 @dataclass(frozen=True, slots=True)
-class StripeMerged:
+class ReductionReported:
     """Reducer to leader: its merged stripe is on its way to every region.
 
     Attributes:
@@ -186,7 +186,7 @@ class StripeMerged:
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadHeld:
+class PayloadDurable:
     """Region to leader: all merged stripes of the ballot are on its disk, fsynced."""
 
     ballot: Ballot
@@ -194,7 +194,7 @@ class PayloadHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishWanted:
+class FinishRequested:
     """To the leader, repeated until the run closes: an operator asked for the end (one last round per fragment)."""
 
     reason: str
@@ -211,7 +211,7 @@ class DiscardReported:
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadWanted:
+class PayloadRequested:
     """Send me this payload (bulk transfer of kind PAYLOAD), or answer Refused."""
 
     fragment: int
@@ -220,7 +220,7 @@ class PayloadWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class StateWanted:
+class StateRequested:
     """Send me parameters and momentum of a fragment at a committed version >= version_min (kind STATE), or Refused."""
 
     fragment: int
@@ -237,23 +237,23 @@ class Refused:
 
 
 Message = (
-    VoteAsked
-    | VoteAnswered
-    | AppendAsked
-    | AppendAnswered
-    | LeadershipOffered
+    RequestVote
+    | RequestVoteReply
+    | AppendEntries
+    | AppendEntriesReply
+    | TimeoutNow
     | Heartbeat
     | BallotOpened
     | Contributed
     | Declined
-    | StripeHeld
+    | StripesReceived
     | MergeDecided
-    | StripeMerged
-    | PayloadHeld
-    | FinishWanted
+    | ReductionReported
+    | PayloadDurable
+    | FinishRequested
     | DiscardReported
-    | PayloadWanted
-    | StateWanted
+    | PayloadRequested
+    | StateRequested
     | Refused
 )
 

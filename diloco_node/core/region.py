@@ -41,9 +41,14 @@ from diloco_node.core.view import ParticipationView, RegionView, peer_views, rou
 TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
 
-_LEDGER_MESSAGES = msg.VoteAsked | msg.VoteAnswered | msg.AppendAsked | msg.AppendAnswered | msg.LeadershipOffered
+_LEDGER_MESSAGES = msg.RequestVote | msg.RequestVoteReply | msg.AppendEntries | msg.AppendEntriesReply | msg.TimeoutNow
 _LEADER_MESSAGES = (
-    msg.Contributed | msg.Declined | msg.StripeHeld | msg.StripeMerged | msg.PayloadHeld | msg.DiscardReported
+    msg.Contributed
+    | msg.Declined
+    | msg.StripesReceived
+    | msg.ReductionReported
+    | msg.PayloadDurable
+    | msg.DiscardReported
 )
 
 
@@ -136,11 +141,11 @@ class RegionCore:
         self._due: frozenset[int] = frozenset()
         self._participation = {name: [0, 0] for name in self._regions}
         self._has_proposed_genesis = False
-        self._wanted_since_ns: dict[bytes, int] = {}
-        self._finish_asked = ""
+        self._requested_since_ns: dict[bytes, int] = {}
+        self._finish_ordered = ""
         self._is_writing_final = False
         self._is_final = False
-        self._said_leader = ""
+        self._reported_leader = ""
         self._behind_since_ns: int | None = None
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
             ev.TimerFired: self._timer_fired,
@@ -157,7 +162,7 @@ class RegionCore:
                 event.fragment, event.version, event.reason
             ),
             ev.ContributionStripeArrived: lambda event, _: self.participant.stripe_arrived(event),
-            ev.StripeReduced: lambda event, _: self.participant.stripe_reduced(event),
+            ev.ReductionDone: lambda event, _: self.participant.stripe_reduced(event),
             ev.MergedStripeArrived: lambda event, _: self.participant.merged_arrived(event),
             ev.PayloadStored: self._payload_stored,
             ev.PayloadNotStored: self._payload_not_stored,
@@ -167,7 +172,7 @@ class RegionCore:
             ev.DigestComputed: lambda event, now_ns: self._digests.computed(
                 event.fragment, event.version, event.digest, now_ns=now_ns
             ),
-            ev.FinishAsked: self._finish_was_asked,
+            ev.FinishOrdered: self._finish_was_ordered,
             ev.FinalWritten: self._final_written,
         }
 
@@ -276,8 +281,8 @@ class RegionCore:
 
     def _follow_role(self, now_ns: int) -> None:
         ledger = self.ledger
-        if self._said_leader != f"{ledger.term} {ledger.leader}" and ledger.leader:
-            self._said_leader = f"{ledger.term} {ledger.leader}"
+        if self._reported_leader != f"{ledger.term} {ledger.leader}" and ledger.leader:
+            self._reported_leader = f"{ledger.term} {ledger.leader}"
             self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
         if self.leader.is_acting and not ledger.is_leader:
             self.leader.end()
@@ -311,14 +316,14 @@ class RegionCore:
         """
         wanted = self.ledger.wanted()
         if not wanted:
-            self._wanted_since_ns.clear()
+            self._requested_since_ns.clear()
             return []
         since = {
-            body.payload_digest: self._wanted_since_ns.get(body.payload_digest, now_ns)
+            body.payload_digest: self._requested_since_ns.get(body.payload_digest, now_ns)
             for body in wanted
             if isinstance(body, RoundBody)
         }
-        self._wanted_since_ns = since
+        self._requested_since_ns = since
         patience_ns = self._settings.ballot_deadline_min_ns // 2
         return [
             body
@@ -351,9 +356,9 @@ class RegionCore:
         elif self._behind_since_ns is None:
             self._behind_since_ns = now_ns
         elif now_ns - self._behind_since_ns >= self._settings.ballot_deadline_min_ns:
-            self._emit(ledger.yield_lead("its disk lacks what is committed", now_ns=now_ns))
+            self._emit(ledger.transfer_leadership("its disk lacks what is committed", now_ns=now_ns))
         if self.leader.is_in_the_way:
-            self._emit(ledger.yield_lead("its disk holds up the others", now_ns=now_ns))
+            self._emit(ledger.transfer_leadership("its disk holds up the others", now_ns=now_ns))
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(
@@ -370,8 +375,8 @@ class RegionCore:
         bodies = self._discards.bodies()
         if bodies:
             self._effects.send(leader, msg.DiscardReported(bodies))
-        if self._finish_asked and self.history.finished is None:
-            self._effects.send(leader, msg.FinishWanted(self._finish_asked))
+        if self._finish_ordered and self.history.finished is None:
+            self._effects.send(leader, msg.FinishRequested(self._finish_ordered))
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
@@ -387,8 +392,8 @@ class RegionCore:
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
         if isinstance(message, _LEADER_MESSAGES):
             self.leader.arrived(peer, message, now_ns=now_ns)
-        elif isinstance(message, msg.FinishWanted):
-            self.leader.finish_wanted(message.reason)
+        elif isinstance(message, msg.FinishRequested):
+            self.leader.finish_requested(message.reason)
         elif isinstance(message, msg.BallotOpened):
             if self._is_of_leader(peer, message.ballot.term):
                 self.participant.ballot_opened(peer, message)
@@ -493,8 +498,8 @@ class RegionCore:
         self.participant.applied(event.fragment, event.version)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
-    def _finish_was_asked(self, event: ev.FinishAsked, _: int) -> None:
-        self._finish_asked = event.reason
+    def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
+        self._finish_ordered = event.reason
         self._repeat_requests()
 
     def _final_written(self, _: ev.FinalWritten, __: int) -> None:

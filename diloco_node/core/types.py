@@ -97,14 +97,14 @@ class FragmentPosition:
 
     Attributes:
         base_version: the version it last applied; -1 before genesis was applied.
-        mark_step: the step at which its cycle of this fragment began: the snapshot's step if the last applied
-            version included it, else the step of the apply. Due when `step - mark_step >= H`.
+        cycle_start_step: the step at which its cycle of this fragment began: the snapshot's step if the last applied
+            version included it, else the step of the apply. Due when `step - cycle_start_step >= H`.
         included_step, included_tokens: the learner's step and cumulative tokens at the last *included* snapshot
             (0 and 0 if none, or what was discarded when the incarnation started).
     """
 
     base_version: int
-    mark_step: int
+    cycle_start_step: int
     included_step: int
     included_tokens: int
 

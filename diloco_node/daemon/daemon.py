@@ -32,7 +32,7 @@ from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, StorageError
-from diloco_node.measure.documents import Keep
+from diloco_node.measure.documents import OnPartial
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import load_identity
@@ -177,26 +177,26 @@ class Daemon:
         self._node = node
         attach, self._waiting_attach = self._waiting_attach, None
         if attach is not None:
-            node.learner_said(attach)
+            node.on_learner_message(attach)
 
-    def objection(self, attach: Attach, process: Process | None) -> str:
+    def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
         node = self._node
         known = 0 if node is None else node.known_incarnation
-        reason = "" if node is None else node.objection(attach)
-        reason = reason or self._admission.objection(attach, process, known_incarnation=known)
+        reason = "" if node is None else node.rejection_reason(attach)
+        reason = reason or self._admission.rejection_reason(attach, process, known_incarnation=known)
         if reason:
             self.notes.add(Note("learner", f"refused process {attach.pid}: {reason}", is_alarm=True))
         else:
             self._admission.let_in(process)
         return reason
 
-    def learner_said(self, message: ToDaemon) -> None:
+    def on_learner_message(self, message: ToDaemon) -> None:
         """The first learner of a fresh region says what the model is; every later one must have the same."""
         if isinstance(message, Attach):
             log.info("learner attached", region=self.spec.region, pid=message.pid)
         if self._node is not None:
-            self._node.learner_said(message)
+            self._node.on_learner_message(message)
         elif not isinstance(message, Attach):
             self.notes.add(Note("learner", f"before its welcome: {message}", is_alarm=True))
         else:
@@ -266,11 +266,13 @@ class Daemon:
             self.notes.add(Note("peer", f"an operator lifted the quarantine of {peer}"))
         return was
 
-    async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None], keep: Keep) -> Mapping[str, Any]:
+    async def _measure(
+        self, document: Mapping[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
+    ) -> Mapping[str, Any]:
         """Measure links over themselves. Raises DilocoError."""
         if self._node is None:
             raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._not_ready_reason()}")
-        return await self._node.measure(document, say, keep)
+        return await self._node.measure(document, on_progress, on_partial)
 
     def _finish(self, reason: str) -> None:
         if self._node is not None:

@@ -15,7 +15,7 @@ from diloco_node.core import events as ev
 from diloco_node.daemon.drafts import Drafts
 from diloco_node.daemon.fetch import Fetcher
 from diloco_node.daemon.initial import InitialStates, read_initial
-from diloco_node.daemon.learner.version_area import Inbox
+from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.stripes import MergedPart, is_contiguous
@@ -89,27 +89,27 @@ class DiskEffects:
         self.fetcher.stored(fragment, version)
         self.post(ev.PayloadStored(fragment, version, digest))
 
-    async def store_initial_state(self, inbox: Inbox) -> None:
+    async def store_initial_state(self, version_area: VersionArea) -> None:
         """Write Theta_0 of the whole model: this region can propose genesis then.
 
         Args:
-            inbox: the learner's Theta_0 is read where it lies; nothing is offered there before `initial_taken`.
+            version_area: the learner's Theta_0 is read where it lies; nothing is offered there before `initial_taken`.
         """
         async with self._initial_lock:
-            generation = inbox.generation
+            generation = version_area.generation
             manifest = self.parameters.manifest
             given = None
             if self.init is not None:
                 given = await in_thread(self.pool, read_initial, self.init, manifest)
             digests = []
             for fragment in range(len(manifest.fragments)):
-                theta = inbox.place(fragment) if given is None else given[fragment]
+                theta = version_area.place(fragment) if given is None else given[fragment]
                 write = partial(self.initial.store_own, fragment, theta)
                 digests.append(await self._until_written("Theta_0", self.pool, write))
-            if inbox.generation != generation:
+            if version_area.generation != generation:
                 return  # it may have been written over while it was read; the next learner lays down its own
             self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
-            inbox.initial_taken()
+            version_area.initial_taken()
 
     async def write_final(self) -> None:
         """Write final.safetensors."""

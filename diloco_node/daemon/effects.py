@@ -56,7 +56,7 @@ class Effects:
             case ev.AdoptState():
                 self.spawn(self.versions.adopt(effect), f"adopt {effect.fragment}")
             case ev.OfferVersion():
-                self.learner.inbox.offer(effect)
+                self.learner.version_area.offer(effect)
             case ev.FetchPayload() | ev.FetchState():
                 self.fetcher.ask(effect)
             case ev.CloseBallot():

@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
-from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
+from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
 from diloco_node.daemon.initial import InitialStates
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.sending import Transport
@@ -63,11 +63,11 @@ class Fetcher:
             self._fail(key, "requested again")
         watchdog = asyncio.get_running_loop().call_later(FETCH_SILENCE_S, self._fail, key, "no answer in time")
         self._pending[key] = _Pending(order, watchdog)
-        request: PayloadWanted | StateWanted
+        request: PayloadRequested | StateRequested
         if isinstance(order, FetchPayload):
-            request = PayloadWanted(order.fragment, order.version, order.digest)
+            request = PayloadRequested(order.fragment, order.version, order.digest)
         else:
-            request = StateWanted(order.fragment, order.version_min)
+            request = StateRequested(order.fragment, order.version_min)
         if not self.transport.send(order.peer, request):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._fail(key, "no link")
@@ -164,9 +164,9 @@ class Fetcher:
         pending.watchdog.cancel()
         self.post(FetchFailed(key[0], key[1], _version(pending.order), reason))
 
-    def requested(self, peer: str, message: PayloadWanted | StateWanted) -> None:
+    def requested(self, peer: str, message: PayloadRequested | StateRequested) -> None:
         """A peer requests bytes; answer with a transfer or Refused."""
-        version = message.version if isinstance(message, PayloadWanted) else message.version_min
+        version = message.version if isinstance(message, PayloadRequested) else message.version_min
         if not 0 <= message.fragment < len(self.parameters.versions):
             self.transport.send(peer, Refused(message.fragment, version, "unknown"))
         elif self.serves >= SERVES_MAX:
@@ -175,10 +175,10 @@ class Fetcher:
             self.serves += 1
             self.spawn(self._serve(peer, message, version), f"serve {peer}")
 
-    async def _serve(self, peer: str, message: PayloadWanted | StateWanted, version: int) -> None:
+    async def _serve(self, peer: str, message: PayloadRequested | StateRequested, version: int) -> None:
         try:
             header: Payload | State
-            if isinstance(message, PayloadWanted):
+            if isinstance(message, PayloadRequested):
                 body = await in_thread(self.pool, self.store.read_payload, message.fragment, version, message.digest)
                 header = Payload(message.fragment, version, message.digest)
             else:

@@ -11,7 +11,7 @@ from typing import Any, Final, assert_never
 
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.messages import BulkHeader, Message, PayloadWanted, Refused, StateWanted
+from diloco_node.core.messages import BulkHeader, Message, PayloadRequested, Refused, StateRequested
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
 from diloco_node.core.view import RegionView
@@ -180,7 +180,7 @@ class Node:
             parameters=self.parameters,
             store=store,
             table=table,
-            inbox=self.learner.inbox,
+            version_area=self.learner.version_area,
             pool=pool,
             post=self._post,
             note=self._note,
@@ -263,7 +263,7 @@ class Node:
     def control_arrived(self, peer: str, message: Message) -> None:
         """Requests for bytes are the daemon's business, everything else the core's."""
         match message:
-            case PayloadWanted() | StateWanted():
+            case PayloadRequested() | StateRequested():
                 self._fetcher.requested(peer, message)
             case Refused():
                 self._fetcher.refused(peer, message)
@@ -293,7 +293,7 @@ class Node:
         """The newest incarnation of the own learner that the ledger knows of; -1 if none."""
         return self.core.history.incarnation(self._spec.region)
 
-    def objection(self, attach: learner_link.Attach) -> str:
+    def rejection_reason(self, attach: learner_link.Attach) -> str:
         """Why a process with this model can't be this region's learner; empty if it can."""
         difference = describe_difference(
             self._manifest, learner_link.merge_rules(attach.tensors, self._spec.settings.merge)
@@ -306,7 +306,7 @@ class Node:
             return str(error)
         return ""
 
-    def learner_said(self, message: learner_link.ToDaemon) -> None:
+    def on_learner_message(self, message: learner_link.ToDaemon) -> None:
         """What follows from each message of the learner."""
         match message:
             case learner_link.Attach():
@@ -317,10 +317,10 @@ class Node:
                 self.learner.snapshot_ready(message)
             case learner_link.SnapshotDenied():
                 self.learner.snapshot_denied(message)
-            case learner_link.Applied():
+            case learner_link.OfferApplied():
                 self.learner.applied(message)
             case learner_link.InitialState():
-                work = self.effects.disk.store_initial_state(self.learner.inbox)
+                work = self.effects.disk.store_initial_state(self.learner.version_area)
                 self._runtime.spawn(work, "initial state")
             case learner_link.Done():
                 self.learner.finished(message)
@@ -332,9 +332,9 @@ class Node:
     def _welcome(self, attach: learner_link.Attach) -> None:
         """Welcome the learner, or say why not."""
         server = self._runtime.learner_server
-        objection = self.objection(attach)  # again: the node may not have been there when it was let in
-        if objection:
-            server.refuse(objection, is_final=True)
+        rejection_reason = self.rejection_reason(attach)  # again: the node may not have been there when it was let in
+        if rejection_reason:
+            server.refuse(rejection_reason, is_final=True)
             return
         attach = attach.in_fragments(len(self._manifest.fragments))
         try:
@@ -346,7 +346,7 @@ class Node:
             self._note(ev.Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
             server.refuse(str(error), is_final=False)
             return
-        # A learner in mid-run has nothing to write, and would leave the inbox to itself for ever.
+        # A learner in mid-run has nothing to write, and would leave the version area to itself for ever.
         is_placed = min(position.base_version for position in attach.positions) >= 0
         wants_initial_state = self.core.wants_initial_state and not is_placed
         settings = self._spec.settings
@@ -378,7 +378,7 @@ class Node:
 
     def finish(self, reason: str) -> None:
         """Ask the run to end."""
-        self._post(ev.FinishAsked(reason))
+        self._post(ev.FinishOrdered(reason))
 
     def _limit_to(self, peer: str) -> tuple[int | None, str]:
         """What limits sending to a peer now: wire bytes per second (None: nothing), and by what."""

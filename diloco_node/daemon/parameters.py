@@ -77,14 +77,20 @@ class Parameters:
             self.versions[fragment] = version
 
     async def apply(
-        self, body: RoundBody, parts: Sequence[npt.NDArray[np.uint8]], inbox: F32 | None, *, is_checked: bool = False
+        self,
+        body: RoundBody,
+        parts: Sequence[npt.NDArray[np.uint8]],
+        version_area: F32 | None,
+        *,
+        is_checked: bool = False,
     ) -> None:
         """The outer step of a committed round, stripe by stripe, in as many threads as there are cores to spare.
 
         Args:
             body: the ledger's entry; its version is one above the one in memory.
             parts: per stripe of `body.stripes`, shape (encoded bytes,), uint8; checked when they arrived.
-            inbox: shape (n,), float32, the learner's place for this fragment if it is free: written in the same pass.
+            version_area: shape (n,), float32, the learner's place for this fragment if it is free, written in the same
+                pass.
             is_checked: the parts have been looked at block by block since they came.
         """
         fragment = body.fragment
@@ -104,7 +110,7 @@ class Parameters:
                         *outer_of(self._settings, body),
                         self._theta[fragment][span],
                         self._momentum[fragment][span],
-                        None if inbox is None else inbox[span],
+                        None if version_area is None else version_area[span],
                         stripe.block_start,
                         stripe.block_stop,
                         is_checked=is_checked,
@@ -174,5 +180,5 @@ class Parameters:
 
 
 def fragment_offsets(manifest: Manifest) -> Sequence[int]:
-    """Where each fragment begins in the inbox, in values, and one past the last."""
+    """Where each fragment begins in the version area, in values, and one past the last."""
     return list(accumulate((fragment.size for fragment in manifest.fragments), initial=0))

@@ -12,7 +12,7 @@ import numpy as np
 from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import stripe_digest
-from diloco_node.core.events import ReduceStripe, StripeReduced
+from diloco_node.core.events import ReduceStripe, ReductionDone
 from diloco_node.core.messages import MergedStripe
 from diloco_node.core.types import Ballot, Contribution, Stripe
 from diloco_node.errors import PayloadCorrupt
@@ -244,7 +244,7 @@ def reduce_stripe(
     *,
     residual_before: F32 | None,
     keeps_residual: bool,
-) -> tuple[StripeReduced, U8, F32 | None]:
+) -> tuple[ReductionDone, U8, F32 | None]:
     """Decode in the given order, sum with the leader's coefficients, encode. Runs in a thread.
 
     Args:
@@ -281,7 +281,7 @@ def reduce_stripe(
             residual = total.copy()
             minus_one = np.full(blocks_down.pieces, -1.0, np.float32)
             kernels.accumulate(blocks_down, encoded, start, stop, minus_one, residual)
-        reduced = StripeReduced(
+        reduced = ReductionDone(
             order.ballot,
             order.stripe,
             squared_norms=tuple(float(value) for value in squares),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from diloco_node.codec.digest import payload_digest
 from diloco_node.core.events import AdoptState, ApplyVersion, DigestComputed, Event, Note, VersionApplied
 from diloco_node.core.types import RoundBody
-from diloco_node.daemon.learner.version_area import Inbox
+from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.stripes import StripeTable, cut_payload
 from diloco_node.daemon.work import in_thread
@@ -25,14 +25,15 @@ class VersionEffects:
 
     Args:
         checkpoint_versions: a checkpoint is written every so many versions.
-        table: merged stripes in memory. inbox: the learner's, where the next version is written if its place is free.
+        table: merged stripes in memory.
+        version_area: the learner's, where the next version is written if its place is free.
     """
 
     checkpoint_versions: int
     parameters: Parameters
     store: RegionStore
     table: StripeTable
-    inbox: Inbox
+    version_area: VersionArea
     pool: Executor
     post: Callable[[Event], None]
     note: Callable[[Note], None]
@@ -45,10 +46,10 @@ class VersionEffects:
         """
         fragment, version = order.body.fragment, order.body.version
         parts, is_checked = await self._payload_parts(order.body)
-        place = self.inbox.free_place(fragment)
+        place = self.version_area.free_place(fragment)
         await self.parameters.apply(order.body, parts, place, is_checked=is_checked)
         if place is not None:
-            self.inbox.place_written(fragment, version)
+            self.version_area.place_written(fragment, version)
         self.post(VersionApplied(fragment, version))
         await self._compute_digest(fragment)
         if version % self.checkpoint_versions == 0:

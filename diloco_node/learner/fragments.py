@@ -32,14 +32,14 @@ from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
     UNATTACHED,
-    Applied,
+    OfferApplied,
     SnapshotDenied,
     SnapshotReady,
-    SnapshotWanted,
+    SnapshotRequested,
     VersionOffered,
 )
 
-Answer = SnapshotReady | SnapshotDenied | Applied
+Answer = SnapshotReady | SnapshotDenied | OfferApplied
 
 ENCODER_STOP_S = 10.0
 
@@ -87,8 +87,8 @@ class LearnerFragments:
         tensors: the model's parameters.
         manifest: how they are cut; made from the same tensors.
         settings: see FragmentSettings.
-        inbox: shape (manifest.size,), float32: versions from the daemon (shared memory).
-        outbox: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory).
+        version_area: shape (manifest.size,), float32: versions from the daemon (shared memory).
+        contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory).
         answer: called from the encoder thread with each SnapshotReady or SnapshotDenied.
         before_ready: called in the encoder thread before a snapshot is announced; makes the trained counters durable.
 
@@ -103,8 +103,8 @@ class LearnerFragments:
         manifest: Manifest,
         settings: FragmentSettings,
         *,
-        inbox: F32,
-        outbox: U8,
+        version_area: F32,
+        contribution_area: U8,
         answer: Callable[[Answer], None],
         before_ready: Callable[[], None] = lambda: None,
     ) -> None:
@@ -118,9 +118,9 @@ class LearnerFragments:
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
         self._blocks = [FragmentBlocks(part.piece_sizes, settings.codec_up) for part in manifest.fragments]
         sizes = [part.size for part in manifest.fragments]
-        self._places = list(torch.split(torch.from_numpy(inbox), sizes))
-        self._outbox = outbox
-        self._outbox_starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
+        self._places = list(torch.split(torch.from_numpy(version_area), sizes))
+        self._contribution_area = contribution_area
+        self._area_starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
         # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
         is_pinned = torch.cuda.is_available()
         self._base = list(torch.split(_room(manifest.size, is_pinned=is_pinned), sizes))
@@ -151,7 +151,7 @@ class LearnerFragments:
         return tuple(held[index].number if index in held else NO_SNAPSHOT for index in range(len(self.positions)))
 
     def write_initial_state(self) -> None:
-        """Copy the model's parameters into the inbox, where the daemon takes Theta_0 from."""
+        """Copy the model's parameters into the version area, where the daemon takes Theta_0 from."""
         for fragment, place in zip(self.manifest.fragments, self._places, strict=True):
             self.tensors.read(fragment, place)
 
@@ -177,7 +177,7 @@ class LearnerFragments:
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
-    def snapshot(self, wanted: SnapshotWanted) -> Answer | None:
+    def snapshot(self, wanted: SnapshotRequested) -> Answer | None:
         """Copy a fragment and have it encoded.
 
         Returns:
@@ -220,8 +220,8 @@ class LearnerFragments:
     def _encode(self, taken: _Snapshot) -> SnapshotReady | SnapshotDenied:
         """In the encoder thread. Base can't change meanwhile: `apply` waits for it."""
         index = taken.fragment
-        start = self._outbox_starts[index]
-        out = self._outbox[start : start + self._blocks[index].encoded_bytes]
+        start = self._area_starts[index]
+        out = self._contribution_area[start : start + self._blocks[index].encoded_bytes]
         base, theta = self._base[index].numpy(), taken.values.numpy()
         try:
             norms = kernels.encode_delta(self._blocks[index], base, theta, out)
@@ -254,8 +254,8 @@ class LearnerFragments:
         held = self._snapshots.get(index)
         return held is not None and not held.encoded.is_set()
 
-    def apply(self, offered: VersionOffered) -> Applied:
-        """Take a new version from the inbox, keeping the steps that are not in it (design part 5).
+    def apply(self, offered: VersionOffered) -> OfferApplied:
+        """Take a new version from the version area, keeping the steps that are not in it (design part 5).
 
         The caller asks `is_busy` first. A version that the learner already has, or an older one, changes nothing.
 
@@ -268,14 +268,14 @@ class LearnerFragments:
         index, version = offered.fragment, offered.version
         position = self.positions[index]
         if version <= position.base_version:
-            return Applied(index, position.base_version, position, 1.0, 0)
+            return OfferApplied(index, position.base_version, position, 1.0, 0)
         taken = self._included(offered)
         if offered.is_last and self._own is None and self.is_placed:
             self._own = self.own_vectors()
         plan, kept_steps = self._plan(position, taken, version)
         fragment, new = self.manifest.fragments[index], self._places[index]
         anchor = {Anchor.SNAPSHOT: taken.values if taken else None, Anchor.BASE: self._base[index], Anchor.NONE: None}
-        self.tensors.shift(fragment, new, anchor[plan.anchor], plan.lam, self._scratch)
+        self.tensors.shift(fragment, new, anchor[plan.anchor], plan.carry_factor, self._scratch)
         self.tensors.held(fragment, new, self._base[index])
         self.positions[index] = position_after(
             position,
@@ -290,10 +290,10 @@ class LearnerFragments:
             self._last_included[index] = taken.number
         if index in self._snapshots:
             self._resolve(self._snapshots[index])
-        lam = 1.0 if position.base_version < 0 else plan.lam
+        carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
         self.carried_steps += kept_steps
-        self.discounted += lam < 1.0
-        return Applied(index, version, self.positions[index], lam, kept_steps)
+        self.discounted += carry_factor < 1.0
+        return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)
 
     def _included(self, offered: VersionOffered) -> _Snapshot | None:
         if offered.included_snapshot == NO_SNAPSHOT:
@@ -322,7 +322,7 @@ class LearnerFragments:
             steps_since_inclusion=since,
             carry_steps_limit=self.settings.carry_steps_limit,
         )
-        return plan, since if plan.lam > 0.0 else 0
+        return plan, since if plan.carry_factor > 0.0 else 0
 
     # ---- buffers -----------------------------------------------------------------------------------------------------
 
@@ -336,7 +336,7 @@ class LearnerFragments:
         """Stop the encoder and let go of the shared memory."""
         self._encoder.close()
         self._places = []
-        self._outbox = np.zeros(0, np.uint8)
+        self._contribution_area = np.zeros(0, np.uint8)
 
 
 class _Encoder:
@@ -394,6 +394,6 @@ def _room(size: int, *, is_pinned: bool) -> Tensor:
 
 
 def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:
-    """Bytes of inbox and outbox."""
+    """Bytes of version area and contribution area."""
     encoded = [FragmentBlocks(fragment.piece_sizes, codec_up).encoded_bytes for fragment in manifest.fragments]
     return 4 * manifest.size, sum(encoded)

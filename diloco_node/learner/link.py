@@ -3,7 +3,7 @@
 The training thread never waits for it. `send` puts a message into a bounded queue, newer reports replace older ones;
 `commands` yields what the daemon said. When the daemon dies the thread dials until there is another, and says where the
 learner stands with an `Attach` made under `lock`. What the old daemon had asked is void from then on: its offers point
-to places in the inbox that the new daemon may write again. That is why the training thread holds `lock` while it
+to places in the version area that the new daemon may write again. That is why the training thread holds `lock` while it
 carries out a command.
 """
 

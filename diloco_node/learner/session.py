@@ -22,17 +22,17 @@ from diloco_node.learner.revert import RevertCheck
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.trained import TrainedCounter
 from diloco_node.wire.learner_link import (
-    INBOX,
+    CONTRIBUTION_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
-    OUTBOX,
+    VERSION_AREA,
     Attach,
     Done,
     Failed,
     InitialState,
     Report,
     SnapshotDenied,
-    SnapshotWanted,
+    SnapshotRequested,
     Stop,
     ToLearner,
     VersionOffered,
@@ -169,7 +169,7 @@ class LearnerSession:
                 f"this model gives manifest {manifest.digest[:12]}, the run's is {welcome.manifest_digest[:12]}: "
                 "the training script builds another model than the run was started with"
             )
-        inbox_bytes, outbox_bytes = area_sizes(manifest, welcome.codec_up)
+        version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
         counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation)
         self._counter = counter
 
@@ -188,8 +188,10 @@ class LearnerSession:
                 carry=welcome.carry,
                 carry_steps_limit=welcome.carry_steps_limit,
             ),
-            inbox=np.frombuffer(request_area(self._memory, INBOX, inbox_bytes), np.float32),
-            outbox=np.frombuffer(request_area(self._memory, OUTBOX, outbox_bytes), np.uint8),
+            version_area=np.frombuffer(request_area(self._memory, VERSION_AREA, version_area_bytes), np.float32),
+            contribution_area=np.frombuffer(
+                request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8
+            ),
             answer=self._answer,
             before_ready=make_durable,
         )
@@ -226,7 +228,7 @@ class LearnerSession:
             # Decided once: a fragment that the encoder is busy with now may be free a moment later.
             offered = sorted({command.fragment for command in commands if isinstance(command, VersionOffered)})
             applied = tuple(index for index in offered if not self.fragments.is_busy(index))
-            self._heed_stop(commands)
+            self._handle_stop(commands)
             announce(applied)
             for command in commands:
                 if isinstance(command, VersionOffered) and command.fragment not in applied:
@@ -243,7 +245,7 @@ class LearnerSession:
         match command:
             case Welcome():
                 self._welcomed(command)
-            case SnapshotWanted():
+            case SnapshotRequested():
                 answer = self.fragments.snapshot(command)
                 if answer is not None:
                     self._link.send(answer)
@@ -254,9 +256,9 @@ class LearnerSession:
                 self._revert.after(fragment)
                 self._note_news(self.fragments.step - 1)
             case Stop():
-                self._heed_stop([command])
+                self._handle_stop([command])
 
-    def _heed_stop(self, commands: list[ToLearner]) -> None:
+    def _handle_stop(self, commands: list[ToLearner]) -> None:
         for command in commands:
             if isinstance(command, Stop):
                 self.stop_reason = command.reason
@@ -277,10 +279,10 @@ class LearnerSession:
         """Whether this step, or one that was not reported, is one that rounds may wait for."""
         return self._news_step is not None and self.fragments.step >= self._news_step
 
-    def _note_news(self, told_step: int) -> None:
+    def _note_news(self, reported_step: int) -> None:
         assert self.welcome is not None
         sync_every = self.welcome.sync_every
-        self._news_step = next_news_step(self.fragments.positions, told_step, sync_every=sync_every)
+        self._news_step = next_news_step(self.fragments.positions, reported_step, sync_every=sync_every)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for a command from the daemon."""

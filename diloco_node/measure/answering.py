@@ -25,7 +25,7 @@ LINGER_S: Final = 5.0
 """Plain connections stay open so long for the sender to be told that it is over, and to close them."""
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
-FarLink = Callable[[msg.LinkAsked], Awaitable[tuple[msg.LinkMeasured, int]]]
+RemoteLink = Callable[[msg.LinkTestRequested], Awaitable[tuple[msg.LinkMeasured, int]]]
 """Measures from here to a third region; returns also the bytes that flowed. Raises DilocoError."""
 
 
@@ -46,7 +46,7 @@ class AnsweringPeers:
     """See the module.
 
     Args:
-        transport: the links. gate: says what may run. receivers: those that are here. far_link: see FarLink.
+        transport: the links. gate: says what may run. receivers: those that are here. remote_link: see RemoteLink.
         plain_listen: host and port (0: a free one) for plain TCP; None: this end takes none.
         spawn: runs a task. executor: makes what is sent. now_ns: monotonic.
     """
@@ -57,7 +57,7 @@ class AnsweringPeers:
         transport: GrpcTransport,
         gate: MeasuringGate,
         receivers: ProbeReceivers,
-        far_link: FarLink,
+        remote_link: RemoteLink,
         plain_listen: tuple[str, int] | None,
         spawn: Spawn,
         executor: Executor,
@@ -66,7 +66,7 @@ class AnsweringPeers:
         self._transport = transport
         self._gate = gate
         self._receivers = receivers
-        self._far_link = far_link
+        self._remote_link = remote_link
         self._plain_listen = plain_listen
         self._spawn = spawn
         self._executor = executor
@@ -74,13 +74,13 @@ class AnsweringPeers:
         self._senders: dict[tuple[str, int], ProbeSender] = {}
         self._serving: dict[tuple[str, int], asyncio.Task[None]] = {}
 
-    def begin(self, peer: str, asked: msg.MeasurementAsked | msg.LinkAsked) -> None:
+    def begin(self, peer: str, asked: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
         """A peer asks. Raises ProtocolViolation: for more than the limits, or twice for the same."""
-        msg.check_asked(asked)
+        msg.check_request(asked)
         key = (peer, asked.measurement)
         if key in self._serving:
             raise ProtocolViolation(f"{peer} asks twice for measurement {asked.measurement}")
-        if isinstance(asked, msg.LinkAsked):
+        if isinstance(asked, msg.LinkTestRequested):
             what = f"the link to {asked.region}"
         else:
             what = f"bandwidth {'from' if asked.is_asker_sending else 'to'} {peer}"
@@ -106,15 +106,15 @@ class AnsweringPeers:
             if key[0] == peer:
                 task.cancel()
 
-    async def _serve(self, peer: str, asked: msg.MeasurementAsked | msg.LinkAsked) -> None:
+    async def _serve(self, peer: str, asked: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
         """Do what a peer asked for, and report it; what goes wrong is reported, too."""
         serving = _Serving()
         answer: MeasureMessage
         async with serving.stack:
             try:
-                if isinstance(asked, msg.LinkAsked):
+                if isinstance(asked, msg.LinkTestRequested):
                     serving.used_bytes = msg.all_bytes_max(asked)  # if it fails nobody knows how much of it went out
-                    answer, serving.used_bytes = await self._far_link(asked)
+                    answer, serving.used_bytes = await self._remote_link(asked)
                 elif asked.is_asker_sending:
                     answer = await self._receive(peer, asked, serving)
                 else:
@@ -129,7 +129,7 @@ class AnsweringPeers:
                 await asyncio.wait([serving.reading], timeout=LINGER_S)
 
     async def _come_together(
-        self, peer: str, asked: msg.MeasurementAsked, serving: _Serving
+        self, peer: str, asked: msg.MeasurementRequested, serving: _Serving
     ) -> PlainConnections | None:
         """Tell the asker that we are ready; the plain connections that it wants. Raises PeerError."""
         listener: PlainListener | None = None
@@ -142,7 +142,7 @@ class AnsweringPeers:
         self._transport.send(peer, msg.MeasurementReady(asked.measurement, where))
         return await listener.joined() if listener is not None else None
 
-    async def _receive(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementReceived:
+    async def _receive(self, peer: str, asked: msg.MeasurementRequested, serving: _Serving) -> msg.MeasurementReceived:
         with self._receivers.receiver(peer, asked) as receiver:
             try:
                 plain = await self._come_together(peer, asked, serving)
@@ -153,7 +153,7 @@ class AnsweringPeers:
     async def _read(
         self,
         peer: str,
-        asked: msg.MeasurementAsked,
+        asked: msg.MeasurementRequested,
         receiver: ProbeReceiver,
         plain: PlainConnections,
         serving: _Serving,
@@ -172,7 +172,7 @@ class AnsweringPeers:
                 reading.result()
             return await receiving
 
-    async def _send(self, peer: str, asked: msg.MeasurementAsked, serving: _Serving) -> msg.MeasurementSent:
+    async def _send(self, peer: str, asked: msg.MeasurementRequested, serving: _Serving) -> msg.MeasurementSent:
         body = await make_body(self._executor, is_compressible=asked.is_compressible)
         bulk = await self._come_together(peer, asked, serving) or self._transport
         sender = ProbeSender(bulk, peer, asked, body, partial(booked_bytes, self._transport, peer))

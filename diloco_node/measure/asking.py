@@ -38,8 +38,8 @@ REASON_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class FlowWanted:
-    """One flow between here and a peer; see `MeasurementAsked`. `is_sending`: from here to there."""
+class FlowRequest:
+    """One flow between here and a peer; see `MeasurementRequested`. `is_sending`: from here to there."""
 
     peer: str
     is_sending: bool
@@ -95,7 +95,7 @@ class AskingPeers:
             if key[0] == peer:
                 exchange.fail(LinkLost(f"the link to {peer} went down in the middle of a measurement"))
 
-    async def far_link(self, source: str, asked: msg.LinkAsked) -> msg.LinkMeasured:
+    async def remote_link(self, source: str, asked: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises PeerError."""
         flow_s = (msg.WARM_UP_NS_MAX + asked.span_ns) / NS_PER_S + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
         limit_s = asked.probes_ns / NS_PER_S + flow_s + (flow_s + JOIN_S if asked.is_plain_too else 0)
@@ -103,14 +103,14 @@ class AskingPeers:
             self._transport.send(source, asked)
             return await exchange.answer(msg.LinkMeasured, limit_s)
 
-    async def flow(self, wanted: FlowWanted) -> FlowMeasured:
+    async def flow(self, wanted: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane, or plain connections, one way, and count at the far end.
 
         Raises:
             PeersUnreachable: the port for plain TCP can't be reached. PeerError: it failed.
         """
         times, peer = wanted.times, wanted.peer
-        asked = msg.MeasurementAsked(
+        asked = msg.MeasurementRequested(
             new_measurement(),
             wanted.is_sending,
             wanted.is_compressible,
@@ -136,7 +136,7 @@ class AskingPeers:
             return await self._in(exchange, receiver, plain, limit_s + SENDER_GRACE_S)
 
     async def _until_ready(
-        self, exchange: Exchange, asked: msg.MeasurementAsked, stack: contextlib.AsyncExitStack
+        self, exchange: Exchange, asked: msg.MeasurementRequested, stack: contextlib.AsyncExitStack
     ) -> PlainConnections | None:
         """Wait until the peer is ready; the plain connections of the flow, if it has some."""
         ready = await exchange.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
-from diloco_node.measure.asking import FlowWanted, new_measurement
+from diloco_node.measure.asking import FlowRequest, new_measurement
 from diloco_node.measure.documents import (
     FlowCase,
-    Keep,
+    OnPartial,
     flow_document,
     forget,
     latency_document,
@@ -38,13 +38,13 @@ KEYS: Final = frozenset(
     {"what", "peer", "seconds", "warm_up_seconds", "bytes_max", "load", "reverse", "connections", "plain"}
 )
 
-Say = Callable[[str], None]
+OnProgress = Callable[[str], None]
 Limits = Callable[[str], tuple[int | None, str]]
 """What limits sending to a peer now: wire bytes per second (None: nothing), and by what."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class MeasureRequest:
     """What an operator asked for.
 
     Attributes:
@@ -66,7 +66,9 @@ class Asked:
     connections: tuple[int, ...]
 
 
-def parse_asked(document: Mapping[str, Any], *, region: str, peers: tuple[str, ...], is_daemon: bool) -> Asked:
+def parse_request(
+    document: Mapping[str, Any], *, region: str, peers: tuple[str, ...], is_daemon: bool
+) -> MeasureRequest:
     """Check what came over the admin port, or from the command line.
 
     Args:
@@ -109,7 +111,7 @@ def parse_asked(document: Mapping[str, Any], *, region: str, peers: tuple[str, .
             "or --listen), and measure with --alone"
         )
     warm_ns = None if warm_up is None else int(warm_up * NS_PER_S)
-    return Asked(
+    return MeasureRequest(
         what, peer, int(seconds * NS_PER_S), warm_ns, bytes_max, **flags, connections=tuple(sorted(set(counts)))
     )
 
@@ -136,47 +138,49 @@ class MeasureCommand:
         self._limits = limits
         self._is_running = False
 
-    async def run(self, document: Mapping[str, Any], say: Say, keep: Keep = forget) -> Mapping[str, Any]:
+    async def run(
+        self, document: Mapping[str, Any], on_progress: OnProgress, on_partial: OnPartial = forget
+    ) -> Mapping[str, Any]:
         """Measure.
 
         Args:
-            document: see `parse_asked`. say: called with what goes on, for people. keep: with the document so far.
+            document: see `parse_request`. say: called with what goes on, for people. keep: with the document so far.
 
         Raises:
             ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or it
                 failed.
         """
         is_daemon = self._limits is not None
-        asked = parse_asked(document, region=self._region, peers=self._peers, is_daemon=is_daemon)
+        asked = parse_request(document, region=self._region, peers=self._peers, is_daemon=is_daemon)
         if self._is_running:
             raise DilocoError(f"{self._region} carries out another `measure` command: wait for it, or end it")
         self._is_running = True
         through = {"through": "daemon"} if is_daemon else {}
         made = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[asked.what]
         try:
-            return {**await made(asked, say, lambda so_far: keep({**so_far, **through})), **through}
+            return {**await made(asked, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
         finally:
             self._is_running = False
 
-    async def _latency(self, asked: Asked, say: Say, keep: Keep) -> dict[str, Any]:
+    async def _latency(self, asked: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         peer, seconds = asked.peer, asked.span_ns / NS_PER_S
-        say(f"round trips to {peer}")
+        on_progress(f"round trips to {peer}")
         async with self._linked((peer,), 1) as measuring:
             about = {"from": self._region, "to": peer, "address": measuring.address(peer), "seconds": seconds}
             rows = [latency_document("none", await measuring.latency(peer, seconds))]
-            keep({**about, "rows": list(rows)})
+            on_partial({**about, "rows": list(rows)})
             for load in ("out", "in") if asked.load else ():
-                say(f"round trips to {peer}, load {load}")
+                on_progress(f"round trips to {peer}, load {load}")
                 span_ns = min(asked.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
                 times, _ = await measuring.times(peer, span_ns, asked.warm_ns)
-                wanted = FlowWanted(peer, load == "out", False, times, asked.bytes_max)
+                wanted = FlowRequest(peer, load == "out", False, times, asked.bytes_max)
                 rows.append(latency_document(load, await measuring.loaded_latency(wanted, seconds)))
-                keep({**about, "rows": list(rows)})
+                on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
 
-    async def _bandwidth(self, asked: Asked, say: Say, keep: Keep) -> dict[str, Any]:
+    async def _bandwidth(self, asked: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         peer = asked.peer
-        say(f"round trips to {peer}")
+        on_progress(f"round trips to {peer}")
         source, target = (peer, self._region) if asked.reverse else (self._region, peer)
         async with self._linked((peer,), 1) as measuring:
             times, rtt_ns = await measuring.times(peer, asked.span_ns, asked.warm_ns)
@@ -197,7 +201,7 @@ class MeasureCommand:
             is_plain = case.path == "plain"
             async with self._linked((peer,), 1 if is_plain else case.connections) as measuring:
                 plain = case.connections if is_plain else 0
-                wanted = FlowWanted(peer, not asked.reverse, case.body == "int4", times, asked.bytes_max, plain)
+                wanted = FlowRequest(peer, not asked.reverse, case.body == "int4", times, asked.bytes_max, plain)
                 found = await measuring.flow(wanted)
                 # As many as there were at the end: the warm-up may show that the link is worth more.
                 count = case.connections or measuring.connections(peer)
@@ -209,16 +213,16 @@ class MeasureCommand:
             limit, limited_by = (None, "") if asked.reverse else self._limits(peer)
             return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by, **found}
 
-        return document(await run_series(cases, test, say, lambda found: keep(document(found))))
+        return document(await run_series(cases, test, on_progress, lambda found: on_partial(document(found))))
 
-    async def _mesh(self, asked: Asked, say: Say, keep: Keep) -> dict[str, Any]:
+    async def _mesh(self, asked: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         names = sorted((self._region, *self._peers))
         pairs = [(source, target) for source in names for target in names if source != target]
         found: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "plain_errors": []}
         found["seconds"] = asked.span_ns / NS_PER_S
         async with self._linked(self._peers, 1) as measuring:
             for number, (source, target) in enumerate(pairs, start=1):
-                say(f"pair {number} of {len(pairs)}: {source} to {target}")
+                on_progress(f"pair {number} of {len(pairs)}: {source} to {target}")
                 try:
                     pair = await self._pair(measuring, asked, source, target)
                     found["pairs"].append(pair_document((source, target), pair))
@@ -227,12 +231,12 @@ class MeasureCommand:
                         found["plain_errors"].append({"from": source, "to": target, "error": error})
                 except DilocoError as error:
                     found["failures"].append({"from": source, "to": target, "error": str(error)})
-                keep(found)
+                on_partial(found)
         return found
 
-    async def _pair(self, measuring: Measuring, asked: Asked, source: str, target: str) -> msg.LinkMeasured:
+    async def _pair(self, measuring: Measuring, asked: MeasureRequest, source: str, target: str) -> msg.LinkMeasured:
         """From here, to here, or between two others, which the one that sends measures for us."""
-        wanted = msg.LinkAsked(
+        wanted = msg.LinkTestRequested(
             new_measurement(),
             target,
             min(MESH_PROBES_NS_MAX, asked.span_ns),
@@ -242,6 +246,6 @@ class MeasureCommand:
             asked.plain,
         )
         if self._region not in (source, target):
-            return await measuring.far_link(source, wanted)
+            return await measuring.remote_link(source, wanted)
         is_sending = source == self._region
         return await measuring.link(target if is_sending else source, wanted, is_sending=is_sending)

@@ -14,12 +14,12 @@ from diloco_node.wire.measure_messages import NS_PER_S, LinkMeasured
 
 Pair = tuple[str, str]
 
-Keep = Callable[[dict[str, Any]], None]
+OnPartial = Callable[[dict[str, Any]], None]
 """Takes a document as it would be if the measurement ended here: shown when it is cut short."""
 
 
 def forget(_: dict[str, Any]) -> None:
-    """A `Keep` for those who want the end only."""
+    """A `OnPartial` for those who want the end only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def _case_document(case: FlowCase) -> dict[str, Any]:
 async def run_series(
     cases: Sequence[FlowCase],
     test: Callable[[FlowCase], Awaitable[dict[str, Any]]],
-    say: Callable[[str], None],
-    keep: Keep = forget,
+    on_progress: Callable[[str], None],
+    on_partial: OnPartial = forget,
 ) -> dict[str, Any]:
     """Carry out each case, and keep what was measured when others fail.
 
@@ -130,7 +130,7 @@ async def run_series(
 
     Args:
         test: measures one case and returns its document. say: called with what goes on, for people.
-        keep: called after each test with what there is.
+        on_partial: called after each test with what there is.
 
     Returns:
         A part of the document: "tests", "failures" and "plain_error".
@@ -154,7 +154,7 @@ async def run_series(
             continue
         last = f"; the last one {8e-6 * tests[-1]['bytes_per_second']:.0f} Mbit/s" if tests else ""
         over = f", connections: {case.connections}" if case.connections else ""
-        say(f"test {number} of {len(cases)}: {case.title}{over}{last}")
+        on_progress(f"test {number} of {len(cases)}: {case.title}{over}{last}")
         try:
             tests.append(await test(case))
         except DilocoError as error:
@@ -164,5 +164,5 @@ async def run_series(
                 failed.append((case, error))
             else:
                 raise
-        keep(found())
+        on_partial(found())
     return found()

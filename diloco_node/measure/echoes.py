@@ -14,7 +14,7 @@ from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.samples import Latency, summarise_rtts
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.transport import GrpcTransport
-from diloco_node.wire.measure_messages import EchoAnswered, EchoWanted
+from diloco_node.wire.measure_messages import EchoReply, EchoRequest
 
 ECHO_GAP_S: Final = 0.01
 ECHO_SHARE: Final = 20
@@ -49,11 +49,11 @@ class Echoes:
         self.peer = peer
         self.sent_ns: dict[int, int] = {}
         self.back_ns: dict[int, int] = {}
-        self.answers: list[EchoAnswered] = []
+        self.answers: list[EchoReply] = []
         """The first and the last."""
         self._came = asyncio.Event()
 
-    def received(self, answer: EchoAnswered, *, now_ns: int) -> None:
+    def received(self, answer: EchoReply, *, now_ns: int) -> None:
         """One came back."""
         if answer.sequence in self.sent_ns and answer.sequence not in self.back_ns:
             self.back_ns[answer.sequence] = now_ns
@@ -79,14 +79,14 @@ class EchoProbe:
         self._echoes: Echoes | None = None
         self._sequence = secrets.randbits(32)
 
-    def wanted(self, peer: str, message: EchoWanted) -> None:
+    def wanted(self, peer: str, message: EchoRequest) -> None:
         """A peer asks for an echo."""
         if self._gate.may_echo(peer, now_ns=self._now_ns()):
             tcp = self._transport.tcp(peer)
             counted = (-1, -1) if tcp is None else (tcp.sent_bytes, tcp.retransmitted_bytes)
-            self._transport.send(peer, EchoAnswered(message.sequence, *counted))
+            self._transport.send(peer, EchoReply(message.sequence, *counted))
 
-    def answered(self, peer: str, message: EchoAnswered) -> None:
+    def answered(self, peer: str, message: EchoReply) -> None:
         """An echo came back; those that nobody waits for are nothing."""
         if self._echoes is not None and self._echoes.peer == peer:
             self._echoes.received(message, now_ns=self._now_ns())
@@ -101,7 +101,7 @@ class EchoProbe:
             for number in range(1, count + 1):
                 self._sequence += 1
                 echoes.sent_ns[self._sequence] = self._now_ns()
-                self._transport.send(peer, EchoWanted(self._sequence))
+                self._transport.send(peer, EchoRequest(self._sequence))
                 await asyncio.sleep(max(0.0, started_s + number * gap_s - loop.time()))
                 if load is not None and load.done():
                     break
@@ -123,7 +123,7 @@ class EchoProbe:
 
 
 def share_retransmitted(
-    before: TcpCounters | None, after: TcpCounters | None, answers: Sequence[EchoAnswered]
+    before: TcpCounters | None, after: TcpCounters | None, answers: Sequence[EchoReply]
 ) -> float | None:
     """Part of the bytes of both ends that was retransmitted meanwhile, 0 to 1; None where nobody knows."""
     if before is None or after is None or len(answers) < 2 or min(one.sent_bytes for one in answers) < 0:

@@ -20,7 +20,7 @@ from diloco_node.measure.measuring import Linked, Measuring
 from diloco_node.transport.certs import Identity
 from diloco_node.transport.session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
-from diloco_node.wire.envelope import Role
+from diloco_node.wire.envelope import LinkRole
 
 DIAL_S: Final = 5.0
 LINK_S: Final = 15.0
@@ -93,7 +93,7 @@ async def measuring_end(
             executor=executor,
             is_advertised=False,
             connections=connections,
-            role=Role.MEASURING,
+            role=LinkRole.MEASURING,
             times=times,
         )
         measuring = Measuring(

@@ -9,8 +9,8 @@ from diloco_node.errors import ProtocolViolation
 from diloco_node.transport.pacing.token_bucket import TokenBucket
 from diloco_node.wire.measure_messages import BODY_BYTES_MAX, NS_PER_S, PROBE_BYTES_MIN
 
-ASKED_BYTES_SAVED_MAX: Final = 96 * 2**30
-ASKED_BYTES_PER_S: Final = 16 * 2**20
+REQUEST_BYTES_SAVED_MAX: Final = 96 * 2**30
+REQUEST_BYTES_PER_S: Final = 16 * 2**20
 """What one peer may have a daemon measure: 96 GiB at once, 134 Mbit/s in the long run."""
 
 ECHOES_SAVED_MAX: Final = 400
@@ -22,7 +22,7 @@ PROBED_MAX: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _Admitted:
     """The measurement that is going on: with whom, who asked (None: an operator here), since when, bytes taken."""
 
     what: str
@@ -42,10 +42,10 @@ class MeasuringGate:
     def __init__(self, peers: tuple[str, ...], *, is_bounded: bool, now_ns: int) -> None:
         self._is_bounded = is_bounded
         self._bytes = {
-            peer: TokenBucket(ASKED_BYTES_PER_S, burst=ASKED_BYTES_SAVED_MAX, now_ns=now_ns) for peer in peers
+            peer: TokenBucket(REQUEST_BYTES_PER_S, burst=REQUEST_BYTES_SAVED_MAX, now_ns=now_ns) for peer in peers
         }
         self._echoes = {peer: TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns) for peer in peers}
-        self._running: _Running | None = None
+        self._running: _Admitted | None = None
 
     def begin(self, what: str, *, asker: str | None, bytes_max: int, now_ns: int) -> str:
         """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.
@@ -58,15 +58,15 @@ class MeasuringGate:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
         if asker is not None and self._is_bounded and not self._may_take(asker, bytes_max, now_ns):
             return (
-                f"{asker} has asked for too many bytes lately: a peer may have {ASKED_BYTES_SAVED_MAX} bytes measured "
-                f"at once, and {ASKED_BYTES_PER_S} bytes/s in the long run; wait, or measure for a shorter time"
+                f"{asker} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
+                f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for a shorter time"
             )
-        self._running = _Running(what, asker, now_ns, bytes_max)
+        self._running = _Admitted(what, asker, now_ns, bytes_max)
         return ""
 
     def _may_take(self, asker: str, bytes_max: int, now_ns: int) -> bool:
         # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
-        return bytes_max <= ASKED_BYTES_SAVED_MAX and self._bytes[asker].try_spend(bytes_max, now_ns=now_ns)
+        return bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[asker].try_spend(bytes_max, now_ns=now_ns)
 
     def end(self, *, used_bytes: int) -> None:
         """It is over; of its bytes so many were used."""

@@ -15,7 +15,7 @@ from typing import Final, get_args
 
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.answering import REASON_CHARS_MAX, AnsweringPeers, Spawn
-from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowWanted
+from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowRequest
 from diloco_node.measure.echoes import EchoProbe, LatencyMeasured
 from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
@@ -74,7 +74,7 @@ class Measuring:
             transport=transport,
             gate=self._gate,
             receivers=self._receivers,
-            far_link=self._far_link_for_peer,
+            remote_link=self._remote_link_for_peer,
             plain_listen=plain_listen,
             spawn=spawn,
             executor=executor,
@@ -98,11 +98,11 @@ class Measuring:
             ProtocolViolation: it asks for more than the limits, twice the same, or says more than it was asked.
         """
         match message:
-            case msg.EchoWanted():
+            case msg.EchoRequest():
                 self._echoes.wanted(peer, message)
-            case msg.EchoAnswered():
+            case msg.EchoReply():
                 self._echoes.answered(peer, message)
-            case msg.MeasurementAsked() | msg.LinkAsked():
+            case msg.MeasurementRequested() | msg.LinkTestRequested():
                 self._answering.begin(peer, message)
             case msg.MeasurementStopped():
                 self._answering.stop(peer, message.measurement)
@@ -161,7 +161,7 @@ class Measuring:
             self._check_link(peer)
             return await self._echoes.measure(peer, span_s)
 
-    async def loaded_latency(self, wanted: FlowWanted, span_s: float) -> LatencyMeasured:
+    async def loaded_latency(self, wanted: FlowRequest, span_s: float) -> LatencyMeasured:
         """The same while a flow fills the link, until its bytes are used up. Raises as `latency` and `flow`."""
         with self._turn(f"latency under load to {wanted.peer}"):
             self._check_link(wanted.peer)
@@ -180,7 +180,7 @@ class Measuring:
                 filling.cancel()
                 await asyncio.gather(filling, return_exceptions=True)
 
-    async def flow(self, wanted: FlowWanted) -> FlowMeasured:
+    async def flow(self, wanted: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.
 
         Raises:
@@ -195,7 +195,7 @@ class Measuring:
         rtt_ns = (await self.latency(peer, RTT_PROBE_S)).latency.p50_ns
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
-    async def link(self, peer: str, asked: msg.LinkAsked, *, is_sending: bool = True) -> msg.LinkMeasured:
+    async def link(self, peer: str, asked: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
         """One way between here and a peer: round trips, a flow, one over plain TCP if asked for.
 
         Args:
@@ -206,16 +206,16 @@ class Measuring:
         with self._turn(f"the link to {peer}"):
             return (await self._link(peer, asked, is_sending=is_sending))[0]
 
-    async def _link(self, peer: str, asked: msg.LinkAsked, *, is_sending: bool) -> tuple[msg.LinkMeasured, int]:
+    async def _link(self, peer: str, asked: msg.LinkTestRequested, *, is_sending: bool) -> tuple[msg.LinkMeasured, int]:
         """See `link`; with the bytes that flowed."""
         self._check_link(peer)
         echoes = (await self._echoes.measure(peer, asked.probes_ns / NS_PER_S)).latency
         times = FlowTimes(asked.warm_up_ns or warm_up_ns(echoes.p50_ns), asked.span_ns)
-        flow = await self._asking.flow(FlowWanted(peer, is_sending, False, times, asked.bytes_max))
+        flow = await self._asking.flow(FlowRequest(peer, is_sending, False, times, asked.bytes_max))
         used_bytes, plain, plain_error = flow.used_bytes, 0, ""
         if asked.is_plain_too:
             try:
-                beside = await self._asking.flow(FlowWanted(peer, is_sending, False, times, asked.bytes_max, 1))
+                beside = await self._asking.flow(FlowRequest(peer, is_sending, False, times, asked.bytes_max, 1))
                 plain = beside.received.mean
                 used_bytes += beside.used_bytes
             except DilocoError as error:  # the rest was measured all the same
@@ -238,14 +238,14 @@ class Measuring:
         )
         return found, used_bytes
 
-    async def far_link(self, source: str, asked: msg.LinkAsked) -> msg.LinkMeasured:
+    async def remote_link(self, source: str, asked: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises as `flow`."""
         error = self.link_error(source)
         if error:
             raise PeersUnreachable(f"{error}; it can't be asked to measure")
-        return await self._asking.far_link(source, asked)
+        return await self._asking.remote_link(source, asked)
 
-    async def _far_link_for_peer(self, asked: msg.LinkAsked) -> tuple[msg.LinkMeasured, int]:
+    async def _remote_link_for_peer(self, asked: msg.LinkTestRequested) -> tuple[msg.LinkMeasured, int]:
         """A peer asks for the link to a third region; it has the turn already. Raises DilocoError."""
         if self._dial is not None:
             async with self._dial((asked.region,), 1) as other:

@@ -28,8 +28,8 @@ from diloco_node.wire.measure_messages import (
     BODY_BYTES_MAX,
     NS_PER_S,
     CompressibleProbe,
-    MeasurementAsked,
     MeasurementReceived,
+    MeasurementRequested,
     MeasurementSent,
     Probe,
     ProbeHeader,
@@ -139,7 +139,7 @@ class ProbeSender:
     """
 
     def __init__(
-        self, bulk: Bulk, peer: str, asked: MeasurementAsked, body: memoryview, booked: Callable[[], int]
+        self, bulk: Bulk, peer: str, asked: MeasurementRequested, body: memoryview, booked: Callable[[], int]
     ) -> None:
         self._bulk = bulk
         self._peer = peer
@@ -237,7 +237,7 @@ class ProbeReceiver:
         asked: how much, how long. now_ns: monotonic.
     """
 
-    def __init__(self, asked: MeasurementAsked, *, now_ns: Callable[[], int]) -> None:
+    def __init__(self, asked: MeasurementRequested, *, now_ns: Callable[[], int]) -> None:
         self._asked = asked
         self._now_ns = now_ns
         self._buffer: memoryview | None = None
@@ -347,7 +347,7 @@ class ProbeReceivers:
         self._receivers: dict[tuple[str, int], ProbeReceiver] = {}
 
     @contextlib.contextmanager
-    def receiver(self, peer: str, asked: MeasurementAsked) -> Iterator[ProbeReceiver]:
+    def receiver(self, peer: str, asked: MeasurementRequested) -> Iterator[ProbeReceiver]:
         """A receiver that gets what arrives, for as long as this lasts."""
         key = (peer, asked.measurement)
         self._expected[peer].expect(asked.measurement, asked.bytes_max)

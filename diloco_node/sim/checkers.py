@@ -19,7 +19,7 @@ from diloco_node.sim import view
 from diloco_node.sim.audit import Audit
 from diloco_node.sim.disk import Disk
 from diloco_node.sim.host import Host
-from diloco_node.sim.learner import Snapshot
+from diloco_node.sim.learner import FakeSnapshot
 from diloco_node.sim.oracle import Oracle
 from diloco_node.sim.setup import Setup
 from diloco_node.sim.tensors import state_digest
@@ -71,10 +71,10 @@ class Checkers:
         self._ballots: dict[Ballot, tuple[str, msg.BallotOpened]] = {}
         self._decisions: dict[Ballot, msg.MergeDecided] = {}
         self._sent: dict[type, Callable[[Host, str, Any], None]] = {
-            msg.AppendAsked: self._leads,
-            msg.AppendAnswered: self._acknowledges,
-            msg.VoteAnswered: self._votes_for,
-            msg.PayloadHeld: self._holds_payload,
+            msg.AppendEntries: self._leads,
+            msg.AppendEntriesReply: self._acknowledges,
+            msg.RequestVoteReply: self._votes_for,
+            msg.PayloadDurable: self._holds_payload,
             msg.BallotOpened: self._opens,
             msg.MergeDecided: self._decides,
         }
@@ -118,7 +118,7 @@ class Checkers:
         """Look for newly committed entries."""
         self._sync(host)
 
-    def snapshot_seen(self, host: Host, snapshot: Snapshot) -> None:
+    def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
         """Remember the bytes of every contribution."""
         self.oracle.contribution_made(snapshot.contribution, snapshot.encoded)
 
@@ -190,7 +190,7 @@ class Checkers:
         if check is not None:
             check(host, effect.peer, effect.message)
 
-    def _leads(self, host: Host, _: str, message: msg.AppendAsked) -> None:
+    def _leads(self, host: Host, _: str, message: msg.AppendEntries) -> None:
         leader = self._leaders.setdefault(message.term, host.name)
         if leader != host.name:
             self.violate(f"leaders: {leader} and {host.name} both lead term {message.term}")
@@ -198,7 +198,7 @@ class Checkers:
         if disk.votes.get(message.term) != host.name:
             self.violate(f"vote: {host.name} leads term {message.term}, its disk has {disk.term} {disk.voted_for!r}")
 
-    def _acknowledges(self, host: Host, peer: str, message: msg.AppendAnswered) -> None:
+    def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
         if not message.accepted or not message.durable_index:
             return
         watched = self._watched[host.name]
@@ -216,7 +216,7 @@ class Checkers:
             self.violate(f"durable: {host.name} answers in term {message.term}, its disk has {host.disk.term}")
         self._check_producible(host, entry.index, f"acknowledgement to {peer}")
 
-    def _votes_for(self, host: Host, peer: str, message: msg.VoteAnswered) -> None:
+    def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
         if message.pre_vote or not message.granted:
             return
         known = self._votes.setdefault((host.name, message.term), peer)
@@ -228,7 +228,7 @@ class Checkers:
                 f"vote: {host.name} votes for {peer} in {message.term}, its disk has {disk.term} {disk.voted_for!r}"
             )
 
-    def _holds_payload(self, host: Host, peer: str, message: msg.PayloadHeld) -> None:
+    def _holds_payload(self, host: Host, peer: str, message: msg.PayloadDurable) -> None:
         opened = self._ballots.get(message.ballot)
         if opened is None:
             self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from diloco_node.core.events import CloseBallot, ReduceStripe, StorePayload, StripeReduced
+from diloco_node.core.events import CloseBallot, ReduceStripe, ReductionDone, StorePayload
 from diloco_node.core.merge.outer import outer_of, outer_step
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
@@ -118,7 +118,7 @@ class DataPlane:
         """A merged stripe in memory."""
         return self._merged.get(ballot, {}).get(stripe)
 
-    def reduce(self, effect: ReduceStripe) -> StripeReduced | None:
+    def reduce(self, effect: ReduceStripe) -> ReductionDone | None:
         """Carry out ReduceStripe; None (with a complaint) if a stripe or residual it names is not here."""
         layout = self._setup.layouts[effect.fragment]
         codec_up, codec_down = self._setup.settings.codec_up, self._setup.settings.codec_down
@@ -142,7 +142,7 @@ class DataPlane:
         self._pending[ResidualKey(effect.ballot, effect.fragment, *blocks)] = reduced.residual
         self._loose[(effect.fragment, *blocks)] = reduced.residual
         self._merged.setdefault(effect.ballot, {})[effect.stripe] = MergedBlocks(*blocks, reduced.encoded)
-        return StripeReduced(
+        return ReductionDone(
             ballot=effect.ballot,
             stripe=effect.stripe,
             squared_norms=layout.squared_norms(reduced.decoded, *blocks),

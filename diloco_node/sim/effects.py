@@ -76,9 +76,11 @@ class FakeEffects:
         self._host.world.after(LOCAL_NS, self._host.learner.life, self._host.learner.ask_snapshot, effect)
 
     def _send_contribution(self, effect: ev.SendContribution) -> None:
-        snapshot = self._host.outbox.get(effect.contribution.fragment)
+        snapshot = self._host.contribution_area.get(effect.contribution.fragment)
         if snapshot is None or snapshot.contribution != effect.contribution:
-            self._host.complain(f"asked to send a contribution that is not in the outbox: {effect.contribution}")
+            self._host.complain(
+                f"asked to send a contribution that is not in the contribution area: {effect.contribution}"
+            )
             return
         layout = self._host.setup.layouts[effect.contribution.fragment]
         for index, stripe in enumerate(effect.stripes):

@@ -46,9 +46,9 @@ class FakeFetches:
         self._open[key] = FakeFetch(effect, self._number)
         want: msg.Message
         if isinstance(effect, ev.FetchPayload):
-            want = msg.PayloadWanted(effect.fragment, effect.version, effect.digest)
+            want = msg.PayloadRequested(effect.fragment, effect.version, effect.digest)
         else:
-            want = msg.StateWanted(effect.fragment, effect.version_min)
+            want = msg.StateRequested(effect.fragment, effect.version_min)
         self._host.network.send(self._host.name, effect.peer, encode_control(want))
         self._host.after(FETCH_SILENCE_NS, self._late, key, self._number)
 
@@ -103,9 +103,9 @@ class FakeFetches:
             lambda: self._host.post(ev.StateStored(header.fragment, header.version, header.digest)),
         )
 
-    def serve(self, peer: str, message: msg.PayloadWanted | msg.StateWanted) -> None:
+    def serve(self, peer: str, message: msg.PayloadRequested | msg.StateRequested) -> None:
         """A peer asks."""
-        if isinstance(message, msg.PayloadWanted):
+        if isinstance(message, msg.PayloadRequested):
             stored = self._host.disk.payloads.get((message.fragment, message.version, message.digest))
             if stored is not None:
                 header = msg.Payload(message.fragment, message.version, message.digest)
@@ -121,7 +121,7 @@ class FakeFetches:
         body = state.theta.tobytes() + state.momentum.tobytes()
         self._host.transfer(peer, msg.State(message.fragment, state.version, digest), body)
 
-    def _state_for(self, message: msg.StateWanted) -> DiskState | None:
+    def _state_for(self, message: msg.StateRequested) -> DiskState | None:
         if self._host.plane.versions[message.fragment] >= max(0, message.version_min):
             return self._host.plane.state(message.fragment)
         held = self._host.disk.states.get(message.fragment)

@@ -21,7 +21,7 @@ from diloco_node.sim.dataplane import DataPlane
 from diloco_node.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
 from diloco_node.sim.effects import FakeEffects
 from diloco_node.sim.fetching import FakeFetches
-from diloco_node.sim.learner import FakeLearner, Pool, Snapshot
+from diloco_node.sim.learner import FakeLearner, FakeSnapshot, Pool
 from diloco_node.sim.setup import Setup
 from diloco_node.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
@@ -53,8 +53,8 @@ class Observer(Protocol):
         """The effects of an event were started."""
         ...
 
-    def snapshot_seen(self, host: Host, snapshot: Snapshot) -> None:
-        """The learner put a contribution into its outbox."""
+    def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
+        """The learner put a contribution into its contribution area."""
         ...
 
     def complaint(self, region: str, text: str) -> None:
@@ -72,7 +72,7 @@ class Host:
         learner: the current incarnation, None while it is down.
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         disk_factor: how many times slower than usual the disk is.
-        outbox: what the learner encoded last, by fragment; it lies in the supervisor's memory.
+        contribution_area: what the learner encoded last, by fragment; it lies in the supervisor's memory.
         effects, fetches: carry out what the core wants.
         fsync_is_late: plants a fault: writes are answered before they are durable.
     """
@@ -108,13 +108,13 @@ class Host:
         self.theta_0 = theta
         self._life: Life | None = None
         self._lives = 0
-        self._inbox: deque[ev.Event] = deque()
+        self._events: deque[ev.Event] = deque()
         self._is_busy = False
         self._armed_ns = -1
         self._wakes = 0
         self._woken_ns = -1
         self._ledger_free_ns = 0
-        self.outbox: dict[int, Snapshot] = {}
+        self.contribution_area: dict[int, FakeSnapshot] = {}
         self.fetches = FakeFetches(self)
         self.effects = FakeEffects(self)
 
@@ -134,7 +134,7 @@ class Host:
         self.plane = DataPlane(self.setup, self.disk, self.complain)
         self.plane.is_residual_loose = self.is_residual_loose
         self.plane.is_order_loose = self.is_order_loose
-        self._inbox.clear()
+        self._events.clear()
         self.fetches.forget()
         self._armed_ns = -1
         self._ledger_free_ns = self.world.now_ns
@@ -194,7 +194,7 @@ class Host:
         learner, self.learner = self.learner, None
         learner.life.is_over = True
         if is_power_cut:
-            self.outbox.clear()
+            self.contribution_area.clear()
         else:
             self.disk.counters[learner.incarnation] = (learner.step, learner.tokens)
         self.world.note(self.name, "learner died", b"learner-kill")
@@ -210,13 +210,13 @@ class Host:
         """Hand a fact to the core, now or right after the one it is busy with."""
         if self._life is None:
             return
-        self._inbox.append(event)
+        self._events.append(event)
         if self._is_busy:
             return
         self._is_busy = True
         try:
-            while self._inbox and self._life is not None:
-                self._give(self._inbox.popleft())
+            while self._events and self._life is not None:
+                self._give(self._events.popleft())
         finally:
             self._is_busy = False
         self._arm()
@@ -234,7 +234,7 @@ class Host:
         message = decode_control(frame)
         self.world.note(self.name, message, frame)
         match message:
-            case msg.PayloadWanted() | msg.StateWanted():
+            case msg.PayloadRequested() | msg.StateRequested():
                 self.fetches.serve(peer, message)
             case msg.Refused():
                 self.fetches.refused(peer, message)
@@ -305,9 +305,9 @@ class Host:
         if self._life is not None:
             self.after(LOCAL_NS, self._told_by_learner, event)
 
-    def offer_outbox(self, snapshot: Snapshot) -> None:
+    def offer_contribution(self, snapshot: FakeSnapshot) -> None:
         """The learner's encoded contribution lies in shared memory."""
-        self.outbox[snapshot.contribution.fragment] = snapshot
+        self.contribution_area[snapshot.contribution.fragment] = snapshot
         self._observer.snapshot_seen(self, snapshot)
 
     def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:

@@ -39,7 +39,7 @@ Pool = list[list[F32]]
 
 
 @dataclass(slots=True)
-class Snapshot:
+class FakeSnapshot:
     """A copy of a fragment that was offered to a round, until the learner applies a version that resolves it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Part:
     included_work: F64
     position: FragmentPosition = NOWHERE
     last_included: int = -1
-    snapshot: Snapshot | None = None
+    snapshot: FakeSnapshot | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class LearnerPort(Protocol):
         """Send a fact to the daemon, if there is one."""
         ...
 
-    def offer_outbox(self, snapshot: Snapshot) -> None:
+    def offer_contribution(self, snapshot: FakeSnapshot) -> None:
         """Put an encoded contribution where the daemon reads it."""
         ...
 
@@ -136,7 +136,7 @@ class FakeLearner:
         self._boundaries = 0
         self._asked: dict[int, TakeSnapshot] = {}
         self._stop_reason = ""
-        self._told_step = 0
+        self._reported_step = 0
         self._step_time_ns = world.draw_ns(setup.step_ns_min, setup.step_ns_max)
         self._boundary(is_first=True)
 
@@ -211,8 +211,8 @@ class FakeLearner:
         )
 
     def _tell(self, status: LearnerStatus) -> None:
-        if status.step >= self._told_step:
-            self._told_step = status.step
+        if status.step >= self._reported_step:
+            self._reported_step = status.step
             self._port.tell_daemon(LearnerReported(status))
 
     def _train(self) -> None:
@@ -235,7 +235,7 @@ class FakeLearner:
             part.snapshot = self._make_snapshot(asked.fragment, part)
         snapshot = part.snapshot
         snapshot.version = asked.version
-        self._port.offer_outbox(snapshot)
+        self._port.offer_contribution(snapshot)
         self._port.persist_counters(
             self.incarnation,
             self.step,
@@ -246,7 +246,7 @@ class FakeLearner:
     def _refuse(self, asked: TakeSnapshot, reason: str) -> None:
         self._port.tell_daemon(SnapshotRefused(asked.fragment, asked.version, reason))
 
-    def _make_snapshot(self, fragment: int, part: Part) -> Snapshot:
+    def _make_snapshot(self, fragment: int, part: Part) -> FakeSnapshot:
         layout = self._setup.layouts[fragment]
         encoded = tensors.encode(part.base - part.theta, self._setup.settings.codec_up)
         decoded = tensors.decode(encoded, self._setup.settings.codec_up)
@@ -263,7 +263,7 @@ class FakeLearner:
             squared_norms=layout.squared_norms(decoded, 0, layout.blocks),
         )
         self._check_work(part, decoded, contribution)
-        return Snapshot(contribution, part.theta, part.work.copy(), encoded)
+        return FakeSnapshot(contribution, part.theta, part.work.copy(), encoded)
 
     def _check_work(self, part: Part, decoded: F32, contribution: Contribution) -> None:
         """The outer gradient must hold the work of exactly the steps it names, within float32 and bf16 rounding."""
@@ -278,7 +278,7 @@ class FakeLearner:
             return
         if part.position.base_version < 0:
             part.theta = part.base = offer.theta
-            part.position = replace(part.position, base_version=offer.version, mark_step=self.step)
+            part.position = replace(part.position, base_version=offer.version, cycle_start_step=self.step)
             return
         self._carry(part, offer)
 
@@ -309,7 +309,7 @@ class FakeLearner:
         anchors = {Anchor.BASE: part.base, Anchor.SNAPSHOT: snapshot.values if snapshot else None, Anchor.NONE: None}
         part.theta = carry_over(plan, new=offer.theta, theta=part.theta, anchor=anchors[plan.anchor])
         # Of the work that is in no version, lam of it is still in theta - base.
-        part.included_work = part.work - plan.lam * (part.work - part.included_work)
+        part.included_work = part.work - plan.carry_factor * (part.work - part.included_work)
         part.base = offer.theta
         part.position = position_after(
             part.position,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from diloco_node.core.events import FinishAsked
+from diloco_node.core.events import FinishOrdered
 from diloco_node.numeric import F32
 from diloco_node.sim import faults
 from diloco_node.sim.chaos import Chaos
@@ -249,7 +249,7 @@ def _demand_progress(simulation: Simulation) -> None:
 def _ask_for_end(simulation: Simulation) -> None:
     """An operator asks every daemon that is up."""
     for name in simulation.setup.regions:
-        simulation.hosts[name].post(FinishAsked("the simulation is over"))
+        simulation.hosts[name].post(FinishOrdered("the simulation is over"))
 
 
 def _demand_end(simulation: Simulation) -> None:

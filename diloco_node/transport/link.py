@@ -35,7 +35,7 @@ from diloco_node.transport.kernel.congestion import (
 )
 from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.session import LinkEnvironment, Session
-from diloco_node.transport.streams import AcceptedStream, DialedStream, Metadata, Superfluous, Twin, dial
+from diloco_node.transport.streams import AcceptedStream, DialedStream, DuplicateInstance, Metadata, RedundantDial, dial
 from diloco_node.wire.envelope import (
     TRANSFER_CONNECTIONS_MAX,
     Hello,
@@ -179,11 +179,11 @@ class PeerLink:
             if asyncio.current_task().cancelling():  # type: ignore[union-attr]
                 raise
             return None  # only the dial was given up, for an incoming session
-        except Superfluous:
+        except RedundantDial:
             return None
         except PeerError as error:
             self._failed(error)
-            if isinstance(error, Twin):
+            if isinstance(error, DuplicateInstance):
                 # For longer than a dead one would be taken for alive: the newer process lives.
                 now_s = asyncio.get_running_loop().time()
                 self._refused_since_s = self._refused_since_s if self._refused_since_s is not None else now_s
@@ -211,7 +211,7 @@ class PeerLink:
                         env.identity, self.peer, self._address, lane, timeout_s=timeout_s, metadata=_metadata(lane)
                     )
             if self._session is not None:
-                raise Superfluous("the peer's session came up first")
+                raise RedundantDial("the peer's session came up first")
             self._is_hello_sent = True
             async with asyncio.timeout(env.times.hello_s):
                 instance = await self._exchange_hellos(streams, dial_number)
@@ -330,15 +330,15 @@ class PeerLink:
         """Which of two crossing dials goes on, and which of two processes; see the module's docstring."""
         session = self._session
         if session is not None and session.is_alive and hello.instance_id < session.instance:
-            raise Twin(
+            raise DuplicateInstance(
                 f"superseded: a newer process of {self.peer} is linked with {self._env.hello.region}; two with one "
                 "certificate must not run at once"
             )
         if self._is_smaller and self._is_hello_sent:
-            raise Superfluous(f"{self._env.hello.region} is dialing {self.peer} itself at this moment")
+            raise RedundantDial(f"{self._env.hello.region} is dialing {self.peer} itself at this moment")
         instance, number = self._newest
         if hello.instance_id == instance and hello.dial < number:
-            raise Superfluous(f"dial {hello.dial} of {self.peer} is older than {number}")
+            raise RedundantDial(f"dial {hello.dial} of {self.peer} is older than {number}")
         self._newest = (hello.instance_id, hello.dial)
         if self._dialing is not None:
             self._dialing.cancel()

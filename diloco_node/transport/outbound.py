@@ -151,7 +151,7 @@ class BulkOutbound:
         item = _Transfer(header, body, asyncio.get_running_loop().create_future())
         self._asked += 1
         order = (_urgency_of(header), self._asked)
-        self._pacer.begin(self._peer, lane, body.nbytes)
+        self._pacer.transfer_started(self._peer, lane, body.nbytes)
         try:
             waiting = self._queues[lane].waiting
             await waiting.put((order, item))
@@ -162,7 +162,7 @@ class BulkOutbound:
                 raise
             await item.done
         finally:
-            self._pacer.end(self._peer)
+            self._pacer.transfer_ended(self._peer)
             item.is_cancelled = True
             if item.encoding is not None:
                 await asyncio.wait((item.encoding,))
@@ -252,8 +252,8 @@ class BulkOutbound:
             following = self._start_encode(item, transfer, offset, raw_bytes) if offset < size else None
             await self._lead(lane)
             await self._bundle.until_free()  # a turn is taken for what can go at once
-            if not self._pacer.turn_now(self._peer, lane, len(frame)):
-                await self._take_turn(lane, len(frame), urgency)
+            if not self._pacer.try_acquire(self._peer, lane, len(frame)):
+                await self._acquire(lane, len(frame), urgency)
             await self._bundle.write(frame, counts)
         return True
 
@@ -268,10 +268,10 @@ class BulkOutbound:
             except TimeoutError:
                 return
 
-    async def _take_turn(self, lane: BudgetLane, frame_bytes: int, urgency: tuple[int, ...]) -> None:
+    async def _acquire(self, lane: BudgetLane, frame_bytes: int, urgency: tuple[int, ...]) -> None:
         try:
             async with asyncio.timeout(TURN_S):
-                await self._pacer.turn(self._peer, lane, frame_bytes, urgency)
+                await self._pacer.acquire(self._peer, lane, frame_bytes, urgency)
         except TimeoutError:
             raise LinkLost(
                 f"{self._peer}: too slow: {frame_bytes} bytes had no turn within the budget in {TURN_S:.0f} s"

@@ -119,8 +119,8 @@ class Session:
         self.queue = ControlQueue()
         self.outbound = BulkOutbound(peer, bulk, env.executor, env.pacer)
         self._inbound = BulkInbound(peer, env.handler, env.executor)
-        self._heard_s = 0.0
-        self._bulk_heard_s = 0.0
+        self._received_s = 0.0
+        self._bulk_received_s = 0.0
         self._held_up = 0  # bulk connections that are not read at this moment
         self._has_run = False
         self.instance = instance
@@ -158,7 +158,7 @@ class Session:
     @property
     def is_alive(self) -> bool:
         """Whether the peer was heard of late: it says at least every `ping_s` that it lives."""
-        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        silent_s = asyncio.get_running_loop().time() - self._received_s
         return self._has_run and silent_s < ALIVE_PINGS * self._env.times.ping_s
 
     async def run(self) -> PeerError:
@@ -168,7 +168,7 @@ class Session:
             Exception: what is no fault of the peer (a bug of ours), after the streams were closed.
         """
         self._has_run = True
-        self._heard_s = self._bulk_heard_s = asyncio.get_running_loop().time()
+        self._received_s = self._bulk_received_s = asyncio.get_running_loop().time()
         self._env.pacer.connected(self._peer)
         control, bulk = self._streams
         parts = {
@@ -232,7 +232,7 @@ class Session:
         loop, pacer = asyncio.get_running_loop(), self._env.pacer
         while True:
             frame = await stream.read()
-            self._heard_s = loop.time()
+            self._received_s = loop.time()
             pacer.was_read(self._peer, len(frame), is_bulk=False)
             message = decode_control_lane(frame)
             if message is not None and not pacer.heard(self._peer, message):
@@ -250,7 +250,7 @@ class Session:
         while True:
             await pacer.until_readable(self._peer)
             self._held_up -= 1
-            self._bulk_heard_s = loop.time()
+            self._bulk_received_s = loop.time()
             frame = await stream.read()
             self._held_up += 1
             pacer.was_read(self._peer, len(frame))
@@ -291,11 +291,11 @@ class Session:
             now_s = loop.time()
             if now_s - slept_from_s > times.ping_s + times.silent_s / 4:
                 # Our own loop stood still: what came meanwhile has not been read yet.
-                self._heard_s = self._bulk_heard_s = now_s
-            if now_s - self._heard_s > times.silent_s:
-                raise LinkLost(f"{self._peer}: silent for {now_s - self._heard_s:.0f} s")
+                self._received_s = self._bulk_received_s = now_s
+            if now_s - self._received_s > times.silent_s:
+                raise LinkLost(f"{self._peer}: silent for {now_s - self._received_s:.0f} s")
             if not self._inbound.is_open or self._held_up > self._inbound.waiting:
-                self._bulk_heard_s = now_s  # it owes us nothing, or we don't read
-            elif now_s - self._bulk_heard_s > times.transfer_silent_s:
-                silent_s = now_s - self._bulk_heard_s
+                self._bulk_received_s = now_s  # it owes us nothing, or we don't read
+            elif now_s - self._bulk_received_s > times.transfer_silent_s:
+                silent_s = now_s - self._bulk_received_s
                 raise LinkLost(f"{self._peer}: too slow: nothing of an open transfer in {silent_s:.0f} s")

@@ -62,8 +62,8 @@ _CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_reconnect_backoff_ms", 600_000),
 ]
 
-_DUPLICATE: Final = grpc.StatusCode.ALREADY_EXISTS
-_TWIN: Final = grpc.StatusCode.ABORTED
+_REDUNDANT: Final = grpc.StatusCode.ALREADY_EXISTS
+_DUPLICATE: Final = grpc.StatusCode.ABORTED
 
 
 Server: TypeAlias = aio.Server
@@ -73,11 +73,11 @@ Metadata: TypeAlias = tuple[tuple[str, str], ...]
 Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
 
 
-class Superfluous(LinkLost):
+class RedundantDial(LinkLost):
     """The peer prefers the link that the other side is making at this moment. Nothing is wrong."""
 
 
-class Twin(LinkLost):
+class DuplicateInstance(LinkLost):
     """Two live processes have one certificate: this is said to the one that was started first."""
 
 
@@ -136,10 +136,10 @@ class DialedStream:
             code, details = grpc.StatusCode.OK, ""
         if code is grpc.StatusCode.OK:
             details = "the peer ended the stream"
+        if code is _REDUNDANT:
+            return RedundantDial(f"{self._peer} at {self._address}: {details}")
         if code is _DUPLICATE:
-            return Superfluous(f"{self._peer} at {self._address}: {details}")
-        if code is _TWIN:
-            return Twin(f"{self._peer} at {self._address}: {details}")
+            return DuplicateInstance(f"{self._peer} at {self._address}: {details}")
         return LinkLost(f"{self._peer} at {self._address}: {explain(details or str(code))}")
 
     def close(self, error: PeerError | None = None) -> None:
@@ -232,7 +232,10 @@ def caller(context: Any) -> Caller:
 
 async def refuse(context: Any, error: PeerError) -> None:
     """End an accepted call with the reason, for the dialing side's log. Never returns normally."""
-    codes: tuple[tuple[type[PeerError], grpc.StatusCode], ...] = ((Superfluous, _DUPLICATE), (Twin, _TWIN))
+    codes: tuple[tuple[type[PeerError], grpc.StatusCode], ...] = (
+        (RedundantDial, _REDUNDANT),
+        (DuplicateInstance, _DUPLICATE),
+    )
     code = next((code for kind, code in codes if isinstance(error, kind)), grpc.StatusCode.FAILED_PRECONDITION)
     await context.abort(code, str(error)[:1024].encode("ascii", "backslashreplace").decode())
 

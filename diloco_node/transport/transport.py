@@ -43,9 +43,9 @@ from diloco_node.transport.session import LinkEnvironment, LinkTimes
 from diloco_node.transport.streams import (
     AcceptedStream,
     Caller,
+    DuplicateInstance,
+    RedundantDial,
     Server,
-    Superfluous,
-    Twin,
     caller,
     make_server,
     refuse,
@@ -54,7 +54,7 @@ from diloco_node.wire.envelope import (
     TRANSFER_CONNECTIONS_MAX,
     Hello,
     Lane,
-    Role,
+    LinkRole,
     check_hello,
     decode_hello,
     encode_control,
@@ -115,7 +115,7 @@ class GrpcTransport:
         budget: BudgetPlan = BudgetPlan(),  # noqa: B008 - frozen
         connections: int | None = None,
         superseded: Callable[[SupersededError], None] | None = None,
-        role: Role = Role.TRAINING,
+        role: LinkRole = LinkRole.TRAINING,
     ) -> None:
         if connections is not None and not 1 <= connections <= TRANSFER_CONNECTIONS_MAX:
             raise ConfigError(f"{connections} bulk connections: 1 to {TRANSFER_CONNECTIONS_MAX}")
@@ -339,10 +339,10 @@ class GrpcTransport:
         try:
             link, hello = await self._greet(lane, who, stream)
             ended = await link.accept(hello, stream)
-        except Superfluous as error:
+        except RedundantDial as error:
             await refuse(context, error)
         except PeerError as error:
-            if not isinstance(error, LinkLost) or isinstance(error, Twin):
+            if not isinstance(error, LinkLost) or isinstance(error, DuplicateInstance):
                 self.reject(who.region, error)
             await refuse(context, error)
         else:
@@ -429,7 +429,7 @@ def new_instance_id(now_ns: int) -> bytes:
 
 def _reason(error: PeerError) -> str:
     """A short word for counters."""
-    if isinstance(error, Twin):
+    if isinstance(error, DuplicateInstance):
         return "superseded"
     if "identity_mismatch" in str(error):
         return "identity_mismatch"

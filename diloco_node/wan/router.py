@@ -77,7 +77,7 @@ class TunPlane:
             for address in (place.address, place.probe_address):
                 self._number_of_address[bytes(map(int, address.split(".")))] = number
         for place in places:
-            run_ip("-n", place.namespace, "-batch", "-", script="\n".join(_furnish(place, places, conditions)) + "\n")
+            run_ip("-n", place.namespace, "-batch", "-", script="\n".join(_configure(place, places, conditions)) + "\n")
 
     @property
     def wake_at_ns(self) -> int | None:
@@ -183,7 +183,7 @@ class TunPlane:
         self.fds.clear()
 
 
-def _furnish(place: Place, places: Sequence[Place], conditions: Conditions) -> list[str]:
+def _configure(place: Place, places: Sequence[Place], conditions: Conditions) -> list[str]:
     """`ip` commands for one region's device: addresses, and routes to the others."""
     lines = [
         f"addr add {place.address}/32 dev {DEVICE}",

@@ -71,7 +71,7 @@ class Lane(StrEnum):
     BULK = "bulk"
 
 
-class Role(StrEnum):
+class LinkRole(StrEnum):
     """What a process is there for. Only two of the same role link."""
 
     TRAINING = "training"
@@ -104,7 +104,7 @@ class Hello:
     lane: Lane
     dial: int
     connection: int = 0
-    role: Role = Role.TRAINING
+    role: LinkRole = LinkRole.TRAINING
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +157,11 @@ _HELLO: Final[Schema[Hello]] = Schema({1: Hello}, limits=Limits(message_bytes_ma
 
 
 _OTHER_ROLE: Final = {
-    Role.TRAINING: "what answers is the training daemon of {region}, which measures only with daemons: leave out "
+    LinkRole.TRAINING: "what answers is the training daemon of {region}, which measures only with daemons: leave out "
     "--alone and HOST:PORT to measure through the daemon that runs here, or start `diloco-node measure serve` beside "
     "that one on a port of its own (measure_port in run.toml, or --listen)",
-    Role.MEASURING: "what is there is no training daemon, but `diloco-node measure` of {region}: end it, or give it a "
-    "port of its own (measure_port in run.toml, or --listen)",
+    LinkRole.MEASURING: "what is there is no training daemon, but `diloco-node measure` of {region}: end it, or give it "
+    "a port of its own (measure_port in run.toml, or --listen)",
 }
 
 

@@ -3,19 +3,19 @@
 Each message is a frame: length as little-endian u32, then strict msgpack (`wire.schema`). The conversation:
 
 1. The learner connects and sends `Attach`. The daemon answers `Welcome` or `Refuse`.
-2. `Welcome.wants_initial_state`: the learner writes its parameters into the inbox and says `InitialState`.
-3. `VersionOffered` for each fragment (genesis, or where the run is) is answered by `Applied`. The first step is made
-   when every fragment has a version.
-4. Every inner step: `Report`. At any time: `SnapshotWanted` (answered by `SnapshotReady` or `SnapshotDenied`) and
-   `VersionOffered` (answered by `Applied`), both at the next step boundary.
+2. `Welcome.wants_initial_state`: the learner writes its parameters into the version area and says `InitialState`.
+3. `VersionOffered` for each fragment (genesis, or where the run is) is answered by `OfferApplied`. The first step is
+   made when every fragment has a version.
+4. Every inner step: `Report`. At any time: `SnapshotRequested` (answered by `SnapshotReady` or `SnapshotDenied`) and
+   `VersionOffered` (answered by `OfferApplied`), both at the next step boundary.
 5. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
-What the old daemon asked or offered is void: a place in the inbox may be written again as soon as an `Attach` has
-arrived.
+What the old daemon asked or offered is void: a place in the version area may be written again as soon as an `Attach`
+has arrived.
 
-Memory (areas `INBOX` and `OUTBOX` of the supervisor): places follow each other in the order of the fragments, without
-gaps.
+Memory (areas `VERSION_AREA` and `CONTRIBUTION_AREA` of the supervisor): places follow each other in the order of
+the fragments, without gaps.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from diloco_node.wire.schema import Limits, Schema
 
 LINK_PROTOCOL: Final = 2
 
-INBOX: Final = "inbox"
+VERSION_AREA: Final = "versions"
 """Area of 4 bytes per value: the model, fragment after fragment, float32."""
 
-OUTBOX: Final = "outbox"
+CONTRIBUTION_AREA: Final = "contributions"
 """Area of the encoded contributions, one place of `FragmentBlocks.encoded_bytes` per fragment."""
 
 NEW_PROCESS: Final = 0
@@ -42,7 +42,7 @@ NEW_PROCESS: Final = 0
 
 NO_SNAPSHOT: Final = -1
 
-UNATTACHED: Final = FragmentPosition(base_version=-1, mark_step=0, included_step=0, included_tokens=0)
+UNATTACHED: Final = FragmentPosition(base_version=-1, cycle_start_step=0, included_step=0, included_tokens=0)
 """Where a new process stands with every fragment."""
 
 FRAME_BYTES_MAX: Final = 16 * 2**20
@@ -119,7 +119,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotReady:
-    """Encoded in the outbox, where it stays until another snapshot of the fragment is wanted."""
+    """Encoded in the contribution area, where it stays until another snapshot of the fragment is wanted."""
 
     contribution: Contribution
 
@@ -134,24 +134,24 @@ class SnapshotDenied:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """A version was applied: its place in the inbox is free.
+class OfferApplied:
+    """A version was applied: its place in the version area is free.
 
     Attributes:
-        lam: how much of the own steps was kept: 1 for an exact carry-over.
+        carry_factor: how much of the own steps was kept: 1 for an exact carry-over.
         carried_steps: own steps that are in no version up to this one, and were kept (times lam).
     """
 
     fragment: int
     version: int
     position: FragmentPosition
-    lam: float
+    carry_factor: float
     carried_steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class InitialState:
-    """The learner's own parameters lie in the inbox, all fragments."""
+    """The learner's own parameters lie in the version area, all fragments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Failed:
     reason: str
 
 
-ToDaemon = Attach | Report | SnapshotReady | SnapshotDenied | Applied | InitialState | Done | Failed
+ToDaemon = Attach | Report | SnapshotReady | SnapshotDenied | OfferApplied | InitialState | Done | Failed
 
 # ---- daemon to learner -----------------------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Welcome:
         codec_up: of contributions. carry: mode. carry_steps_limit: steps up to which carry-over is exact.
         global_step: where the run is on the schedule of inner steps; 0 at its start.
         manifest_digest: of the fragments; the learner refuses to go on if its own differs.
-        wants_initial_state: write your parameters into the inbox and say InitialState.
+        wants_initial_state: write your parameters into the version area and say InitialState.
         state_dir: the region's folder, absolute.
     """
 
@@ -219,7 +219,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotWanted:
+class SnapshotRequested:
     """Take a snapshot of the fragment at the next step boundary, for the round that makes `version`.
 
     Asked again for the same version and base, the learner answers with the same snapshot.
@@ -232,7 +232,7 @@ class SnapshotWanted:
 
 @dataclass(frozen=True, slots=True)
 class VersionOffered:
-    """The fragment's place in the inbox holds `version`.
+    """The fragment's place in the version area holds `version`.
 
     Attributes:
         included_snapshot: number of the newest snapshot of this incarnation that the versions since the learner's base
@@ -254,7 +254,7 @@ class Stop:
     reason: str
 
 
-ToLearner = Welcome | Refuse | SnapshotWanted | VersionOffered | Stop
+ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop
 
 _LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX, str_bytes_max=4096)
 
@@ -264,7 +264,7 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
         2: Report,
         3: SnapshotReady,
         4: SnapshotDenied,
-        5: Applied,
+        5: OfferApplied,
         6: InitialState,
         7: Done,
         8: Failed,
@@ -272,7 +272,7 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
     limits=_LIMITS,
 )
 TO_LEARNER: Final[Schema[ToLearner]] = Schema(
-    {1: Welcome, 2: Refuse, 3: SnapshotWanted, 4: VersionOffered, 5: Stop}, limits=_LIMITS
+    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop}, limits=_LIMITS
 )
 
 # ---- frames ----------------------------------------------------------------------------------------------------------

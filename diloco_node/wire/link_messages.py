@@ -13,10 +13,10 @@ class IngressGranted:
 
 
 @dataclass(frozen=True, slots=True)
-class IngressWanted:
+class IngressDemand:
     """Sender to receiver: so much I could send you now; 0: nothing waits. Only to a peer that has granted a share."""
 
     bytes_per_s: int
 
 
-LinkMessage = IngressGranted | IngressWanted
+LinkMessage = IngressGranted | IngressDemand

@@ -3,10 +3,10 @@
 Echoes travel in the control lane, probes are bulk transfers in the measurement lane: both use the link that a run uses.
 The end that asks is the *asker*. It draws the measurement's number at random, so that two askers' numbers never meet.
 
-- `MeasurementAsked` -> `MeasurementReady` or `MeasurementDeclined`; the latter also later, when it fails there
+- `MeasurementRequested` -> `MeasurementReady` or `MeasurementDeclined`; the latter also later, when it fails there
 - the asker sends: probes -> the other end says `MeasurementReceived` when it has enough
 - the asker receives: <- probes; it says `MeasurementStopped` when it has enough, the answer is `MeasurementSent`
-- `LinkAsked`: measure from where you are to a third region -> `LinkMeasured` or `MeasurementDeclined`
+- `LinkTestRequested`: measure from where you are to a third region -> `LinkMeasured` or `MeasurementDeclined`
 - `MeasurementStopped` at any time: the asker wants no more
 
 Ends without a core (`diloco-node measure`) can also compare with plain TCP. The end that was asked opens a port for the
@@ -42,14 +42,14 @@ PORT_MAX: Final = 65_535
 
 
 @dataclass(frozen=True, slots=True)
-class EchoWanted:
+class EchoRequest:
     """Send this back at once."""
 
     sequence: int
 
 
 @dataclass(frozen=True, slots=True)
-class EchoAnswered:
+class EchoReply:
     """The echo, with the answering end's counters of this link: TCP payload sent, and retransmitted; -1: unknown."""
 
     sequence: int
@@ -70,7 +70,7 @@ class PlainPort:
 
 
 @dataclass(frozen=True, slots=True)
-class MeasurementAsked:
+class MeasurementRequested:
     """The asker wants probes to flow between it and the receiver of this message.
 
     Attributes:
@@ -150,7 +150,7 @@ class MeasurementSent:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkAsked:
+class LinkTestRequested:
     """Measure from where you are to another region, and report it.
 
     Attributes:
@@ -193,15 +193,15 @@ class LinkMeasured:
 
 
 MeasureMessage = (
-    EchoWanted
-    | EchoAnswered
-    | MeasurementAsked
+    EchoRequest
+    | EchoReply
+    | MeasurementRequested
     | MeasurementReady
     | MeasurementDeclined
     | MeasurementReceived
     | MeasurementStopped
     | MeasurementSent
-    | LinkAsked
+    | LinkTestRequested
     | LinkMeasured
 )
 
@@ -223,14 +223,14 @@ class CompressibleProbe:
 ProbeHeader = Probe | CompressibleProbe
 
 
-def check_asked(asked: MeasurementAsked | LinkAsked) -> None:
+def check_request(asked: MeasurementRequested | LinkTestRequested) -> None:
     """Refuse what is over the limits.
 
     Raises:
         ProtocolViolation: names the field, the value and the range.
     """
     limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, BYTES_MAX)]
-    if isinstance(asked, LinkAsked):
+    if isinstance(asked, LinkTestRequested):
         limits.append(("probes_ns", 1, PROBES_NS_MAX))
     else:
         limits.append(("plain_connections", 0, CONNECTIONS_MAX))
@@ -247,6 +247,6 @@ def check_plain(plain: PlainPort) -> None:
         raise ProtocolViolation(f"port {plain.port} for a measurement; 1 to {PORT_MAX} are allowed")
 
 
-def all_bytes_max(asked: MeasurementAsked | LinkAsked) -> int:
+def all_bytes_max(asked: MeasurementRequested | LinkTestRequested) -> int:
     """The most that may flow for what was asked."""
-    return asked.bytes_max * (2 if isinstance(asked, LinkAsked) and asked.is_plain_too else 1)
+    return asked.bytes_max * (2 if isinstance(asked, LinkTestRequested) and asked.is_plain_too else 1)

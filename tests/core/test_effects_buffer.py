@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Note, Send, WriteFinal
-from diloco_node.core.messages import FinishWanted
+from diloco_node.core.messages import FinishRequested
 
 
 def test_effects_keep_their_order_and_are_handed_out_once() -> None:
     effects = EffectBuffer("a")
     effects.emit(WriteFinal((1,)))
-    effects.send("b", FinishWanted("x"))
+    effects.send("b", FinishRequested("x"))
     effects.note("why", "because", fragment=2, version=3, is_alarm=True)
-    assert effects.take() == [WriteFinal((1,)), Send("b", FinishWanted("x")), Note("why", "because", 2, 3, True)]
+    assert effects.take() == [WriteFinal((1,)), Send("b", FinishRequested("x")), Note("why", "because", 2, 3, True)]
     assert effects.take() == []
 
 
 def test_message_to_itself_stays_inside() -> None:
     effects = EffectBuffer("a")
-    effects.send("a", FinishWanted("x"))
+    effects.send("a", FinishRequested("x"))
     assert effects.take() == []
-    assert list(effects.local) == [FinishWanted("x")]
+    assert list(effects.local) == [FinishRequested("x")]
 
 
 def test_reason_is_said_when_it_changes() -> None:

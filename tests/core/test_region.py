@@ -458,7 +458,7 @@ def test_operator_of_any_region_ends_the_run_even_if_a_region_is_gone(patch: pyt
     small.go(8)
     dead, asking = small.others()[:2]
     small.hosts[dead].kill_daemon()
-    small.hosts[asking].post(ev.FinishAsked("the operator has seen enough"))
+    small.hosts[asking].post(ev.FinishOrdered("the operator has seen enough"))
     small.go(15)
     assert small.view(asking).finished == "the operator has seen enough"
     small.hosts[dead].start_daemon()
@@ -574,7 +574,7 @@ def test_ballot_of_somebody_who_does_not_lead_is_ignored() -> None:
 
 def test_core_that_becomes_due_tells_its_leader_at_once() -> None:
     core = a_core()
-    core.handle(ev.MessageArrived("b", msg.AppendAsked(1, 1, 0, bytes(32), (), 0)), now_ns=1)
+    core.handle(ev.MessageArrived("b", msg.AppendEntries(1, 1, 0, bytes(32), (), 0)), now_ns=1)
     core.handle(ev.LearnerAttached(status(3), (-1, -1), ()), now_ns=2)
     effects = core.handle(ev.LearnerReported(status(4)), now_ns=3)
     assert [effect.peer for effect in effects if isinstance(effect, ev.Send)] == ["b"]

@@ -28,17 +28,17 @@ from diloco_node.core.events import (
     PayloadStored,
     PersistLedger,
     ReduceStripe,
+    ReductionDone,
     Send,
     SendContribution,
     SendMerged,
     StopLearner,
     StorePayload,
-    StripeReduced,
     TakeSnapshot,
     VersionApplied,
     WriteFinal,
 )
-from diloco_node.core.messages import ContributionStripe, MergedStripe, PayloadWanted
+from diloco_node.core.messages import ContributionStripe, MergedStripe, PayloadRequested
 from diloco_node.core.types import Ballot, Contribution, Entry, RoundBody, Stripe
 from diloco_node.daemon import disk_effects
 from diloco_node.daemon.disk_effects import DiskEffects
@@ -88,11 +88,11 @@ class FakeInbox:
 
 @dataclass
 class FakeLearner:
-    """The learner's side: an outbox that the test writes, and what was asked."""
+    """The learner's side: a contribution area that the test writes, and what was asked."""
 
     blocks: list[FragmentBlocks]
-    outbox: list[np.ndarray]
-    inbox: FakeInbox = field(default_factory=FakeInbox)
+    contribution_area: list[np.ndarray]
+    version_area: FakeInbox = field(default_factory=FakeInbox)
     incarnation: int = 1
     asked: list[TakeSnapshot] = field(default_factory=list)
     stopped: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ class FakeLearner:
     def contribution_bytes(self, fragment: int, start: int, stop: int) -> np.ndarray:
         blocks = self.blocks[fragment]
         first = blocks.span_bytes(0, start)
-        return self.outbox[fragment][first : first + blocks.span_bytes(start, stop)]
+        return self.contribution_area[fragment][first : first + blocks.span_bytes(start, stop)]
 
     def stop(self, reason: str) -> None:
         self.stopped.append(reason)
@@ -201,7 +201,7 @@ class Bench:
             parameters=parameters,
             store=flaky,
             table=self.table,
-            inbox=learner.inbox,
+            version_area=learner.version_area,
             pool=pool,
             post=self.posted.append,
             note=self.notes.append,
@@ -296,7 +296,7 @@ async def test_stripes_of_a_contribution_go_to_their_reducers_and_the_own_one_st
     )
     held = bench.table.contribution(1, bench.own(), own.block_start, own.block_stop)
     assert held is not None
-    assert held.tobytes() + body == bench.learner.outbox[0].tobytes()
+    assert held.tobytes() + body == bench.learner.contribution_area[0].tobytes()
 
 
 async def test_stripes_that_are_held_already_are_not_sent_again(bench: Bench) -> None:
@@ -304,12 +304,12 @@ async def test_stripes_that_are_held_already_are_not_sent_again(bench: Bench) ->
     assert bench.transport.transfers == []
 
 
-async def test_a_snapshot_into_the_outbox_does_not_change_what_waits_for_a_slow_link(bench: Bench) -> None:
+async def test_a_snapshot_into_the_contribution_area_does_not_change_what_waits_for_a_slow_link(bench: Bench) -> None:
     bench.transport.is_slow = True
-    before = bench.learner.outbox[0].tobytes()
+    before = bench.learner.contribution_area[0].tobytes()
     bench.effects.perform(bench.send_order())
     await settle()
-    bench.learner.outbox[0][:] = 0
+    bench.learner.contribution_area[0][:] = 0
     await bench.transport.deliver()
     own, _ = bench.stripes()
     held = bench.table.contribution(1, bench.own(), own.block_start, own.block_stop)
@@ -369,7 +369,7 @@ async def test_a_contribution_that_arrives_whole_is_held(bench: Bench) -> None:
 
 async def test_an_own_stripe_that_does_not_decode_never_counts_as_held(bench: Bench) -> None:
     """It is written by another process: a round must not wait for its sum for ever."""
-    bench.learner.outbox[0][:4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
+    bench.learner.contribution_area[0][:4] = np.frombuffer(np.float32("nan").tobytes(), np.uint8)
     assert await bench.do(bench.send_order()) == []
     assert bench.notes[-1].kind == "corrupt"
     assert bench.notes[-1].is_alarm
@@ -445,7 +445,7 @@ async def reduce_here(bench: Bench) -> list[Event]:
 
 async def test_a_reduced_stripe_is_told_kept_and_sent(bench: Bench) -> None:
     reduced, merged = await reduce_here(bench)
-    assert isinstance(reduced, StripeReduced)
+    assert isinstance(reduced, ReductionDone)
     assert isinstance(merged, MergedStripeArrived)
     assert (merged.ballot, merged.stripe, merged.digest) == (BALLOT, 0, reduced.digest)
     own = bench.stripes()[0]
@@ -466,7 +466,7 @@ async def test_a_reduction_without_its_bytes_says_whose_are_missing(bench: Bench
 
 async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_committed_one_go_on(bench: Bench) -> None:
     reduced = (await reduce_here(bench))[0]
-    assert isinstance(reduced, StripeReduced)
+    assert isinstance(reduced, ReductionDone)
     own = bench.stripes()[0]
     bench.transport.is_slow = True
     send = SendMerged(BALLOT, 0, 0, 1, reduced.digest, own.block_start, own.block_stop, ("b",))
@@ -488,7 +488,7 @@ async def test_merged_stripes_of_a_failed_ballot_are_given_up_and_those_of_a_com
 
 async def test_a_failed_ballots_merged_stripe_stops_at_once(bench: Bench) -> None:
     reduced = (await reduce_here(bench))[0]
-    assert isinstance(reduced, StripeReduced)
+    assert isinstance(reduced, ReductionDone)
     own = bench.stripes()[0]
     bench.transport.is_slow = True
     bench.effects.perform(SendMerged(BALLOT, 0, 0, 1, reduced.digest, own.block_start, own.block_stop, ("b",)))
@@ -618,14 +618,14 @@ async def stored_payload(bench: Bench) -> bytes:
 
 async def test_a_version_is_applied_told_and_hashed(bench: Bench) -> None:
     digest = await stored_payload(bench)
-    place = bench.learner.inbox.places[0] = np.zeros(MANIFEST.fragments[0].size, np.float32)
+    place = bench.learner.version_area.places[0] = np.zeros(MANIFEST.fragments[0].size, np.float32)
     applied, hashed = await bench.do(ApplyVersion(bench.round(digest)))
     assert applied == VersionApplied(0, 1)
     assert isinstance(hashed, DigestComputed)
     assert (hashed.fragment, hashed.version) == (0, 1)
     theta = await apply(bench)
     assert place.tobytes() == theta.tobytes() != theta_of(0).tobytes()
-    assert bench.learner.inbox.written == [(0, 1)]
+    assert bench.learner.version_area.written == [(0, 1)]
 
 
 async def test_memory_and_disk_give_the_same_parameters(bench: Bench, tmp_path: Path) -> None:
@@ -636,7 +636,7 @@ async def test_memory_and_disk_give_the_same_parameters(bench: Bench, tmp_path: 
     bench.table.close(BALLOT, 0, 1, committed=True)
     await bench.do(ApplyVersion(bench.round(digest)))
     assert (await apply(bench)).tobytes() == from_memory.tobytes()
-    assert bench.learner.inbox.written == [], "the place was never free"
+    assert bench.learner.version_area.written == [], "the place was never free"
 
 
 async def test_other_stripes_of_the_same_ballot_are_never_applied(bench: Bench) -> None:
@@ -690,11 +690,11 @@ async def test_an_adopted_state_is_told_and_hashed(bench: Bench) -> None:
 
 
 async def test_the_rest_goes_where_it_belongs(bench: Bench) -> None:
-    message, offer = PayloadWanted(0, 1, b"d" * 32), OfferVersion(0, 0, -1)
+    message, offer = PayloadRequested(0, 1, b"d" * 32), OfferVersion(0, 0, -1)
     snapshot, note = TakeSnapshot(0, 1, 0), Note("kind", "text")
     await bench.do(Send("b", message), offer, snapshot, StopLearner("end"), note)
     assert bench.transport.sent == [("b", message)]
-    assert bench.learner.inbox.offered == [offer]
+    assert bench.learner.version_area.offered == [offer]
     assert bench.learner.asked == [snapshot]
     assert bench.learner.stopped == ["end"]
     assert bench.notes == [note]

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
-from diloco_node.core.messages import Payload, PayloadWanted, Refused, State, StateWanted
+from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
 from diloco_node.core.types import Stripe
 from diloco_node.daemon import fetch as fetch_module
 from diloco_node.daemon.fetch import SERVES_MAX, Fetcher
@@ -89,7 +89,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
 
 async def test_a_payload_that_was_asked_for_is_stored_and_told(bench: Bench) -> None:
     bench.fetcher.ask(bench.payload_order())
-    assert bench.transport.sent == [("b", PayloadWanted(0, 1, bench.digest))]
+    assert bench.transport.sent == [("b", PayloadRequested(0, 1, bench.digest))]
     assert await bench.arrive("b", Payload(0, 1, bench.digest), bench.body)
     assert bench.posted == [PayloadStored(0, 1, bench.digest)]
     assert bench.store.read_payload(0, 1, bench.digest).tobytes() == bench.body
@@ -198,7 +198,7 @@ async def test_the_late_transfer_of_an_earlier_fetch_does_not_end_the_later_one(
 
 async def test_a_state_is_stored_at_the_version_that_came(bench: Bench) -> None:
     bench.fetcher.ask(FetchState("b", 0, 3))
-    assert bench.transport.sent == [("b", StateWanted(0, 3))]
+    assert bench.transport.sent == [("b", StateRequested(0, 3))]
     header, body = bench.state(2)
     assert not await bench.arrive("b", header, body), "older than asked for"
     header, body = bench.state(7)
@@ -259,14 +259,14 @@ async def test_a_payload_is_served_from_disk(bench: Bench) -> None:
     edge = bench.parameters.blocks[0].span_bytes(0, bench.stripes[0].block_stop)
     body = np.frombuffer(bench.body, np.uint8)
     bench.store.store_payload(0, 1, bench.digest, [body[:edge], body[edge:]])
-    bench.fetcher.requested("c", PayloadWanted(0, 1, bench.digest))
+    bench.fetcher.requested("c", PayloadRequested(0, 1, bench.digest))
     await bench.tasks.finish()
     assert bench.transport.transfers == [("c", Payload(0, 1, bench.digest), bench.body)]
     assert bench.fetcher.serves == 0
 
 
 async def test_a_state_is_served_from_memory_with_its_digest(bench: Bench) -> None:
-    bench.fetcher.requested("c", StateWanted(0, 0))
+    bench.fetcher.requested("c", StateRequested(0, 0))
     await bench.tasks.finish()
     ((_, header, body),) = bench.transport.transfers
     theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
@@ -281,7 +281,7 @@ async def test_before_genesis_theta_0_is_served_from_disk_and_not_on_the_loop(be
     read: list[int] = []
     real = bench.store.read_state
     bench.store.read_state = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]
-    bench.fetcher.requested("c", StateWanted(0, 0))
+    bench.fetcher.requested("c", StateRequested(0, 0))
     await settle()
     assert read == [], "reading and hashing a fragment takes too long for the loop"
     await held.let_go()
@@ -294,18 +294,18 @@ async def test_before_genesis_theta_0_is_served_from_disk_and_not_on_the_loop(be
 @pytest.mark.parametrize(
     ("want", "reason"),
     [
-        (PayloadWanted(0, 9, b"d" * 32), "gone"),
-        (StateWanted(0, 9), "gone"),
-        (PayloadWanted(99, 1, b"d" * 32), "unknown"),
-        (StateWanted(-1, 0), "unknown"),
+        (PayloadRequested(0, 9, b"d" * 32), "gone"),
+        (StateRequested(0, 9), "gone"),
+        (PayloadRequested(99, 1, b"d" * 32), "unknown"),
+        (StateRequested(-1, 0), "unknown"),
     ],
 )
 async def test_what_is_not_here_is_refused_with_the_reason(
-    bench: Bench, want: PayloadWanted | StateWanted, reason: str
+    bench: Bench, want: PayloadRequested | StateRequested, reason: str
 ) -> None:
     bench.fetcher.requested("c", want)
     await bench.tasks.finish()
-    version = want.version if isinstance(want, PayloadWanted) else want.version_min
+    version = want.version if isinstance(want, PayloadRequested) else want.version_min
     assert bench.transport.sent == [("c", Refused(want.fragment, version, reason))]
     assert bench.fetcher.serves == 0
 
@@ -315,7 +315,7 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
         raise StorageError("can't read it: too many open files")
 
     bench.store.read_payload = refuse  # type: ignore[method-assign]
-    bench.fetcher.requested("c", PayloadWanted(0, 1, bench.digest))
+    bench.fetcher.requested("c", PayloadRequested(0, 1, bench.digest))
     await bench.tasks.finish()
     assert bench.transport.sent == [("c", Refused(0, 1, "busy"))], "a peer that is gone is not asked for it again"
 
@@ -323,7 +323,7 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
 async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
     bench.transport.is_slow = True
     for _ in range(SERVES_MAX + 1):
-        bench.fetcher.requested("c", StateWanted(0, 0))
+        bench.fetcher.requested("c", StateRequested(0, 0))
         await settle(50)
     assert bench.fetcher.serves == SERVES_MAX
     assert bench.transport.sent == [("c", Refused(0, 0, "busy"))]
@@ -334,7 +334,7 @@ async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
 
 async def test_a_link_lost_while_serving_frees_the_place(bench: Bench) -> None:
     bench.transport.is_down = True
-    bench.fetcher.requested("c", StateWanted(0, 0))
+    bench.fetcher.requested("c", StateRequested(0, 0))
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0
     assert bench.transport.sent == []

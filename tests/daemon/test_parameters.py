@@ -50,9 +50,9 @@ async def test_the_step_gives_the_same_bits_however_the_payload_was_cut(tmp_path
         parameters, store = await make_parameters(tmp_path / str(reducers))
         for version in (1, 2):
             body, parts = a_round(parameters, version, reducers)
-            inbox = np.zeros(SIZE, np.float32)
-            await parameters.apply(body, parts, inbox)
-        assert inbox.tobytes() == (await theta(parameters)).tobytes()
+            version_area = np.zeros(SIZE, np.float32)
+            await parameters.apply(body, parts, version_area)
+        assert version_area.tobytes() == (await theta(parameters)).tobytes()
         outcomes.add((await parameters.digest(0))[1])
         store.close()
     assert len(outcomes) == 1
@@ -169,7 +169,7 @@ async def test_the_whole_model_comes_by_tensor_in_its_shape(held) -> None:
             assert part.tobytes() == theta_of(fragment.index)[piece.offset : piece.offset + piece.size].tobytes()
 
 
-def test_fragments_follow_each_other_in_the_inbox() -> None:
+def test_fragments_follow_each_other_in_the_version_area() -> None:
     offsets = fragment_offsets(MANIFEST)
     assert offsets[0] == 0
     assert [stop - start for start, stop in itertools.pairwise(offsets)] == [one.size for one in MANIFEST.fragments]

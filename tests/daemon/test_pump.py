@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from diloco_node.core.events import Effect, Event, FinishAsked, Note, TimerFired
+from diloco_node.core.events import Effect, Event, FinishOrdered, Note, TimerFired
 from diloco_node.daemon.pump import Pump
 from diloco_node.errors import ProtocolViolation
 
 
 class ScriptedCore:
-    """Answers each FinishAsked with notes; wants to be woken at `wake_at_ns`."""
+    """Answers each FinishOrdered with notes; wants to be woken at `wake_at_ns`."""
 
     def __init__(self) -> None:
         self.wake_at_ns = 10**18
@@ -25,7 +25,7 @@ class ScriptedCore:
         if isinstance(event, TimerFired):
             self.wake_at_ns = 10**18
             return []
-        assert isinstance(event, FinishAsked)
+        assert isinstance(event, FinishOrdered)
         return [Note("first", event.reason), Note("second", event.reason)]
 
 
@@ -44,10 +44,10 @@ async def test_events_posted_from_inside_an_effect_wait_for_their_turn() -> None
         assert isinstance(effect, Note)
         performed.append((effect.kind, effect.text))
         if effect == Note("first", "a"):
-            pump.post(FinishAsked("b"))
+            pump.post(FinishOrdered("b"))
 
     pump = Pump(core, perform, ManualClock().now_ns)
-    pump.post(FinishAsked("a"))
+    pump.post(FinishOrdered("a"))
     assert performed == [("first", "a"), ("second", "a"), ("first", "b"), ("second", "b")]
     pump.close()
 
@@ -87,10 +87,10 @@ async def test_a_fault_of_the_core_closes_the_pump_and_is_told() -> None:
     core = Broken(AssertionError("impossible"))
     pump = Pump(core, lambda effect: None, ManualClock().now_ns, on_fault=faults.append)
     with pytest.raises(AssertionError):
-        pump.post(FinishAsked("a"))
+        pump.post(FinishOrdered("a"))
     assert [str(fault) for fault in faults] == ["impossible"]
-    pump.post(FinishAsked("b"))
-    assert core.handled == [FinishAsked("a")]
+    pump.post(FinishOrdered("b"))
+    assert core.handled == [FinishOrdered("a")]
 
 
 async def test_a_fault_in_an_effect_is_told_too() -> None:
@@ -101,7 +101,7 @@ async def test_a_fault_in_an_effect_is_told_too() -> None:
 
     pump = Pump(ScriptedCore(), perform, ManualClock().now_ns, on_fault=faults.append)
     with pytest.raises(KeyError):
-        pump.post(FinishAsked("a"))
+        pump.post(FinishOrdered("a"))
     assert len(faults) == 1
 
 
@@ -111,7 +111,7 @@ async def test_a_peers_fault_is_the_callers_and_the_pump_goes_on() -> None:
     core.wake_at_ns = 0
     pump = Pump(core, lambda effect: None, ManualClock().now_ns, on_fault=faults.append)
     with pytest.raises(ProtocolViolation):
-        pump.post(FinishAsked("a"))
+        pump.post(FinishOrdered("a"))
     assert faults == []
     await asyncio.sleep(0.01)
     assert TimerFired() in core.handled, "the timer is armed again"
@@ -124,6 +124,6 @@ async def test_a_closed_pump_takes_nothing_and_fires_nothing() -> None:
     pump = Pump(core, lambda effect: None, clock.now_ns)
     pump.start()
     pump.close()
-    pump.post(FinishAsked("late"))
+    pump.post(FinishOrdered("late"))
     await asyncio.sleep(0.01)
     assert core.handled == []

@@ -138,7 +138,7 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
         yield number, words[: next(ends, len(words))]
 
 
-def objection(words: list[str]) -> str:
+def rejection_reason(words: list[str]) -> str:
     """What is wrong with a command, "" if it exists with all its flags. Nothing is run."""
     command: Any = typer.main.get_command(app)  # typer may bring a click of its own, so no type of click's
     path = ["diloco-node"]
@@ -162,7 +162,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     )
     found = list(commands(text))
     assert found == [(2, ["plan", "-n", "5e9", "--no-such", "--mesh", "x"]), (5, ["fly", "--high"])]
-    assert [objection(words) for _, words in found] == [
+    assert [rejection_reason(words) for _, words in found] == [
         "diloco-node plan has no flag --no-such",
         "diloco-node has no command 'fly'",
     ]
@@ -171,7 +171,9 @@ def test_a_command_that_does_not_exist_is_found() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=_name)
 def test_every_command_exists(page: Path) -> None:
     """The changelog also names commands that are gone."""
-    wrong = [f"{_name(page)}:{line}: {why}" for line, words in commands(page.read_text()) if (why := objection(words))]
+    wrong = [
+        f"{_name(page)}:{line}: {why}" for line, words in commands(page.read_text()) if (why := rejection_reason(words))
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -25,18 +25,18 @@ from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.storage.trained import allot_incarnation
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import (
-    INBOX,
+    CONTRIBUTION_AREA,
     NEW_PROCESS,
     NO_SNAPSHOT,
-    OUTBOX,
-    Applied,
+    VERSION_AREA,
     Attach,
     Done,
     InitialState,
+    OfferApplied,
     Report,
     SnapshotDenied,
     SnapshotReady,
-    SnapshotWanted,
+    SnapshotRequested,
     Stop,
     ToDaemon,
     ToLearner,
@@ -115,7 +115,7 @@ class FakeDaemon:
 
     # ---- LearnerHandler ----------------------------------------------------------------------------------------------
 
-    def objection(self, attach: Attach, process: Process | None) -> str:
+    def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         return ""
 
     def learner_attached(self, attach: Attach) -> None:
@@ -152,12 +152,12 @@ class FakeDaemon:
             if position.base_version < self.versions[index]:
                 self._offer(index, NO_SNAPSHOT)
 
-    def learner_said(self, message: ToDaemon) -> None:
+    def on_learner_message(self, message: ToDaemon) -> None:
         if isinstance(message, Attach):
             self.learner_attached(message)
             return
         if isinstance(message, InitialState) and not self.theta:
-            self.theta = [part.copy() for part in self._inbox_parts()]
+            self.theta = [part.copy() for part in self._version_parts()]
             if self.is_genesis_automatic:
                 for index in range(self.fragments):
                     self._offer(index, NO_SNAPSHOT)
@@ -178,7 +178,7 @@ class FakeDaemon:
 
     def want(self, fragment: int, *, version: int | None = None, base: int | None = None) -> None:
         base = self.versions[fragment] if base is None else base
-        self.send(SnapshotWanted(fragment, base + 1 if version is None else version, base))
+        self.send(SnapshotRequested(fragment, base + 1 if version is None else version, base))
 
     def commit(self, fragment: int, theta: F32, included_snapshot: int, *, version: int | None = None) -> None:
         """The next version of a fragment, offered to the learner."""
@@ -187,7 +187,7 @@ class FakeDaemon:
         self._loop.call_soon_threadsafe(self._offer, fragment, included_snapshot)
 
     def _offer(self, fragment: int, included_snapshot: int) -> None:
-        self._inbox_parts()[fragment][:] = self.theta[fragment]
+        self._version_parts()[fragment][:] = self.theta[fragment]
         self._server.send(VersionOffered(fragment, self.versions[fragment], included_snapshot))
 
     def stop_learner(self, reason: str = "the run is finished") -> None:
@@ -213,15 +213,15 @@ class FakeDaemon:
             return self.attaches[count - 1]
 
     def encoded(self, fragment: int) -> bytes:
-        """What lies in the fragment's place of the outbox."""
+        """What lies in the fragment's place of the contribution area."""
         assert self.manifest is not None
         sizes = [FragmentBlocks(part.piece_sizes, self.codec).encoded_bytes for part in self.manifest.fragments]
-        area = request_area(self.folder / "memory.sock", OUTBOX, sum(sizes))
+        area = request_area(self.folder / "memory.sock", CONTRIBUTION_AREA, sum(sizes))
         start = sum(sizes[:fragment])
         return bytes(area[start : start + sizes[fragment]])
 
     def decoded(self, fragment: int) -> F32:
-        """The outer gradient in the outbox."""
+        """The outer gradient in the contribution area."""
         assert self.manifest is not None
         blocks = FragmentBlocks(self.manifest.fragments[fragment].piece_sizes, self.codec)
         out = np.zeros(blocks.values, np.float32)
@@ -232,9 +232,9 @@ class FakeDaemon:
         assert self.manifest is not None
         return FragmentBlocks(self.manifest.fragments[fragment].piece_sizes, self.codec)
 
-    def _inbox_parts(self) -> list[F32]:
+    def _version_parts(self) -> list[F32]:
         assert self.manifest is not None
-        area = request_area(self.folder / "memory.sock", INBOX, 4 * self.manifest.size)
+        area = request_area(self.folder / "memory.sock", VERSION_AREA, 4 * self.manifest.size)
         whole = np.frombuffer(area, np.float32)
         ends = np.cumsum([part.size for part in self.manifest.fragments])
         return np.split(whole, ends[:-1])
@@ -255,11 +255,11 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 __all__ = [
-    "Applied",
     "Done",
     "FakeDaemon",
     "FragmentPosition",
     "MemoryStore",
+    "OfferApplied",
     "Report",
     "SnapshotDenied",
     "SnapshotReady",

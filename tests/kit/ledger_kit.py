@@ -16,9 +16,9 @@ from diloco_node.core.events import (
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
-    AppendAsked,
+    AppendEntries,
     Message,
-    VoteAnswered,
+    RequestVoteReply,
 )
 from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
 
@@ -101,7 +101,7 @@ def a_candidate(**kwargs: object) -> tuple[LedgerCore, list[Effect]]:
     core = a_core(**kwargs)  # type: ignore[arg-type]
     now_ns = core.wake_at_ns
     core.handle(TimerFired(), now_ns=now_ns)
-    return core, arrive(core, "b", VoteAnswered(core.term + 1, True, True), now_ns)
+    return core, arrive(core, "b", RequestVoteReply(core.term + 1, True, True), now_ns)
 
 
 def a_leader(**kwargs: object) -> tuple[LedgerCore, list[Effect], int]:
@@ -109,14 +109,14 @@ def a_leader(**kwargs: object) -> tuple[LedgerCore, list[Effect], int]:
     core, effects = a_candidate(**kwargs)
     now_ns = core.wake_at_ns - 1
     write_all(core, effects, now_ns)
-    effects = arrive(core, "b", VoteAnswered(core.term, False, True), now_ns)
+    effects = arrive(core, "b", RequestVoteReply(core.term, False, True), now_ns)
     assert core.is_leader
     return core, effects, now_ns
 
 
 def asked(
     entries: tuple[Entry, ...], first: int, last: int, *, term: int, sequence: int = 1, commit: int = 0
-) -> AppendAsked:
+) -> AppendEntries:
     """A leader's message with entries first..last of its log."""
     previous = entries[first - 2].hash if first > 1 else ZERO_HASH
-    return AppendAsked(term, sequence, first - 1, previous, entries[first - 1 : last], commit)
+    return AppendEntries(term, sequence, first - 1, previous, entries[first - 1 : last], commit)

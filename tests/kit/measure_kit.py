@@ -14,7 +14,7 @@ from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
 from diloco_node.measure import answering, asking, echoes, plain, probes
-from diloco_node.measure.asking import FlowWanted
+from diloco_node.measure.asking import FlowRequest
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import KINDS, Measuring
 from diloco_node.measure.probes import FlowTimes
@@ -175,7 +175,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, DEADLINE_S / 2)
 
 
-def wish(number: int, **changes: Any) -> msg.MeasurementAsked:
+def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
     """What a peer would ask for: that we send to it over the link."""
     given: dict[str, Any] = {
         "is_asker_sending": False,
@@ -185,12 +185,12 @@ def wish(number: int, **changes: Any) -> msg.MeasurementAsked:
         "bytes_max": 1000,
         "plain_connections": 0,
     }
-    return msg.MeasurementAsked(number, **{**given, **changes})
+    return msg.MeasurementRequested(number, **{**given, **changes})
 
 
-def wanted(peer: str = "b", **changes: Any) -> FlowWanted:
+def wanted(peer: str = "b", **changes: Any) -> FlowRequest:
     given = {"is_sending": True, "is_compressible": False, "times": QUICK, "bytes_max": 10**9, **changes}
-    return FlowWanted(peer, **given)
+    return FlowRequest(peer, **given)
 
 
 async def idle(region: Region) -> None:

@@ -40,17 +40,17 @@ from diloco_node.wire.envelope import (
     encode_control,
 )
 from diloco_node.wire.learner_link import (
-    INBOX,
+    CONTRIBUTION_AREA,
     LINK_PROTOCOL,
-    OUTBOX,
-    Applied,
+    VERSION_AREA,
     Attach,
     Done,
     InitialState,
+    OfferApplied,
     Report,
     SnapshotDenied,
     SnapshotReady,
-    SnapshotWanted,
+    SnapshotRequested,
     Stop,
     ToLearner,
     VersionOffered,
@@ -228,11 +228,13 @@ class FakeLearner:
         self._rng = np.random.default_rng(seed)
         self._blocks = [FragmentBlocks(one.piece_sizes, settings.codec_up) for one in MANIFEST.fragments]
         self._offsets = fragment_offsets(MANIFEST)
-        self._outbox_offsets = [0]
+        self._contribution_offsets = [0]
         for blocks in self._blocks:
-            self._outbox_offsets.append(self._outbox_offsets[-1] + blocks.encoded_bytes)
-        self._inbox = np.frombuffer(request_area(region.memory.path, INBOX, 4 * MANIFEST.size), np.float32)
-        self._outbox = np.frombuffer(request_area(region.memory.path, OUTBOX, self._outbox_offsets[-1]), np.uint8)
+            self._contribution_offsets.append(self._contribution_offsets[-1] + blocks.encoded_bytes)
+        self._versions = np.frombuffer(request_area(region.memory.path, VERSION_AREA, 4 * MANIFEST.size), np.float32)
+        self._contributions = np.frombuffer(
+            request_area(region.memory.path, CONTRIBUTION_AREA, self._contribution_offsets[-1]), np.uint8
+        )
         self.theta = [self._rng.standard_normal(one.size).astype(np.float32) for one in MANIFEST.fragments]
         self.base: list[F32] = [np.zeros(0, np.float32)] * len(self.theta)
         self.positions = [FragmentPosition(-1, 0, 0, 0)] * len(self.theta)
@@ -299,7 +301,7 @@ class FakeLearner:
 
     def _carry_out(self, order: ToLearner) -> None:
         match order:
-            case SnapshotWanted():
+            case SnapshotRequested():
                 self._say(self._snapshot(order))
             case VersionOffered():
                 self._say(self._apply(order))
@@ -307,15 +309,15 @@ class FakeLearner:
                 self.is_done = True
                 self._say(Done(self.step, self.tokens, None, None, 0))
 
-    def _snapshot(self, wanted: SnapshotWanted) -> SnapshotReady | SnapshotDenied:
+    def _snapshot(self, wanted: SnapshotRequested) -> SnapshotReady | SnapshotDenied:
         fragment, position = wanted.fragment, self.positions[wanted.fragment]
         held = self._snapshots.get(fragment)
         if held is not None and held.version == wanted.version:
             return SnapshotReady(held.contribution)
         if wanted.base_version != position.base_version or self.step <= position.included_step:
             return SnapshotDenied(fragment, wanted.version, "another base, or no steps")
-        first = self._outbox_offsets[fragment]
-        out = self._outbox[first : self._outbox_offsets[fragment + 1]]
+        first = self._contribution_offsets[fragment]
+        out = self._contributions[first : self._contribution_offsets[fragment + 1]]
         norms = kernels.encode_delta(self._blocks[fragment], self.base[fragment], self.theta[fragment], out)
         self._made += 1
         contribution = Contribution(
@@ -332,10 +334,10 @@ class FakeLearner:
         self._snapshots[fragment] = _Snapshot(self.theta[fragment].copy(), contribution, wanted.version)
         return SnapshotReady(contribution)
 
-    def _apply(self, offered: VersionOffered) -> Applied:
+    def _apply(self, offered: VersionOffered) -> OfferApplied:
         fragment, position = offered.fragment, self.positions[offered.fragment]
         if offered.version <= position.base_version:
-            return Applied(fragment, position.base_version, position, 1.0, 0)
+            return OfferApplied(fragment, position.base_version, position, 1.0, 0)
         new, held, taken = self._place(fragment).copy(), self._snapshots.pop(fragment, None), None
         if offered.included_snapshot >= 0:
             taken = held
@@ -366,13 +368,13 @@ class FakeLearner:
             version=offered.version,
             mode=self._settings.carry,
         )
-        return Applied(fragment, offered.version, self.positions[fragment], 1.0, 0)
+        return OfferApplied(fragment, offered.version, self.positions[fragment], 1.0, 0)
 
     def _place(self, fragment: int) -> F32:
-        return self._inbox[self._offsets[fragment] : self._offsets[fragment + 1]]
+        return self._versions[self._offsets[fragment] : self._offsets[fragment + 1]]
 
     def _say(self, message: Any) -> None:
-        self.region.node.learner_said(message)
+        self.region.node.on_learner_message(message)
 
 
 def _now_ns() -> int:

@@ -23,10 +23,10 @@ from diloco_node.learner.revert import VERSIONS_REVERTED
 from diloco_node.learner.session import StepTimer
 from diloco_node.storage.trained import Trained, TrainedCounter, read_trained
 from diloco_node.wire.learner_link import (
-    Applied,
     Done,
     Failed,
     InitialState,
+    OfferApplied,
     Report,
     SnapshotDenied,
     SnapshotReady,
@@ -78,7 +78,7 @@ def test_parameters_are_overwritten_before_the_first_step(folder: Path) -> None:
     with FakeDaemon(folder, theta=theta, versions=[5, 9]) as daemon:
         with diloco_node.attach(toy.model, toy.optimizer) as diloco:
             assert toy.flat() == other.flat()
-            assert [daemon.wait_for(Applied, n).version for n in (1, 2)] == [5, 9]
+            assert [daemon.wait_for(OfferApplied, n).version for n in (1, 2)] == [5, 9]
             toy.step(diloco, tokens=7)
             held, own = diloco.global_state_dict(), diloco.own_state_dict()
         assert torch.equal(held["1.bias"], other.model[1].bias)
@@ -105,8 +105,8 @@ def test_round_by_hand_with_carry_over(folder: Path) -> None:
         )
         new = start - np.float32(0.5) * gradient
         daemon.commit(0, new, ready.snapshot)
-        toy.steps_until(diloco, daemon, Applied, 3)
-        applied = daemon.wait_for(Applied, 3)
+        toy.steps_until(diloco, daemon, OfferApplied, 3)
+        applied = daemon.wait_for(OfferApplied, 3)
         assert applied.position.included_step == ready.step_to
         assert applied.carried_steps >= 1
         carried = 0.25 * (diloco.steps - ready.step_to)
@@ -117,7 +117,7 @@ def test_round_by_hand_with_carry_over(folder: Path) -> None:
         )
 
 
-def test_bytes_in_the_outbox_are_the_codecs(folder: Path) -> None:
+def test_bytes_in_the_contribution_area_are_the_codecs(folder: Path) -> None:
     toy = Toy()
     with FakeDaemon(folder, codec=Codec.INT4) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
         base = vector(diloco, 1).copy()
@@ -221,12 +221,12 @@ def test_version_waits_until_the_encoder_is_done_with_the_base(folder: Path, mon
         taken_at, start = diloco.steps, daemon.theta[0].copy()
         daemon.commit(0, start + 1, -1)  # a round that passed without it
         daemon.commit(1, daemon.theta[1] + 1, -1)
-        toy.steps_until(diloco, daemon, Applied, 3)
-        assert daemon.wait_for(Applied, 3).fragment == 1
+        toy.steps_until(diloco, daemon, OfferApplied, 3)
+        assert daemon.wait_for(OfferApplied, 3).fragment == 1
         assert fragments.positions[0].base_version == 0
         gate.set()
-        toy.steps_until(diloco, daemon, Applied, 4)
-        assert daemon.wait_for(Applied, 4).version == 1
+        toy.steps_until(diloco, daemon, OfferApplied, 4)
+        assert daemon.wait_for(OfferApplied, 4).version == 1
         np.testing.assert_allclose(daemon.decoded(0), 0.25 * taken_at, rtol=1e-5)  # against the old base
 
 
@@ -271,7 +271,7 @@ def test_optimizer_that_undoes_a_version_is_found_unless_masters_are_given(folde
                 left = 3  # steps after the apply was heard of
                 while left:
                     assert time.monotonic() < deadline_s
-                    left -= sum(isinstance(message, Applied) for message in list(daemon.said)) >= 3 + version
+                    left -= sum(isinstance(message, OfferApplied) for message in list(daemon.said)) >= 3 + version
                     optimizer.step()
                     diloco.step(tokens=1)
 
@@ -337,7 +337,7 @@ def test_torchs_defaults_are_not_the_runs(folder: Path, request: pytest.FixtureR
         toy.steps_until(diloco, daemon, SnapshotReady, 1)
         merged = daemon.theta[0] + np.float32(1 + 2**-20)
         daemon.commit(0, merged, daemon.wait_for(SnapshotReady).contribution.snapshot)
-        toy.steps_until(diloco, daemon, Applied, 3)
+        toy.steps_until(diloco, daemon, OfferApplied, 3)
         diloco.checkpoint()
         own, everybodys = diloco.own_state_dict(), diloco.global_state_dict()
         assert diloco._session is not None
@@ -360,8 +360,8 @@ def test_overwrite_mode_keeps_nothing(folder: Path) -> None:
         diloco_node.attach(toy.model, toy.optimizer) as diloco,
     ):
         daemon.commit(0, np.full_like(daemon.theta[0], 3.0), -1)
-        toy.steps_until(diloco, daemon, Applied, 3)
-        later = diloco.steps - daemon.wait_for(Applied, 3).position.included_step
+        toy.steps_until(diloco, daemon, OfferApplied, 3)
+        later = diloco.steps - daemon.wait_for(OfferApplied, 3).position.included_step
         np.testing.assert_allclose(vector(diloco, 0), 3.0 - 0.25 * later, rtol=1e-5)
 
 
@@ -370,7 +370,7 @@ def test_settle_applies_without_stepping(folder: Path) -> None:
     with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
         daemon.commit(1, daemon.theta[1] + 1, -1)
         deadline_s = time.monotonic() + PATIENCE_S
-        while len([message for message in list(daemon.said) if isinstance(message, Applied)]) < 3:
+        while len([message for message in list(daemon.said) if isinstance(message, OfferApplied)]) < 3:
             assert time.monotonic() < deadline_s
             diloco.settle(0.01)
         np.testing.assert_array_equal(vector(diloco, 1), daemon.theta[1])

@@ -21,10 +21,10 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
 from diloco_node.storage.trained import read_trained
 from diloco_node.wire.learner_link import (
-    Applied,
     Attach,
     Done,
     Failed,
+    OfferApplied,
     Refuse,
     Report,
     SnapshotReady,
@@ -67,8 +67,8 @@ def test_learner_goes_on_without_a_daemon_and_tells_the_next_one_where_it_is(fol
             assert second.wait_for(SnapshotReady) == ready
             assert second.encoded(0) == bytes_before
             second.commit(0, theta[0] - second.decoded(0), ready.contribution.snapshot)
-            toy.steps_until(diloco, second, Applied, 1)
-            assert second.wait_for(Applied).position.included_step == ready.contribution.step_to
+            toy.steps_until(diloco, second, OfferApplied, 1)
+            assert second.wait_for(OfferApplied).position.included_step == ready.contribution.step_to
             assert read_trained(folder)[-1].steps == diloco.steps
             diloco.close()
 
@@ -87,8 +87,8 @@ def test_offer_of_a_dead_daemon_is_void(folder: Path) -> None:
         theta = [part.copy() for part in first.theta]
     with diloco, FakeDaemon(folder, theta=[theta[0] + 2, theta[1]], versions=[3, 0]) as second:
         second.wait_attached()
-        toy.steps_until(diloco, second, Applied, 1)
-        applied = [message for message in second.said if isinstance(message, Applied)]
+        toy.steps_until(diloco, second, OfferApplied, 1)
+        applied = [message for message in second.said if isinstance(message, OfferApplied)]
         assert [(message.fragment, message.version) for message in applied] == [(0, 3)]
 
 

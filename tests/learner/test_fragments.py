@@ -17,7 +17,7 @@ from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError
 from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
 from diloco_node.learner.layouts.whole import ModelTensors
-from diloco_node.wire.learner_link import Applied, SnapshotDenied, SnapshotReady, SnapshotWanted, VersionOffered
+from diloco_node.wire.learner_link import OfferApplied, SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
 
 SEED = 499
 PATIENCE_S = 180.0
@@ -40,21 +40,27 @@ class Bench:
         tensors = ModelTensors(model)
         self.manifest = build_manifest(tensors.specs, fragments)
         self.codec = codec
-        inbox_bytes, outbox_bytes = area_sizes(self.manifest, codec)
-        self.inbox = np.zeros(inbox_bytes // 4, np.float32)
-        self.outbox = np.zeros(outbox_bytes, np.uint8)
+        version_area_bytes, contributions_bytes = area_sizes(self.manifest, codec)
+        self.version_area = np.zeros(version_area_bytes // 4, np.float32)
+        self.contribution_area = np.zeros(contributions_bytes, np.uint8)
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         settings = FragmentSettings("us-east", 3, codec, carry, limit)
         more = {"before_ready": before_ready} if before_ready is not None else {}
         self.fragments = LearnerFragments(
-            tensors, self.manifest, settings, inbox=self.inbox, outbox=self.outbox, answer=self.answers.put, **more
+            tensors,
+            self.manifest,
+            settings,
+            version_area=self.version_area,
+            contribution_area=self.contribution_area,
+            answer=self.answers.put,
+            **more,
         )
         self.starts = np.cumsum([0, *(part.size for part in self.manifest.fragments)])
 
     def offer(
         self, fragment: int, version: int, values: object, included: int = -1, *, is_last: bool = False
-    ) -> Applied:
-        self.inbox[self.starts[fragment] : self.starts[fragment + 1]] = values
+    ) -> OfferApplied:
+        self.version_area[self.starts[fragment] : self.starts[fragment + 1]] = values
         return self.fragments.apply(VersionOffered(fragment, version, included, is_last))
 
     def step(self, change: float, *, steps: int = 1, tokens: int = 10) -> None:
@@ -66,7 +72,7 @@ class Bench:
         self.fragments.tokens += steps * tokens
 
     def snapshot(self, version: int, *, fragment: int = 0, base: int | None = None) -> Answer:
-        wanted = SnapshotWanted(fragment, version, version - 1 if base is None else base)
+        wanted = SnapshotRequested(fragment, version, version - 1 if base is None else base)
         answer = self.fragments.snapshot(wanted)
         return self.answers.get(timeout=PATIENCE_S) if answer is None else answer
 
@@ -79,7 +85,7 @@ class Bench:
         blocks = [FragmentBlocks(part.piece_sizes, self.codec) for part in self.manifest.fragments]
         start = sum(block.encoded_bytes for block in blocks[:fragment])
         out = np.zeros(blocks[fragment].values, np.float32)
-        kernels.decode(blocks[fragment], self.outbox[start : start + blocks[fragment].encoded_bytes], out)
+        kernels.decode(blocks[fragment], self.contribution_area[start : start + blocks[fragment].encoded_bytes], out)
         return out
 
 
@@ -96,7 +102,7 @@ def value(bench: Bench) -> float:
 def test_first_version_overwrites_and_places_the_learner() -> None:
     bench = Bench(one_value(7.0))
     assert not bench.fragments.is_placed
-    assert bench.offer(0, 5, 2.0) == Applied(0, 5, FragmentPosition(5, 0, 0, 0), 1.0, 0)
+    assert bench.offer(0, 5, 2.0) == OfferApplied(0, 5, FragmentPosition(5, 0, 0, 0), 1.0, 0)
     assert value(bench) == 2.0
     assert bench.fragments.is_placed
 
@@ -106,8 +112,10 @@ def test_initial_state_is_the_model_in_fragment_order() -> None:
     bench = Bench(model, fragments=3)
     bench.fragments.write_initial_state()
     parts = [bench.fragments.vector(index).numpy() for index in range(3)]
-    assert bench.inbox.tobytes() == np.concatenate(parts).tobytes()
-    assert sorted(bench.inbox) == sorted(np.concatenate([p.detach().numpy().ravel() for p in model.parameters()]))
+    assert bench.version_area.tobytes() == np.concatenate(parts).tobytes()
+    assert sorted(bench.version_area) == sorted(
+        np.concatenate([p.detach().numpy().ravel() for p in model.parameters()])
+    )
 
 
 def test_own_parameters_are_those_from_before_the_first_of_the_last_merges() -> None:
@@ -138,7 +146,7 @@ def test_included_snapshot_carries_what_came_after_it() -> None:
     bench.step(-0.5, steps=1)  # theta 7.5
     applied = bench.offer(0, 1, 9.0, included=ready.contribution.snapshot)
     assert value(bench) == 8.5  # 9 + (7.5 - 8)
-    assert applied == Applied(0, 1, FragmentPosition(1, 4, 4, 40), 1.0, 1)
+    assert applied == OfferApplied(0, 1, FragmentPosition(1, 4, 4, 40), 1.0, 1)
     # The next contribution covers (4, ...] and begins with the half that was carried.
     bench.step(-1.0, steps=2)
     after = bench.ready(2).contribution
@@ -154,7 +162,7 @@ def test_not_included_carries_half_of_what_was_done_since_the_base() -> None:
     bench.step(-0.5, steps=1)
     applied = bench.offer(0, 1, 9.0)
     assert value(bench) == 7.75  # 9 + (7.5 - 10) / 2
-    assert applied == Applied(0, 1, FragmentPosition(1, 5, 0, 0), 0.5, 5)
+    assert applied == OfferApplied(0, 1, FragmentPosition(1, 5, 0, 0), 0.5, 5)
     again = bench.ready(2).contribution
     assert (again.step_from, again.step_to, again.tokens) == (0, 5, 50)
     assert again.snapshot > ready.contribution.snapshot
@@ -178,14 +186,14 @@ def test_long_absence_is_discounted() -> None:
     bench.step(-4.0, steps=16)  # theta 6
     applied = bench.offer(0, 1, 2.0)
     assert value(bench) == 1.0  # 2 + 8/16 (6 - 10) / 2
-    assert (applied.lam, bench.fragments.discounted) == (0.25, 1)
+    assert (applied.carry_factor, bench.fragments.discounted) == (0.25, 1)
 
 
 def test_steps_that_are_not_worth_carrying_are_gone_from_its_account_too() -> None:
     bench = Bench(one_value())
     bench.offer(0, 0, 10.0)
     bench.step(-4.0, steps=3)
-    applied = bench.offer(0, 7, 2.0)  # seven versions without it: 2^-7 is less than LAM_MIN
+    applied = bench.offer(0, 7, 2.0)  # seven versions without it: 2^-7 is less than CARRY_FACTOR_MIN
     assert value(bench) == 2.0
     # The next contribution begins here: what was given up must not be merged as if it had been carried.
     assert (applied.carried_steps, applied.position.included_step) == (0, 3)
@@ -306,7 +314,7 @@ def test_encoded_bytes_are_the_codecs() -> None:
             blocks = FragmentBlocks(part.piece_sizes, codec)
             expected = np.zeros(blocks.encoded_bytes, np.uint8)
             norms = kernels.encode(blocks, bases[index] - bench.fragments.vector(index).numpy(), expected)
-            assert bench.outbox[start : start + blocks.encoded_bytes].tobytes() == expected.tobytes()
+            assert bench.contribution_area[start : start + blocks.encoded_bytes].tobytes() == expected.tobytes()
             assert ready.contribution.squared_norms == tuple(norms)
             start += blocks.encoded_bytes
 
@@ -343,9 +351,9 @@ def test_apply_waits_while_the_encoder_reads_the_base() -> None:
     bench = Bench(one_value(), before_ready=lambda: gate.wait(PATIENCE_S))
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
-    assert bench.fragments.snapshot(SnapshotWanted(0, 1, 0)) is None
+    assert bench.fragments.snapshot(SnapshotRequested(0, 1, 0)) is None
     assert bench.fragments.is_busy(0)
-    assert bench.fragments.snapshot(SnapshotWanted(0, 1, 0)) is None  # asked again: the answer is on its way
+    assert bench.fragments.snapshot(SnapshotRequested(0, 1, 0)) is None  # asked again: the answer is on its way
     gate.set()
     assert isinstance(bench.answers.get(timeout=PATIENCE_S), SnapshotReady)
     assert not bench.fragments.is_busy(0)
@@ -364,7 +372,7 @@ def test_a_snapshot_is_encoded_while_the_counters_go_to_the_disk_and_announced_a
     bench.step(-2.0)
     encode = bench.fragments._encoder._encode
     bench.fragments._encoder._encode = lambda taken: (encode(taken), encoded.set())[0]
-    bench.fragments.snapshot(SnapshotWanted(0, 1, 0))
+    bench.fragments.snapshot(SnapshotRequested(0, 1, 0))
     assert isinstance(bench.answers.get(timeout=PATIENCE_S), SnapshotReady)
     assert seen == [True], "encoded while the disk was waited for, and nothing said before it was done"
 
@@ -376,7 +384,7 @@ def test_what_ends_the_encoder_is_raised_in_the_training_thread() -> None:
     bench = Bench(one_value(), before_ready=fail)
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
-    bench.fragments.snapshot(SnapshotWanted(0, 1, 0))
+    bench.fragments.snapshot(SnapshotRequested(0, 1, 0))
     bench.fragments.close()
     with pytest.raises(LearnerError, match="planted"):
         bench.fragments.is_busy(0)

@@ -23,7 +23,7 @@ from diloco_node.wire.learner_link import (
     InitialState,
     Refuse,
     Report,
-    SnapshotWanted,
+    SnapshotRequested,
     Stop,
     ToDaemon,
     ToLearner,
@@ -143,9 +143,9 @@ def learner(path: Path) -> Iterator[Learner]:
 
 
 def test_attach_first_then_both_directions_in_order(daemon: Daemon, learner: Learner) -> None:
-    attach = daemon.accept(WELCOME, SnapshotWanted(0, 1, 0))
+    attach = daemon.accept(WELCOME, SnapshotRequested(0, 1, 0))
     assert isinstance(attach, Attach)
-    assert learner.wait_for(2) == [WELCOME, SnapshotWanted(0, 1, 0)]
+    assert learner.wait_for(2) == [WELCOME, SnapshotRequested(0, 1, 0)]
     learner.link.send(InitialState())
     learner.link.send(Failed("x"))
     assert [daemon.hear(), daemon.hear()] == [InitialState(), Failed("x")]
@@ -154,10 +154,10 @@ def test_attach_first_then_both_directions_in_order(daemon: Daemon, learner: Lea
 def test_frames_cut_anywhere_are_put_together(daemon: Daemon, learner: Learner) -> None:
     daemon.accept(WELCOME)
     learner.wait_for(1)
-    data = b"".join(frame(TO_LEARNER.encode(SnapshotWanted(n, 1, 0))) for n in range(3))
+    data = b"".join(frame(TO_LEARNER.encode(SnapshotRequested(n, 1, 0))) for n in range(3))
     for byte in data:
         daemon.say_bytes(bytes([byte]))
-    assert learner.wait_for(3) == [SnapshotWanted(n, 1, 0) for n in range(3)]
+    assert learner.wait_for(3) == [SnapshotRequested(n, 1, 0) for n in range(3)]
 
 
 def test_newest_report_replaces_older_ones_that_were_not_sent(daemon: Daemon, learner: Learner) -> None:
@@ -209,7 +209,7 @@ def test_nothing_is_kept_for_a_daemon_that_knows_nothing_of_it(daemon: Daemon, p
 
 
 def test_command_of_a_lost_daemon_is_void(daemon: Daemon, learner: Learner) -> None:
-    daemon.accept(WELCOME, SnapshotWanted(0, 1, 0))
+    daemon.accept(WELCOME, SnapshotRequested(0, 1, 0))
     eventually(lambda: len(learner.link._commands) == 2)
     daemon.accept(WELCOME, Stop("second life"))
     eventually(lambda: len(learner.link._commands) == 2)
@@ -220,12 +220,12 @@ def test_command_of_a_lost_daemon_is_void(daemon: Daemon, learner: Learner) -> N
 def test_put_back_command_comes_again_at_the_next_boundary(daemon: Daemon, learner: Learner) -> None:
     daemon.accept(WELCOME)
     learner.wait_for(1)
-    daemon.say(SnapshotWanted(0, 1, 0))
+    daemon.say(SnapshotRequested(0, 1, 0))
     eventually(lambda: len(learner.link._commands) == 1)
     with learner.link.lock:
         for command in learner.link.commands():
             learner.link.put_back(command)
-    assert learner.commands() == [SnapshotWanted(0, 1, 0)]
+    assert learner.commands() == [SnapshotRequested(0, 1, 0)]
     assert learner.commands() == []
 
 
@@ -256,7 +256,7 @@ def test_daemon_that_breaks_the_protocol_is_left(daemon: Daemon, learner: Learne
 
 def test_queues_are_bounded(daemon: Daemon, learner: Learner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUEUE_MAX", 10)
-    daemon.accept(WELCOME, *(SnapshotWanted(0, n + 1, n) for n in range(20)))
+    daemon.accept(WELCOME, *(SnapshotRequested(0, n + 1, n) for n in range(20)))
     daemon.accept(WELCOME)  # the learner attached anew
     eventually(lambda: list(learner.link._commands) == [WELCOME])
 

@@ -18,7 +18,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
-from diloco_node.wire.learner_link import Applied, Done, SnapshotReady
+from diloco_node.wire.learner_link import Done, OfferApplied, SnapshotReady
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 
 SCRIPT = """
@@ -58,13 +58,13 @@ dist.destroy_process_group()
 def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, defaults: str) -> None:
     with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path, codec=Codec.FP32) as daemon:
         processes = start_ranks(tmp_path, dtype, defaults)
-        daemon.wait_for(Applied, 2)
+        daemon.wait_for(OfferApplied, 2)
         for version in range(1, 4):
             daemon.want(0)
             ready = daemon.wait_for(SnapshotReady, version)
             merged = daemon.theta[0] - daemon.decoded(0) + 0.5
             daemon.commit(0, merged, ready.contribution.snapshot if version != 2 else -1)
-            daemon.wait_for(Applied, 2 + version)
+            daemon.wait_for(OfferApplied, 2 + version)
         time.sleep(0.05)
         daemon.stop_learner()
         answers = [json.loads(process.communicate(timeout=PATIENCE_S)[0]) for process in processes]

@@ -346,7 +346,7 @@ async def test_more_bytes_than_agreed_over_plain_tcp_are_a_strike(run: Run) -> N
         assert await ends._link_up(other, "b", 1) == ""
         heard: asyncio.Queue[Any] = asyncio.Queue()
         other.transport.register(Heard(heard), frozenset({msg.MeasurementReady, msg.MeasurementDeclined}))
-        other.transport.send("b", msg.MeasurementAsked(5, True, False, 0, 60 * NS_PER_S, 300_000, 1))
+        other.transport.send("b", msg.MeasurementRequested(5, True, False, 0, 60 * NS_PER_S, 300_000, 1))
         ready = await asyncio.wait_for(heard.get(), DEADLINE_S)
         async with dialed("b", "127.0.0.1", ready.plain, 1) as sender:
             with contextlib.suppress(LinkLost):

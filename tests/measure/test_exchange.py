@@ -53,10 +53,10 @@ async def test_an_echo_counts_once_and_only_if_it_was_sent() -> None:
     echoes = Echoes("b")
     echoes.sent_ns = {1: 10, 2: 20}
     for sequence, now_ns in ((1, 15), (1, 99), (7, 99)):
-        echoes.received(msg.EchoAnswered(sequence, 0, 0), now_ns=now_ns)
+        echoes.received(msg.EchoReply(sequence, 0, 0), now_ns=now_ns)
     assert echoes.back_ns == {1: 15}
     await echoes.until_all_back(0.0)  # not longer
-    echoes.received(msg.EchoAnswered(2, 5, 6), now_ns=30)
+    echoes.received(msg.EchoReply(2, 5, 6), now_ns=30)
     await echoes.until_all_back(60)
     assert [one.sequence for one in echoes.answers] == [1, 2]
 
@@ -73,8 +73,8 @@ async def test_tasks_end_with_their_block_whatever_they_raise() -> None:
     assert isinstance(broken.exception(), LinkLost)
 
 
-def answers(*pairs: tuple[int, int]) -> list[msg.EchoAnswered]:
-    return [msg.EchoAnswered(number, *pair) for number, pair in enumerate(pairs)]
+def answers(*pairs: tuple[int, int]) -> list[msg.EchoReply]:
+    return [msg.EchoReply(number, *pair) for number, pair in enumerate(pairs)]
 
 
 def test_what_was_retransmitted_is_that_of_both_ends() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from diloco_node.errors import ProtocolViolation
 from diloco_node.measure.gate import (
-    ASKED_BYTES_PER_S,
-    ASKED_BYTES_SAVED_MAX,
     ECHOES_PER_S,
     ECHOES_SAVED_MAX,
     PROBED_MAX,
+    REQUEST_BYTES_PER_S,
+    REQUEST_BYTES_SAVED_MAX,
     MeasuringGate,
     ProbesExpected,
 )
@@ -50,13 +50,13 @@ def test_a_refused_request_costs_the_peer_nothing() -> None:
 
 def test_a_peer_may_have_so_many_bytes_measured_and_then_has_to_wait() -> None:
     gate = gate_of("b", "c")
-    for _ in range(ASKED_BYTES_SAVED_MAX // TEST_BYTES):
+    for _ in range(REQUEST_BYTES_SAVED_MAX // TEST_BYTES):
         assert gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=0) == ""
         gate.end(used_bytes=TEST_BYTES)
     assert "b has asked for too many bytes lately" in gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=0)
     assert gate.begin("x", asker="c", bytes_max=TEST_BYTES, now_ns=0) == "", "each peer has its own"
     gate.end(used_bytes=0)
-    later_ns = TEST_BYTES * S // ASKED_BYTES_PER_S
+    later_ns = TEST_BYTES * S // REQUEST_BYTES_PER_S
     assert gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=later_ns) == ""
 
 
@@ -77,16 +77,16 @@ def test_the_operator_is_not_limited_by_bytes_over_time() -> None:
 def test_more_at_once_than_may_be_saved_is_refused_whatever_is_there() -> None:
     gate = gate_of("b")
     for now_ns in (0, 10**6 * S):
-        reason = gate.begin("x", asker="b", bytes_max=ASKED_BYTES_SAVED_MAX + 1, now_ns=now_ns)
+        reason = gate.begin("x", asker="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=now_ns)
         assert "too many bytes" in reason
-    assert gate.begin("x", asker="b", bytes_max=ASKED_BYTES_SAVED_MAX, now_ns=0) == ""
+    assert gate.begin("x", asker="b", bytes_max=REQUEST_BYTES_SAVED_MAX, now_ns=0) == ""
 
 
 def test_an_end_that_only_measures_has_no_limit_of_bytes() -> None:
     gate = gate_of("b", is_bounded=False)
     for _ in range(1000):
-        assert gate.begin("x", asker="b", bytes_max=ASKED_BYTES_SAVED_MAX + 1, now_ns=0) == ""
-        gate.end(used_bytes=ASKED_BYTES_SAVED_MAX)
+        assert gate.begin("x", asker="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=0) == ""
+        gate.end(used_bytes=REQUEST_BYTES_SAVED_MAX)
 
 
 def test_echoes_of_a_peer_are_limited_but_twice_what_a_measurement_sends_passes() -> None:

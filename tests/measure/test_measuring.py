@@ -15,8 +15,8 @@ from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import echoes, probes
-from diloco_node.measure.asking import FlowMeasured, FlowWanted
-from diloco_node.measure.command import DAEMON_BYTES_MAX, parse_asked
+from diloco_node.measure.asking import FlowMeasured, FlowRequest
+from diloco_node.measure.command import DAEMON_BYTES_MAX, parse_request
 from diloco_node.measure.gate import ECHOES_SAVED_MAX
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.transport.kernel.congestion import own_congestion_controls
@@ -328,7 +328,7 @@ async def test_more_probes_than_agreed_cost_the_peer_its_link(regions: Regions) 
     [
         wish(5, span_ns=msg.SPAN_NS_MAX + 1),
         wish(5, bytes_max=msg.BYTES_MAX + 1),
-        msg.LinkAsked(5, "c", 0, 0, 1000, 1000, False),
+        msg.LinkTestRequested(5, "c", 0, 0, 1000, 1000, False),
     ],
     ids=["seconds", "bytes", "probes"],
 )
@@ -364,11 +364,11 @@ async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> 
     now_ns = b.measuring._echoes._now_ns()
     b.measuring._echoes._now_ns = lambda: now_ns
     for number in range(900):
-        a.transport.send("b", msg.EchoWanted(number))
+        a.transport.send("b", msg.EchoRequest(number))
     await b.until(lambda: len(b.heard) == 900)
-    a.transport.send("b", msg.LinkAsked(7, "nobody", 1, 0, 1, 1, False))  # its answer comes after all echoes
+    a.transport.send("b", msg.LinkTestRequested(7, "nobody", 1, 0, 1, 1, False))  # its answer comes after all echoes
     await a.until(lambda: any(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard))
-    answered = sum(isinstance(one, msg.EchoAnswered) for _, one in a.heard)
+    answered = sum(isinstance(one, msg.EchoReply) for _, one in a.heard)
     assert answered == ECHOES_SAVED_MAX
 
 
@@ -378,7 +378,7 @@ async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
         msg.MeasurementReady(1, None),
         msg.MeasurementDeclined(1, "no"),
         msg.MeasurementStopped(1),
-        msg.EchoAnswered(1, 0, 0),
+        msg.EchoReply(1, 0, 0),
         msg.MeasurementSent(1, 0, 0, 0, 0, 0),
     ):
         a.transport.send("b", message)
@@ -441,7 +441,7 @@ async def test_what_fails_late_in_a_series_leaves_what_was_measured(
     a, b = await regions.start()
     flow = a.measuring.flow
 
-    async def is_busy_at_the_end(wanted: FlowWanted) -> FlowMeasured:
+    async def is_busy_at_the_end(wanted: FlowRequest) -> FlowMeasured:
         with contextlib.ExitStack() as stack:
             if wanted.is_compressible:
                 stack.enter_context(b.measuring._turn("what b does itself"))
@@ -512,11 +512,11 @@ async def test_one_command_at_a_time(regions: Regions) -> None:
 def test_what_an_operator_asks_for_is_checked(change: dict[str, Any], text: str) -> None:
     document = {"what": "latency", "peer": "b", "seconds": 5, **change}
     with pytest.raises(ConfigError) as caught:
-        parse_asked(document, region="a", peers=("b", "c"), is_daemon=True)
+        parse_request(document, region="a", peers=("b", "c"), is_daemon=True)
     assert text in str(caught.value)
 
 
 def test_without_a_daemon_more_can_be_asked_for() -> None:
     document = {"what": "bandwidth", "peer": "b", "seconds": 5, "bytes_max": msg.BYTES_MAX, "plain": True}
-    asked = parse_asked({**document, "connections": [8, 1, 8]}, region="a", peers=("b",), is_daemon=False)
+    asked = parse_request({**document, "connections": [8, 1, 8]}, region="a", peers=("b",), is_daemon=False)
     assert (asked.connections, asked.plain, asked.bytes_max) == ((1, 8), True, msg.BYTES_MAX)

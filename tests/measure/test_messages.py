@@ -15,9 +15,9 @@ from diloco_node.wire.tables import CONTROL, HEADERS, MESSAGES
 
 S = g.NS_PER_S
 INT64 = st.integers(-(2**63), 2**63 - 1)
-ASKED = g.MeasurementAsked(3, True, False, S, 5 * S, 10**9, 0)
+ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9, 0)
 TOKEN = b"t" * g.TOKEN_BYTES
-LINK = g.LinkAsked(3, "eu", S, 0, 5 * S, 10**9, False)
+LINK = g.LinkTestRequested(3, "eu", S, 0, 5 * S, 10**9, False)
 KINDS = typing.get_args(g.MeasureMessage)
 
 
@@ -100,13 +100,13 @@ def test_a_region_that_is_none_is_refused_on_the_wire(name: str) -> None:
 def test_a_measurement_over_the_limits_is_refused(field: str, value: int) -> None:
     for asked in (ASKED, LINK) if hasattr(ASKED, field) else (LINK,):
         with pytest.raises(ProtocolViolation, match=rf"{field} {value}"):
-            g.check_asked(dataclasses.replace(asked, **{field: value}))  # type: ignore[arg-type]
+            g.check_request(dataclasses.replace(asked, **{field: value}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [-1, g.CONNECTIONS_MAX + 1])
 def test_plain_connections_that_cannot_be_are_refused(count: int) -> None:
     with pytest.raises(ProtocolViolation, match=f"plain_connections {count}; 0 to 8"):
-        g.check_asked(dataclasses.replace(ASKED, plain_connections=count))
+        g.check_request(dataclasses.replace(ASKED, plain_connections=count))
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,6 @@ def test_a_link_with_plain_tcp_beside_it_may_take_twice_the_bytes() -> None:
 
 def test_a_measurement_at_the_limits_is_taken() -> None:
     most = {"warm_up_ns": g.WARM_UP_NS_MAX, "span_ns": g.SPAN_NS_MAX, "bytes_max": g.BYTES_MAX}
-    g.check_asked(dataclasses.replace(ASKED, plain_connections=g.CONNECTIONS_MAX, **most))  # type: ignore[arg-type]
-    g.check_asked(dataclasses.replace(LINK, probes_ns=g.PROBES_NS_MAX, **most))
-    g.check_asked(dataclasses.replace(LINK, warm_up_ns=0, span_ns=1, bytes_max=1, probes_ns=1))
+    g.check_request(dataclasses.replace(ASKED, plain_connections=g.CONNECTIONS_MAX, **most))  # type: ignore[arg-type]
+    g.check_request(dataclasses.replace(LINK, probes_ns=g.PROBES_NS_MAX, **most))
+    g.check_request(dataclasses.replace(LINK, warm_up_ns=0, span_ns=1, bytes_max=1, probes_ns=1))

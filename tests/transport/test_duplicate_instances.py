@@ -15,7 +15,7 @@ from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import SupersededError
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.session import LinkTimes, Session
-from diloco_node.transport.streams import Twin
+from diloco_node.transport.streams import DuplicateInstance
 from diloco_node.transport.transport import GrpcTransport, new_instance_id
 
 DEADLINE_S = 120.0
@@ -167,14 +167,14 @@ async def test_one_peer_of_two_is_not_believed_and_both_are_once(tmp_path: Path)
     await process.start(tmp_path, "b", {"a": None, "c": None})
     try:
         refused = process.transport._link_superseded
-        refused("a", Twin("a: superseded"))
-        refused("a", Twin("a: superseded"))
+        refused("a", DuplicateInstance("a: superseded"))
+        refused("a", DuplicateInstance("a: superseded"))
         assert process.superseded == []
         refused("a", None)
-        refused("c", Twin("c: superseded"))
+        refused("c", DuplicateInstance("c: superseded"))
         assert process.superseded == [], "a is linked with us again"
-        refused("a", Twin("a: superseded"))
-        refused("a", Twin("a: superseded"))
+        refused("a", DuplicateInstance("a: superseded"))
+        refused("a", DuplicateInstance("a: superseded"))
         assert len(process.superseded) == 1
     finally:
         await process.transport.stop()
@@ -186,7 +186,7 @@ async def test_the_only_peer_there_is_ends_nobody(tmp_path: Path) -> None:
     process = Process()
     await process.start(tmp_path, "b", {"a": None})
     try:
-        process.transport._link_superseded("a", Twin("a: superseded"))
+        process.transport._link_superseded("a", DuplicateInstance("a: superseded"))
         assert process.superseded == [], "nobody can confirm it"
     finally:
         await process.transport.stop()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.messages import BulkHeader, Message, Payload, VoteAnswered
+from diloco_node.core.messages import BulkHeader, Message, Payload, RequestVoteReply
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerIncompatible, ProtocolViolation
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.session import LinkTimes
-from diloco_node.transport.streams import Twin
+from diloco_node.transport.streams import DuplicateInstance
 from diloco_node.transport.transport import GrpcTransport
 
 DEADLINE_S = 120.0
@@ -128,7 +128,7 @@ async def test_three_violations_shut_a_peer_out_and_nobody_else(run: list[Proces
     assert "by a; its operator can lift that" in error
     assert "c" not in a.up
     assert {a.transport.quarantined("b"), b.transport.quarantined("c"), b.transport.quarantined("a")} == {""}
-    assert a.transport.send("b", VoteAnswered(1, False, True))
+    assert a.transport.send("b", RequestVoteReply(1, False, True))
     await b.until(lambda: "a" in b.messages)
     assert c.up == {"b"}
 
@@ -151,7 +151,7 @@ async def test_a_peer_that_is_shut_out_is_not_dialed_either(run: list[Process]) 
     await c.until(lambda: "b" in c.up)
 
 
-@pytest.mark.parametrize("error", [PeerIncompatible("run_id"), Twin("superseded"), LinkLost("silent")])
+@pytest.mark.parametrize("error", [PeerIncompatible("run_id"), DuplicateInstance("superseded"), LinkLost("silent")])
 async def test_a_mistake_of_people_or_a_bad_line_is_no_strike(run: list[Process], error: Exception) -> None:
     a, *_ = run
     for _ in range(10):

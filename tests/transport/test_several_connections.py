@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.core.budget_plan import BudgetPlan
-from diloco_node.core.messages import BulkHeader, MergedStripe, Payload, State, VoteAnswered
+from diloco_node.core.messages import BulkHeader, MergedStripe, Payload, RequestVoteReply, State
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation
 from diloco_node.transport import bundle
@@ -265,7 +265,7 @@ async def test_what_does_not_belong_to_the_session_is_refused_and_the_session_go
         await refused(mesh, b, **{"connection": 1, **changes})
     assert b.rejections == strikes
     assert b.peer_status()["a"].connections == 1
-    await made[e.Lane.CONTROL].write(e.encode_control(VoteAnswered(1, True, True)))
+    await made[e.Lane.CONTROL].write(e.encode_control(RequestVoteReply(1, True, True)))
     await at_b.until(lambda: at_b.messages)
     assert at_b.changes == [("a", True)]
     for stream in made.values():

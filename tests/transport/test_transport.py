@@ -17,7 +17,7 @@ import grpc
 import pytest
 
 from diloco_node.cli.demo.processes import free_ports
-from diloco_node.core.messages import Message, Payload, PayloadWanted, State, VoteAnswered
+from diloco_node.core.messages import Message, Payload, PayloadRequested, RequestVoteReply, State
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
 from diloco_node.transport import bundle, inbound, outbound, streams
 from diloco_node.transport.certs import init_run
@@ -55,12 +55,12 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 async def test_control_messages_go_both_ways_in_order(mesh: Mesh) -> None:
     a, at_a, b, at_b = await mesh.pair()
     for term in range(300):
-        a.send("b", VoteAnswered(term, True, False))
-        b.send("a", VoteAnswered(-term, False, True))
+        a.send("b", RequestVoteReply(term, True, False))
+        b.send("a", RequestVoteReply(-term, False, True))
     await at_b.until(lambda: len(at_b.messages) == 300)
     await at_a.until(lambda: len(at_a.messages) == 300)
-    assert at_b.messages == [("a", VoteAnswered(term, True, False)) for term in range(300)]
-    assert at_a.messages == [("b", VoteAnswered(-term, False, True)) for term in range(300)]
+    assert at_b.messages == [("a", RequestVoteReply(term, True, False)) for term in range(300)]
+    assert at_a.messages == [("b", RequestVoteReply(-term, False, True)) for term in range(300)]
     assert a.peer_status()["b"].state is LinkState.UP
 
 
@@ -101,7 +101,7 @@ async def test_dials_that_cross_end_in_one_link(mesh: Mesh) -> None:
 
         async def exchange(a: GrpcTransport = a, at_b: Recorder = at_b) -> None:
             while not at_b.messages:
-                a.send("b", VoteAnswered(1, True, True))
+                a.send("b", RequestVoteReply(1, True, True))
                 await asyncio.sleep(0.01)
 
         await asyncio.wait_for(exchange(), DEADLINE_S)
@@ -131,7 +131,7 @@ async def test_of_two_crossing_dials_the_smaller_names_wins_on_its_side(mesh: Me
         await asyncio.wait_for(greeted.wait(), DEADLINE_S)
         stream = await dial(mesh.identity("b"), "a", address(a), e.Lane.CONTROL, timeout_s=DEADLINE_S)
         await stream.write(hello_of("b", e.Lane.CONTROL))
-        with pytest.raises(streams.Superfluous, match="a is dialing b itself"):
+        with pytest.raises(streams.RedundantDial, match="a is dialing b itself"):
             await stream.read()
         await stream.aclose()
         assert a.rejections == {}
@@ -160,10 +160,10 @@ async def test_three_nodes_have_a_link_for_each_pair(mesh: Mesh) -> None:
         others = [other for other in "abc" if other != region]
         await handler.until(lambda handler=handler, others=others: all(handler.is_up.get(other) for other in others))
         for other in others:
-            transport.send(other, PayloadWanted(ord(region), ord(other), b"d"))
+            transport.send(other, PayloadRequested(ord(region), ord(other), b"d"))
     for region, (_, handler) in made.items():
         await handler.until(lambda handler=handler: len(handler.messages) == 2)
-        expected = [(other, PayloadWanted(ord(other), ord(region), b"d")) for other in "abc" if other != region]
+        expected = [(other, PayloadRequested(ord(other), ord(region), b"d")) for other in "abc" if other != region]
         assert sorted(handler.messages) == expected
 
 
@@ -217,7 +217,7 @@ async def test_control_goes_on_while_the_receiver_can_not_decode(mesh: Mesh, mon
     moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(bytes(8 * 2**20))))
     await at_b.until(lambda: at_b.opened)
     for term in range(50):
-        a.send("b", VoteAnswered(term, True, True))
+        a.send("b", RequestVoteReply(term, True, True))
         await at_b.until(lambda term=term: len(at_b.messages) == term + 1)
     assert not at_b.closed
     may_decode.set()
@@ -319,7 +319,7 @@ async def test_control_messages_beyond_the_queue_are_dropped_and_counted(mesh: M
     a, at_a, _, at_b = await mesh.pair()
     count = outbound.CONTROL_FRAMES_MAX + 100
     for term in range(count):  # no await: nothing leaves meanwhile
-        a.send("b", VoteAnswered(term, True, True))
+        a.send("b", RequestVoteReply(term, True, True))
     dropped = a.peer_status()["b"].control_dropped
     assert dropped >= 99
     await at_b.until(lambda: len(at_b.messages) == count - dropped)
@@ -328,12 +328,12 @@ async def test_control_messages_beyond_the_queue_are_dropped_and_counted(mesh: M
 
 async def test_messages_without_a_link_are_dropped(mesh: Mesh) -> None:
     a, _ = await mesh.start("a", {"b": None})
-    a.send("b", VoteAnswered(1, True, True))
+    a.send("b", RequestVoteReply(1, True, True))
     assert a.peer_status()["b"].control_dropped == 1
     with pytest.raises(LinkLost, match="down"):
         await a.transfer("b", Payload(0, 0, b""), memoryview(b"x"))
     with pytest.raises(ValueError, match="not a peer"):
-        a.send("z", VoteAnswered(1, True, True))
+        a.send("z", RequestVoteReply(1, True, True))
 
 
 # ---- links end and come back -----------------------------------------------------------------------------------------
@@ -347,8 +347,8 @@ async def test_the_link_comes_back_when_the_listening_side_restarts(mesh: Mesh) 
     again, at_again = await mesh.start("b", {"a": None}, listen=("127.0.0.1", port))
     await at_a.until(lambda: at_a.is_up["b"])
     await at_again.until(lambda: at_again.is_up.get("a"))
-    a.send("b", VoteAnswered(5, True, True))
-    again.send("a", VoteAnswered(6, True, True))
+    a.send("b", RequestVoteReply(5, True, True))
+    again.send("a", RequestVoteReply(6, True, True))
     await at_again.until(lambda: at_again.messages)
     await at_a.until(lambda: at_a.messages)
 
@@ -384,7 +384,7 @@ async def test_a_new_session_of_the_peer_replaces_the_one_it_forgot(mesh: Mesh) 
     assert at_b.changes == [("a", True), ("a", False), ("a", True)]
     with pytest.raises(LinkLost):
         await read_on(first[e.Lane.CONTROL])
-    await second[e.Lane.CONTROL].write(e.encode_control(VoteAnswered(1, True, True)))
+    await second[e.Lane.CONTROL].write(e.encode_control(RequestVoteReply(1, True, True)))
     await at_b.until(lambda: at_b.messages)
     for stream in [*first.values(), *second.values()]:
         await stream.aclose()
@@ -655,7 +655,7 @@ async def test_a_handler_may_refuse_a_message_as_a_violation(mesh: Mesh) -> None
         raise ProtocolViolation(f"{peer}: {type(message).__name__} makes no sense")
 
     at_b.control_arrived = refuse  # type: ignore[method-assign]
-    a.send("b", VoteAnswered(1, True, True))
+    a.send("b", RequestVoteReply(1, True, True))
     await at_b.until(lambda: ("a", False) in at_b.changes)
     assert b.rejections == {("a", "protocol"): 1}
 
@@ -669,7 +669,7 @@ async def test_a_fault_of_ours_is_reported_and_the_link_comes_back(mesh: Mesh) -
         raise ZeroDivisionError("a bug")
 
     original, at_b.control_arrived = at_b.control_arrived, break_down  # type: ignore[method-assign]
-    a.send("b", VoteAnswered(1, True, True))
+    a.send("b", RequestVoteReply(1, True, True))
     await at_b.until(lambda: ("a", False) in at_b.changes)
     at_b.control_arrived = original  # type: ignore[method-assign]
     await at_a.until(lambda: len(at_a.changes) == 3)

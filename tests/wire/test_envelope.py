@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from diloco_node.core.messages import Payload, VoteAnswered
+from diloco_node.core.messages import Payload, RequestVoteReply
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
@@ -92,7 +92,7 @@ def test_what_is_no_hello_is_refused(frame: bytes) -> None:
 
 
 def test_a_control_frame_comes_back_equal() -> None:
-    message = VoteAnswered(3, True, False)
+    message = RequestVoteReply(3, True, False)
     assert e.decode_control(e.encode_control(message)) == message
 
 
@@ -103,7 +103,7 @@ def test_what_is_no_control_frame_is_refused(frame: bytes) -> None:
 
 
 def test_the_control_lane_has_pings_and_messages() -> None:
-    message = VoteAnswered(3, True, False)
+    message = RequestVoteReply(3, True, False)
     assert e.PING_FRAME == b"\x03"
     assert e.decode_control_lane(e.PING_FRAME) is None
     assert e.decode_control_lane(e.encode_control(message)) == message
@@ -128,14 +128,14 @@ def test_a_hello_of_version_4_is_refused_for_its_version() -> None:
     ("ours", "theirs", "text"),
     [
         (
-            e.Role.MEASURING,
-            e.Role.TRAINING,
+            e.LinkRole.MEASURING,
+            e.LinkRole.TRAINING,
             "is the training daemon of us.*or start `diloco-node measure serve` beside",
         ),
-        (e.Role.TRAINING, e.Role.MEASURING, "no training daemon, but `diloco-node measure` of us"),
+        (e.LinkRole.TRAINING, e.LinkRole.MEASURING, "no training daemon, but `diloco-node measure` of us"),
     ],
 )
-def test_daemons_and_measuring_ends_refuse_each_other(ours: e.Role, theirs: e.Role, text: str) -> None:
+def test_daemons_and_measuring_ends_refuse_each_other(ours: e.LinkRole, theirs: e.LinkRole, text: str) -> None:
     here = dataclasses.replace(HELLO, role=ours)
     there = dataclasses.replace(HELLO, region="us", role=theirs, settings_digest="another")
     with pytest.raises(PeerIncompatible, match=text):

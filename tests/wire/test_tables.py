@@ -45,35 +45,35 @@ BODIES: list[t.EntryBody] = [
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
-    m.VoteAsked(2, True, 10, 1),
-    m.VoteAnswered(2, False, True),
-    m.AppendAsked(2, 5, 9, b"q" * 32, tuple(entry(body) for body in BODIES), 8),
-    m.AppendAnswered(2, 5, True, 9),
+    m.RequestVote(2, True, 10, 1),
+    m.RequestVoteReply(2, False, True),
+    m.AppendEntries(2, 5, 9, b"q" * 32, tuple(entry(body) for body in BODIES), 8),
+    m.AppendEntriesReply(2, 5, True, 9),
     m.Heartbeat(7, 6, 1000, ("eu",), STATUS, 9, (t.FragmentDigest(2, 6, b"d" * 16),), RateLimits(12_500, None)),
     m.BallotOpened(BALLOT, 2, 6, ("eu", "us-east"), (STRIPE,)),
     m.Contributed(BALLOT, CONTRIBUTION),
     m.Declined(BALLOT, "busy"),
-    m.StripeHeld(BALLOT, "us-east"),
+    m.StripesReceived(BALLOT, "us-east"),
     m.MergeDecided(BALLOT, 2, 6, (CONTRIBUTION,), ((0.5, 0.25),)),
-    m.StripeMerged(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
-    m.PayloadHeld(BALLOT, b"d" * 32),
-    m.PayloadWanted(2, 6, b"d" * 32),
-    m.StateWanted(2, 6),
+    m.ReductionReported(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
+    m.PayloadDurable(BALLOT, b"d" * 32),
+    m.PayloadRequested(2, 6, b"d" * 32),
+    m.StateRequested(2, 6),
     m.Refused(2, 6, "gone"),
-    m.LeadershipOffered(2),
-    m.FinishWanted("enough"),
+    m.TimeoutNow(2),
+    m.FinishRequested("enough"),
     m.DiscardReported((BODIES[3],)),  # type: ignore[arg-type]
     k.IngressGranted(12_500_000),
-    k.IngressWanted(1 << 62),
-    g.EchoWanted(7),
-    g.EchoAnswered(7, 1000, -1),
-    g.MeasurementAsked(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32, 8),
+    k.IngressDemand(1 << 62),
+    g.EchoRequest(7),
+    g.EchoReply(7, 1000, -1),
+    g.MeasurementRequested(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32, 8),
     g.MeasurementReady(3, g.PlainPort(b"t" * 32, 7401)),
     g.MeasurementDeclined(3, "busy"),
     g.MeasurementReceived(3, 10, 9, 8, 11, 4_000_000_000, 500, 1000),
     g.MeasurementStopped(3),
     g.MeasurementSent(3, 500, 1000, 900, -1, -1),
-    g.LinkAsked(3, "eu", 1, 0, 2, 3, True),
+    g.LinkTestRequested(3, "eu", 1, 0, 2, 3, True),
     g.LinkMeasured(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ""),
 ]
 
@@ -124,10 +124,10 @@ def test_frozen_bytes_of_version_5_decode() -> None:
     """A change here is a change of the protocol: raise PROTOCOL_VERSION, and keep what can be kept of the old bytes."""
     assert PROTOCOL_VERSION == 5
     frozen: dict[str, ControlMessage] = {
-        "950102c30a01": m.VoteAsked(2, True, 10, 1),
-        "940202c2c3": m.VoteAnswered(2, False, True),
-        "95040205c309": m.AppendAnswered(2, 5, True, 9),
-        "941607cd03e8ff": g.EchoAnswered(7, 1000, -1),
+        "950102c30a01": m.RequestVote(2, True, 10, 1),
+        "940202c2c3": m.RequestVoteReply(2, False, True),
+        "95040205c309": m.AppendEntriesReply(2, 5, True, 9),
+        "941607cd03e8ff": g.EchoReply(7, 1000, -1),
         "9817cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf000000010000000008": CONTROL_EXAMPLES[22],
     }
     for text, message in frozen.items():

@@ -77,9 +77,9 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
     manifest = _manifest(folder / regions[0])
     entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
     trained = {
-        (region, life.incarnation): (life.steps, life.tokens)
+        (region, counted.incarnation): (counted.steps, counted.tokens)
         for region in regions
-        for life in read_trained(folder / region)
+        for counted in read_trained(folder / region)
     }
     return check_account(
         entries,

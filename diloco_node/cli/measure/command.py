@@ -15,7 +15,7 @@ from diloco_node.cli.options import ConfigOption
 from diloco_node.errors import DilocoError, PeersUnreachable
 
 if TYPE_CHECKING:
-    from diloco_node.measure.documents import Keep
+    from diloco_node.measure.documents import OnPartial
 
 app = typer.Typer(
     help="Round trips and goodput between regions, by the path that a run would take.",
@@ -140,7 +140,9 @@ class _Way:
         self._show(found)
         return found
 
-    def _measured(self, document: dict[str, Any], keep: Keep, without_daemon: dict[str, Any]) -> dict[str, Any]:
+    def _measured(
+        self, document: dict[str, Any], on_partial: OnPartial, without_daemon: dict[str, Any]
+    ) -> dict[str, Any]:
         from diloco_node.cli.measure import daemon as measure_daemon
         from diloco_node.cli.measure import run as measure_run
 
@@ -153,9 +155,9 @@ class _Way:
             daemon = measure_daemon.find_daemon(self.config, self.region)
         if daemon is None:
             here = measure_run.Here.find(self.config, self.certs, self.region)
-            return measure_run.run(lambda: measure_run.measure(here, {**without_daemon, **asked}, keep))
-        with measure_run.progress(f"asking the daemon of {daemon.region}") as say:
-            return measure_daemon.measure(daemon, asked, say, keep)
+            return measure_run.run(lambda: measure_run.measure(here, {**without_daemon, **asked}, on_partial))
+        with measure_run.progress(f"asking the daemon of {daemon.region}") as on_progress:
+            return measure_daemon.measure(daemon, asked, on_progress, on_partial)
 
     def _show(self, document: dict[str, Any]) -> None:
         if self.as_json:

@@ -20,7 +20,7 @@ from diloco_node.errors import ConfigError, DilocoError, PeerError, PeersUnreach
 from diloco_node.unix_sockets import socket_path
 
 if TYPE_CHECKING:
-    from diloco_node.measure.documents import Keep
+    from diloco_node.measure.documents import OnPartial
 
 LINE_BYTES_MAX: Final = 16 * 2**20
 SILENT_S: Final = 20.0
@@ -72,11 +72,13 @@ def _answers(folder: Path) -> bool:
         return False
 
 
-def measure(daemon: Running, document: dict[str, Any], say: Callable[[str], None], keep: Keep) -> dict[str, Any]:
+def measure(
+    daemon: Running, document: dict[str, Any], on_progress: Callable[[str], None], on_partial: OnPartial
+) -> dict[str, Any]:
     """Ask a daemon to measure, and wait for what comes of it.
 
     Args:
-        document: see `measure.command.parse_asked`. say: called with what goes on. keep: with what there is so
+        document: see `measure.command.parse_request`. say: called with what goes on. keep: with what there is so
             far.
 
     Raises:
@@ -93,7 +95,7 @@ def measure(daemon: Running, document: dict[str, Any], say: Callable[[str], None
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 raise _refused(daemon, answer)
-            return _follow(answer, say, keep)
+            return _follow(answer, on_progress, on_partial)
     except (OSError, ValueError, http.client.HTTPException) as error:
         raise PeersUnreachable(
             f"the daemon of {daemon.region} in {daemon.folder} went away in the middle of a measurement ({error}); "
@@ -111,7 +113,9 @@ def _refused(daemon: Running, answer: http.client.HTTPResponse) -> DilocoError:
     return ConfigError(f"{daemon.region} refuses: {json.loads(text).get('error', answer.status)}")
 
 
-def _follow(answer: http.client.HTTPResponse, say: Callable[[str], None], keep: Keep) -> dict[str, Any]:
+def _follow(
+    answer: http.client.HTTPResponse, on_progress: Callable[[str], None], on_partial: OnPartial
+) -> dict[str, Any]:
     """Read lines until the last one."""
     while line := answer.readline(LINE_BYTES_MAX):
         told = json.loads(line)
@@ -120,9 +124,9 @@ def _follow(answer: http.client.HTTPResponse, say: Callable[[str], None], keep: 
         if "error" in told:
             raise _error(str(told["error"]), told.get("exit_code"))
         if "so_far" in told:
-            keep(dict(told["so_far"]))
+            on_partial(dict(told["so_far"]))
         else:
-            say(str(told.get("now", "")))
+            on_progress(str(told.get("now", "")))
     raise ConnectionError("it said nothing at the end")
 
 

@@ -16,7 +16,7 @@ from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachabl
 
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
-    from diloco_node.measure.documents import Keep
+    from diloco_node.measure.documents import OnPartial
     from diloco_node.transport.certs import Identity
 
 T = TypeVar("T")
@@ -200,11 +200,11 @@ async def serve(
         ) from None
 
 
-async def measure(here: Here, document: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial) -> dict[str, Any]:
     """Measure on links of our own to `measure serve` of the peers.
 
     Args:
-        document: see `measure.command.parse_asked`; its peer as it was written. keep: gets what there is so far.
+        document: see `measure.command.parse_request`; its peer as it was written. keep: gets what there is so far.
 
     Raises:
         ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
@@ -220,8 +220,8 @@ async def measure(here: Here, document: Mapping[str, Any], keep: Keep) -> dict[s
         asked["peer"], address = await here.resolve(asked["peer"])
         peers, addresses = (asked["peer"],), {asked["peer"]: address}
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
-    with _quiet(), progress(str(asked["what"])) as say:
-        return dict(await command.run(asked, say, keep))
+    with _quiet(), progress(str(asked["what"])) as on_progress:
+        return dict(await command.run(asked, on_progress, on_partial))
 
 
 @contextmanager
@@ -261,11 +261,11 @@ def progress(text: str) -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
         task = shown.add_task(text, total=None)
 
-        def say(now: str) -> None:
+        def on_progress(now: str) -> None:
             if shown.tasks[0].description != now:
                 shown.reset(task, description=now)
 
-        yield say
+        yield on_progress
 
 
 def check_writable(path: Path) -> None:

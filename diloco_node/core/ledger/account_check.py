@@ -42,7 +42,7 @@ class _Interval(NamedTuple):
     entry: int
 
 
-_Life = tuple[str, int]
+_Identity = tuple[str, int]
 
 
 def check_account(
@@ -76,7 +76,7 @@ class _Checker:
     """One pass over the entries, then one over the accounts."""
 
     def __init__(
-        self, trained: Mapping[_Life, tuple[int, int]], fragments: int, positions: Mapping[str, LearnerStatus]
+        self, trained: Mapping[_Identity, tuple[int, int]], fragments: int, positions: Mapping[str, LearnerStatus]
     ) -> None:
         self._trained = trained
         self._fragments = fragments
@@ -118,33 +118,33 @@ class _Checker:
         interval = _Interval(made.step_from, made.step_to, made.tokens, True, index)
         self._add((made.learner, made.incarnation), body.fragment, interval)
 
-    def _add(self, life: _Life, fragment: int, interval: _Interval) -> None:
+    def _add(self, identity: _Identity, fragment: int, interval: _Interval) -> None:
         if not 0 <= fragment < self._fragments:
             self._fault(f"entry {interval.entry}: fragment {fragment} of {self._fragments}")
         if interval.step_to <= interval.step_from or interval.step_from < 0 or interval.tokens < 0:
             self._fault(f"entry {interval.entry}: {_text(interval)} with {interval.tokens} tokens is no interval")
-        if life not in self._trained:
-            self._fault(f"entry {interval.entry}: {life[0]} incarnation {life[1]} is in no learner's own count")
-        self._intervals.setdefault((*life, fragment), []).append(interval)
+        if identity not in self._trained:
+            self._fault(f"entry {interval.entry}: {identity[0]} incarnation {identity[1]} is in no learner's own count")
+        self._intervals.setdefault((*identity, fragment), []).append(interval)
 
     def check(self) -> None:
         newest: dict[str, int] = {}
         for learner, incarnation in sorted(self._trained):
             newest[learner] = incarnation
-        for life in sorted(self._trained):
+        for identity in sorted(self._trained):
             tokens_at: dict[int, int] = {0: 0}
             for fragment in range(self._fragments):
-                covered = self._check_contiguous(life, fragment, tokens_at)
-                self._check_rest(life, fragment, covered, is_alive=newest[life[0]] == life[1])
-            self._check_monotonic(life, tokens_at)
+                covered = self._check_contiguous(identity, fragment, tokens_at)
+                self._check_rest(identity, fragment, covered, is_alive=newest[identity[0]] == identity[1])
+            self._check_monotonic(identity, tokens_at)
         for learner in sorted(self._positions):
             self._check_position(learner, self._positions[learner])
 
-    def _check_contiguous(self, life: _Life, fragment: int, tokens_at: dict[int, int]) -> tuple[int, int]:
+    def _check_contiguous(self, identity: _Identity, fragment: int, tokens_at: dict[int, int]) -> tuple[int, int]:
         """The intervals follow each other from 0, and a step has the same tokens before it in every fragment."""
         step = tokens = 0
-        for interval in sorted(self._intervals.get((*life, fragment), [])):
-            where = f"entry {interval.entry}: {_named(life, fragment)}: {_text(interval)}"
+        for interval in sorted(self._intervals.get((*identity, fragment), [])):
+            where = f"entry {interval.entry}: {_named(identity, fragment)}: {_text(interval)}"
             if interval.step_from > step:
                 self._fault(f"{where} leaves out ({step}, {interval.step_from}]")
             elif interval.step_from < step:
@@ -156,26 +156,32 @@ class _Checker:
                 self._fault(f"{where} makes {tokens} tokens up to step {step}, another fragment's account {known}")
         return step, tokens
 
-    def _check_rest(self, life: _Life, fragment: int, covered: tuple[int, int], *, is_alive: bool) -> None:
+    def _check_rest(self, identity: _Identity, fragment: int, covered: tuple[int, int], *, is_alive: bool) -> None:
         """What is covered was trained; of a dead incarnation, everything that was trained is covered."""
-        trained = self._trained[life]
+        trained = self._trained[identity]
         if covered[0] > trained[0] or covered[1] > trained[1]:
-            self._fault(f"{_named(life, fragment)}: {_pair(covered)} merged or discarded, {_pair(trained)} trained")
+            self._fault(f"{_named(identity, fragment)}: {_pair(covered)} merged or discarded, {_pair(trained)} trained")
         elif covered[0] == trained[0] and covered[1] != trained[1]:
-            self._fault(f"{_named(life, fragment)}: all steps are covered, but {_pair(covered)} of {_pair(trained)}")
+            self._fault(
+                f"{_named(identity, fragment)}: all steps are covered, but {_pair(covered)} of {_pair(trained)}"
+            )
         elif not is_alive and covered != trained:
-            self._fault(f"{_named(life, fragment)}: dead, but only {_pair(covered)} of {_pair(trained)} are covered")
+            self._fault(
+                f"{_named(identity, fragment)}: dead, but only {_pair(covered)} of {_pair(trained)} are covered"
+            )
 
-    def _check_monotonic(self, life: _Life, tokens_at: dict[int, int]) -> None:
+    def _check_monotonic(self, identity: _Identity, tokens_at: dict[int, int]) -> None:
         steps = sorted(tokens_at)
         for before, after in pairwise(steps):
             if tokens_at[after] < tokens_at[before]:
-                self._fault(f"{life[0]} incarnation {life[1]}: fewer tokens up to step {after} than up to {before}")
+                self._fault(
+                    f"{identity[0]} incarnation {identity[1]}: fewer tokens up to step {after} than up to {before}"
+                )
 
     def _check_position(self, learner: str, status: LearnerStatus) -> None:
         """The learner's own marks are ends of intervals; the ledger may be ahead (not applied yet), never behind."""
-        life = (learner, status.incarnation)
-        trained = self._trained.get(life)
+        identity = (learner, status.incarnation)
+        trained = self._trained.get(identity)
         if trained is None or status.step > trained[0] or status.tokens > trained[1]:
             self._fault(f"{learner} incarnation {status.incarnation}: says {status.step} steps, counted {trained}")
         if len(status.positions) != self._fragments:
@@ -183,12 +189,14 @@ class _Checker:
         for fragment, position in enumerate(status.positions[: self._fragments]):
             ends = {(0, 0)}
             tokens = 0
-            for interval in sorted(self._intervals.get((*life, fragment), [])):
+            for interval in sorted(self._intervals.get((*identity, fragment), [])):
                 tokens += interval.tokens
                 ends.add((interval.step_to, tokens))
             if (position.included_step, position.included_tokens) not in ends:
                 own = _pair((position.included_step, position.included_tokens))
-                self._fault(f"{_named(life, fragment)}: the learner was included up to {own}, the ledger has no such")
+                self._fault(
+                    f"{_named(identity, fragment)}: the learner was included up to {own}, the ledger has no such"
+                )
 
     def _fault(self, text: str) -> None:
         self._faults.append(text)
@@ -212,8 +220,8 @@ class _Checker:
         )
 
 
-def _named(life: _Life, fragment: int) -> str:
-    return f"{life[0]} incarnation {life[1]} fragment {fragment}"
+def _named(identity: _Identity, fragment: int) -> str:
+    return f"{identity[0]} incarnation {identity[1]} fragment {fragment}"
 
 
 def _text(interval: _Interval) -> str:

@@ -13,7 +13,7 @@ from typing import Final
 
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.write_gate import WriteGate
-from diloco_node.core.messages import VoteAnswered, VoteAsked
+from diloco_node.core.messages import RequestVote, RequestVoteReply
 
 _MASK: Final = (1 << 64) - 1
 
@@ -155,16 +155,18 @@ class Election:
             return False
         return self.role is Role.CANDIDATE and self._gate.is_hard_durable
 
-    def answer(self, peer: str, asked: VoteAsked, *, is_up_to_date: bool, is_leader_heard: bool, now_ns: int) -> None:
+    def answer(
+        self, peer: str, asked: RequestVote, *, is_up_to_date: bool, has_leader_contact: bool, now_ns: int
+    ) -> None:
         """Answer a candidate whose term was adopted, or a pre-vote, which changes nothing here.
 
         Args:
             is_up_to_date: its log holds at least what this voter's does.
-            is_leader_heard: there is a leader that an election would disturb.
+            has_leader_contact: there is a leader that an election would disturb.
         """
         if asked.pre_vote:
-            granted = asked.term > self.term and is_up_to_date and not is_leader_heard
-            self._gate.send(peer, VoteAnswered(asked.term if granted else self.term, True, granted))
+            granted = asked.term > self.term and is_up_to_date and not has_leader_contact
+            self._gate.send(peer, RequestVoteReply(asked.term if granted else self.term, True, granted))
             return
         granted = asked.term == self.term and self.voted_for in ("", peer) and is_up_to_date
         if granted and self.voted_for != peer:
@@ -172,9 +174,9 @@ class Election:
             self._gate.change_hard_state()
         if granted:
             self.restart_timer(now_ns)
-        self._gate.send(peer, VoteAnswered(self.term, False, granted))
+        self._gate.send(peer, RequestVoteReply(self.term, False, granted))
 
-    def take_vote(self, peer: str, answer: VoteAnswered) -> bool:
+    def take_vote(self, peer: str, answer: RequestVoteReply) -> bool:
         """Note who said yes; False if that answers nothing that is asked now."""
         expected_term = {Role.ASKING: self.term + 1, Role.CANDIDATE: self.term}.get(self.role)
         if answer.term != expected_term or answer.pre_vote != (self.role is Role.ASKING):
@@ -183,6 +185,6 @@ class Election:
         return True
 
     def _ask_votes(self, term: int, *, pre_vote: bool) -> None:
-        asked = VoteAsked(term, pre_vote, self._log.last_index, self._log.last_term)
+        asked = RequestVote(term, pre_vote, self._log.last_index, self._log.last_term)
         for peer in self._peers:
             self._gate.send(peer, asked)

@@ -74,7 +74,7 @@ class ReplicaLog:
         self._staged_bytes: list[int] = []
         self._durable_index = len(self._entries)
         # What the disk has been asked for so far, and from where it must forget before the next append.
-        self._asked_index = len(self._entries)
+        self._requested_index = len(self._entries)
         self._truncate_from = 0
         self._writes: deque[_Write] = deque()
         self._pack()
@@ -118,7 +118,7 @@ class ReplicaLog:
     @property
     def is_dirty(self) -> bool:
         """The disk has not been asked yet for what the log says."""
-        return self._asked_index != len(self._entries) or self._truncate_from > 0
+        return self._requested_index != len(self._entries) or self._truncate_from > 0
 
     def entry(self, index: int) -> Entry:
         """The entry, staged or not. Raises IndexError outside 1..known_index."""
@@ -187,9 +187,9 @@ class ReplicaLog:
         del self._entries[first - 1 :]
         self._lost = [entry for entry in self._lost if entry.index < first]
         self._packed_index = min(self._packed_index, first - 1)
-        if first <= self._asked_index:
+        if first <= self._requested_index:
             self._truncate_from = min(self._truncate_from, first) if self._truncate_from else first
-            self._asked_index = first - 1
+            self._requested_index = first - 1
         # A write under way may still put the forgotten entries on disk, but they are not part of this log any more.
         self._durable_index = min(self._durable_index, first - 1)
         for write in self._writes:
@@ -230,8 +230,8 @@ class ReplicaLog:
 
     def take_change(self, token: int) -> LogChange:
         """What the disk has to do now; `written(token)` says that it has."""
-        change = LogChange(self._truncate_from, self.slice(self._asked_index + 1, len(self._entries)))
-        self._asked_index = len(self._entries)
+        change = LogChange(self._truncate_from, self.slice(self._requested_index + 1, len(self._entries)))
+        self._requested_index = len(self._entries)
         self._truncate_from = 0
         self._writes.append(_Write(token, len(self._entries)))
         return change

@@ -36,15 +36,15 @@ from diloco_node.core.events import (
 from diloco_node.core.ledger.election import Election, Role, majority_of, majority_value
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.log import ReplicaLog
-from diloco_node.core.ledger.replication import Follower, Following, fault_in, majority_heard_ns, most_complete
+from diloco_node.core.ledger.replication import Follower, Following, fault_in, majority_contact_ns, most_complete
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import (
-    AppendAnswered,
-    AppendAsked,
-    LeadershipOffered,
+    AppendEntries,
+    AppendEntriesReply,
     Message,
-    VoteAnswered,
-    VoteAsked,
+    RequestVote,
+    RequestVoteReply,
+    TimeoutNow,
 )
 from diloco_node.core.types import Entry, EntryBody, LeaderBody, RoundBody
 from diloco_node.errors import InvalidTransition
@@ -247,9 +247,9 @@ class LedgerCore:
     def hand_over(self, *, now_ns: int) -> list[Effect]:
         """This region is about to stop: never stand for election again, and if it leads, offer that to a follower."""
         self._is_draining = True
-        return self.yield_lead("is about to stop", now_ns=now_ns)
+        return self.transfer_leadership("is about to stop", now_ns=now_ns)
 
-    def yield_lead(self, why: str, *, now_ns: int) -> list[Effect]:
+    def transfer_leadership(self, why: str, *, now_ns: int) -> list[Effect]:
         """Offer the lead to a follower, if this region leads; it stays a voter. Repeat it while it still leads."""
         if self.is_leader:
             self._offer_leadership(why, now_ns)
@@ -301,15 +301,15 @@ class LedgerCore:
             self._note(f"{type(message).__name__} from {peer}, which is no voter: ignored", is_alarm=True)
             return
         match message:
-            case VoteAsked():
-                self._vote_asked(peer, message, now_ns)
-            case VoteAnswered():
-                self._vote_answered(peer, message, now_ns)
-            case AppendAsked():
-                self._append_asked(peer, message, now_ns)
-            case AppendAnswered():
-                self._append_answered(peer, message, now_ns)
-            case LeadershipOffered():
+            case RequestVote():
+                self._request_vote(peer, message, now_ns)
+            case RequestVoteReply():
+                self._request_vote_reply(peer, message, now_ns)
+            case AppendEntries():
+                self._append_entries(peer, message, now_ns)
+            case AppendEntriesReply():
+                self._append_entries_reply(peer, message, now_ns)
+            case TimeoutNow():
                 self._leadership_offered(peer, message, now_ns)
             case _:
                 raise InvalidTransition(f"the ledger has no arrow for the message {type(message).__name__}")
@@ -328,7 +328,7 @@ class LedgerCore:
                 self._send_append(peer)
         elif not is_up and peer == self.leader:
             # Most likely it died: do not wait for the whole timeout. If it lives, the others still hear it and refuse.
-            self._following.heard_ns = None
+            self._following.contact_ns = None
             self._election.hasten(now_ns + self._heartbeat_ns)
 
     def _adopt_term(self, term: int, now_ns: int) -> None:
@@ -339,26 +339,26 @@ class LedgerCore:
         """Follow the leader (or nobody yet) of the current term."""
         self._election.follow(leader, now_ns=now_ns)
         self._following = Following(
-            matched_index=min(self._cluster_commit_index, self._log.known_index), heard_ns=now_ns if leader else None
+            matched_index=min(self._cluster_commit_index, self._log.known_index), contact_ns=now_ns if leader else None
         )
         self._followers.clear()
         if leader:
             self._note(f"follows {leader}")
 
-    def _vote_asked(self, peer: str, asked: VoteAsked, now_ns: int) -> None:
+    def _request_vote(self, peer: str, asked: RequestVote, now_ns: int) -> None:
         if not asked.pre_vote:
             self._adopt_term(asked.term, now_ns)
-        heard_ns = self._following.heard_ns
-        is_recent = bool(self.leader) and heard_ns is not None and now_ns - heard_ns < self._election_timeout_ns
+        contact_ns = self._following.contact_ns
+        is_recent = bool(self.leader) and contact_ns is not None and now_ns - contact_ns < self._election_timeout_ns
         self._election.answer(
             peer,
             asked,
             is_up_to_date=self._is_up_to_date(asked.last_index, asked.last_term),
-            is_leader_heard=self.is_leader or is_recent,
+            has_leader_contact=self.is_leader or is_recent,
             now_ns=now_ns,
         )
 
-    def _vote_answered(self, peer: str, answer: VoteAnswered, now_ns: int) -> None:
+    def _request_vote_reply(self, peer: str, answer: RequestVoteReply, now_ns: int) -> None:
         if not answer.granted:
             self._adopt_term(answer.term, now_ns)
         elif self._election.take_vote(peer, answer):
@@ -368,7 +368,7 @@ class LedgerCore:
         if self._election.count_votes(now_ns=now_ns):
             self._become_leader(now_ns)
 
-    def _leadership_offered(self, peer: str, offered: LeadershipOffered, now_ns: int) -> None:
+    def _leadership_offered(self, peer: str, offered: TimeoutNow, now_ns: int) -> None:
         is_from_leader = offered.term == self.term and peer == self.leader and not self.is_leader
         if is_from_leader and not self._is_draining:
             self._election.stand(now_ns=now_ns)
@@ -401,7 +401,7 @@ class LedgerCore:
         )
         self._gate.send(peer, message)
 
-    def _append_answered(self, peer: str, answer: AppendAnswered, now_ns: int) -> None:
+    def _append_entries_reply(self, peer: str, answer: AppendEntriesReply, now_ns: int) -> None:
         self._adopt_term(answer.term, now_ns)
         if not self.is_leader or answer.term != self.term:
             return
@@ -422,20 +422,20 @@ class LedgerCore:
 
     def _majority_until_ns(self) -> int | None:
         """Up to when a majority has answered recently enough to lead on; None for a majority by itself."""
-        heard_ns = majority_heard_ns(self._followers.values())
-        return None if heard_ns is None else heard_ns + self._election_timeout_ns
+        contact_ns = majority_contact_ns(self._followers.values())
+        return None if contact_ns is None else contact_ns + self._election_timeout_ns
 
     def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
         successor = most_complete(self._followers, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")
-            self._gate.send(successor, LeadershipOffered(self.term))
+            self._gate.send(successor, TimeoutNow(self.term))
 
-    def _append_asked(self, peer: str, asked: AppendAsked, now_ns: int) -> None:
+    def _append_entries(self, peer: str, asked: AppendEntries, now_ns: int) -> None:
         self._adopt_term(asked.term, now_ns)
         if asked.term < self.term:
-            self._gate.send(peer, AppendAnswered(self.term, asked.sequence, False, 0))
+            self._gate.send(peer, AppendEntriesReply(self.term, asked.sequence, False, 0))
             return
         if self.leader not in ("", peer):
             self._note(f"{peer} and {self.leader} both lead this term: ignored {peer}", is_alarm=True)
@@ -448,8 +448,8 @@ class LedgerCore:
             self._become_follower(peer, now_ns)
         self._election.restart_timer(now_ns)
         following = self._following
-        following.heard_ns = now_ns
-        following.asked_sequence = max(following.asked_sequence, asked.sequence)
+        following.contact_ns = now_ns
+        following.requested_sequence = max(following.requested_sequence, asked.sequence)
         if self._log.has(asked.previous_index, asked.previous_hash):
             following.take(self._log, asked)
             self._log.promote(self._may_persist)
@@ -460,18 +460,18 @@ class LedgerCore:
         else:
             # What is committed is in the leader's log: no need to search before it.
             hint = max(self._log.search_hint(asked.previous_index), self.commit_index)
-            self._gate.send(peer, AppendAnswered(self.term, asked.sequence, False, hint))
+            self._gate.send(peer, AppendEntriesReply(self.term, asked.sequence, False, hint))
 
     def _acknowledge(self, sequence: int) -> None:
-        self._following.told_index = self._following.acknowledged_index(self._log)
-        self._gate.send(self.leader, AppendAnswered(self.term, sequence, True, self._following.told_index))
+        self._following.reported_index = self._following.acknowledged_index(self._log)
+        self._gate.send(self.leader, AppendEntriesReply(self.term, sequence, True, self._following.reported_index))
 
     def _tell_growth(self, now_ns: int) -> None:
         """More is on disk: a follower tells its leader without being asked."""
         if self.is_leader:
             self._advance_commit(now_ns)
-        elif self.leader and self._following.acknowledged_index(self._log) > self._following.told_index:
-            self._acknowledge(self._following.asked_sequence)
+        elif self.leader and self._following.acknowledged_index(self._log) > self._following.reported_index:
+            self._acknowledge(self._following.requested_sequence)
 
     def _note(self, text: str, *, is_alarm: bool = False) -> None:
         self._gate.note(f"term {self.term}: {self._region} {text}", is_alarm=is_alarm)

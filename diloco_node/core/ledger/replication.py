@@ -13,7 +13,7 @@ from typing import Final
 from diloco_node.core.ledger.election import majority_of
 from diloco_node.core.ledger.entries import encode_entry, verify_chain
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX, ReplicaLog
-from diloco_node.core.messages import AppendAnswered, AppendAsked
+from diloco_node.core.messages import AppendEntries, AppendEntriesReply
 from diloco_node.core.types import Entry
 from diloco_node.errors import ProtocolViolation
 
@@ -46,7 +46,7 @@ class Follower:
     heeded_sequence: int = 0
     is_certain: bool = False
 
-    def next_message(self, log: ReplicaLog, *, term: int, sequence: int, commit_index: int) -> AppendAsked:
+    def next_message(self, log: ReplicaLog, *, term: int, sequence: int, commit_index: int) -> AppendEntries:
         """The heartbeat for this follower, with the next batch of entries if none is on its way."""
         previous_index = self.next_index - 1
         entries = self._batch(log) if self.batch_sequence == 0 else ()
@@ -55,7 +55,7 @@ class Follower:
             self.next_index += len(entries)
         self.sent_sequence = sequence
         self.is_certain = previous_index <= self.durable_index
-        return AppendAsked(
+        return AppendEntries(
             term=term,
             sequence=sequence,
             previous_index=previous_index,
@@ -68,7 +68,7 @@ class Follower:
         """Whether a message now would carry entries."""
         return self.batch_sequence == 0 and self.next_index <= min(log.last_index, self._window_end)
 
-    def answered(self, answer: AppendAnswered, *, last_index: int, now_ns: int) -> bool:
+    def answered(self, answer: AppendEntriesReply, *, last_index: int, now_ns: int) -> bool:
         """Take note of an answer of this term.
 
         Returns:
@@ -112,7 +112,7 @@ class Follower:
         return tuple(batch)
 
 
-def majority_heard_ns(followers: Iterable[Follower]) -> int | None:
+def majority_contact_ns(followers: Iterable[Follower]) -> int | None:
     """When a majority, the leader counted, had last answered; None if the leader is a majority by itself."""
     answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
     needed = majority_of(len(answered_ns) + 1) - 1
@@ -132,23 +132,23 @@ class Following:
     Attributes:
         matched_index: up to here this log, staged entries counted, is the leader's. At first what is committed: that
             much is in the log of every leader to come.
-        heard_ns: when the leader was last heard; None if not, or if its link is down.
+        contact_ns: when the leader was last heard; None if not, or if its link is down.
         commit_index: what the leader said is committed.
-        asked_sequence: of its last message; acknowledgements that nobody asked for carry it.
-        told_index: what it was last told to be durable here.
+        requested_sequence: of its last message; acknowledgements that nobody asked for carry it.
+        reported_index: what it was last told to be durable here.
     """
 
     matched_index: int = 0
-    heard_ns: int | None = None
+    contact_ns: int | None = None
     commit_index: int = 0
-    asked_sequence: int = 0
-    told_index: int = 0
+    requested_sequence: int = 0
+    reported_index: int = 0
 
     def acknowledged_index(self, log: ReplicaLog) -> int:
         """On disk here, and the same as the leader's."""
         return min(log.durable_index, self.matched_index)
 
-    def take(self, log: ReplicaLog, asked: AppendAsked) -> None:
+    def take(self, log: ReplicaLog, asked: AppendEntries) -> None:
         """Stage the entries of a message whose previous entry matches, in place of what differs."""
         conflict = log.first_conflict(asked.entries)
         if conflict:
@@ -159,7 +159,7 @@ class Following:
         self.matched_index = max(self.matched_index, reached)
 
 
-def fault_in(asked: AppendAsked, log: ReplicaLog, *, committed_index: int) -> str:
+def fault_in(asked: AppendEntries, log: ReplicaLog, *, committed_index: int) -> str:
     """Why the message can't come from a correct leader of its term; empty if it can."""
     entries = asked.entries
     if len(entries) > BATCH_ENTRIES_MAX or asked.previous_index < 0 or asked.commit_index < 0:

@@ -29,12 +29,12 @@ class _Peer:
     """What is known of one other region.
 
     Attributes:
-        heard_at_ns: last heartbeat; None if there was none since the link was down.
+        received_at_ns: last heartbeat; None if there was none since the link was down.
         sequence: the highest heard. old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
     """
 
-    heard_at_ns: int | None = None
+    received_at_ns: int | None = None
     sequence: int = 0
     sequence_at_ns: int = 0
     old_in_a_row: int = 0
@@ -79,14 +79,14 @@ class Liveness:
             return
         known.sequence = 0
         if not is_up:
-            known.heard_at_ns = None
+            known.received_at_ns = None
 
     def heartbeat_arrived(self, peer: str, beat: Heartbeat, *, now_ns: int) -> bool:
         """Read a heartbeat. Returns whether it is news (not an overtaken one)."""
         known = self._peers.get(peer)
         if known is None:
             return False
-        known.heard_at_ns = now_ns
+        known.received_at_ns = now_ns
         if beat.sequence <= known.sequence:
             known.old_in_a_row += 1
             if known.old_in_a_row < OLD_SEQUENCES_MAX:
@@ -148,7 +148,9 @@ class Liveness:
         if region == self._region:
             return True
         known = self._peers.get(region)
-        return known is not None and known.heard_at_ns is not None and now_ns - known.heard_at_ns < self._silent_ns
+        return (
+            known is not None and known.received_at_ns is not None and now_ns - known.received_at_ns < self._silent_ns
+        )
 
     def heard(self, *, now_ns: int) -> tuple[str, ...]:
         """The other regions that are alive, sorted."""

@@ -27,7 +27,7 @@ from diloco_node.numeric import F32
 MISSED_KEEP: Final = 0.5
 """What is kept of the own steps when a version arrives that does not include them."""
 
-LAM_MIN: Final = 2.0**-6
+CARRY_FACTOR_MIN: Final = 2.0**-6
 """Less than this is not worth carrying: the learner takes the new version as it is."""
 
 
@@ -48,11 +48,11 @@ class CarryPlan:
 
     Attributes:
         anchor: see Anchor.
-        lam: 1 for an exact carry-over; 0 with `Anchor.NONE`, and only there.
+        carry_factor: 1 for an exact carry-over; 0 with `Anchor.NONE`, and only there.
     """
 
     anchor: Anchor
-    lam: float
+    carry_factor: float
 
 
 def carry_plan(
@@ -67,7 +67,7 @@ def carry_plan(
             includes its newest snapshot. 0 only if the new version itself includes it.
         steps_since_inclusion: its steps that are in no version up to the new one: since that snapshot, else since the
             last included one.
-        carry_steps_limit: at least 1; with more steps than this, `lam` is also multiplied by `limit / steps`.
+        carry_steps_limit: at least 1; with more steps than this, `carry_factor` is also multiplied by `limit / steps`.
 
     Raises:
         ValueError: negative numbers, no limit, or nothing missed by a learner that was not included.
@@ -78,12 +78,12 @@ def carry_plan(
         raise ValueError(f"{versions_missed} versions missed, included: {included}")
     if mode is CarryMode.OVERWRITE:
         return CarryPlan(Anchor.NONE, 0.0)
-    lam = float(MISSED_KEEP**versions_missed)
+    carry_factor = float(MISSED_KEEP**versions_missed)
     if steps_since_inclusion > carry_steps_limit:
-        lam *= carry_steps_limit / steps_since_inclusion
-    if lam < LAM_MIN:
+        carry_factor *= carry_steps_limit / steps_since_inclusion
+    if carry_factor < CARRY_FACTOR_MIN:
         return CarryPlan(Anchor.NONE, 0.0)
-    return CarryPlan(Anchor.SNAPSHOT if included else Anchor.BASE, lam)
+    return CarryPlan(Anchor.SNAPSHOT if included else Anchor.BASE, carry_factor)
 
 
 def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> F32:
@@ -96,14 +96,14 @@ def carry_over(plan: CarryPlan, *, new: F32, theta: F32, anchor: F32 | None) -> 
 
     Returns:
         Shape (n,), float32. Exactly `new` for a learner that did not move since its anchor. Each operation is rounded
-        to float32 by itself; with `lam` 1 there is no multiplication.
+        to float32 by itself; with `carry_factor` 1 there is no multiplication.
     """
     if (anchor is None) != (plan.anchor is Anchor.NONE):
         raise ValueError(f"the plan's anchor is {plan.anchor}, but {'no' if anchor is None else 'an'} array was given")
     if anchor is None:
         return new.copy()
     own = theta - anchor
-    return new + (own if plan.lam == 1.0 else np.float32(plan.lam) * own)
+    return new + (own if plan.carry_factor == 1.0 else np.float32(plan.carry_factor) * own)
 
 
 def position_after(
@@ -134,8 +134,8 @@ def position_after(
         raise ValueError(f"version {version} does not follow base {position.base_version}")
     if included is not None and not position.included_step < included[0] <= step:
         raise ValueError(f"snapshot at step {included[0]} is not in ({position.included_step}, {step}]")
-    mark_step = step if included is None else included[0]
-    moved = replace(position, base_version=version, mark_step=mark_step)
+    cycle_start_step = step if included is None else included[0]
+    moved = replace(position, base_version=version, cycle_start_step=cycle_start_step)
     if mode is CarryMode.OVERWRITE or not is_kept:
         return replace(moved, included_step=step, included_tokens=tokens)
     if included is not None:

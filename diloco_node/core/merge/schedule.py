@@ -40,9 +40,9 @@ def due_step(
     """
     if position.base_version < 0:
         return None
-    if position.base_version == 0 and position.mark_step == 0:
+    if position.base_version == 0 and position.cycle_start_step == 0:
         return -(-(fragment + 1) * sync_every // fragments)
-    return position.mark_step + max(1, sync_every - lead)
+    return position.cycle_start_step + max(1, sync_every - lead)
 
 
 def overdue_steps(
@@ -115,17 +115,17 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
     return (known[(len(known) - 1) // 2] + known[len(known) // 2]) // 2
 
 
-def believed_step_time_ns(told_ns: int, averages_ns: Sequence[int]) -> int:
+def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
     """What one learner says of its steps, but not more than `SLOWER_MAX` times the others'.
 
     Rounds wait for members in proportion to this: without a bound one that says a year would hold them up for years.
 
     Args:
-        told_ns: of this learner. averages_ns: of all, this one too; any order, 0 means unknown.
+        reported_ns: of this learner. averages_ns: of all, this one too; any order, 0 means unknown.
     """
     known = sorted(average for average in averages_ns if average > 0)
     # The lower one of the middle two: of two learners one may be wrong.
-    return max(0, min(told_ns, SLOWER_MAX * known[(len(known) - 1) // 2])) if known else 0
+    return max(0, min(reported_ns, SLOWER_MAX * known[(len(known) - 1) // 2])) if known else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ class DigestWatch:
             own.popitem(last=False)
         self._fresh[fragment] = now_ns
         self._fresh.move_to_end(fragment)
-        for (peer, told_fragment), told in sorted(self._told.items()):
-            if told_fragment == fragment:
+        for (peer, reported_fragment), told in sorted(self._told.items()):
+            if reported_fragment == fragment:
                 self._compare(peer, told)
 
     def told(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:

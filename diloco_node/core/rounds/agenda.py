@@ -17,7 +17,7 @@ from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.types import FinishedBody, RunSettings
 
-WAIT_SAID_NS: Final = 2_000_000_000
+WAIT_NOTE_NS: Final = 2_000_000_000
 """How long nothing was opened when the reason goes into the log; status shows it at once."""
 
 
@@ -115,16 +115,16 @@ class Agenda:
         self._resting: dict[int, int] = {}
         self._ending: Ending | None = None
         self._is_finishing = False
-        self._finish_asked = ""
+        self._finish_ordered = ""
 
     @property
     def is_ending(self) -> bool:
         """Whether the last rounds are being held."""
         return self._ending is not None
 
-    def finish_wanted(self, reason: str) -> None:
+    def finish_requested(self, reason: str) -> None:
         """An operator asks for the end of the run."""
-        self._finish_asked = self._finish_asked or reason
+        self._finish_ordered = self._finish_ordered or reason
 
     def abandoned(self, fragment: int, *, now_ns: int) -> None:
         """A round was given up: let the fragment rest for a heartbeat.
@@ -160,7 +160,7 @@ class Agenda:
         self.reason, self.wake_at_ns = self.opener.reason, self.opener.wake_at_ns
         if opening is None:
             # Between two rounds there is always something to wait for: say it when it takes longer than that.
-            is_usual = bool(rounds) or now_ns - self.opener.last_open_ns < WAIT_SAID_NS
+            is_usual = bool(rounds) or now_ns - self.opener.last_open_ns < WAIT_NOTE_NS
             said = "" if is_usual else "".join(letter for letter in self.reason if not letter.isdigit())
             self._effects.note_change("waits", said, self.reason)
         return opening
@@ -173,7 +173,7 @@ class Agenda:
                 if status is not None:
                     steps.append(status.step + self._history.steps_before(name, status.incarnation))
             tokens = self._history.account.merged_tokens(self._fragments)
-            reason = end_reason(self._settings, steps=steps, tokens=tokens, asked=self._finish_asked)
+            reason = end_reason(self._settings, steps=steps, tokens=tokens, asked=self._finish_ordered)
             if not reason:
                 return False
             timing = self.opener.timing(self._eligibility.reachability(now_ns=now_ns))

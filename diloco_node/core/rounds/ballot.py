@@ -13,7 +13,7 @@ from typing import Final
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
-from diloco_node.core.messages import HeldStripe
+from diloco_node.core.messages import ReusedStripe
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
 from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, Contribution, RunSettings, Stripe
 from diloco_node.numeric import NS_PER_S
@@ -126,10 +126,12 @@ class BallotClock:
             step_time_ns=believed_step_time_ns(max(step_times, default=0), step_times),
             rtt_ns=max(self._liveness.rtt_ns(name) for name in (*members, *(one.reducer for one in stripes))),
             transfer_bytes=busiest_bytes,
-            rate_bytes_per_s=busiest_bytes * NS_PER_S // usual_ns if usual_ns else self._told_rate(members, stripes),
+            rate_bytes_per_s=busiest_bytes * NS_PER_S // usual_ns
+            if usual_ns
+            else self._reported_rate(members, stripes),
         )
 
-    def _told_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
+    def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
         """What the slowest told budget leaves to one round, where that is less than what is assumed; else 0."""
         budgets = [self._liveness.budget(name) for name in {*members, *(one.reducer for one in stripes)}]
         told = [rate for one in budgets for rate in (one.egress, one.ingress) if rate is not None]
@@ -148,7 +150,7 @@ class NextBallot:
 
     members: tuple[str, ...]
     contributions: dict[str, Contribution]
-    held: tuple[HeldStripe, ...]
+    held: tuple[ReusedStripe, ...]
 
 
 def plan_next(
@@ -178,7 +180,9 @@ def plan_next(
     stays = stripes == one.stripes
     # The stripes of a member that is lost can't be sent again: it stays only where nothing moves.
     whole = {
-        name for name in usable if kept and one.is_held(name, [old for old, _ in kept]) and (name in reachable or stays)
+        name
+        for name in usable
+        if kept and one.is_received(name, [old for old, _ in kept]) and (name in reachable or stays)
     }
     if is_late:
         chosen = whole
@@ -191,7 +195,7 @@ def plan_next(
         chosen |= {name for name in whole if stays}
     members = tuple(sorted(chosen)) or able
     held = tuple(
-        HeldStripe(name, new)
+        ReusedStripe(name, new)
         for name in members
         for old, new in kept
         if name in usable and old in one.held.get(name, ())

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived, StripeReduced
-from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
+from diloco_node.core.events import ContributionStripeArrived, MergedStripeArrived, ReductionDone
+from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 EARLY_MAX: Final = 256
@@ -47,7 +47,7 @@ class FollowedBallot:
     declined: str = ""
     decision: MergeDecided | None = None
     reducing: dict[int, list[int]] = field(default_factory=dict)
-    reduced: dict[int, StripeReduced] = field(default_factory=dict)
+    reduced: dict[int, ReductionDone] = field(default_factory=dict)
     merged: dict[int, bytes] = field(default_factory=dict)
     digest: bytes = b""
     is_lost: bool = False
@@ -71,11 +71,11 @@ class FollowedBallot:
         if 0 <= event.stripe < len(self.opened.stripes) and self.opened.stripes[event.stripe] == event.cut:
             self.merged[event.stripe] = event.digest
 
-    def report_of(self, reduced: StripeReduced) -> StripeMerged:
+    def report_of(self, reduced: ReductionDone) -> ReductionReported:
         """For the leader, with the norms in the order in which it named the contributions."""
         order = self.reducing[reduced.stripe]
         norms = dict(zip(order, reduced.contribution_norms, strict=True))
-        return StripeMerged(
+        return ReductionReported(
             self.ballot,
             reduced.stripe,
             reduced.squared_norms,
@@ -118,14 +118,14 @@ class FollowedRound:
         self.arrived[name_of(contribution), event.blocks] = contribution.base_version + 1
         return True
 
-    def holds_all(self, part: FollowedBallot, name: Name, region: str) -> bool:
+    def has_all(self, part: FollowedBallot, name: Name, region: str) -> bool:
         """Whether everything of a contribution that a region is to reduce has arrived."""
         own = [(stripe.block_start, stripe.block_stop) for _, stripe in part.own_stripes(region)]
         return bool(own) and all((name, blocks) in self.arrived for blocks in own)
 
     def held_members(self, part: FollowedBallot, region: str) -> list[str]:
         """Members of whose contributions that is so, sorted."""
-        whole = {name[0] for name, _ in self.arrived if self.holds_all(part, name, region)}
+        whole = {name[0] for name, _ in self.arrived if self.has_all(part, name, region)}
         return sorted(whole & set(part.opened.members))
 
     def residual_of(self, stripe: int, blocks: Block) -> Ballot | None:

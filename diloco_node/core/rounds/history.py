@@ -78,13 +78,13 @@ class RoundHistory:
             self.finished = body
 
     def last_version(self, learner: str, fragment: int) -> int:
-        """The last version of the fragment that includes steps of this learner, in whatever life; -1 if none does."""
+        """The last version of the fragment that includes steps of this learner, of any incarnation; -1 if none."""
         last = self.account.last_inclusion(learner, fragment)
         return -1 if last is None else last.version
 
     def carried_since(self, offered: Contribution) -> int | None:
         """The version since which the steps of a contribution were carried on: the last that includes its learner, or
-        the one for which this life of it gave its steps up, as known when that was booked; None: its life began so."""
+        the one for which this incarnation gave its steps up, as known when that was booked; None: it began so."""
         last = self.account.last_inclusion(offered.learner, offered.fragment)
         if last is not None and (last.incarnation, last.step_to) == (offered.incarnation, offered.step_from):
             return last.version
@@ -105,7 +105,9 @@ class RoundHistory:
 
     def steps_before(self, learner: str, incarnation: int) -> int:
         """Steps of the learner's earlier incarnations that the ledger knows of: how far each got in any fragment."""
-        return sum(step for (name, life), step in self._furthest.items() if name == learner and life < incarnation)
+        return sum(
+            step for (name, earlier), step in self._furthest.items() if name == learner and earlier < incarnation
+        )
 
     def included_snapshot(self, learner: str, incarnation: int, fragment: int, *, base: int, version: int) -> int:
         """The incarnation's last snapshot that versions (base, version] include; -1 if they include none."""
@@ -120,7 +122,7 @@ class RoundHistory:
         Args:
             offered: what the learner offers.
             version: the new version of the round.
-            incarnation_min: an older life of the learner is over, and what it trained is booked as discarded.
+            incarnation_min: an older incarnation of the learner is over, and what it trained is booked as discarded.
         """
         if offered.incarnation < max(incarnation_min, self.incarnation(offered.learner)):
             return f"incarnation {offered.incarnation} of {offered.learner} is over"

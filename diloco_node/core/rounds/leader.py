@@ -20,9 +20,9 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     DiscardReported,
-    PayloadHeld,
-    StripeHeld,
-    StripeMerged,
+    PayloadDurable,
+    ReductionReported,
+    StripesReceived,
 )
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next, reducers_to_exclude
@@ -45,7 +45,7 @@ from diloco_node.core.types import (
 )
 from diloco_node.numeric import NS_PER_S
 
-RoundMessage = Contributed | Declined | StripeHeld | StripeMerged | PayloadHeld | DiscardReported
+RoundMessage = Contributed | Declined | StripesReceived | ReductionReported | PayloadDurable | DiscardReported
 
 
 class RoundLeader:
@@ -196,17 +196,17 @@ class RoundLeader:
                 self._contributed(one, peer, message.contribution)
             case Declined():
                 self._declined(one, peer, message.reason)
-            case StripeHeld():
-                one.stripes_held(peer, message.learner)
-            case StripeMerged():
+            case StripesReceived():
+                one.stripes_received(peer, message.learner)
+            case ReductionReported():
                 self._stripe_merged(one, peer, message)
-            case PayloadHeld():
+            case PayloadDurable():
                 one.holders[peer] = message.digest
 
-    def finish_wanted(self, reason: str) -> None:
+    def finish_requested(self, reason: str) -> None:
         """An operator asks for the end of the run."""
         if self._is_acting:
-            self._agenda.finish_wanted(reason)
+            self._agenda.finish_requested(reason)
             self._is_stale = True
 
     def advance(self, *, now_ns: int) -> None:
@@ -260,7 +260,7 @@ class RoundLeader:
         chosen = []
         for name, offered in sorted(one.contributions.items()):
             fault = self._may_contribute(offered, one.version)
-            if not fault and not self._reaches(name, now_ns) and not one.is_held(name):
+            if not fault and not self._reaches(name, now_ns) and not one.is_received(name):
                 fault = "lost before its stripes arrived"
             if fault:
                 one.declined[name] = fault
@@ -279,7 +279,7 @@ class RoundLeader:
         if not one.is_merged:
             for contribution in one.decision.contributions:
                 name = contribution.learner
-                if not self._reaches(name, now_ns) and not one.is_held(name):
+                if not self._reaches(name, now_ns) and not one.is_received(name):
                     self._next_ballot(one, f"{name} is lost before its stripes arrived", now_ns=now_ns)
                     return
             return
@@ -334,7 +334,7 @@ class RoundLeader:
             one.declined[peer] = reason
             self._effects.note("declined", f"{peer}: {reason}", fragment=one.fragment, version=one.version)
 
-    def _stripe_merged(self, one: OpenRound, peer: str, report: StripeMerged) -> None:
+    def _stripe_merged(self, one: OpenRound, peer: str, report: ReductionReported) -> None:
         if one.decision is None or report.stripe in one.merged:
             return
         fault = one.report_fault(peer, report, len(self._fragments[one.fragment].pieces))

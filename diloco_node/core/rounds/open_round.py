@@ -9,7 +9,7 @@ from typing import Final
 
 from diloco_node.core.merge.outliers import Clips
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
-from diloco_node.core.messages import BallotOpened, MergeDecided, StripeMerged
+from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 NORM_TOLERANCE: Final = 1e-3
@@ -68,7 +68,7 @@ class OpenRound:
     decision: MergeDecided | None = None
     weights: tuple[float, ...] = ()
     clips: Clips = ()
-    merged: dict[int, StripeMerged] = field(default_factory=dict)
+    merged: dict[int, ReductionReported] = field(default_factory=dict)
     holders: dict[str, bytes] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     excluded: set[str] = field(default_factory=set)
@@ -142,13 +142,13 @@ class OpenRound:
         """Members that have neither contributed nor declined."""
         return tuple(one for one in self.members if one not in self.contributions and one not in self.declined)
 
-    def stripes_held(self, reducer: str, learner: str) -> None:
+    def stripes_received(self, reducer: str, learner: str) -> None:
         """A member's contribution has arrived at a reducer."""
         stripes = {index for index, stripe in enumerate(self.stripes) if stripe.reducer == reducer}
         if learner in self.members:
             self.held.setdefault(learner, set()).update(stripes)
 
-    def is_held(self, learner: str, stripes: Sequence[int] | None = None) -> bool:
+    def is_received(self, learner: str, stripes: Sequence[int] | None = None) -> bool:
         """Whether a contribution has arrived at all reducers, or at those of the given stripes."""
         needed = range(len(self.stripes)) if stripes is None else stripes
         return self.held.get(learner, set()).issuperset(needed)
@@ -162,12 +162,12 @@ class OpenRound:
         if not self.is_merged:
             late = self.late_reducers()
             named = [one.learner for one in self.decision.contributions]
-            unheld = [name for name in named if not self.is_held(name)]
+            unheld = [name for name in named if not self.is_received(name)]
             on_the_way = f", stripes of {', '.join(unheld)} are on their way" if unheld else ""
             return f"waits for merged stripes of {', '.join(late)}{on_the_way}"
         return f"waits for a majority to have the payload on disk, {', '.join(sorted(self.holders)) or 'nobody'} has"
 
-    def report_fault(self, peer: str, report: StripeMerged, pieces: int) -> str:
+    def report_fault(self, peer: str, report: ReductionReported, pieces: int) -> str:
         """Why a reducer's report is unusable; empty if it is fine."""
         assert self.decision is not None
         if not 0 <= report.stripe < len(self.stripes) or self.stripes[report.stripe].reducer != peer:

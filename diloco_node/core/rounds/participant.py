@@ -12,10 +12,10 @@ from diloco_node.core.events import (
     ContributionStripeArrived,
     MergedStripeArrived,
     ReduceStripe,
+    ReductionDone,
     SendContribution,
     SendMerged,
     StorePayload,
-    StripeReduced,
     TakeSnapshot,
 )
 from diloco_node.core.messages import (
@@ -23,8 +23,8 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     MergeDecided,
-    PayloadHeld,
-    StripeHeld,
+    PayloadDurable,
+    StripesReceived,
 )
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.followed import Block, EarlyArrivals, FollowedBallot, FollowedRound, Name, name_of
@@ -97,11 +97,13 @@ class RoundParticipant:
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
         """The learner reported, attached or is gone. A new life knows nothing of the old one's snapshots."""
-        is_new_life = status is not None and (self._learner is None or self._learner.incarnation != status.incarnation)
+        is_new_incarnation = status is not None and (
+            self._learner is None or self._learner.incarnation != status.incarnation
+        )
         for one in self._fragments:
             if status is None:
                 one.asked = None
-            elif is_new_life and one.pending is not None and one.pending.incarnation != status.incarnation:
+            elif is_new_incarnation and one.pending is not None and one.pending.incarnation != status.incarnation:
                 one.pending = None
         self._learner = status
         self._dirty.update(range(len(self._fragments)))
@@ -150,7 +152,7 @@ class RoundParticipant:
                 one.part.keep_merged(event)
             else:
                 one.keep_stripe(one.part, event, self._region)
-        self._say_held(one, one.part)
+        self._send_durable(one, one.part)
         self._dirty.add(opened.fragment)
 
     def merge_decided(self, decision: MergeDecided) -> None:
@@ -177,8 +179,8 @@ class RoundParticipant:
         elif one.part is not None and event.ballot == one.part.ballot:
             if one.keep_stripe(one.part, event, self._region):
                 self._dirty.add(fragment)
-                if one.holds_all(one.part, name_of(contribution), self._region):
-                    self._effects.send(one.part.leader, StripeHeld(event.ballot, contribution.learner))
+                if one.has_all(one.part, name_of(contribution), self._region):
+                    self._effects.send(one.part.leader, StripesReceived(event.ballot, contribution.learner))
         elif one.part is None or event.ballot > one.part.ballot:
             self._early.keep(event)
 
@@ -193,7 +195,7 @@ class RoundParticipant:
         elif one.part is None or event.ballot > one.part.ballot:
             self._early.keep(event)
 
-    def stripe_reduced(self, event: StripeReduced) -> None:
+    def stripe_reduced(self, event: ReductionDone) -> None:
         """The stripe of this region is merged: tell the leader, give it to everybody."""
         for one in self._fragments:
             part = one.part
@@ -218,7 +220,7 @@ class RoundParticipant:
         """A payload is on disk: tell the leader if it is the one of the current ballot."""
         one = self._fragments[fragment]
         if one.part is not None and one.version == version and one.part.digest == digest:
-            self._effects.send(one.part.leader, PayloadHeld(one.part.ballot, digest))
+            self._effects.send(one.part.leader, PayloadDurable(one.part.ballot, digest))
 
     def payload_not_stored(self, fragment: int, ballot: Ballot) -> None:
         """The merged stripes went before they were written: should the ballot commit, its payload is to be fetched."""
@@ -303,7 +305,7 @@ class RoundParticipant:
             return
         part.digest = payload_digest([part.merged[index] for index in range(len(part.opened.stripes))])
         if self._is_stored(one, part):
-            self._effects.send(part.leader, PayloadHeld(part.ballot, part.digest))
+            self._effects.send(part.leader, PayloadDurable(part.ballot, part.digest))
         else:
             self._effects.emit(
                 StorePayload(part.ballot, part.opened.fragment, one.version, part.digest, part.opened.stripes)
@@ -356,15 +358,15 @@ class RoundParticipant:
         if part.declined:
             self._effects.send(part.leader, Declined(part.ballot, part.declined))
         if any(index not in part.reduced for index, _ in part.own_stripes(self._region)):
-            self._say_held(one, part)
+            self._send_durable(one, part)
         for _, reduced in sorted(part.reduced.items()):
             self._effects.send(part.leader, part.report_of(reduced))
         if part.digest and self._is_stored(one, part):
-            self._effects.send(part.leader, PayloadHeld(part.ballot, part.digest))
+            self._effects.send(part.leader, PayloadDurable(part.ballot, part.digest))
 
-    def _say_held(self, one: FollowedRound, part: FollowedBallot) -> None:
+    def _send_durable(self, one: FollowedRound, part: FollowedBallot) -> None:
         for learner in one.held_members(part, self._region):
-            self._effects.send(part.leader, StripeHeld(part.ballot, learner))
+            self._effects.send(part.leader, StripesReceived(part.ballot, learner))
 
     def _decline(self, part: FollowedBallot, reason: str) -> None:
         part.declined = reason

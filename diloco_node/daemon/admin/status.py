@@ -103,7 +103,7 @@ def region_status(
         "wire_bytes_in": sum(one.bytes_in for one in traffic.values()),
         "learner": _learner(learner, now_ns),
         # (fragment, version, monotonic ns) of the last versions that the learner could read.
-        "offers": [list(offer) for offer in learner.inbox.offered_at_ns],
+        "offers": [list(offer) for offer in learner.version_area.offered_at_ns],
         # Of the last learner that was attached, also when it is gone.
         "inner_steps": learner.steps_total,
         "tokens": learner.tokens_total,

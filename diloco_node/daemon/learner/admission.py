@@ -29,7 +29,7 @@ class Admission:
         self._state_dir = state_dir
         self._path = state_dir / HOLDER_NAME
 
-    def objection(self, attach: Attach, process: Process | None, *, known_incarnation: int = 0) -> str:
+    def rejection_reason(self, attach: Attach, process: Process | None, *, known_incarnation: int = 0) -> str:
         """Why this process may not take the learner's place; empty if it may.
 
         Args:

@@ -22,7 +22,7 @@ from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
 from diloco_node.core.types import LearnerStatus, RunSettings
-from diloco_node.daemon.learner.version_area import Inbox
+from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
 from diloco_node.numeric import U8
@@ -88,10 +88,12 @@ class LearnerProxy:
         self._post = post
         self._now_ns = now_ns
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
-        self._version_area: mmap.mmap = request_area(memory_socket, learner_link.INBOX, 4 * manifest.size)
-        self._contribution_area: mmap.mmap = request_area(memory_socket, learner_link.OUTBOX, self._offsets[-1])
+        self._version_area: mmap.mmap = request_area(memory_socket, learner_link.VERSION_AREA, 4 * manifest.size)
+        self._contribution_area: mmap.mmap = request_area(
+            memory_socket, learner_link.CONTRIBUTION_AREA, self._offsets[-1]
+        )
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
-        self.inbox = Inbox(
+        self.version_area = VersionArea(
             np.frombuffer(self._version_area, np.float32),
             fragment_offsets(manifest),
             parameters=parameters,
@@ -123,10 +125,10 @@ class LearnerProxy:
         Args:
             attach: what it said, with a position and a snapshot per fragment. incarnation: of the learner.
             trained_before: (incarnation, steps, tokens) of those before.
-            writes_initial: it is to write Theta_0 into the inbox.
+            writes_initial: it is to write Theta_0 into the version area.
         """
         self._refuse_requested("the learner restarted")
-        self.inbox.attached(writes_initial=writes_initial)
+        self.version_area.attached(writes_initial=writes_initial)
         self.done = None
         self.pid = attach.pid
         if incarnation != self._incarnation:
@@ -149,7 +151,7 @@ class LearnerProxy:
     def detached(self) -> None:
         """Its connection is gone."""
         self._refuse_requested("the learner is gone")
-        self.inbox.detached()
+        self.version_area.detached()
         if self.done is not None:
             self._last_status = self.status
         self.status = None
@@ -195,7 +197,7 @@ class LearnerProxy:
         return False
 
     def snapshot_ready(self, message: learner_link.SnapshotReady) -> None:
-        """The answer to SnapshotWanted: its bytes lie in the outbox."""
+        """The answer to SnapshotRequested: its bytes lie in the contribution area."""
         contribution = message.contribution
         order = self._requested.get(contribution.fragment)
         if order is not None and order.base_version == contribution.base_version:
@@ -203,23 +205,23 @@ class LearnerProxy:
             self._post(ev.SnapshotTaken(contribution))
 
     def snapshot_denied(self, message: learner_link.SnapshotDenied) -> None:
-        """The answer to SnapshotWanted when it could not."""
+        """The answer to SnapshotRequested when it could not."""
         order = self._requested.get(message.fragment)
         if order is not None and order.version == message.version:
             del self._requested[message.fragment]
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
-    def applied(self, message: learner_link.Applied) -> None:
-        """It took a version: its place in the inbox is free."""
+    def applied(self, message: learner_link.OfferApplied) -> None:
+        """It took a version: its place in the version area is free."""
         if self.status is None:
             return
         positions = list(self.status.positions)
         positions[message.fragment] = message.position
         self.status = replace(self.status, positions=tuple(positions))
-        if message.lam < 1.0:
+        if message.carry_factor < 1.0:
             self.facts.discounted_versions += 1
         self._post(ev.LearnerReported(self.status))
-        self.inbox.applied(message.fragment, message.version)
+        self.version_area.applied(message.fragment, message.version)
 
     def finished(self, done: learner_link.Done) -> None:
         """It has stopped stepping."""
@@ -236,7 +238,7 @@ class LearnerProxy:
             self._post(ev.SnapshotRefused(order.fragment, order.version, "no learner is attached"))
             return
         self._requested[order.fragment] = order
-        self._send(learner_link.SnapshotWanted(order.fragment, order.version, order.base_version))
+        self._send(learner_link.SnapshotRequested(order.fragment, order.version, order.base_version))
 
     def stop(self, reason: str) -> None:
         """The run is over."""
@@ -247,14 +249,14 @@ class LearnerProxy:
         return self._incarnation != incarnation
 
     def contribution_bytes(self, fragment: int, block_start: int, block_stop: int) -> U8:
-        """The encoded blocks of the newest contribution of a fragment; a view into the outbox."""
+        """The encoded blocks of the newest contribution of a fragment; a view into the contribution area."""
         blocks = self.blocks[fragment]
         start = self._offsets[fragment] + blocks.span_bytes(0, block_start)
         return self._contributions[start : start + blocks.span_bytes(block_start, block_stop)]
 
     def close(self) -> None:
         """Let go of the shared memory. The learner may still be refused, and the status be read, after this."""
-        self.inbox.close()
+        self.version_area.close()
         self._contributions = np.zeros(0, np.uint8)
         for area in (self._version_area, self._contribution_area):
             # A transfer may still read a slice of it; then it goes with the process.

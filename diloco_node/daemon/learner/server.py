@@ -1,7 +1,7 @@
 """The daemon's end of the Unix socket to its learner.
 
-One learner at a time: the newest process, as the handler finds (`objection`), not the one that attaches last. The other
-gets a final `Refuse`, which makes it exit.
+One learner at a time: the newest process, as the handler finds (`rejection_reason`), not the one that attaches last.
+The other gets a final `Refuse`, which makes it exit.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ CONNECTIONS_MAX: Final = 8
 class LearnerHandler(Protocol):
     """Who gets what the learner says. All calls are made on the event loop, and must not block it."""
 
-    def objection(self, attach: Attach, process: Process | None) -> str:
+    def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner, for good; empty if it may. Who is attached stays until then."""
         ...
 
-    def learner_said(self, message: ToDaemon) -> None:
+    def on_learner_message(self, message: ToDaemon) -> None:
         """Its messages in the order they were sent. Attach comes once and first.
 
         The answer to Attach is `LearnerServer.send(Welcome)` or `refuse`, now or later.
@@ -123,7 +123,7 @@ class LearnerServer:
         if writer is None:
             return
         self._detach(writer, reason)
-        _say_no(writer, reason, is_final=is_final)
+        _refuse(writer, reason, is_final=is_final)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -137,7 +137,7 @@ class LearnerServer:
                 await self._converse(reader, writer)
         except (ProtocolViolation, TimeoutError) as error:  # before OSError, which TimeoutError is
             reason = f"{type(error).__name__}: {error}"
-            _say_no(writer, reason, is_final=False)
+            _refuse(writer, reason, is_final=False)
         except (OSError, EOFError) as error:
             reason = "the daemon stops" if self._is_stopping else f"the learner is gone ({type(error).__name__})"
         finally:
@@ -151,22 +151,22 @@ class LearnerServer:
         if not isinstance(first, Attach):
             raise ProtocolViolation(f"learner link: {type(first).__name__} before Attach")
         if first.protocol != LINK_PROTOCOL:
-            _say_no(
+            _refuse(
                 writer,
                 f"the learner speaks protocol {first.protocol}, the daemon {LINK_PROTOCOL}: install one version of "
                 "diloco-node for both and restart the region",
                 is_final=True,
             )
             return
-        objection = self._handler.objection(first, peer_process(writer.get_extra_info("socket")))
-        if objection:
-            _say_no(writer, objection, is_final=True)
+        rejection_reason = self._handler.rejection_reason(first, peer_process(writer.get_extra_info("socket")))
+        if rejection_reason:
+            _refuse(writer, rejection_reason, is_final=True)
             return
         self.refuse(f"a newer learner process (pid {first.pid}) has attached to this region", is_final=True)
         self._attached = writer
         message: ToDaemon = first
         while self._attached is writer:  # else replaced or refused meanwhile: what it says is void
-            self._handler.learner_said(message)
+            self._handler.on_learner_message(message)
             message = await _read(reader)
             if isinstance(message, Attach):
                 raise ProtocolViolation("learner link: a second Attach on one connection")
@@ -182,7 +182,7 @@ async def _read(reader: asyncio.StreamReader) -> ToDaemon:
     return TO_DAEMON.decode(await reader.readexactly(length))
 
 
-def _say_no(writer: asyncio.StreamWriter, reason: str, *, is_final: bool) -> None:
+def _refuse(writer: asyncio.StreamWriter, reason: str, *, is_final: bool) -> None:
     if not writer.is_closing():
         writer.write(frame(TO_LEARNER.encode(Refuse(reason[:1000], is_final))))
         writer.close()

@@ -1,4 +1,4 @@
-"""The inbox: who may touch which place, and the versions that are offered to the learner through it.
+"""The version area: who may touch which place, and the versions that are offered to the learner through it.
 
 A place holds one fragment. It is the learner's from VersionOffered to Applied, and all of them are its own while it
 writes Theta_0. Without an attached learner nobody can tell whether a process of before still reads: nothing is written.
@@ -24,7 +24,7 @@ OFFERS_KEPT: Final = 64
 
 
 @dataclass(slots=True)
-class Inbox:
+class VersionArea:
     """See the module. All methods run on the event loop.
 
     Args:

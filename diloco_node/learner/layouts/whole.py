@@ -142,14 +142,16 @@ class ModelTensors:
                 rows.copy_(values[piece.offset : piece.offset + piece.size].view(rows.shape))
                 self._follow(piece)
 
-    def shift(self, fragment: Fragment, new: Tensor, anchor: Tensor | None, lam: float, scratch: Tensor) -> None:
+    def shift(
+        self, fragment: Fragment, new: Tensor, anchor: Tensor | None, carry_factor: float, scratch: Tensor
+    ) -> None:
         """Carry-over in place: `theta = new + lam * (theta - anchor)`, or without an anchor `theta = new`.
 
         Each operation is rounded to float32 by itself, as in `core.merge.carry.carry_over`.
 
         Args:
             new, anchor: shape (fragment.size,), float32, CPU. Not changed.
-            lam: used with an anchor; 1 keeps all.
+            carry_factor: used with an anchor; 1 keeps all.
             scratch: shape (at least the largest piece,), float32, CPU; overwritten where parameters are no CPU float32.
         """
         if anchor is None:
@@ -161,7 +163,7 @@ class ModelTensors:
                 rows = self._rows(piece)
                 is_direct = rows.dtype == torch.float32 and rows.device.type == "cpu"
                 theta = rows if is_direct else scratch[: piece.size].view(rows.shape).copy_(rows)
-                _shift(theta, new[span].view(rows.shape), anchor[span].view(rows.shape), lam)
+                _shift(theta, new[span].view(rows.shape), anchor[span].view(rows.shape), carry_factor)
                 if not is_direct:
                     rows.copy_(theta)
                 self._follow(piece)
@@ -231,10 +233,10 @@ def host_values(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
-def _shift(theta: Tensor, new: Tensor, anchor: Tensor, lam: float) -> None:
+def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> None:
     theta.sub_(anchor)
-    if lam != 1.0:
-        theta.mul_(lam)
+    if carry_factor != 1.0:
+        theta.mul_(carry_factor)
     theta.add_(new)
 
 

@@ -74,6 +74,6 @@ def is_far(counters: SocketCounters) -> bool:
     return counters.rtt_min_us * 1000 >= FAR_NS
 
 
-def go_far(fd: int, cookie: int) -> bool:
+def use_bbr(fd: int, cookie: int) -> bool:
     """Have a socket go by FAR_CONGESTION_CONTROL; whether it does now."""
     return set_option(fd, cookie, socket.IPPROTO_TCP, socket.TCP_CONGESTION, FAR_CONGESTION_CONTROL)

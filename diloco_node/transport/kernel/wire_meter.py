@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from diloco_node.transport.kernel.congestion import go_far, is_far
+from diloco_node.transport.kernel.congestion import is_far, use_bbr
 from diloco_node.transport.kernel.tcp_info import (
     LINK_HEADER_BYTES,
     Address,
@@ -141,7 +141,7 @@ class WireMeter:
         for cookie, (_, one) in sorted(seen.items()):
             if is_far(one) and cookie not in self._far:
                 self._far.add(cookie)
-                self.goes_by_loss = not go_far(one.fd, cookie)
+                self.goes_by_loss = not use_bbr(one.fd, cookie)
         self._is_measured = self._is_measured or bool(seen)
         remotes = {one.remote for one in found}
         for address, misses in list(self._passing.items()):

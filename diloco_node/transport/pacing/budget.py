@@ -83,12 +83,12 @@ class Overhead:
 class LaneUse:
     """What one lane to one peer wanted and used, in wire bytes since start."""
 
-    wanted_bytes: int = 0
+    demand_bytes: int = 0
     used_bytes: int = 0
 
 
 @dataclass(slots=True)
-class _Piece:
+class _WaitingPiece:
     """A piece that waits. `order` decides among pieces that could go: lane, urgency, turn."""
 
     peer: str
@@ -99,7 +99,7 @@ class _Piece:
 
 
 @dataclass(slots=True)
-class _Peer:
+class _PeerBudget:
     """One peer's bucket and what is known of its traffic.
 
     Attributes:
@@ -109,7 +109,7 @@ class _Peer:
 
     bucket: TokenBucket
     limits: dict[LimitSource, int] = field(default_factory=dict)
-    waiting: dict[BudgetLane, _Piece] = field(default_factory=dict)
+    waiting: dict[BudgetLane, _WaitingPiece] = field(default_factory=dict)
     overhead: Overhead = field(default_factory=Overhead)
     lanes: dict[BudgetLane, LaneUse] = field(default_factory=lambda: {lane: LaneUse() for lane in BudgetLane})
     unlearnt_bulk_bytes: int = 0
@@ -147,7 +147,7 @@ class EgressBudget:
 
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
         self._region = TokenBucket(None, now_ns=now_ns)
-        self._peers = {peer: _Peer(TokenBucket(None, now_ns=now_ns)) for peer in sorted(peers)}
+        self._peers = {peer: _PeerBudget(TokenBucket(None, now_ns=now_ns)) for peer in sorted(peers)}
         self._turns = 0
 
     # ---- limits ------------------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ class EgressBudget:
         rivals = (entry,) if self._region.rate_bytes_per_s is None else self._peers.values()
         return not any(one.waiting for one in rivals) and self._spend(entry, lane, handed_bytes, now_ns)
 
-    def _spend(self, entry: _Peer, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
+    def _spend(self, entry: _PeerBudget, lane: BudgetLane, handed_bytes: int, now_ns: int) -> bool:
         wire_bytes = entry.overhead.wire_bytes(handed_bytes)
         if any(bucket.ready_at_ns(wire_bytes, now_ns=now_ns) > now_ns for bucket in (entry.bucket, self._region)):
             return False
@@ -226,7 +226,7 @@ class EgressBudget:
         assert lane is not BudgetLane.CONTROL
         assert lane not in waiting, f"a piece for {peer} waits in lane {lane.name} already"
         self._turns += 1
-        waiting[lane] = _Piece(peer, lane, handed_bytes, (int(lane), urgency, self._turns), now_ns)
+        waiting[lane] = _WaitingPiece(peer, lane, handed_bytes, (int(lane), urgency, self._turns), now_ns)
 
     def withdraw(self, peer: str, lane: BudgetLane) -> None:
         """The piece that waits, if one does, is not wanted any more."""
@@ -255,23 +255,23 @@ class EgressBudget:
         """Whether no piece that waits is to go before another one for what it is for: several may go at once then."""
         return len({piece.order[:2] for piece in self._waiting()}) <= 1
 
-    def _waiting(self) -> Iterable[_Piece]:
+    def _waiting(self) -> Iterable[_WaitingPiece]:
         return (piece for entry in self._peers.values() for piece in entry.waiting.values())
 
-    def _next(self, now_ns: int) -> _Piece | None:
+    def _next(self, now_ns: int) -> _WaitingPiece | None:
         """The first in order among those that their own peer's limit lets go; it may still wait for the region."""
         ready = [piece for piece in self._waiting() if self._peer_ready_at_ns(piece, now_ns) <= now_ns]
 
-        def order(piece: _Piece) -> tuple[bool, tuple[int, tuple[int, ...], int]]:
+        def order(piece: _WaitingPiece) -> tuple[bool, tuple[int, tuple[int, ...], int]]:
             return (now_ns - piece.asked_ns < STARVING_NS, piece.order)
 
         return min(ready, key=order, default=None)
 
-    def _peer_ready_at_ns(self, piece: _Piece, now_ns: int) -> int:
+    def _peer_ready_at_ns(self, piece: _WaitingPiece, now_ns: int) -> int:
         entry = self._peers[piece.peer]
         return entry.bucket.ready_at_ns(entry.overhead.wire_bytes(piece.handed_bytes), now_ns=now_ns)
 
-    def _region_ready_at_ns(self, piece: _Piece, now_ns: int) -> int:
+    def _region_ready_at_ns(self, piece: _WaitingPiece, now_ns: int) -> int:
         wire_bytes = self._peers[piece.peer].overhead.wire_bytes(piece.handed_bytes)
         return self._region.ready_at_ns(wire_bytes, now_ns=now_ns)
 
@@ -282,7 +282,7 @@ class EgressBudget:
         wire_bytes = handed_bytes + CONTROL_FRAME_BYTES
         entry = self._peers[peer]
         use = entry.lanes[BudgetLane.CONTROL]
-        use.wanted_bytes += wire_bytes
+        use.demand_bytes += wire_bytes
         use.used_bytes += wire_bytes
         entry.unlearnt_control_bytes += handed_bytes
         entry.charged_bytes += wire_bytes
@@ -291,7 +291,7 @@ class EgressBudget:
     def want(self, peer: str, lane: BudgetLane, handed_bytes: int) -> None:
         """Somebody asked for a transfer of this size (before compression); for people only."""
         entry = self._peers[peer]
-        entry.lanes[lane].wanted_bytes += entry.overhead.wire_bytes(handed_bytes)
+        entry.lanes[lane].demand_bytes += entry.overhead.wire_bytes(handed_bytes)
 
     def measured(self, peer: str, *, data_bytes: int, other_bytes: int, now_ns: int) -> None:
         """What the kernel counted as sent to a peer since start: learns the overhead, charges what was not foreseen.
@@ -315,7 +315,7 @@ class EgressBudget:
         entry.correction_bytes += unforeseen
         self._charge(entry, unforeseen, now_ns)
 
-    def _charge(self, entry: _Peer, wire_bytes: int, now_ns: int) -> None:
+    def _charge(self, entry: _PeerBudget, wire_bytes: int, now_ns: int) -> None:
         entry.bucket.charge(wire_bytes, now_ns=now_ns)
         self._region.charge(wire_bytes, now_ns=now_ns)
 

@@ -37,7 +37,7 @@ with one reading of the kernel's counters, ten times a second."""
 UNLIMITED: Final = 0
 """In a grant: no limit."""
 
-WANTS_MOST: Final = 1 << 62
+DEMAND_MAX: Final = 1 << 62
 """A demand without a bound of its own."""
 
 
@@ -52,7 +52,7 @@ class _Grant:
     """
 
     bucket: TokenBucket
-    wanted_bytes_per_s: int = 0
+    demand_bytes_per_s: int = 0
     peer_rate: int | None = None
     told: int | None = None
     before: int = 0
@@ -96,8 +96,8 @@ class IngressGrants:
         self._peers[peer].peer_rate = rate_bytes_per_s
 
     def wanted(self, peer: str, bytes_per_s: int) -> None:
-        """What a peer says it could send now: 0 nothing, WANTS_MOST as much as it gets."""
-        self._peers[peer].wanted_bytes_per_s = min(max(0, bytes_per_s), WANTS_MOST)
+        """What a peer says it could send now: 0 nothing, DEMAND_MAX as much as it gets."""
+        self._peers[peer].demand_bytes_per_s = min(max(0, bytes_per_s), DEMAND_MAX)
 
     def connected(self, peer: str) -> None:
         """A link came up: the peer must be told its share."""
@@ -108,7 +108,7 @@ class IngressGrants:
         """The link went down: nothing more comes from there."""
         entry = self._peers[peer]
         entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
-        entry.is_connected, entry.told, entry.wanted_bytes_per_s = False, None, 0
+        entry.is_connected, entry.told, entry.demand_bytes_per_s = False, None, 0
 
     # ---- shares ------------------------------------------------------------------------------------------------------
 
@@ -141,12 +141,12 @@ class IngressGrants:
             return {peer: entry.peer_rate or UNLIMITED for peer, entry in connected.items()}
         debt = self._region.debt_bytes(now_ns=now_ns) - rate * DEBT_FREE_NS // NS_PER_S
         free = rate - min(max(0, debt), rate // 2)
-        busy = {peer: entry.wanted_bytes_per_s for peer, entry in connected.items() if entry.wanted_bytes_per_s}
+        busy = {peer: entry.demand_bytes_per_s for peer, entry in connected.items() if entry.demand_bytes_per_s}
         idle = [peer for peer in connected if peer not in busy]
         if not busy:
-            busy, idle = dict.fromkeys(connected, WANTS_MOST), []
+            busy, idle = dict.fromkeys(connected, DEMAND_MAX), []
         kept = free // IDLE_SHARE // len(idle) if idle else 0
-        caps = {peer: min(wanted, connected[peer].peer_rate or WANTS_MOST) for peer, wanted in busy.items()}
+        caps = {peer: min(wanted, connected[peer].peer_rate or DEMAND_MAX) for peer, wanted in busy.items()}
         shares = max_min(free - kept * len(idle), caps) | dict.fromkeys(idle, kept)
         return {peer: max(1, share) for peer, share in sorted(shares.items())}
 

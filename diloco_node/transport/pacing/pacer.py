@@ -18,10 +18,10 @@ import structlog
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
-from diloco_node.transport.pacing.grants import UNLIMITED, WANTS_MOST, IngressGrants
+from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants
 from diloco_node.transport.pacing.link_stats import LinkWatch
 from diloco_node.transport.pacing.token_bucket import LATE_NS, NS_PER_S, PIECE_BYTES_MAX
-from diloco_node.wire.link_messages import IngressGranted, IngressWanted, LinkMessage
+from diloco_node.wire.link_messages import IngressDemand, IngressGranted, LinkMessage
 from diloco_node.wire.tables import BudgetLane, ControlMessage
 
 _log = structlog.get_logger(__name__)
@@ -33,7 +33,7 @@ SAMPLE_BUSY_S: Final = 0.1
 TIMER_S: Final = 0.001
 """Timers of the loop have this grain: one that is set to less would fire early, and again."""
 
-GATHER_NS: Final = 20_000_000
+COALESCE_NS: Final = 20_000_000
 """Where the kernel spreads out what it is handed, a piece that has to wait waits for so long more, and all that may go
 by then goes together: the first thing that a loop does after it slept costs far more than the next ones. The buckets
 save up for it. Not while pieces of several lanes wait: of what was saved up the later lane would get a part.
@@ -63,14 +63,14 @@ class _PeerState:
     Attributes:
         link: what the kernel counted, and what follows from it.
         transfers: that are queued or on their way. idle: the timer that will tell the peer that there are none.
-        told_wanted: the last IngressWanted on this link. is_granted: the peer shares out what it may receive.
+        reported_demand: the last IngressDemand on this link. is_granted: the peer shares out what it may receive.
         read_bytes: of all frames.
     """
 
     link: LinkWatch
     transfers: int = 0
     idle: asyncio.TimerHandle | None = None
-    told_wanted: int = 0
+    reported_demand: int = 0
     is_granted: bool = False
     read_bytes: int = 0
 
@@ -110,7 +110,7 @@ class Pacer:
         self._used_bytes = 0
         self._used_before = self._lost_before = 0
         self._late_ns = LATE_NS
-        self._gather_ns = 0
+        self._coalesce_ns = 0
 
     # ---- the plan ----------------------------------------------------------------------------------------------------
 
@@ -160,7 +160,7 @@ class Pacer:
         """Whether the link is so fast, and nothing limits it, that compressing costs more time than it saves."""
         return 0 < self._peers[peer].link.rtt_min_ns < FAST_RTT_NS and not self._egress.is_limited(peer)
 
-    def begin(self, peer: str, lane: BudgetLane, raw_bytes: int) -> None:
+    def transfer_started(self, peer: str, lane: BudgetLane, raw_bytes: int) -> None:
         """A transfer was asked for."""
         state = self._peers[peer]
         state.transfers += 1
@@ -170,29 +170,29 @@ class Pacer:
         if state.idle is not None:
             state.idle.cancel()
             state.idle = None
-        self._tell_wanted(peer)
+        self._report_demand(peer)
         if not self._is_busy:
             self._is_busy = True
             self._used_before, self._lost_before = self._used_now(), self._egress.lost_bytes(now_ns=self._now_ns())
             self._woken.set()
 
-    def end(self, peer: str) -> None:
+    def transfer_ended(self, peer: str) -> None:
         """It is over, for better or worse."""
         state = self._peers[peer]
         state.transfers -= 1
         if not any(other.transfers for other in self._peers.values()):
             self._count_use(self._now_ns())
             self._is_busy = False
-        if not state.transfers and state.told_wanted:
-            state.idle = asyncio.get_running_loop().call_later(IDLE_AFTER_S, self._tell_wanted, peer)
+        if not state.transfers and state.reported_demand:
+            state.idle = asyncio.get_running_loop().call_later(IDLE_AFTER_S, self._report_demand, peer)
 
-    def turn_now(self, peer: str, lane: BudgetLane, handed_bytes: int) -> bool:
-        """Whether a piece may go at once; it counts as sent then. If not, wait for its `turn`."""
+    def try_acquire(self, peer: str, lane: BudgetLane, handed_bytes: int) -> bool:
+        """Whether a piece may go at once; it counts as sent then. If not, wait for its `acquire`."""
         return self._egress.try_spend(peer, lane, handed_bytes, now_ns=self._now_ns())
 
-    async def turn(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...]) -> None:
+    async def acquire(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...]) -> None:
         """Wait until a piece may go; it counts as sent when this returns."""
-        if self.turn_now(peer, lane, handed_bytes):
+        if self.try_acquire(peer, lane, handed_bytes):
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._egress.ask(peer, lane, handed_bytes, urgency, now_ns=self._now_ns())
@@ -221,8 +221,8 @@ class Pacer:
                 waiting.set_result(None)
         wake_ns = self._egress.wake_at_ns(now_ns=now_ns)
         if wake_ns is not None:
-            gather_ns = self._gather_ns if self._egress.is_level() else 0
-            delay_s = max((wake_ns + gather_ns - now_ns) / NS_PER_S, TIMER_S)
+            coalesce_ns = self._coalesce_ns if self._egress.is_level() else 0
+            delay_s = max((wake_ns + coalesce_ns - now_ns) / NS_PER_S, TIMER_S)
             due_ns = now_ns + int(delay_s * NS_PER_S)
             self._release_timer = asyncio.get_running_loop().call_later(delay_s, self._release_late, due_ns)
 
@@ -239,8 +239,8 @@ class Pacer:
         link.
         """
         is_spread = all(state.link.is_spread for state in self._peers.values() if state.transfers)
-        self._gather_ns = GATHER_NS if is_spread else 0
-        self._egress.set_lateness(self._late_ns + self._gather_ns, now_ns=self._now_ns() if at_ns is None else at_ns)
+        self._coalesce_ns = COALESCE_NS if is_spread else 0
+        self._egress.set_lateness(self._late_ns + self._coalesce_ns, now_ns=self._now_ns() if at_ns is None else at_ns)
 
     # ---- receiving ---------------------------------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class Pacer:
     def lost(self, peer: str) -> None:
         """A session has ended."""
         state, now_ns = self._peers[peer], self._now_ns()
-        state.told_wanted, state.is_granted = 0, False
+        state.reported_demand, state.is_granted = 0, False
         state.link.lost()
         self._egress.set_limit(peer, LimitSource.GRANT, None, now_ns=now_ns)
         self._grants.lost(peer, now_ns=now_ns)
@@ -290,23 +290,23 @@ class Pacer:
             self._peers[peer].is_granted = message.bytes_per_s != UNLIMITED
             rate = max(1, message.bytes_per_s) if message.bytes_per_s != UNLIMITED else None
             self._egress.set_limit(peer, LimitSource.GRANT, rate, now_ns=self._now_ns())
-            self._tell_wanted(peer)
+            self._report_demand(peer)
             self._release()
             return True
-        if isinstance(message, IngressWanted):
+        if isinstance(message, IngressDemand):
             self._grants.wanted(peer, message.bytes_per_s)
             self._grant()
             return True
         return False
 
-    def _tell_wanted(self, peer: str) -> None:
+    def _report_demand(self, peer: str) -> None:
         """Say what we could send, to a peer that shares out what it may receive, when that has changed."""
         state = self._peers[peer]
         state.idle = None
-        wanted = (self._ceiling_out(peer) or WANTS_MOST) if state.transfers else 0
-        if wanted != state.told_wanted and (state.is_granted or not wanted):
-            state.told_wanted = wanted
-            self._send(peer, IngressWanted(wanted))
+        wanted = (self._ceiling_out(peer) or DEMAND_MAX) if state.transfers else 0
+        if wanted != state.reported_demand and (state.is_granted or not wanted):
+            state.reported_demand = wanted
+            self._send(peer, IngressDemand(wanted))
 
     def _grant(self) -> None:
         """Send the shares that have changed, and set the timer for those that may grow later."""
@@ -421,7 +421,7 @@ class Pacer:
             "overhead": use.overhead_ppm / PPM,
             "correction_bytes": use.correction_bytes,
             "lanes": {
-                lane.name.lower(): {"wanted_bytes": one.wanted_bytes, "used_bytes": one.used_bytes}
+                lane.name.lower(): {"wanted_bytes": one.demand_bytes, "used_bytes": one.used_bytes}
                 for lane, one in use.lanes.items()
             },
         }

@@ -63,11 +63,13 @@ class Region:
         handlers = AdminHandlers(dict, str, print, dict, measure=self._measure, lift_quarantine=None)
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=self.folder)
 
-    async def _measure(self, document: Mapping[str, Any], say: Callable[[str], None], keep: Any) -> Mapping[str, Any]:
+    async def _measure(
+        self, document: Mapping[str, Any], on_progress: Callable[[str], None], on_partial: Any
+    ) -> Mapping[str, Any]:
         self.asked.append(dict(document))
-        say("round trips")
+        on_progress("round trips")
         if self.so_far:
-            keep(self.so_far)
+            on_partial(self.so_far)
             await self.was_seen.wait()
         return {**self.says(document), "through": "daemon"}
 
@@ -211,14 +213,16 @@ def test_what_there_is_so_far_is_shown_when_it_is_cut_short(
     eu.says = failing(SystemError("broke") if how == "the daemon ends" else DilocoError("us can't"))  # type: ignore[arg-type]
     follow = daemon._follow
 
-    def followed(answer: Any, say: Callable[[str], None], keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def followed(
+        answer: Any, on_progress: Callable[[str], None], on_partial: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
         def kept(document: dict[str, Any]) -> None:
-            keep(document)
+            on_partial(document)
             eu.go_on()
             if how == "Ctrl-C":
                 raise KeyboardInterrupt
 
-        return follow(answer, say, kept)
+        return follow(answer, on_progress, kept)
 
     monkeypatch.setattr(daemon, "_follow", followed)
     assert main(["measure", "latency", "us", "--load", "--json"]) == code
@@ -363,14 +367,14 @@ def test_a_terminal_sees_what_goes_on_and_for_how_long(monkeypatch: pytest.Monke
 
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with measure_run.progress("asking") as say:
+    with measure_run.progress("asking") as on_progress:
         for now in ("pair 1 of 6", "pair 1 of 6", "pair 2 of 6"):
-            say(now)
+            on_progress(now)
     assert "pair 2 of 6" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "0:00:00" in sys.stderr.getvalue()  # type: ignore[attr-defined]
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with measure_run.progress("asking") as say:
-        say("pair 1 of 6")
+    with measure_run.progress("asking") as on_progress:
+        on_progress("pair 1 of 6")
     assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
 
 

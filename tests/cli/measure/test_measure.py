@@ -24,7 +24,7 @@ from diloco_node.cli.measure.run import own_folder
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
 from diloco_node.measure import answering, asking, echoes, ends, plain, probes
-from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowWanted
+from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowRequest
 from diloco_node.measure.ends import Dialer, measuring_end
 from diloco_node.measure.measuring import Measuring
 from diloco_node.transport.certs import init_run, load_identity
@@ -183,7 +183,7 @@ def test_what_was_measured_before_a_test_failed_is_kept(
 ) -> None:
     flow, random_ones = Measuring.flow, []
 
-    async def breaks(measuring: Measuring, wanted: FlowWanted) -> FlowMeasured:
+    async def breaks(measuring: Measuring, wanted: FlowRequest) -> FlowMeasured:
         if wanted.is_compressible and len(random_ones) == 2:
             raise LinkLost("us: the stream ended")
         random_ones.extend([] if wanted.is_compressible else [wanted])
@@ -209,7 +209,7 @@ def test_what_was_measured_until_ctrl_c_is_shown(
 ) -> None:
     flow, link = Measuring.flow, Measuring.link
 
-    async def interrupted(measuring: Measuring, wanted: FlowWanted) -> FlowMeasured:
+    async def interrupted(measuring: Measuring, wanted: FlowRequest) -> FlowMeasured:
         if wanted.is_compressible:
             raise KeyboardInterrupt
         return await flow(measuring, wanted)

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.merge.carry import LAM_MIN, Anchor, CarryPlan, carry_over, carry_plan, position_after
+from diloco_node.core.merge.carry import CARRY_FACTOR_MIN, Anchor, CarryPlan, carry_over, carry_plan, position_after
 from diloco_node.core.merge.weights import cycles
 from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.numeric import F32
@@ -40,7 +40,7 @@ def test_every_version_missed_halves_what_is_carried() -> None:
 
 
 def test_too_little_to_carry_is_not_carried() -> None:
-    assert plan(CARRY, 60, included=False, missed=6) == CarryPlan(Anchor.BASE, LAM_MIN)
+    assert plan(CARRY, 60, included=False, missed=6) == CarryPlan(Anchor.BASE, CARRY_FACTOR_MIN)
     assert plan(CARRY, 60, included=False, missed=7) == CarryPlan(Anchor.NONE, 0.0)
     assert plan(CARRY, 6400, included=False, missed=1) == CarryPlan(Anchor.NONE, 0.0)
     assert plan(CARRY, 400, included=False, missed=10**6) == CarryPlan(Anchor.NONE, 0.0)
@@ -109,8 +109,8 @@ def test_overwrite_is_exact_and_does_not_alias() -> None:
 def test_a_learner_that_did_not_move_gets_the_new_version_bit_by_bit(seed: int) -> None:
     rng = np.random.default_rng(seed)
     new, theta = rng.standard_normal((2, 33)).astype(np.float32)
-    for anchor, lam in ((Anchor.SNAPSHOT, 1.0), (Anchor.BASE, 0.37)):
-        kept = carry_over(CarryPlan(anchor, lam), new=new, theta=theta, anchor=theta.copy())
+    for anchor, carry_factor in ((Anchor.SNAPSHOT, 1.0), (Anchor.BASE, 0.37)):
+        kept = carry_over(CarryPlan(anchor, carry_factor), new=new, theta=theta, anchor=theta.copy())
         assert kept.dtype == np.float32
         assert kept.tobytes() == new.tobytes()
 
@@ -121,7 +121,7 @@ def test_the_anchor_must_be_the_one_of_the_plan(anchor: Anchor, given: F32 | Non
         carry_over(CarryPlan(anchor, 1.0), new=f32(1), theta=f32(1), anchor=given)
 
 
-BEFORE = FragmentPosition(base_version=3, mark_step=40, included_step=40, included_tokens=400)
+BEFORE = FragmentPosition(base_version=3, cycle_start_step=40, included_step=40, included_tokens=400)
 
 
 def test_positions_under_carry_restart_from_the_snapshot_or_go_on() -> None:
@@ -168,11 +168,11 @@ def test_covered_intervals_never_overlap(rounds: list[tuple[int, bool]], mode: C
 
 
 def test_steps_that_were_not_worth_carrying_are_counted_as_gone() -> None:
-    before = FragmentPosition(base_version=3, mark_step=40, included_step=40, included_tokens=400)
+    before = FragmentPosition(base_version=3, cycle_start_step=40, included_step=40, included_tokens=400)
     after = position_after(
         before, included=None, step=500, tokens=5000, version=30, mode=CarryMode.CARRY, is_kept=False
     )
     # Its next contribution begins here; (40, 500] is for the ledger to discard.
-    assert (after.included_step, after.included_tokens, after.mark_step) == (500, 5000, 500)
+    assert (after.included_step, after.included_tokens, after.cycle_start_step) == (500, 5000, 500)
     kept = position_after(before, included=None, step=500, tokens=5000, version=30, mode=CarryMode.CARRY)
     assert (kept.included_step, kept.included_tokens) == (40, 400)

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
-from diloco_node.core.messages import BallotOpened, HeldStripe, MergeDecided, StripeMerged
+from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, ReusedStripe
 from diloco_node.core.rounds.ballot import (
     BallotClock,
     ballot_deadline,
@@ -93,8 +93,8 @@ def test_nobody_is_believed_to_be_slower_than_so_many_times_the_others() -> None
     world.all_hear(status(), now_ns=0)
     clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
-    for told_ns, believed_ns in ((1500 * MS, 1500 * MS), (2**62, SLOWER_MAX * 100 * MS)):
-        world.hear("c", replace(status(), step_time_ns=told_ns), now_ns=1)
+    for reported_ns, believed_ns in ((1500 * MS, 1500 * MS), (2**62, SLOWER_MAX * 100 * MS)):
+        world.hear("c", replace(status(), step_time_ns=reported_ns), now_ns=1)
         deadline = clock.deadline(0, ("a", "b", "c"), stripes, attempt=0)
         assert f"2 steps of {believed_ns / SECOND:.3g} s" in deadline.derivation
     alone = clock.deadline(0, ("c",), stripes, attempt=0)
@@ -157,9 +157,9 @@ def decided(one: OpenRound, *names: str) -> None:
     one.decision = MergeDecided(one.ballot, 0, 1, chosen, tuple((1.0,) * pieces(0) for _ in names))
 
 
-def report(stripe: int, norm: float, *parts: float) -> StripeMerged:
+def report(stripe: int, norm: float, *parts: float) -> ReductionReported:
     width = pieces(0)
-    return StripeMerged(
+    return ReductionReported(
         Ballot(1, 1), stripe, (norm,) * width, tuple((part,) * width for part in parts), bytes([stripe]) * 32
     )
 
@@ -169,7 +169,7 @@ def test_after_the_deadline_those_go_on_that_all_reducers_hold() -> None:
     plan = plan_next(one, STRIPES, usable=OFFERED, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("a", "c")
     assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
-    assert plan.held == tuple(HeldStripe(name, stripe) for name in ("a", "c") for stripe in range(3))
+    assert plan.held == tuple(ReusedStripe(name, stripe) for name in ("a", "c") for stripe in range(3))
 
 
 def test_after_the_deadline_a_whole_contribution_of_a_lost_member_stays_if_nothing_moves() -> None:
@@ -185,7 +185,7 @@ def test_if_nobody_is_held_everybody_able_is_asked_again() -> None:
     one = a_round(a={0}, b={1})
     plan = plan_next(one, STRIPES, usable=OFFERED, able=("a", "c"), reachable=ALL, is_late=True)
     assert plan.members == ("a", "c")
-    assert plan.held == (HeldStripe("a", 0),)
+    assert plan.held == (ReusedStripe("a", 0),)
     assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
 
 
@@ -203,7 +203,7 @@ def test_held_stripes_are_named_by_their_new_place() -> None:
     one = a_round(a={0, 2})
     stripes = (Stripe("b", 0, 4), STRIPES[2])
     plan = plan_next(one, stripes, usable=OFFERED, able=ALL, reachable=ALL, is_late=False)
-    assert plan.held == (HeldStripe("a", 1),)
+    assert plan.held == (ReusedStripe("a", 1),)
 
 
 def test_contribution_that_may_not_be_merged_is_not_said_to_be_held() -> None:
@@ -211,7 +211,7 @@ def test_contribution_that_may_not_be_merged_is_not_said_to_be_held() -> None:
     usable = {"b": OFFERED["b"], "c": OFFERED["c"]}
     plan = plan_next(one, STRIPES, usable=usable, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("b",)
-    assert plan.held == tuple(HeldStripe("b", stripe) for stripe in range(3))
+    assert plan.held == tuple(ReusedStripe("b", stripe) for stripe in range(3))
 
 
 def test_reducer_that_lacks_what_others_hold_is_excluded() -> None:

@@ -13,12 +13,12 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     DiscardReported,
-    HeldStripe,
     MergeDecided,
     Message,
-    PayloadHeld,
-    StripeHeld,
-    StripeMerged,
+    PayloadDurable,
+    ReductionReported,
+    ReusedStripe,
+    StripesReceived,
 )
 from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS
 from diloco_node.core.rounds.history import RoundHistory
@@ -118,14 +118,16 @@ class Office:
     def hold(self, opened: BallotOpened, names: Iterable[str] = REGIONS) -> None:
         for stripe in opened.stripes:
             for name in names:
-                self.answer(stripe.reducer, StripeHeld(opened.ballot, name))
+                self.answer(stripe.reducer, StripesReceived(opened.ballot, name))
 
     def merge(self, opened: BallotOpened, names: Iterable[str] = REGIONS, norm: float = 4.0 / 3) -> bytes:
         """All reducers report; returns the payload's digest."""
         width = pieces(0)
         for index, stripe in enumerate(opened.stripes):
             rows = tuple((norm,) * width for _ in names)
-            self.answer(stripe.reducer, StripeMerged(opened.ballot, index, (1.0,) * width, rows, bytes([index]) * 32))
+            self.answer(
+                stripe.reducer, ReductionReported(opened.ballot, index, (1.0,) * width, rows, bytes([index]) * 32)
+            )
         return payload_digest([bytes([index]) * 32 for index in range(len(opened.stripes))])
 
     def kinds(self) -> list[str]:
@@ -191,7 +193,7 @@ def test_nothing_is_opened_without_quorum_and_it_says_why() -> None:
 def test_silence_of_a_region_is_asked_again_until_it_holds_the_payload() -> None:
     office = Office()
     opened = office.open()
-    office.answer("b", PayloadHeld(opened.ballot, b"x"))
+    office.answer("b", PayloadDurable(opened.ballot, b"x"))
     office.leader.tick()
     assert [(peer, type(message)) for peer, message in office.go()] == [("a", BallotOpened), ("c", BallotOpened)]
 
@@ -216,11 +218,11 @@ def test_round_goes_into_the_ledger_when_a_majority_with_the_leader_holds_it() -
     office.contribute(opened)
     office.go()
     digest = office.merge(opened)
-    office.answer("b", PayloadHeld(opened.ballot, digest))
-    office.answer("c", PayloadHeld(opened.ballot, digest))
+    office.answer("b", PayloadDurable(opened.ballot, digest))
+    office.answer("c", PayloadDurable(opened.ballot, digest))
     office.go()
     assert not office.leader.proposals, "the leader itself must hold it"
-    office.answer("a", PayloadHeld(opened.ballot, digest))
+    office.answer("a", PayloadDurable(opened.ballot, digest))
     office.go()
     (body,) = office.leader.proposals
     assert isinstance(body, RoundBody)
@@ -241,10 +243,10 @@ def test_half_of_an_even_number_is_no_majority() -> None:
     office.go()
     digest = office.merge(opened, four, norm=4.0 / len(opened.stripes))
     for name in "ab":
-        office.answer(name, PayloadHeld(opened.ballot, digest))
+        office.answer(name, PayloadDurable(opened.ballot, digest))
     office.go()
     assert not office.leader.proposals
-    office.answer("c", PayloadHeld(opened.ballot, digest))
+    office.answer("c", PayloadDurable(opened.ballot, digest))
     office.go()
     assert len(office.leader.proposals) == 1
 
@@ -255,8 +257,8 @@ def test_payload_with_another_digest_counts_for_nothing() -> None:
     office.contribute(opened)
     office.go()
     digest = office.merge(opened)
-    office.answer("a", PayloadHeld(opened.ballot, digest))
-    office.answer("b", PayloadHeld(opened.ballot, b"other" * 6))
+    office.answer("a", PayloadDurable(opened.ballot, digest))
+    office.answer("b", PayloadDurable(opened.ballot, b"other" * 6))
     office.go()
     assert not office.leader.proposals
 
@@ -268,14 +270,14 @@ def test_payload_of_an_abandoned_ballot_counts_for_nothing() -> None:
     office.hold(opened)
     office.go()
     digest = office.merge(opened)
-    office.answer("a", PayloadHeld(opened.ballot, digest))
+    office.answer("a", PayloadDurable(opened.ballot, digest))
     for _ in range(4):
         office.report(DUE)
         said = office.go(SECOND)
     again = office.leader.rounds[0]
     assert again.ballot > opened.ballot, said
-    office.answer("b", PayloadHeld(opened.ballot, digest))
-    office.answer("c", PayloadHeld(opened.ballot, digest))
+    office.answer("b", PayloadDurable(opened.ballot, digest))
+    office.answer("c", PayloadDurable(opened.ballot, digest))
     office.go()
     assert not office.leader.proposals
 
@@ -295,7 +297,7 @@ def commit_with(office: Office, names: str, version: int, start: dict[str, int],
     office.go()
     digest = office.merge(opened, names)
     for name in REGIONS:
-        office.answer(name, PayloadHeld(opened.ballot, digest))
+        office.answer(name, PayloadDurable(opened.ballot, digest))
     office.go()
     body = office.leader.proposals.popleft()
     assert isinstance(body, RoundBody)
@@ -413,13 +415,13 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
     assert [stripe.reducer for stripe in opened.stripes] == ["a"], "b and c do not reach each other"
     office.contribute(opened)
     office.go()
-    office.answer("a", StripeHeld(opened.ballot, "b"))
+    office.answer("a", StripesReceived(opened.ballot, "b"))
     office.world.liveness.link_changed("b", is_up=False)
     assert office.go() == [], "everything of b has arrived"
     office.world.liveness.link_changed("c", is_up=False)
     again = ballots(office.go())[0]
     assert again.members == ("a", "b")
-    assert again.held == (HeldStripe("b", 0),)
+    assert again.held == (ReusedStripe("b", 0),)
 
 
 def test_passed_deadline_goes_on_with_what_is_held() -> None:
@@ -450,7 +452,7 @@ def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> N
     width = pieces(0)
     for index, stripe in enumerate(opened.stripes):
         rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
-        office.answer(stripe.reducer, StripeMerged(opened.ballot, index, (1.0,) * width, rows, b"d" * 32))
+        office.answer(stripe.reducer, ReductionReported(opened.ballot, index, (1.0,) * width, rows, b"d" * 32))
     said = office.go()
     assert ballots(said)[0].members == ("a", "c")
     alarms = [note for note in office.notes if note.is_alarm]
@@ -489,10 +491,12 @@ def test_norms_that_no_stripe_has_are_an_alarm_and_the_leader_leads_on() -> None
     width = pieces(0)
     for index, stripe in enumerate(opened.stripes):
         rows = ((4.0 / 3,) * width,) * len(REGIONS)
-        office.answer(stripe.reducer, StripeMerged(opened.ballot, index, (1e308,) * width, rows, bytes([index]) * 32))
+        office.answer(
+            stripe.reducer, ReductionReported(opened.ballot, index, (1e308,) * width, rows, bytes([index]) * 32)
+        )
     digest = payload_digest([bytes([index]) * 32 for index in range(len(opened.stripes))])
     for name in REGIONS:
-        office.answer(name, PayloadHeld(opened.ballot, digest))
+        office.answer(name, PayloadDurable(opened.ballot, digest))
     office.go()
     assert not office.leader.proposals
     assert "beyond all bounds" in next(note.text for note in office.notes if note.is_alarm)
@@ -582,9 +586,9 @@ def finish(office: Office) -> None:
         width = pieces(fragment)
         for index, stripe in enumerate(one.stripes):
             rows = tuple((4.0 / len(one.stripes),) * width for _ in one.members)
-            office.answer(stripe.reducer, StripeMerged(one.ballot, index, (1.0,) * width, rows, b"d" * 32))
+            office.answer(stripe.reducer, ReductionReported(one.ballot, index, (1.0,) * width, rows, b"d" * 32))
         for name in REGIONS:
-            office.answer(name, PayloadHeld(one.ballot, one.digest))
+            office.answer(name, PayloadDurable(one.ballot, one.digest))
         office.go()
         office.commit(office.leader.proposals.popleft())
 
@@ -619,7 +623,7 @@ def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None
     office = Office()
     office.report(status(0))
     office.go()
-    office.leader.finish_wanted("enough")
+    office.leader.finish_requested("enough")
     office.go()
     assert office.leader.is_ending
     assert not office.leader.proposals, "late members get a moment"
@@ -634,7 +638,7 @@ def test_operator_ends_the_run_and_a_fragment_without_steps_is_skipped() -> None
 def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -> None:
     office = Office()
     office.report(status(2))
-    office.leader.finish_wanted("enough")
+    office.leader.finish_requested("enough")
     opened = ballots(office.go())
     assert {one.fragment for one in opened} == {0, 1}, "last rounds know no pacing"
     for one in {one.ballot: one for one in opened}.values():
@@ -650,7 +654,7 @@ def test_members_that_decline_at_once_are_not_asked_again_in_the_same_breath() -
 def test_round_that_is_open_at_the_end_is_finished_first() -> None:
     office = Office()
     office.open()
-    office.leader.finish_wanted("enough")
+    office.leader.finish_requested("enough")
     office.report(DUE)
     office.go()
     assert not office.leader.rounds[0].is_last
@@ -662,7 +666,7 @@ def test_the_run_ends_without_a_round_that_nobody_brings_to_an_end() -> None:
     opened = office.open()
     office.contribute(opened)
     office.hold(opened)
-    office.leader.finish_wanted("enough")
+    office.leader.finish_requested("enough")
     begun_ns, allowed_ns = office.now_ns, GIVE_UP_BALLOTS * SETTINGS.ballot_deadline_min_ns
     while not office.leader.proposals:
         assert office.now_ns - begun_ns < 2 * allowed_ns

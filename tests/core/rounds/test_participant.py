@@ -14,22 +14,22 @@ from diloco_node.core.events import (
     Effect,
     MergedStripeArrived,
     ReduceStripe,
+    ReductionDone,
     Send,
     SendContribution,
     SendMerged,
     StorePayload,
-    StripeReduced,
     TakeSnapshot,
 )
 from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
     Declined,
-    HeldStripe,
     MergeDecided,
-    PayloadHeld,
-    StripeHeld,
-    StripeMerged,
+    PayloadDurable,
+    ReductionReported,
+    ReusedStripe,
+    StripesReceived,
 )
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.followed import EARLY_MAX
@@ -126,7 +126,7 @@ class Place:
         return self.go()
 
     def reduced(self, ballot: Ballot = FIRST) -> list[Effect]:
-        self.participant.stripe_reduced(StripeReduced(ballot, 1, (1.0,), ((1.0,), (2.0,), (3.0,)), b"m" * 32))
+        self.participant.stripe_reduced(ReductionDone(ballot, 1, (1.0,), ((1.0,), (2.0,), (3.0,)), b"m" * 32))
         return self.go()
 
     def merged(self, indexes: Iterable[int], ballot: Ballot = FIRST) -> list[Effect]:
@@ -160,7 +160,7 @@ def test_next_ballot_gets_the_same_contribution_without_what_is_held() -> None:
     place.open()
     place.take()
     moved = (Stripe("a", 0, 3), Stripe("c", 3, 5))
-    held = (HeldStripe("a", 0), HeldStripe("b", 1))
+    held = (ReusedStripe("a", 0), ReusedStripe("b", 1))
     effects = place.open(replace(AGAIN, stripes=moved, held=held))
     assert effects == [
         CloseBallot(FIRST, 0, 1, committed=False),
@@ -297,10 +297,10 @@ def test_snapshot_asked_of_a_learner_that_went_is_asked_again() -> None:
 def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
-    assert told(place.stripes("c")) == [StripeHeld(FIRST, "c")]
+    assert told(place.stripes("c")) == [StripesReceived(FIRST, "c")]
     assert place.decide("ac") == []
     (held, order) = place.stripes("a")
-    assert held == Send("a", StripeHeld(FIRST, "a"))
+    assert held == Send("a", StripesReceived(FIRST, "a"))
     assert isinstance(order, ReduceStripe)
     assert [one.learner for one in order.contributions] == ["a", "c"], "by name, not as they came"
     assert order.coefficients == ((0.0,) * pieces(0), (1.0,) * pieces(0))
@@ -318,11 +318,11 @@ def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all(
     assert isinstance(order, ReduceStripe)
     assert (order.stripe, order.block_start, order.block_stop) == (1, 1, 2), "it need not wait for the other stripe"
     effects = place.stripes("ca", index=2, cut=cut)
-    assert effects[:2] == [Send("a", StripeHeld(FIRST, "c")), Send("a", StripeHeld(FIRST, "a"))]
+    assert effects[:2] == [Send("a", StripesReceived(FIRST, "c")), Send("a", StripesReceived(FIRST, "a"))]
     assert isinstance(effects[2], ReduceStripe)
     assert told(place.open(replace(OPENED, members=("a", "c"), stripes=cut))) == [
-        StripeHeld(FIRST, "a"),
-        StripeHeld(FIRST, "c"),
+        StripesReceived(FIRST, "a"),
+        StripesReceived(FIRST, "c"),
     ]
     effects = place.open(replace(AGAIN, members=("a", "c"), stripes=(Stripe("b", 1, 2), Stripe("b", 2, 4))))
     assert told(effects) == [], "one of the two has moved"
@@ -336,10 +336,10 @@ def test_sum_is_by_name_whatever_the_leader_says() -> None:
     assert isinstance(order, ReduceStripe)
     assert [one.learner for one in order.contributions] == ["a", "c"]
     assert order.coefficients == ((1.0,) * pieces(0), (0.0,) * pieces(0))
-    place.participant.stripe_reduced(StripeReduced(FIRST, 1, (1.0,), ((1.0,), (2.0,)), b"m" * 32))
+    place.participant.stripe_reduced(ReductionDone(FIRST, 1, (1.0,), ((1.0,), (2.0,)), b"m" * 32))
     (report, _) = place.go()
     assert isinstance(report, Send)
-    assert isinstance(report.message, StripeMerged)
+    assert isinstance(report.message, ReductionReported)
     assert report.message.contribution_norms == ((2.0,), (1.0,)), "told in the leader's order"
 
 
@@ -354,7 +354,10 @@ def test_stripes_of_others_are_none_of_its_business() -> None:
 def test_stripe_that_overtakes_its_ballot_is_remembered() -> None:
     place = Place()
     assert place.stripes("ac") == []
-    assert told(place.open(replace(OPENED, members=("a", "c")))) == [StripeHeld(FIRST, "a"), StripeHeld(FIRST, "c")]
+    assert told(place.open(replace(OPENED, members=("a", "c")))) == [
+        StripesReceived(FIRST, "a"),
+        StripesReceived(FIRST, "c"),
+    ]
     assert any(isinstance(effect, ReduceStripe) for effect in place.decide("ac"))
 
 
@@ -363,7 +366,7 @@ def test_stripe_stays_for_the_next_ballot_over_the_same_blocks() -> None:
     place.open(replace(OPENED, members=("a", "c")))
     place.stripes("ac")
     effects = place.open(replace(AGAIN, members=("a", "c")))
-    assert told(effects) == [StripeHeld(SECOND_BALLOT, "a"), StripeHeld(SECOND_BALLOT, "c")]
+    assert told(effects) == [StripesReceived(SECOND_BALLOT, "a"), StripesReceived(SECOND_BALLOT, "c")]
     assert any(isinstance(effect, ReduceStripe) for effect in place.decide("ac", SECOND_BALLOT))
     moved = (Stripe("a", 0, 3), Stripe("b", 3, 5))
     effects = place.open(replace(AGAIN, ballot=Ballot(3, 3), members=("a", "c"), stripes=moved))
@@ -385,7 +388,7 @@ def test_merged_stripe_goes_to_everybody_and_its_norms_to_the_leader() -> None:
     place.open(replace(OPENED, members=REGIONS))
     place.stripes(REGIONS)
     place.decide()
-    report = StripeMerged(FIRST, 1, (1.0,), ((1.0,), (2.0,), (3.0,)), b"m" * 32)
+    report = ReductionReported(FIRST, 1, (1.0,), ((1.0,), (2.0,), (3.0,)), b"m" * 32)
     assert place.reduced() == [Send("a", report), SendMerged(FIRST, 1, 0, 1, b"m" * 32, 2, 4, ("a", "c"))]
     assert told(place.decide()) == [report], "asked again, said again; sent once"
 
@@ -417,8 +420,8 @@ def test_whole_payload_is_stored_and_then_vouched_for() -> None:
     assert place.open(replace(OPENED, members=("a", "c"))) == [], "not on disk yet: nothing is said"
     place.versions.payload_stored(0, 1, PAYLOAD)
     place.participant.payload_stored(0, 1, PAYLOAD)
-    assert told(place.go()) == [PayloadHeld(FIRST, PAYLOAD)]
-    assert PayloadHeld(FIRST, PAYLOAD) in told(place.open(replace(OPENED, members=("a", "c"))))
+    assert told(place.go()) == [PayloadDurable(FIRST, PAYLOAD)]
+    assert PayloadDurable(FIRST, PAYLOAD) in told(place.open(replace(OPENED, members=("a", "c"))))
 
 
 def test_payload_that_could_not_be_stored_is_to_be_fetched() -> None:
@@ -492,7 +495,7 @@ def test_equal_payload_of_a_later_ballot_is_not_stored_twice() -> None:
     place.merged([0, 1, 2])
     place.versions.payload_stored(0, 1, PAYLOAD)
     place.open(replace(AGAIN, members=("a", "c")))
-    assert place.merged([0, 1, 2], SECOND_BALLOT) == [Send("a", PayloadHeld(SECOND_BALLOT, PAYLOAD))]
+    assert place.merged([0, 1, 2], SECOND_BALLOT) == [Send("a", PayloadDurable(SECOND_BALLOT, PAYLOAD))]
 
 
 def test_merged_stripes_of_a_lower_ballot_do_not_mix_with_the_current_one() -> None:
@@ -509,7 +512,9 @@ def test_early_stripes_are_limited_and_the_oldest_go() -> None:
     for number in range(EARLY_MAX + 1):
         place.stripes("a", Ballot(3, number))
     assert told(place.open(replace(OPENED, ballot=Ballot(3, 0), members=("a",)))) == []
-    assert told(place.open(replace(OPENED, ballot=Ballot(3, 5), members=("a",)))) == [StripeHeld(Ballot(3, 5), "a")]
+    assert told(place.open(replace(OPENED, ballot=Ballot(3, 5), members=("a",)))) == [
+        StripesReceived(Ballot(3, 5), "a")
+    ]
 
 
 # ---- commit ----------------------------------------------------------------------------------------------------------
@@ -614,7 +619,7 @@ def first_round(settings: RunSettings, *, committed: Ballot = FIRST, reduces: bo
     place.stripes("a")
     if reduces:
         place.decide("a")
-        place.participant.stripe_reduced(StripeReduced(FIRST, 1, (1.0,), ((1.0,),), b"m" * 32))
+        place.participant.stripe_reduced(ReductionDone(FIRST, 1, (1.0,), ((1.0,),), b"m" * 32))
     place.apply(committed_round(0, 1, [contribution("a")], ballot=committed))
     return place
 

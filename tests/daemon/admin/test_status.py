@@ -67,7 +67,7 @@ def learner_of(status: LearnerStatus | None, **facts: Any) -> Any:
         facts=LearnerFacts(**facts),
         status=status,
         shown_status=status,
-        inbox=SimpleNamespace(offered_at_ns=[(1, 3, 7)]),
+        version_area=SimpleNamespace(offered_at_ns=[(1, 3, 7)]),
         steps_total=150,
         tokens_total=15_000,
     )

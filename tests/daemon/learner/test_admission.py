@@ -57,10 +57,10 @@ def test_an_incarnation_that_is_over_does_not_come_back(tmp_path: Path, own: Pro
     order.let_in(own)
     if not is_same_daemon:
         order = Admission(tmp_path)
-    assert "over when incarnation 2 began" in order.objection(of_incarnation(first), own)
-    assert order.objection(of_incarnation(second), own) == ""
-    assert order.objection(ATTACH, own) == "", "a new one is newer than all"
-    assert "incarnation 7" in order.objection(of_incarnation(second), own, known_incarnation=7), (
+    assert "over when incarnation 2 began" in order.rejection_reason(of_incarnation(first), own)
+    assert order.rejection_reason(of_incarnation(second), own) == ""
+    assert order.rejection_reason(ATTACH, own) == "", "a new one is newer than all"
+    assert "incarnation 7" in order.rejection_reason(of_incarnation(second), own, known_incarnation=7), (
         "the disk was lost, the ledger knows"
     )
 
@@ -71,26 +71,26 @@ def test_a_process_that_was_started_earlier_and_attaches_later_is_refused(
 ) -> None:
     order = Admission(tmp_path)
     earlier = replace(own, start_ticks=later.start_ticks - 1)
-    assert order.objection(ATTACH, later) == ""
+    assert order.rejection_reason(ATTACH, later) == ""
     order.let_in(later)
     if not is_same_daemon:
         order = Admission(tmp_path)
-    assert f"process {later.pid} was started later" in order.objection(ATTACH, earlier)
-    assert order.objection(ATTACH, later) == ""
-    assert order.objection(ATTACH, None) == "", "of a process that can't be seen nothing is known"
+    assert f"process {later.pid} was started later" in order.rejection_reason(ATTACH, earlier)
+    assert order.rejection_reason(ATTACH, later) == ""
+    assert order.rejection_reason(ATTACH, None) == "", "of a process that can't be seen nothing is known"
 
 
 def test_who_was_started_later_and_is_gone_holds_nobody_off(tmp_path: Path, own: Process) -> None:
     order = Admission(tmp_path)
     order.let_in(replace(own, start_ticks=own.start_ticks + 1))  # its number is another process's now
-    assert order.objection(ATTACH, own) == ""
+    assert order.rejection_reason(ATTACH, own) == ""
 
 
 def test_without_its_file_the_lives_decide(tmp_path: Path, own: Process, later: Process) -> None:
     order = Admission(tmp_path)
     (tmp_path / HOLDER_NAME).write_text("not a process")
-    assert order.objection(ATTACH, own) == ""
+    assert order.rejection_reason(ATTACH, own) == ""
     (tmp_path / HOLDER_NAME).unlink()
     (tmp_path / HOLDER_NAME).mkdir()
     order.let_in(later)  # the disk refuses: that is said, and no reason to refuse a learner
-    assert order.objection(ATTACH, own) == ""
+    assert order.rejection_reason(ATTACH, own) == ""

@@ -25,17 +25,17 @@ from diloco_node.core.types import FragmentPosition
 from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerProxy
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.wire.learner_link import (
-    INBOX,
+    CONTRIBUTION_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
-    OUTBOX,
-    Applied,
+    VERSION_AREA,
     Attach,
     Done,
+    OfferApplied,
     Report,
     SnapshotDenied,
     SnapshotReady,
-    SnapshotWanted,
+    SnapshotRequested,
     Stop,
     ToLearner,
 )
@@ -111,7 +111,7 @@ def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(benc
     position = FragmentPosition(0, 0, 0, 0)
     bench.side.reported(report(1, 100))
     for fragment in range(FRAGMENTS):
-        bench.side.applied(Applied(fragment, 0, position, 1.0, 0))
+        bench.side.applied(OfferApplied(fragment, 0, position, 1.0, 0))
     bench.take()
     told = []
     for step in range(2, 21):
@@ -126,7 +126,7 @@ def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(benc
 def test_the_first_step_after_an_inclusion_is_told(bench: Bench) -> None:
     bench.side.attached(attach(), 3, ())
     bench.side.reported(report(9, 900))
-    bench.side.applied(Applied(0, 1, FragmentPosition(1, 9, 9, 900), 1.0, 0))
+    bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 9, 9, 900), 1.0, 0))
     bench.take()
     bench.side.reported(report(10, 1000))
     (event,) = bench.take()
@@ -135,7 +135,7 @@ def test_the_first_step_after_an_inclusion_is_told(bench: Bench) -> None:
 
 def test_a_report_without_a_learner_is_nothing(bench: Bench) -> None:
     bench.side.reported(report(4, 400))
-    bench.side.applied(Applied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
+    bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
     bench.side.finished(Done(1, 1, None, None, 0))
     assert bench.take() == []
 
@@ -174,7 +174,7 @@ def test_a_snapshot_is_asked_for_and_its_answer_handed_on_once(bench: Bench) -> 
     bench.side.attached(attach(), 1, ())
     bench.take()
     bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
-    assert bench.said == [SnapshotWanted(0, 1, 0)]
+    assert bench.said == [SnapshotRequested(0, 1, 0)]
     ready = SnapshotReady(contribution_of("a", 0, base=0))
     bench.side.snapshot_ready(ready)
     bench.side.snapshot_ready(ready)
@@ -229,7 +229,7 @@ def test_the_next_learner_is_not_asked_what_the_one_before_was(bench: Bench) -> 
     assert bench.side.has_restarted_since(1)
     assert not bench.side.has_restarted_since(2)
     bench.side.detached()
-    assert not bench.side.has_restarted_since(2), "nobody has written over its outbox yet"
+    assert not bench.side.has_restarted_since(2), "nobody has written over its contribution area yet"
 
 
 # ---- versions and the end --------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
     bench.side.attached(attach(), 1, ())
     bench.take()
     position = FragmentPosition(4, 9, 8, 800)
-    bench.side.applied(Applied(1, 4, position, 0.5, 3))
+    bench.side.applied(OfferApplied(1, 4, position, 0.5, 3))
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)
     assert event.status.positions[1] == position
@@ -274,20 +274,20 @@ def test_the_last_word_of_a_learner_is_kept(bench: Bench) -> None:
 
 
 def test_places_of_fragments_do_not_overlap_and_are_what_the_learner_maps(bench: Bench) -> None:
-    inbox = np.frombuffer(request_area(bench.memory, INBOX, 4 * MANIFEST.size), np.float32)
-    outbox_bytes = sum(blocks.encoded_bytes for blocks in bench.side.blocks)
-    outbox = np.frombuffer(request_area(bench.memory, OUTBOX, outbox_bytes), np.uint8)
+    version_area = np.frombuffer(request_area(bench.memory, VERSION_AREA, 4 * MANIFEST.size), np.float32)
+    contributions_bytes = sum(blocks.encoded_bytes for blocks in bench.side.blocks)
+    contribution_area = np.frombuffer(request_area(bench.memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8)
     rng = np.random.default_rng(499)
-    outbox[:] = rng.integers(0, 256, outbox_bytes, np.uint8)
+    contribution_area[:] = rng.integers(0, 256, contributions_bytes, np.uint8)
     seen = b""
     for fragment, blocks in enumerate(bench.side.blocks):
-        bench.side.inbox.place(fragment)[:] = fragment + 1
+        bench.side.version_area.place(fragment)[:] = fragment + 1
         half = blocks.block_count // 2
         for start, stop in ((0, half), (half, blocks.block_count)):
             seen += bench.side.contribution_bytes(fragment, start, stop).tobytes()
-    assert seen == outbox.tobytes()
+    assert seen == contribution_area.tobytes()
     sizes = [one.size for one in MANIFEST.fragments]
-    assert inbox.tolist() == np.repeat(np.arange(1.0, FRAGMENTS + 1), sizes).tolist()
+    assert version_area.tolist() == np.repeat(np.arange(1.0, FRAGMENTS + 1), sizes).tolist()
 
 
 def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:

@@ -50,11 +50,11 @@ class Daemon:
         self.refuses: set[int] = set()
         self.processes: list[Process | None] = []
 
-    def objection(self, attach: Attach, process: Process | None) -> str:
+    def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         self.processes.append(process)
         return "there is a newer one" if attach.incarnation in self.refuses else ""
 
-    def learner_said(self, message: ToDaemon) -> None:
+    def on_learner_message(self, message: ToDaemon) -> None:
         self._note(message)
 
     def learner_detached(self, reason: str) -> None:

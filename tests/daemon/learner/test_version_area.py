@@ -1,4 +1,4 @@
-"""The inbox: a place is touched by one side at a time, and every version is offered to the learner that it is for."""
+"""The version area: a place is touched by one side at a time, and every version is offered to its learner."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diloco_node.core.events import OfferVersion
-from diloco_node.daemon.learner.version_area import Inbox
+from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.wire.learner_link import ToLearner, VersionOffered
 from tests.kit.node_kit import Tasks, settle
 
@@ -38,7 +38,7 @@ class Bench:
         self.parameters = FakeParameters()
         self.said: list[ToLearner] = []
         self.tasks = Tasks()
-        self.inbox = Inbox(
+        self.version_area = VersionArea(
             self.area,
             OFFSETS,
             parameters=self.parameters,  # type: ignore[arg-type]
@@ -46,18 +46,18 @@ class Bench:
             spawn=self.tasks.spawn,
             now_ns=lambda: 7,
         )
-        self.inbox.attached(writes_initial=False)
+        self.version_area.attached(writes_initial=False)
 
     def send(self, message: ToLearner) -> bool:
         assert isinstance(message, VersionOffered)
         # What a learner would read at this very moment.
-        place = self.inbox.place(message.fragment)
+        place = self.version_area.place(message.fragment)
         assert (place == message.version).all(), (message, place)
         self.said.append(message)
         return True
 
     async def offer(self, fragment: int, version: int, included: int = -1) -> None:
-        self.inbox.offer(OfferVersion(fragment, version, included))
+        self.version_area.offer(OfferVersion(fragment, version, included))
         await settle()
 
     def versions(self) -> list[tuple[int, int, int]]:
@@ -74,14 +74,14 @@ async def test_an_offer_is_copied_into_its_own_place(bench: Bench) -> None:
     await bench.offer(1, 3, 9)
     assert bench.versions() == [(1, 3, 9)]
     assert bench.area.tolist() == [-1.0] * 5 + [3.0] * 7
-    assert list(bench.inbox.offered_at_ns) == [(1, 3, 7)]
+    assert list(bench.version_area.offered_at_ns) == [(1, 3, 7)]
 
 
 async def test_what_the_outer_step_wrote_is_offered_without_a_copy(bench: Bench) -> None:
-    place = bench.inbox.free_place(0)
+    place = bench.version_area.free_place(0)
     assert place is not None
     place[:] = 1.0
-    bench.inbox.place_written(0, 1)
+    bench.version_area.place_written(0, 1)
     bench.parameters.versions[0] = 99  # a copy would be of this
     await bench.offer(0, 1)
     assert bench.versions() == [(0, 1, -1)]
@@ -89,13 +89,13 @@ async def test_what_the_outer_step_wrote_is_offered_without_a_copy(bench: Bench)
 
 async def test_a_place_that_is_read_is_not_free_and_the_newest_offer_waits_for_it(bench: Bench) -> None:
     await bench.offer(0, 0)
-    assert bench.inbox.free_place(0) is None
-    assert bench.inbox.free_place(1) is not None
+    assert bench.version_area.free_place(0) is None
+    assert bench.version_area.free_place(1) is not None
     for version in (1, 2):
         bench.parameters.versions[0] = version
         await bench.offer(0, version)
     assert bench.versions() == [(0, 0, -1)]
-    bench.inbox.applied(0, 0)
+    bench.version_area.applied(0, 0)
     await settle()
     assert bench.versions() == [(0, 0, -1), (0, 2, -1)]
 
@@ -103,10 +103,10 @@ async def test_a_place_that_is_read_is_not_free_and_the_newest_offer_waits_for_i
 async def test_an_older_answer_frees_nothing(bench: Bench) -> None:
     bench.parameters.versions[0] = 2
     await bench.offer(0, 2)
-    bench.inbox.applied(0, 1)
-    assert bench.inbox.free_place(0) is None
-    bench.inbox.applied(0, 2)
-    assert bench.inbox.free_place(0) is not None
+    bench.version_area.applied(0, 1)
+    assert bench.version_area.free_place(0) is None
+    bench.version_area.applied(0, 2)
+    assert bench.version_area.free_place(0) is not None
 
 
 async def test_a_snapshot_that_the_version_before_has_resolved_is_not_named_again(bench: Bench) -> None:
@@ -115,7 +115,7 @@ async def test_a_snapshot_that_the_version_before_has_resolved_is_not_named_agai
     await bench.offer(0, 5, included=3)
     bench.parameters.versions[0] = 6
     await bench.offer(0, 6, included=3)
-    bench.inbox.applied(0, 5)
+    bench.version_area.applied(0, 5)
     await settle()
     assert bench.versions() == [(0, 5, 3), (0, 6, -1)]
 
@@ -147,19 +147,19 @@ async def test_an_offer_that_came_while_the_replica_moved_on_is_not_forgotten(be
 async def test_an_offer_for_a_learner_that_is_gone_is_not_told_to_the_next_one(bench: Bench, is_back: bool) -> None:
     bench.parameters.is_slow = True
     await bench.offer(0, 0, included=4)
-    bench.inbox.detached()
+    bench.version_area.detached()
     if is_back:
-        bench.inbox.attached(writes_initial=False)
+        bench.version_area.attached(writes_initial=False)
     bench.parameters.gates.pop().set()
     await settle()
     assert bench.said == []
-    assert (bench.inbox.free_place(0) is not None) is is_back
+    assert (bench.version_area.free_place(0) is not None) is is_back
 
 
 async def test_the_next_learner_gets_its_own_offer_after_a_void_copy(bench: Bench) -> None:
     bench.parameters.is_slow = True
     await bench.offer(0, 0, included=4)
-    bench.inbox.attached(writes_initial=False)
+    bench.version_area.attached(writes_initial=False)
     await bench.offer(0, 0)
     bench.parameters.gates.pop().set()
     await settle()
@@ -173,8 +173,8 @@ async def test_an_offer_that_waited_for_one_learner_is_not_made_to_the_next(benc
     await bench.offer(0, 0)
     bench.parameters.versions[0] = 1
     await bench.offer(0, 1, included=4)
-    bench.inbox.attached(writes_initial=True)
-    bench.inbox.initial_taken()
+    bench.version_area.attached(writes_initial=True)
+    bench.version_area.initial_taken()
     await settle()
     assert bench.versions() == [(0, 0, -1)]
 
@@ -182,49 +182,49 @@ async def test_an_offer_that_waited_for_one_learner_is_not_made_to_the_next(benc
 async def test_nothing_is_written_while_no_learner_is_attached(bench: Bench) -> None:
     """A connection may end while the learner reads: the place is safe again when it, or another, has attached."""
     await bench.offer(0, 0)
-    bench.inbox.detached()
-    assert bench.inbox.free_place(0) is None
+    bench.version_area.detached()
+    assert bench.version_area.free_place(0) is None
     await bench.offer(0, 1)
     assert bench.versions() == [(0, 0, -1)]
-    bench.inbox.attached(writes_initial=False)
-    assert bench.inbox.free_place(0) is not None
+    bench.version_area.attached(writes_initial=False)
+    assert bench.version_area.free_place(0) is not None
 
 
-async def test_the_whole_inbox_is_the_learners_while_it_writes_theta_0(bench: Bench) -> None:
-    place = bench.inbox.free_place(0)
+async def test_the_whole_version_area_is_the_learners_while_it_writes_theta_0(bench: Bench) -> None:
+    place = bench.version_area.free_place(0)
     assert place is not None
     place[:] = 1.0
-    bench.inbox.place_written(0, 1)
+    bench.version_area.place_written(0, 1)
     bench.parameters.versions[:] = [1, 1]
-    bench.inbox.attached(writes_initial=True)
-    assert bench.inbox.free_place(0) is None
+    bench.version_area.attached(writes_initial=True)
+    assert bench.version_area.free_place(0) is None
     await bench.offer(0, 1)
     await bench.offer(1, 1, 2)
     assert bench.said == []
     bench.area[:] = 77.0  # the learner writes over what was there before
-    bench.inbox.initial_taken()
+    bench.version_area.initial_taken()
     await settle()
     assert bench.versions() == [(0, 1, -1), (1, 1, 2)]
 
 
 async def test_a_learner_that_died_writing_theta_0_leaves_nothing_that_counts_as_written(bench: Bench) -> None:
-    place = bench.inbox.free_place(0)
+    place = bench.version_area.free_place(0)
     assert place is not None
     place[:] = 1.0
-    bench.inbox.place_written(0, 1)
+    bench.version_area.place_written(0, 1)
     bench.parameters.versions[0] = 1
-    bench.inbox.attached(writes_initial=True)
+    bench.version_area.attached(writes_initial=True)
     bench.area[:] = 77.0
-    bench.inbox.detached()
-    bench.inbox.attached(writes_initial=False)
+    bench.version_area.detached()
+    bench.version_area.attached(writes_initial=False)
     await bench.offer(0, 1)
     assert bench.versions() == [(0, 1, -1)]
 
 
 async def test_each_coming_and_going_is_another_life(bench: Bench) -> None:
-    lives = [bench.inbox.generation]
-    bench.inbox.detached()
-    lives.append(bench.inbox.generation)
-    bench.inbox.attached(writes_initial=False)
-    lives.append(bench.inbox.generation)
+    lives = [bench.version_area.generation]
+    bench.version_area.detached()
+    lives.append(bench.version_area.generation)
+    bench.version_area.attached(writes_initial=False)
+    lives.append(bench.version_area.generation)
     assert lives == sorted(set(lives))

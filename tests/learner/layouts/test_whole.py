@@ -132,7 +132,7 @@ def test_shift_is_bit_for_bit_the_reference(plan: CarryPlan, is_strided: bool) -
     new, anchor = (rng.standard_normal(fragment.size).astype(np.float32) for _ in range(2))
     reference = carry_over(plan, new=new, theta=theta.numpy(), anchor=None if plan.anchor is Anchor.NONE else anchor)
     given = None if plan.anchor is Anchor.NONE else torch.from_numpy(anchor)
-    tensors.shift(fragment, torch.from_numpy(new), given, plan.lam, torch.empty(0))
+    tensors.shift(fragment, torch.from_numpy(new), given, plan.carry_factor, torch.empty(0))
     tensors.read(fragment, theta)
     assert theta.numpy().tobytes() == reference.tobytes()
 

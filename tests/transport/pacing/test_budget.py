@@ -240,7 +240,7 @@ def test_without_a_limit_everything_goes_at_once_and_is_counted() -> None:
     assert budget.piece_bytes("b") == PIECE_BYTES_MAX
     budget.want("b", ROUNDS, 10**9)
     assert budget.try_spend("b", ROUNDS, 10**9, now_ns=0)
-    assert budget.use("b").lanes[ROUNDS].used_bytes == budget.use("b").lanes[ROUNDS].wanted_bytes == 1_060_000_000
+    assert budget.use("b").lanes[ROUNDS].used_bytes == budget.use("b").lanes[ROUNDS].demand_bytes == 1_060_000_000
     budget.set_limit("c", LimitSource.GRANT, 5, now_ns=0)
     assert budget.is_limited("c")
     assert not budget.is_limited("b")

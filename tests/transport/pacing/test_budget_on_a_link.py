@@ -27,21 +27,21 @@ from diloco_node.core.messages import (
     MergedStripe,
     Message,
     Payload,
-    PayloadWanted,
+    PayloadRequested,
     State,
 )
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import LinkLost
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
-from diloco_node.transport.pacing.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, WANTS_MOST
+from diloco_node.transport.pacing.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, DEMAND_MAX
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wan import emulation
 from diloco_node.wan.namespaces import Place
 from diloco_node.wire import envelope as e
-from diloco_node.wire.link_messages import IngressGranted, IngressWanted
+from diloco_node.wire.link_messages import IngressDemand, IngressGranted
 from diloco_node.wire.measure_messages import Probe
 from diloco_node.wire.tables import PROTOCOL_VERSION, BudgetLane
 
@@ -92,14 +92,14 @@ async def settle() -> None:
 
 async def test_without_a_limit_nothing_waits(pacer: Pacer) -> None:
     for _ in range(100):
-        await asyncio.wait_for(pacer.turn("b", ROUNDS, 2**20, ()), DEADLINE_S)
+        await asyncio.wait_for(pacer.acquire("b", ROUNDS, 2**20, ()), DEADLINE_S)
     assert pacer.status()["peers"]["b"]["lanes"]["rounds"]["used_bytes"] > 100 * 2**20
     assert pacer.status()["share_used"] is None
 
 
 async def test_a_piece_waits_for_its_turn_and_goes_when_the_limit_is_lifted(pacer: Pacer) -> None:
     pacer.set_plan(BudgetPlan(RateLimits(egress=12_500)))
-    waiting = asyncio.create_task(pacer.turn("b", ROUNDS, 10_000_000, ()))
+    waiting = asyncio.create_task(pacer.acquire("b", ROUNDS, 10_000_000, ()))
     await settle()
     assert not waiting.done()
     pacer.set_plan(BudgetPlan())
@@ -108,40 +108,40 @@ async def test_a_piece_waits_for_its_turn_and_goes_when_the_limit_is_lifted(pace
 
 async def test_a_cancelled_piece_leaves_its_place_to_the_next(pacer: Pacer, clock: Clock) -> None:
     pacer.set_plan(BudgetPlan(RateLimits(egress=12_500)))
-    first = asyncio.create_task(pacer.turn("b", ROUNDS, 1000, ()))
+    first = asyncio.create_task(pacer.acquire("b", ROUNDS, 1000, ()))
     await settle()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
     clock.now_ns += 10**9
-    await asyncio.wait_for(pacer.turn("b", ROUNDS, 1000, ()), DEADLINE_S)
+    await asyncio.wait_for(pacer.acquire("b", ROUNDS, 1000, ()), DEADLINE_S)
 
 
 async def test_a_grant_is_obeyed_and_what_waits_is_told(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
-    pacer.begin("b", ROUNDS, 100)
+    pacer.transfer_started("b", ROUNDS, 100)
     assert sent == [], "a peer that shares nothing out is told nothing"
     assert pacer.heard("b", IngressGranted(20_000))
-    assert sent == [("b", IngressWanted(WANTS_MOST))]
+    assert sent == [("b", IngressDemand(DEMAND_MAX))]
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 20_000
     assert pacer.status()["peers"]["b"]["limited_by"] == "grant"
     assert pacer.heard("b", IngressGranted(0))
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] is None
     assert not pacer.heard("b", Message.__args__[0](1, True, 1, 1))  # type: ignore[attr-defined]
-    pacer.end("b")
+    pacer.transfer_ended("b")
 
 
 async def test_what_could_be_sent_is_bounded_by_our_own_limits(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
     pacer.set_plan(BudgetPlan(RateLimits(egress=50_000), (("b", RateLimits(egress=30_000)),)))
     pacer.heard("b", IngressGranted(20_000))
     pacer.heard("c", IngressGranted(20_000))
-    pacer.begin("b", ROUNDS, 1)
-    pacer.begin("c", ROUNDS, 1)
-    assert sent == [("b", IngressWanted(30_000)), ("c", IngressWanted(50_000))]
+    pacer.transfer_started("b", ROUNDS, 1)
+    pacer.transfer_started("c", ROUNDS, 1)
+    assert sent == [("b", IngressDemand(30_000)), ("c", IngressDemand(50_000))]
 
 
 async def test_a_lost_link_forgets_its_grant(pacer: Pacer) -> None:
     pacer.heard("b", IngressGranted(1))
-    waiting = asyncio.create_task(pacer.turn("b", RECOVERY, 10**6, ()))
+    waiting = asyncio.create_task(pacer.acquire("b", RECOVERY, 10**6, ()))
     await settle()
     assert not waiting.done()
     pacer.lost("b")
@@ -158,7 +158,7 @@ async def test_links_are_granted_shares_as_they_come_up(
     pacer.connected("c")
     assert sent[1] == ("b", IngressGranted(500_000))
     clock.now_ns += 10**9
-    pacer.heard("c", IngressWanted(WANTS_MOST))
+    pacer.heard("c", IngressDemand(DEMAND_MAX))
     assert ("c", IngressGranted(500_000)) in sent or sent[-1] == ("b", IngressGranted(20_000))
 
 
@@ -181,7 +181,7 @@ async def test_the_schedule_is_followed_by_the_wall_clock(pacer: Pacer, clock: C
 
 
 async def test_where_the_kernel_does_not_tell_traffic_is_an_estimate(pacer: Pacer) -> None:
-    assert pacer.turn_now("b", ROUNDS, 1000)
+    assert pacer.try_acquire("b", ROUNDS, 1000)
     pacer.control_sent("b", 80)
     pacer.was_read("b", 200)
     pacer.was_read("b", 100, is_bulk=False)
@@ -204,10 +204,10 @@ async def test_a_peer_beyond_its_share_is_not_read_for_a_while(pacer: Pacer, clo
 async def test_the_share_used_counts_only_time_with_work(pacer: Pacer, clock: Clock) -> None:
     pacer.set_plan(BudgetPlan(RateLimits(egress=1_000_000)))
     clock.now_ns += 3600 * 10**9
-    pacer.begin("b", ROUNDS, 10_000)
-    await asyncio.wait_for(pacer.turn("b", ROUNDS, 10_000, ()), DEADLINE_S)
+    pacer.transfer_started("b", ROUNDS, 10_000)
+    await asyncio.wait_for(pacer.acquire("b", ROUNDS, 10_000, ()), DEADLINE_S)
     clock.now_ns += 15_600_000  # 10,600 are earned again, 5,000 more are lost
-    pacer.end("b")
+    pacer.transfer_ended("b")
     clock.now_ns += 3600 * 10**9
     status = pacer.status()
     assert status["used_bytes"] == 10_600
@@ -333,7 +333,7 @@ async def test_control_does_not_wait_for_bulk_that_waits_for_the_budget(pair: Pa
     a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=1000)), BudgetPlan())
     moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(os.urandom(4 * MB))))
     await settle()
-    asked = [PayloadWanted(0, version, b"") for version in range(200)]
+    asked = [PayloadRequested(0, version, b"") for version in range(200)]
     for message in asked:
         assert a.send("b", message)
     async with asyncio.timeout(DEADLINE_S):

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from diloco_node.transport.pacing.grants import (
     ALLOWANCE_BYTES,
     ALLOWANCE_NS,
+    DEMAND_MAX,
     SETTLE_NS,
     UNLIMITED,
-    WANTS_MOST,
     IngressGrants,
     max_min,
 )
@@ -52,7 +52,7 @@ def test_max_min_shares_are_fair(total: int, caps: dict[str, int]) -> None:
 
 
 def test_shares_that_a_person_can_check() -> None:
-    assert max_min(100, {"a": 10, "b": 60, "c": WANTS_MOST}) == {"a": 10, "b": 45, "c": 45}
+    assert max_min(100, {"a": 10, "b": 60, "c": DEMAND_MAX}) == {"a": 10, "b": 45, "c": 45}
     assert max_min(90, {"a": 200, "b": 200, "c": 200}) == {"a": 30, "b": 30, "c": 30}
     assert max_min(1000, {"a": 1, "b": 2}) == {"a": 1, "b": 2}
     assert max_min(0, {}) == {}
@@ -66,7 +66,7 @@ def test_idle_peers_have_equal_shares_so_that_the_first_need_not_ask() -> None:
 
 def test_who_wants_something_gets_what_the_idle_ones_leave() -> None:
     grants = connected("abc")
-    grants.wanted("b", WANTS_MOST)
+    grants.wanted("b", DEMAND_MAX)
     shares = grants.targets(now_ns=NS_PER_S)
     assert shares["a"] == shares["c"] == RATE // 50 // 2
     assert shares["b"] == RATE - 2 * (RATE // 50 // 2)
@@ -79,8 +79,8 @@ def test_who_wants_something_gets_what_the_idle_ones_leave() -> None:
 def test_a_peer_of_its_own_limit_gets_no_more() -> None:
     grants = connected("ab")
     grants.set_peer_rate("a", 50_000)
-    grants.wanted("a", WANTS_MOST)
-    grants.wanted("b", WANTS_MOST)
+    grants.wanted("a", DEMAND_MAX)
+    grants.wanted("b", DEMAND_MAX)
     assert grants.targets(now_ns=NS_PER_S) == {"a": 50_000, "b": RATE - 50_000}
     alone = connected("a", None)
     alone.set_peer_rate("a", 7)
@@ -90,7 +90,7 @@ def test_a_peer_of_its_own_limit_gets_no_more() -> None:
 def test_a_share_grows_only_after_the_others_had_time_to_shrink() -> None:
     grants = connected("ab")
     now_ns = NS_PER_S
-    grants.wanted("a", WANTS_MOST)
+    grants.wanted("a", DEMAND_MAX)
     assert grants.due(now_ns=now_ns) == [("b", RATE // 50)]
     assert grants.wake_at_ns(now_ns=now_ns) == now_ns + SETTLE_NS
     assert grants.due(now_ns=now_ns + SETTLE_NS - 1) == []
@@ -118,7 +118,7 @@ def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) ->
             is_up[peer] = False
             told[peer].append((now_ns, 0))
         else:
-            grants.wanted(peer, rng.choice([0, 1, 333_333, WANTS_MOST]))
+            grants.wanted(peer, rng.choice([0, 1, 333_333, DEMAND_MAX]))
         for name, share in grants.due(now_ns=now_ns):
             assert is_up[name]
             told[name].append((now_ns, share))
@@ -134,7 +134,7 @@ def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) ->
 def test_only_real_changes_are_told() -> None:
     grants = connected("ab")
     grants.wanted("a", RATE // 2 * 101 // 100)
-    grants.wanted("b", WANTS_MOST)
+    grants.wanted("b", DEMAND_MAX)
     assert grants.due(now_ns=NS_PER_S) == []
     assert grants.wake_at_ns(now_ns=NS_PER_S) is None
 
@@ -153,7 +153,7 @@ def test_without_a_ceiling_nobody_is_told_anything() -> None:
     grants = IngressGrants("ab", now_ns=0)
     grants.connected("a")
     assert grants.due(now_ns=0) == []
-    grants.wanted("a", WANTS_MOST)
+    grants.wanted("a", DEMAND_MAX)
     assert grants.due(now_ns=NS_PER_S) == []
     assert grants.read_at_ns("a", now_ns=0) == 0
 
@@ -171,7 +171,7 @@ def test_a_ceiling_that_is_taken_away_is_told() -> None:
 
 def test_what_came_beyond_the_ceiling_is_taken_from_the_shares() -> None:
     grants = connected("a")
-    grants.wanted("a", WANTS_MOST)
+    grants.wanted("a", DEMAND_MAX)
     now_ns = 5 * NS_PER_S
     grants.measured("a", RATE // 10, now_ns=now_ns)
     assert grants.targets(now_ns=now_ns)["a"] == RATE, "no more than one reading of the counters brings"

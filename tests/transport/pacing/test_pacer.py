@@ -13,7 +13,7 @@ from diloco_node.errors import PeerError
 from diloco_node.transport import outbound as outbound_module
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 from diloco_node.transport.outbound import BulkOutbound
-from diloco_node.transport.pacing.pacer import FAST_RTT_NS, GATHER_NS, PIECE_FREE_BYTES_MIN, Pacer
+from diloco_node.transport.pacing.pacer import COALESCE_NS, FAST_RTT_NS, PIECE_FREE_BYTES_MIN, Pacer
 from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX, burst_bytes
 from diloco_node.wire.envelope import TransferChunk, decode_bulk
 from diloco_node.wire.tables import BudgetLane
@@ -85,7 +85,7 @@ MS = 1_000_000
 FAR_NS = 40 * MS
 
 
-class FarLink(FakeMeter):
+class RemoteLink(FakeMeter):
     """A link to b on a clock of its own; it carries 10 MB/s."""
 
     def __init__(self) -> None:
@@ -108,12 +108,12 @@ class FarLink(FakeMeter):
 
     def work(self) -> None:
         self.pacer._sample()
-        self.pacer.begin("b", BudgetLane.ROUNDS, 10**9)
+        self.pacer.transfer_started("b", BudgetLane.ROUNDS, 10**9)
 
 
 async def test_a_ceiling_is_the_kernels_as_well_on_a_far_link() -> None:
     """What waits in the socket while BBR looks for the least round trip would leave at the line's rate."""
-    link = FarLink()
+    link = RemoteLink()
     link.work()
     link.run(0.5)
     assert link.paces == [], "nothing limits it"
@@ -130,7 +130,7 @@ async def test_a_ceiling_is_the_kernels_as_well_on_a_far_link() -> None:
 
 
 async def test_a_new_link_is_paced_before_work_begins_on_it() -> None:
-    link = FarLink()
+    link = RemoteLink()
     link.now_ns = 10**9
     link.pacer.set_plan(BudgetPlan(RateLimits(egress=10**6)))
     link.pacer.connected("b")
@@ -139,7 +139,7 @@ async def test_a_new_link_is_paced_before_work_begins_on_it() -> None:
 
 
 async def test_a_piece_without_a_limit_is_20_ms_of_what_the_link_carries() -> None:
-    link = FarLink()
+    link = RemoteLink()
     assert link.pacer.piece_bytes("b") == PIECE_FREE_BYTES_MIN, "not known yet"
     link.work()
     link.run(0.2)
@@ -154,9 +154,9 @@ async def until_asked(pacer: Pacer, lane: BudgetLane) -> tuple[asyncio.Task[None
     """A piece that has to wait, and for how much longer than it must it will, in seconds; at least that."""
     loop = asyncio.get_running_loop()
     before_s = loop.time()
-    while pacer.turn_now("b", lane, pacer.piece_bytes("b")):
+    while pacer.try_acquire("b", lane, pacer.piece_bytes("b")):
         pass
-    task = asyncio.create_task(pacer.turn("b", lane, pacer.piece_bytes("b"), ()))
+    task = asyncio.create_task(pacer.acquire("b", lane, pacer.piece_bytes("b"), ()))
     await asyncio.sleep(0)
     wake_ns = pacer._egress.wake_at_ns(now_ns=pacer._now_ns())
     assert wake_ns is not None
@@ -166,7 +166,7 @@ async def until_asked(pacer: Pacer, lane: BudgetLane) -> tuple[asyncio.Task[None
 
 @pytest.mark.parametrize(("rtt_min_ns", "connections"), [(FAR_NS, 1), (FAR_NS, 2), (FAST_RTT_NS, 1)])
 async def test_pieces_that_the_kernel_spreads_out_are_gathered(rtt_min_ns: int, connections: int) -> None:
-    link = FarLink()
+    link = RemoteLink()
     link.rtt_min_ns = rtt_min_ns
     link.pacer.set_plan(BudgetPlan(RateLimits(egress=10**6)))
     link.now_ns += 10**9
@@ -176,19 +176,19 @@ async def test_pieces_that_the_kernel_spreads_out_are_gathered(rtt_min_ns: int, 
     is_spread = rtt_min_ns == FAR_NS and connections == 1
     link.now_ns += 10**9
     saved, piece, rate = 0, link.pacer.piece_bytes("b"), link.pacer.status()["peers"]["b"]["egress_bytes_per_s"]
-    while link.pacer.turn_now("b", BudgetLane.ROUNDS, 1000):
+    while link.pacer.try_acquire("b", BudgetLane.ROUNDS, 1000):
         saved += 1060
-    late_ns = LATE_NS + GATHER_NS if is_spread else LATE_NS
+    late_ns = LATE_NS + COALESCE_NS if is_spread else LATE_NS
     assert burst_bytes(rate, late_ns) - 1060 <= saved <= burst_bytes(rate, late_ns)
     waiting, more_s = await until_asked(link.pacer, BudgetLane.ROUNDS)
-    assert (more_s >= GATHER_NS / 10**9) is is_spread
-    link.now_ns += GATHER_NS + 2 * 17 * MS
+    assert (more_s >= COALESCE_NS / 10**9) is is_spread
+    link.now_ns += COALESCE_NS + 2 * 17 * MS
     link.pacer._release()
     await asyncio.wait_for(waiting, 60)
-    assert link.pacer.turn_now("b", BudgetLane.ROUNDS, piece) or not is_spread
+    assert link.pacer.try_acquire("b", BudgetLane.ROUNDS, piece) or not is_spread
     urgent, _ = await until_asked(link.pacer, BudgetLane.ROUNDS)
     later, more_s = await until_asked(link.pacer, BudgetLane.RECOVERY)
-    assert more_s < GATHER_NS / 10**9, "of what is gathered the later lane would get a part"
+    assert more_s < COALESCE_NS / 10**9, "of what is gathered the later lane would get a part"
     for task in (urgent, later):
         task.cancel()
     await asyncio.gather(urgent, later, return_exceptions=True)
