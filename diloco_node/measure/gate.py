@@ -59,7 +59,7 @@ class MeasuringGate:
         if asker is not None and self._is_bounded and not self._may_take(asker, bytes_max, now_ns):
             return (
                 f"{asker} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
-                f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for a shorter time"
+                f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for less time"
             )
         self._running = _Admitted(what, asker, now_ns, bytes_max)
         return ""
