@@ -16,10 +16,11 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Event
+from diloco_node.core.genesis import Genesis
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.merge.schedule import overdue_steps
+from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
@@ -36,7 +37,7 @@ from diloco_node.core.types import (
     RoundBody,
     RunSettings,
 )
-from diloco_node.core.view import ParticipationView, RegionView, peer_views, round_views
+from diloco_node.core.view import Participation, RegionView, peer_views, round_views
 
 TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
@@ -81,8 +82,6 @@ class RegionCore:
     ) -> None:
         self._region = region
         self._regions = tuple(sorted(regions))
-        self._run_id = run_id
-        self._settings_digest = settings_digest
         self._manifest = manifest
         self._settings = settings
         fragments = len(manifest.fragments)
@@ -134,13 +133,21 @@ class RegionCore:
             versions=self.versions,
             effects=self._effects,
         )
+        self._genesis = Genesis(
+            (run_id, settings_digest, manifest.digest, self._regions),
+            ledger=self.ledger,
+            leader=self.leader,
+            history=self.history,
+            versions=self.versions,
+            fetches=self._fetches,
+            effects=self._effects,
+        )
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
         self._digests = DigestWatch(fragments, self._effects)
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
         self._due: frozenset[int] = frozenset()
-        self._participation = {name: [0, 0] for name in self._regions}
-        self._has_proposed_genesis = False
+        self._participation = Participation(self._regions, self.liveness)
         self._requested_since_ns: dict[bytes, int] = {}
         self._finish_ordered = ""
         self._is_writing_final = False
@@ -208,14 +215,8 @@ class RegionCore:
 
     @property
     def wants_initial_state(self) -> bool:
-        """Whether Theta_0 of a new learner is of use: some of it is not on disk, and no genesis is in the ledger here.
-
-        Where one is, only the bytes that it names count; on disk they must not be written over, and what is lacking
-        is fetched.
-        """
-        is_lacking = min(self.versions.states) < 0
-        bodies = (self.ledger.entry(index).body for index in range(1, self.ledger.last_index + 1))  # it is an early one
-        return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
+        """Whether Theta_0 of a new learner is of use; see `Genesis`."""
+        return self._genesis.wants_initial_state
 
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
@@ -228,6 +229,7 @@ class RegionCore:
                 self._committed(entry, now_ns)
                 is_news = True
             self._follow_role(now_ns)
+            self._genesis.propose()
             self.leader.advance(now_ns=now_ns)
             while self.leader.proposals and self.ledger.is_leader:
                 self._emit(self.ledger.propose(self.leader.proposals.popleft(), now_ns=now_ns))
@@ -254,30 +256,15 @@ class RegionCore:
         self.history.apply(entry, now_ns=now_ns)
         self.versions.committed(entry)
         if isinstance(body, RoundBody):
-            self._count_participation(body)
+            self._participation.count(body)
             self.participant.committed(body)
             if self.versions.applied[body.fragment] >= body.version:
                 # Recovered from a later state: nothing will be applied, and nobody waits for it.
                 self.participant.applied(body.fragment, self.versions.applied[body.fragment])
                 self.versions.offer(body.fragment)
         elif isinstance(body, GenesisBody):
-            self._check_genesis(body)
+            self._genesis.committed(body)
         self.leader.committed(entry, now_ns=now_ns)
-
-    def _check_genesis(self, body: GenesisBody) -> None:
-        own = (self._run_id, self._settings_digest, self._manifest.digest, self._regions)
-        theirs = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
-        if own != theirs:
-            self._effects.note("genesis", f"the ledger is of another run: {theirs}, here {own}", is_alarm=True)
-        else:
-            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun")
-
-    def _count_participation(self, body: RoundBody) -> None:
-        included = {member.contribution.learner for member in body.members}
-        for name, counts in self._participation.items():
-            if name in included or self.liveness.learner(name) is not None:
-                counts[0] += name in included
-                counts[1] += 1
 
     def _follow_role(self, now_ns: int) -> None:
         ledger = self.ledger
@@ -289,25 +276,13 @@ class RegionCore:
         if self.leader.is_acting or not ledger.is_settled or ledger.commit_index < ledger.cluster_commit_index:
             return
         # Everything that older leaders committed is known and applied to the history now.
-        self._has_proposed_genesis = False
         self.leader.begin(ledger.term, self.participant.open_versions(), now_ns=now_ns)
-        self._propose_genesis()
 
     def _has_payload(self, body: EntryBody) -> bool:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
         return self.versions.has_payload(body)
-
-    def _propose_genesis(self) -> None:
-        """The run begins with Theta_0 of the first leader that has one."""
-        digests = self.versions.initial_digests
-        is_free = self.leader.is_acting and self.history.genesis is None and not self._has_proposed_genesis
-        if is_free and digests is not None and not self._fetches.brings_other_initial(digests):
-            self._has_proposed_genesis = True
-            self.leader.proposals.append(
-                GenesisBody(self._run_id, self._manifest.digest, self._settings_digest, self._regions, digests)
-            )
 
     def _lacking(self, now_ns: int) -> list[EntryBody]:
         """What the ledger waits for and nobody is sending already.
@@ -427,12 +402,8 @@ class RegionCore:
             self._effects.emit(effect)
 
     def _initial_state_stored(self, event: ev.InitialStateStored, now_ns: int) -> None:
-        if event.manifest_digest != self._manifest.digest or len(event.fragment_digests) != len(self.versions.states):
-            self._effects.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
-            return
-        self.versions.initial_state_stored(event.fragment_digests)
-        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-        self._propose_genesis()
+        if self._genesis.initial_state_stored(event):
+            self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
@@ -456,21 +427,11 @@ class RegionCore:
         self.versions.learner_changed(status)
         if self._discards.has_news():
             self._repeat_requests()
-        due = self._due_fragments(status)
-        is_news = not due <= self._due
+        due = frozenset() if status is None else due_fragments(status, sync_every=self._settings.sync_every)
+        has_become_due = not due <= self._due
         self._due = due
-        if is_news and self.ledger.leader not in ("", self._region):
+        if has_become_due and self.ledger.leader not in ("", self._region):
             self._beat(now_ns, only_to=self.ledger.leader)
-
-    def _due_fragments(self, status: LearnerStatus | None) -> frozenset[int]:
-        if status is None:
-            return frozenset()
-        settings, fragments = self._settings, len(status.positions)
-        return frozenset(
-            fragment
-            for fragment, position in enumerate(status.positions)
-            if overdue_steps(fragment, position, status.step, sync_every=settings.sync_every, fragments=fragments) >= 0
-        )
 
     def _payload_stored(self, event: ev.PayloadStored, now_ns: int) -> None:
         self.versions.payload_stored(event.fragment, event.version, event.digest)
@@ -486,12 +447,10 @@ class RegionCore:
         self.versions.state_stored(event.fragment, event.version, event.digest)
         self._fetches.ended(event.fragment, version=event.version, is_state=True)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-        self._propose_genesis()
 
     def _fetch_failed(self, event: ev.FetchFailed, now_ns: int) -> None:
         self._fetches.failed(event.peer, event.fragment, event.reason, now_ns=now_ns)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-        self._propose_genesis()
 
     def _version_applied(self, event: ev.VersionApplied, now_ns: int) -> None:
         self.versions.version_applied(event.fragment, event.version)
@@ -525,7 +484,7 @@ class RegionCore:
             learner=self.liveness.learner(self._region),
             rounds=round_views(self.leader, self.participant),
             peers=peer_views(self.liveness, now_ns=now_ns),
-            participation=tuple(ParticipationView(name, *self._participation[name]) for name in self._regions),
+            participation=self._participation.view(),
             waiting=self.leader.reason if self.leader.is_acting else ledger.reason,
             fetching=self._fetches.in_flight(),
             rounds_committed=history.rounds_committed,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
-from diloco_node.core.types import Ballot, LearnerStatus
+from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,27 @@ class RegionView:
     is_ending: bool
     finished: str
     is_final: bool
+
+
+class Participation:
+    """Counts the merges that learners were in, of those committed while they were live."""
+
+    def __init__(self, regions: tuple[str, ...], liveness: Liveness) -> None:
+        self._liveness = liveness
+        self._included = dict.fromkeys(regions, 0)
+        self._committed = dict.fromkeys(regions, 0)
+
+    def count(self, body: RoundBody) -> None:
+        """A round is committed."""
+        included = {member.contribution.learner for member in body.members}
+        for name in self._committed:
+            if name in included or self._liveness.learner(name) is not None:
+                self._included[name] += name in included
+                self._committed[name] += 1
+
+    def view(self) -> tuple[ParticipationView, ...]:
+        """All regions, by name."""
+        return tuple(ParticipationView(name, self._included[name], self._committed[name]) for name in self._committed)
 
 
 def peer_views(liveness: Liveness, *, now_ns: int) -> tuple[PeerView, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.types import FragmentPosition
+from diloco_node.core.types import FragmentPosition, LearnerStatus
 
 LEAD_STEPS: Final = 1
 """The ballot opens this many steps before H, so that the snapshot at the next step boundary falls on H."""
@@ -54,6 +54,16 @@ def overdue_steps(
     """
     due = due_step(fragment, position, sync_every=sync_every, fragments=fragments, lead=lead)
     return -1 if due is None else step - due
+
+
+def due_fragments(status: LearnerStatus, *, sync_every: int) -> frozenset[int]:
+    """Fragments for which a learner is due, by its report."""
+    fragments = len(status.positions)
+    return frozenset(
+        fragment
+        for fragment, position in enumerate(status.positions)
+        if overdue_steps(fragment, position, status.step, sync_every=sync_every, fragments=fragments) >= 0
+    )
 
 
 def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_every: int) -> int | None:

@@ -1,0 +1,79 @@
+"""How a run begins: the first leader with a whole Theta_0 proposes genesis, and every region checks it."""
+
+from __future__ import annotations
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import InitialStateStored
+from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.recovery.fetches import Fetches
+from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.leader import RoundLeader
+from diloco_node.core.types import GenesisBody
+
+
+class Genesis:
+    """Theta_0 until genesis is committed, and whether the ledger is of this run.
+
+    Args:
+        run: run_id, settings_digest, manifest_digest and regions, sorted: what all regions must agree on.
+    """
+
+    def __init__(
+        self,
+        run: tuple[str, str, str, tuple[str, ...]],
+        *,
+        ledger: LedgerCore,
+        leader: RoundLeader,
+        history: RoundHistory,
+        versions: Versions,
+        fetches: Fetches,
+        effects: EffectBuffer,
+    ) -> None:
+        self._run = run
+        self._ledger = ledger
+        self._leader = leader
+        self._history = history
+        self._versions = versions
+        self._fetches = fetches
+        self._effects = effects
+        self._proposed_term = 0
+
+    @property
+    def wants_initial_state(self) -> bool:
+        """Whether Theta_0 of a new learner is of use: some of it is not on disk, and no genesis is in the ledger here.
+
+        Where one is, only the bytes that it names count; on disk they must not be written over, and what is lacking
+        is fetched.
+        """
+        ledger = self._ledger
+        is_lacking = min(self._versions.states) < 0
+        bodies = (ledger.entry(index).body for index in range(1, ledger.last_index + 1))  # it is an early one
+        return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
+
+    def initial_state_stored(self, event: InitialStateStored) -> bool:
+        """Theta_0 of the own learner is on disk. Returns whether it is of this run's model."""
+        _, _, manifest_digest, _ = self._run
+        if event.manifest_digest != manifest_digest or len(event.fragment_digests) != len(self._versions.states):
+            self._effects.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
+            return False
+        self._versions.initial_state_stored(event.fragment_digests)
+        return True
+
+    def propose(self) -> None:
+        """Propose genesis, once in each term that this region leads, when its disk holds all of Theta_0."""
+        term = self._ledger.term
+        is_free = self._leader.is_acting and self._history.genesis is None and self._proposed_term != term
+        digests = self._versions.initial_digests if is_free else None
+        if digests is not None and not self._fetches.brings_other_initial(digests):
+            self._proposed_term = term
+            run_id, settings_digest, manifest_digest, regions = self._run
+            self._leader.proposals.append(GenesisBody(run_id, manifest_digest, settings_digest, regions, digests))
+
+    def committed(self, body: GenesisBody) -> None:
+        """Say that the run has begun, or raise an alarm when the ledger is of another one."""
+        run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
+        if run != self._run:
+            self._effects.note("genesis", f"the ledger is of another run: {run}, here {self._run}", is_alarm=True)
+        else:
+            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun")
