@@ -31,7 +31,7 @@ class TimeWindow:
         if self.start_minute == self.end_minute:
             raise ValueError("a window that ends when it starts is empty")
 
-    def holds_at(self, minute_of_day: int) -> bool:
+    def contains(self, minute_of_day: int) -> bool:
         """Whether a minute of the day lies in it."""
         if self.start_minute < self.end_minute:
             return self.start_minute <= minute_of_day < self.end_minute
@@ -53,18 +53,18 @@ class BudgetPlan:
 
     def limits_at(self, minute_of_day: int) -> RateLimits:
         """Of all peers together at a minute of the day."""
-        held = next((window.limits for window in self.schedule if window.holds_at(minute_of_day)), RateLimits())
+        in_force = next((window.limits for window in self.schedule if window.contains(minute_of_day)), RateLimits())
         return RateLimits(
-            self.limits.egress if held.egress is None else held.egress,
-            self.limits.ingress if held.ingress is None else held.ingress,
+            self.limits.egress if in_force.egress is None else in_force.egress,
+            self.limits.ingress if in_force.ingress is None else in_force.ingress,
         )
 
     def least(self) -> RateLimits:
         """The smallest ceilings of all peers together that hold at some time of the day."""
         times = {0} | {minute for window in self.schedule for minute in (window.start_minute, window.end_minute)}
-        held = [self.limits_at(minute) for minute in times]
-        egress = [one.egress for one in held if one.egress is not None]
-        ingress = [one.ingress for one in held if one.ingress is not None]
+        in_force = [self.limits_at(minute) for minute in times]
+        egress = [one.egress for one in in_force if one.egress is not None]
+        ingress = [one.ingress for one in in_force if one.ingress is not None]
         return RateLimits(min(egress, default=None), min(ingress, default=None))
 
     def peer_limits(self, peer: str) -> RateLimits:

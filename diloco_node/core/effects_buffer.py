@@ -19,36 +19,36 @@ class EffectBuffer:
         self.local: deque[Message] = deque()
         self._region = region
         self._effects: list[Effect] = []
-        self._said: dict[str, str] = {}
+        self._last_noted: dict[str, str] = {}
 
     def emit(self, effect: Effect) -> None:
         """Add an effect."""
         self._effects.append(effect)
 
     def send(self, peer: str, message: Message) -> None:
-        """Say something to a region; to itself without the network."""
+        """Send a message to a region; to itself without the network."""
         if peer == self._region:
             self.local.append(message)
         else:
             self._effects.append(Send(peer, message))
 
     def note(self, kind: str, text: str, *, fragment: int = -1, version: int = -1, is_alarm: bool = False) -> None:
-        """Say why."""
+        """Add a line that says why."""
         self._effects.append(Note(kind, text, fragment, version, is_alarm))
 
-    def note_change(self, topic: str, said: str, text: str, *, fragment: int = -1, version: int = -1) -> None:
-        """Say it only when it is something else than the last time on this topic.
+    def note_change(self, topic: str, state: str, text: str, *, fragment: int = -1, version: int = -1) -> None:
+        """Add a line only when the state of its topic has changed.
 
         Args:
             topic: what it is about; few and fixed, for each is remembered. Also the kind of the note.
-            said: what is compared: `text` without its changing numbers. Empty: remember that the topic is closed.
+            state: what is compared: `text` without its changing numbers. Empty: remember that the topic is closed.
             text: the line.
         """
         key = f"{topic} {fragment}"
-        if self._said.get(key, "") == said:
+        if self._last_noted.get(key, "") == state:
             return
-        self._said[key] = said
-        if said:
+        self._last_noted[key] = state
+        if state:
             self.note(topic, text, fragment=fragment, version=version)
 
     def take(self) -> list[Effect]:

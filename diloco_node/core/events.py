@@ -124,7 +124,7 @@ class ContributionStripeArrived:
     """A whole stripe of a contribution is in this region's memory (also its own learner's).
 
     Attributes:
-        blocks: [start, stop), as its sender said: only the ballot can tell whether `stripe` is there.
+        blocks: [start, stop), as its sender named them: only the ballot can tell whether `stripe` is there.
     """
 
     ballot: Ballot

@@ -81,8 +81,8 @@ class Heartbeat:
 
     Attributes:
         sequence: grows by one with each heartbeat of one daemon process.
-        echo: the highest sequence heard from the receiver, and
-        echo_delay_ns: how long ago that was, so that the receiver can tell the round-trip time.
+        echo: the highest sequence received from the receiver, and
+        echo_delay_ns: how long ago that was, from which the receiver computes the round-trip time.
         hears: regions whose heartbeats arrive here, sorted.
         learner: None while no learner is attached (or the region is a witness).
         applied_index: the last ledger entry this region has applied.
@@ -112,11 +112,11 @@ class ReusedStripe:
 class BallotOpened:
     """Leader to all: a round to take fragment to `version`; members contribute, stripes say who reduces what.
 
-    Repeated to a region until it says PayloadDurable. A repetition is a question: the region answers with everything it
-    has said in this ballot so far.
+    Repeated to a region until it reports PayloadDurable. A repetition is a question: the region repeats everything that
+    it has reported in this ballot so far.
 
     Attributes:
-        held: what members need not send again; the stripe is an index into `stripes`.
+        reused: what members need not send again; the stripe is an index into `stripes`.
     """
 
     ballot: Ballot
@@ -124,7 +124,7 @@ class BallotOpened:
     version: int
     members: tuple[str, ...]
     stripes: tuple[Stripe, ...]
-    held: tuple[ReusedStripe, ...] = ()
+    reused: tuple[ReusedStripe, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class StateRequested:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The answer to a want that can't be met, and why (`gone`, `unknown`, `busy`)."""
+    """The answer to a request that can't be met, and why (`gone`, `unknown`, `busy`)."""
 
     fragment: int
     version: int

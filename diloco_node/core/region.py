@@ -63,7 +63,7 @@ class RegionCore:
         recovered: what the disk held at start.
         seed: of the election timeouts.
         now_ns: monotonic time.
-        silent_heartbeats: a region not heard for this many counts as gone.
+        silent_heartbeats: a region that was silent for this many counts as gone.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class RegionCore:
         lacking = self._lacking(now_ns)
         if lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
-            alive = self.liveness.heard(now_ns=now_ns)
+            alive = self.liveness.alive(now_ns=now_ns)
             self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
         finished = self.history.finished
         if finished is not None and not self._is_writing_final and tuple(self.versions.applied) == finished.versions:
@@ -289,20 +289,20 @@ class RegionCore:
 
         A majority may hold a payload, and its entry come, while the last merged stripe is still on its way to here.
         """
-        wanted = self.ledger.wanted()
-        if not wanted:
+        missing = self.ledger.missing_payloads()
+        if not missing:
             self._requested_since_ns.clear()
             return []
         since = {
             body.payload_digest: self._requested_since_ns.get(body.payload_digest, now_ns)
-            for body in wanted
+            for body in missing
             if isinstance(body, RoundBody)
         }
         self._requested_since_ns = since
         patience_ns = self._settings.ballot_deadline_min_ns // 2
         return [
             body
-            for body in wanted
+            for body in missing
             if not isinstance(body, RoundBody)
             or not self.participant.is_following(body)
             or (now_ns - since[body.payload_digest] >= patience_ns and not self.participant.is_storing(body))
@@ -338,7 +338,7 @@ class RegionCore:
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(
             applied_index=self.versions.applied_index(),
-            digests=self._digests.to_tell(now_ns=now_ns) if only_to is None else (),
+            digests=self._digests.to_report(now_ns=now_ns) if only_to is None else (),
             now_ns=now_ns,
             only_to=only_to,
         )
@@ -385,7 +385,7 @@ class RegionCore:
             self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
             return
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
-            self._digests.told(peer, beat.digests)
+            self._digests.reported(peer, beat.digests)
             self.leader.status_changed(peer, now_ns=now_ns)
 
     def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
@@ -419,7 +419,7 @@ class RegionCore:
         self._learner_is(None, now_ns)
 
     def _learner_is(self, status: LearnerStatus | None, now_ns: int) -> None:
-        """Tell everybody in this region; and the leader at once if a fragment became due or the learner changed."""
+        """Pass it to every part of this region, and to the leader at once if a fragment became due."""
         self.liveness.own_learner(status, now_ns=now_ns)
         self.leader.status_changed(self._region, now_ns=now_ns)
         self.participant.learner_changed(status)

@@ -57,7 +57,7 @@ class Contribution:
 
     Attributes:
         learner: the region whose learner made it.
-        incarnation: which life of that learner; grows with every restart of the learner process.
+        incarnation: which incarnation of that learner; grows with every restart of the learner process.
         fragment: index of the fragment.
         base_version: the version the learner had last applied; the delta is against it.
         snapshot: number of the snapshot, unique within the incarnation.
@@ -111,14 +111,14 @@ class FragmentPosition:
 
 @dataclass(frozen=True, slots=True)
 class LearnerStatus:
-    """What a region tells the others about its learner, with every heartbeat.
+    """What a region reports of its learner, with every heartbeat.
 
     Attributes:
-        incarnation: which life of the learner.
+        incarnation: of the learner.
         step, tokens: inner steps and tokens since the start of this incarnation.
         step_time_ns: moving average of the time of one inner step; 0 when unknown.
         positions: one per fragment, by fragment index.
-        finished: it has been told to stop and has stopped stepping.
+        finished: it was ordered to stop and has stopped stepping.
     """
 
     incarnation: int

@@ -150,7 +150,7 @@ def peer_views(liveness: Liveness, *, now_ns: int) -> tuple[PeerView, ...]:
 
 
 def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[RoundView, ...]:
-    """Open rounds by fragment: as the leader knows them if it is here, else as this region was told."""
+    """Open rounds by fragment: as the leader knows them if it is here, else as its leader announced them."""
     if not leader.is_acting:
         return tuple(
             RoundView(fragment, version, ballot, 0, (), (), 0, 0, reason)

@@ -238,7 +238,7 @@ class Checkers:
             self.violate(f"payload: {host.name} tells {peer} that it holds {key[:2]}, its disk does not have it")
 
     def _opens(self, host: Host, _: str, message: msg.BallotOpened) -> None:
-        message = replace(message, held=())
+        message = replace(message, reused=())
         owner, known = self._ballots.setdefault(message.ballot, (host.name, message))
         if owner != host.name or known != message:
             self.violate(f"ballot: {message.ballot} opened by {owner} as {known} and by {host.name} as {message}")

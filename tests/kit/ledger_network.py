@@ -189,7 +189,7 @@ class Network:
     def fetch(self, name: str) -> None:
         """Give the core the payloads that it waits for."""
         if name in self.cores:
-            for body in self.cores[name].wanted():
+            for body in self.cores[name].missing_payloads():
                 assert isinstance(body, RoundBody)
                 self.give_payload(body, name)
 

@@ -59,7 +59,7 @@ def check_account(
         trained: per (learner, incarnation) the steps and tokens that it counted itself and that were persisted apart
             from the ledger. The highest incarnation of a learner is taken as alive, the others as dead.
         fragment_sizes: values of each fragment, by index: their weights in the report, and how many there are.
-        positions: per learner what it last said of itself. With them a lost inclusion at the end of an account is found
+        positions: per learner its last report. With them a lost inclusion at the end of an account is found
             too; without them it would look like steps that are carried.
 
     Returns:

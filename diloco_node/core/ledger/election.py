@@ -103,11 +103,11 @@ class Election:
         self.restart_timer(now_ns)
 
     def restart_timer(self, now_ns: int) -> None:
-        """A leader was heard, or a vote was given: wait for a whole timeout from now on."""
+        """A leader's message came, or a vote was given: wait for a whole timeout from now on."""
         self.due_at_ns = now_ns + self._timeout_ns + self._dice.below(self._timeout_ns + 1)
 
     def hasten(self, not_before_ns: int) -> None:
-        """The leader has probably died: ask within one timeout after this time, if that is earlier."""
+        """The leader has probably died: start a pre-vote within one timeout after this time, if that is earlier."""
         self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(self._timeout_ns))
 
     def adopt_term(self, term: int) -> bool:
@@ -128,11 +128,11 @@ class Election:
         """This voter was elected."""
         self.role, self.leader = Role.LEADER, self._region
 
-    def ask(self, *, now_ns: int) -> None:
-        """Pre-vote: ask before disturbing anybody with a new term."""
+    def start_pre_vote(self, *, now_ns: int) -> None:
+        """Request pre-votes before disturbing anybody with a new term."""
         self.role, self.leader = Role.ASKING, ""
         self.granted = {self._region}
-        self._ask_votes(self.term + 1, pre_vote=True)
+        self._request_votes(self.term + 1, pre_vote=True)
         self.count_votes(now_ns=now_ns)
 
     def stand(self, *, now_ns: int) -> None:
@@ -144,7 +144,7 @@ class Election:
         self.granted = {self._region}
         self.restart_timer(now_ns)
         self._gate.note(f"term {self.term}: {self._region} stands for election")
-        self._ask_votes(self.term, pre_vote=False)
+        self._request_votes(self.term, pre_vote=False)
 
     def count_votes(self, *, now_ns: int) -> bool:
         """Stand with a majority of pre-votes; True with a majority of votes and the own one on disk: it has won."""
@@ -156,7 +156,7 @@ class Election:
         return self.role is Role.CANDIDATE and self._gate.is_hard_durable
 
     def answer(
-        self, peer: str, asked: RequestVote, *, is_up_to_date: bool, has_leader_contact: bool, now_ns: int
+        self, peer: str, request: RequestVote, *, is_up_to_date: bool, has_leader_contact: bool, now_ns: int
     ) -> None:
         """Answer a candidate whose term was adopted, or a pre-vote, which changes nothing here.
 
@@ -164,11 +164,11 @@ class Election:
             is_up_to_date: its log holds at least what this voter's does.
             has_leader_contact: there is a leader that an election would disturb.
         """
-        if asked.pre_vote:
-            granted = asked.term > self.term and is_up_to_date and not has_leader_contact
-            self._gate.send(peer, RequestVoteReply(asked.term if granted else self.term, True, granted))
+        if request.pre_vote:
+            granted = request.term > self.term and is_up_to_date and not has_leader_contact
+            self._gate.send(peer, RequestVoteReply(request.term if granted else self.term, True, granted))
             return
-        granted = asked.term == self.term and self.voted_for in ("", peer) and is_up_to_date
+        granted = request.term == self.term and self.voted_for in ("", peer) and is_up_to_date
         if granted and self.voted_for != peer:
             self.voted_for = peer
             self._gate.change_hard_state()
@@ -177,14 +177,14 @@ class Election:
         self._gate.send(peer, RequestVoteReply(self.term, False, granted))
 
     def take_vote(self, peer: str, answer: RequestVoteReply) -> bool:
-        """Note who said yes; False if that answers nothing that is asked now."""
+        """Note who said yes; False if it answers no open request."""
         expected_term = {Role.ASKING: self.term + 1, Role.CANDIDATE: self.term}.get(self.role)
         if answer.term != expected_term or answer.pre_vote != (self.role is Role.ASKING):
             return False
         self.granted.add(peer)
         return True
 
-    def _ask_votes(self, term: int, *, pre_vote: bool) -> None:
-        asked = RequestVote(term, pre_vote, self._log.last_index, self._log.last_term)
+    def _request_votes(self, term: int, *, pre_vote: bool) -> None:
+        request = RequestVote(term, pre_vote, self._log.last_index, self._log.last_term)
         for peer in self._peers:
-            self._gate.send(peer, asked)
+            self._gate.send(peer, request)

@@ -197,18 +197,18 @@ class ReplicaLog:
 
     def stage(self, entries: Sequence[Entry]) -> None:
         """Take what follows of the entries (no conflict left) until the limits are reached; the rest is dropped."""
-        held_bytes = sum(self._staged_bytes)
+        staged_bytes = sum(self._staged_bytes)
         for entry in entries:
             if entry.index <= self.known_index:
                 continue
             assert entry.previous == self.hash_at(self.known_index), entry.index
             entry_bytes = len(encode_entry(entry))
-            is_full = len(self._staged) >= STAGED_ENTRIES_MAX or held_bytes + entry_bytes > STAGED_BYTES_MAX
+            is_full = len(self._staged) >= STAGED_ENTRIES_MAX or staged_bytes + entry_bytes > STAGED_BYTES_MAX
             if is_full:
                 return
             self._staged.append(entry)
             self._staged_bytes.append(entry_bytes)
-            held_bytes += entry_bytes
+            staged_bytes += entry_bytes
 
     def drop_staged(self) -> None:
         """Forget all staged entries; the leader that sent them is gone."""

@@ -6,13 +6,13 @@ What is particular to this ledger, beside Raft's rules:
   then it is staged in memory: neither acknowledged nor in any vote. To acknowledge entry n means: from my own disk
   alone I can produce parameters and momentum at n.
 - Heartbeats are answered at once all the same, with the index that is on disk, and again when that index has grown.
-- No message tells of a term or a vote that is not on disk: it is held back until the write is done.
+- No message names a term or a vote that is not on disk: it is held back until the write is done.
 
 The caller's duties:
 
 1. Carry out the effects in order; answer each PersistLedger with LedgerPersisted(token), in the order of the tokens.
 2. Send a TimerFired when `wake_at_ns` has come; it may change with every call.
-3. Call `payload_arrived` when something that `wanted()` named has reached the disk.
+3. Call `payload_arrived` when something that `missing_payloads()` named has reached the disk.
 4. After every call take `take_committed()` and apply it, in order.
 
 Source: Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm" (2014); pre-vote, the leader's check
@@ -62,7 +62,7 @@ class LedgerCore:
         seed: of the election timeouts; the region's name is mixed in.
         now_ns: monotonic time.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
-            turn False again for an entry of the log; what a disk has lost between two processes is `wanted`.
+            turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
     """
 
     def __init__(
@@ -192,16 +192,16 @@ class LedgerCore:
             behind = [f"{name} at {index}" for name, index in self.durable_indexes.items() if index < self.last_index]
             return state + (f"; behind: {', '.join(behind)}" if behind else "")
         if self.role in (Role.ASKING, Role.CANDIDATE):
-            asked = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
+            request = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
             granted = ", ".join(sorted(self._election.granted))
-            return f"no leader; {asked}: {granted}; needs {needed} of {len(self._voters)}"
+            return f"no leader; {request}: {granted}; needs {needed} of {len(self._voters)}"
         if not self.leader:
             return f"no leader in term {self.term} yet"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
-        missing = self.wanted()
+        missing = self.missing_payloads()
         return state + (f"; waits for {_named(missing[0])}" if missing else "")
 
-    def wanted(self) -> tuple[EntryBody, ...]:
+    def missing_payloads(self) -> tuple[EntryBody, ...]:
         """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
         return tuple(entry.body for entry in self._log.waiting if not self._has_payload(entry.body))
 
@@ -234,7 +234,7 @@ class LedgerCore:
             return []
         self._log.find_lost(self._may_persist)
         self._log.promote(self._may_persist)
-        self._tell_growth(now_ns)
+        self._report_growth(now_ns)
         return self._flush()
 
     def propose(self, body: EntryBody, *, now_ns: int) -> list[Effect]:
@@ -294,7 +294,7 @@ class LedgerCore:
         elif now_ns >= self._election.due_at_ns:
             self._election.restart_timer(now_ns)
             if not self._is_draining:
-                self._election.ask(now_ns=now_ns)
+                self._election.start_pre_vote(now_ns=now_ns)
 
     def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
         if peer not in self._peers:
@@ -317,7 +317,7 @@ class LedgerCore:
     def _persisted(self, token: int, now_ns: int) -> None:
         self._gate.persisted(token)
         self._log.written(token)
-        self._tell_growth(now_ns)
+        self._report_growth(now_ns)
         if not self.is_leader:
             self._count_votes(now_ns)
 
@@ -345,15 +345,15 @@ class LedgerCore:
         if leader:
             self._note(f"follows {leader}")
 
-    def _request_vote(self, peer: str, asked: RequestVote, now_ns: int) -> None:
-        if not asked.pre_vote:
-            self._adopt_term(asked.term, now_ns)
+    def _request_vote(self, peer: str, request: RequestVote, now_ns: int) -> None:
+        if not request.pre_vote:
+            self._adopt_term(request.term, now_ns)
         contact_ns = self._following.contact_ns
         is_recent = bool(self.leader) and contact_ns is not None and now_ns - contact_ns < self._election_timeout_ns
         self._election.answer(
             peer,
-            asked,
-            is_up_to_date=self._is_up_to_date(asked.last_index, asked.last_term),
+            request,
+            is_up_to_date=self._is_up_to_date(request.last_index, request.last_term),
             has_leader_contact=self.is_leader or is_recent,
             now_ns=now_ns,
         )
@@ -432,15 +432,15 @@ class LedgerCore:
             self._note(f"{why}: offers its place to {successor}")
             self._gate.send(successor, TimeoutNow(self.term))
 
-    def _append_entries(self, peer: str, asked: AppendEntries, now_ns: int) -> None:
-        self._adopt_term(asked.term, now_ns)
-        if asked.term < self.term:
-            self._gate.send(peer, AppendEntriesReply(self.term, asked.sequence, False, 0))
+    def _append_entries(self, peer: str, request: AppendEntries, now_ns: int) -> None:
+        self._adopt_term(request.term, now_ns)
+        if request.term < self.term:
+            self._gate.send(peer, AppendEntriesReply(self.term, request.sequence, False, 0))
             return
         if self.leader not in ("", peer):
             self._note(f"{peer} and {self.leader} both lead this term: ignored {peer}", is_alarm=True)
             return
-        fault = fault_in(asked, self._log, committed_index=self._cluster_commit_index)
+        fault = fault_in(request, self._log, committed_index=self._cluster_commit_index)
         if fault:
             self._note(f"ignored entries from {peer}: {fault}", is_alarm=True)
             return
@@ -449,25 +449,25 @@ class LedgerCore:
         self._election.restart_timer(now_ns)
         following = self._following
         following.contact_ns = now_ns
-        following.requested_sequence = max(following.requested_sequence, asked.sequence)
-        if self._log.has(asked.previous_index, asked.previous_hash):
-            following.take(self._log, asked)
+        following.requested_sequence = max(following.requested_sequence, request.sequence)
+        if self._log.has(request.previous_index, request.previous_hash):
+            following.take(self._log, request)
             self._log.promote(self._may_persist)
-            following.commit_index = max(following.commit_index, asked.commit_index)
+            following.commit_index = max(following.commit_index, request.commit_index)
             reached = min(following.commit_index, following.matched_index)
             self._cluster_commit_index = max(self._cluster_commit_index, reached)
-            self._acknowledge(asked.sequence)
+            self._acknowledge(request.sequence)
         else:
             # What is committed is in the leader's log: no need to search before it.
-            hint = max(self._log.search_hint(asked.previous_index), self.commit_index)
-            self._gate.send(peer, AppendEntriesReply(self.term, asked.sequence, False, hint))
+            hint = max(self._log.search_hint(request.previous_index), self.commit_index)
+            self._gate.send(peer, AppendEntriesReply(self.term, request.sequence, False, hint))
 
     def _acknowledge(self, sequence: int) -> None:
         self._following.reported_index = self._following.acknowledged_index(self._log)
         self._gate.send(self.leader, AppendEntriesReply(self.term, sequence, True, self._following.reported_index))
 
-    def _tell_growth(self, now_ns: int) -> None:
-        """More is on disk: a follower tells its leader without being asked."""
+    def _report_growth(self, now_ns: int) -> None:
+        """More is on disk: a follower reports it to its leader at once."""
         if self.is_leader:
             self._advance_commit(now_ns)
         elif self.leader and self._following.acknowledged_index(self._log) > self._following.reported_index:

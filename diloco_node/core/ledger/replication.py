@@ -1,7 +1,7 @@
 """Replication of the log, seen from both ends.
 
 A leader keeps a `Follower` for each of the others: what is on its disk, what to send next, when it last answered. A
-follower keeps a `Following`: when it heard its leader, how far the logs agree, what it has acknowledged.
+follower keeps a `Following`: when its leader's last message came, how far the logs agree, what it has acknowledged.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Follower:
 
     Attributes:
         next_index: the next entry to send. Heartbeats name the entry before it, so that a lost batch is noticed.
-        durable_index: what the follower said it has on disk of this leader's log.
+        durable_index: what the follower reported to be on its disk of this leader's log.
         answered_ns: when it last answered; at first the time of the election.
         batch_sequence: the batch whose answer is awaited, 0 if none: one batch at a time.
         sent_sequence: the last message sent.
         heeded_sequence: refusals of earlier messages than this one are old news.
-        is_certain: the last message named a previous entry that the follower had said to be on its disk.
+        is_certain: the last message named a previous entry that the follower had reported to be on its disk.
     """
 
     next_index: int
@@ -93,7 +93,7 @@ class Follower:
         return not has_lost
 
     def link_changed(self) -> None:
-        """What was on its way is lost; the next message tells where the follower stands."""
+        """What was on its way is lost; the next answer shows where the follower stands."""
         self.batch_sequence = 0
 
     @property
@@ -132,10 +132,10 @@ class Following:
     Attributes:
         matched_index: up to here this log, staged entries counted, is the leader's. At first what is committed: that
             much is in the log of every leader to come.
-        contact_ns: when the leader was last heard; None if not, or if its link is down.
-        commit_index: what the leader said is committed.
-        requested_sequence: of its last message; acknowledgements that nobody asked for carry it.
-        reported_index: what it was last told to be durable here.
+        contact_ns: when the leader's last message came; None if not, or if its link is down.
+        commit_index: what the leader reported as committed.
+        requested_sequence: of its last message; unsolicited acknowledgements carry it.
+        reported_index: what was last reported to it as durable here.
     """
 
     matched_index: int = 0
@@ -148,29 +148,29 @@ class Following:
         """On disk here, and the same as the leader's."""
         return min(log.durable_index, self.matched_index)
 
-    def take(self, log: ReplicaLog, asked: AppendEntries) -> None:
+    def take(self, log: ReplicaLog, request: AppendEntries) -> None:
         """Stage the entries of a message whose previous entry matches, in place of what differs."""
-        conflict = log.first_conflict(asked.entries)
+        conflict = log.first_conflict(request.entries)
         if conflict:
             log.truncate(conflict)
             self.matched_index = min(self.matched_index, conflict - 1)
-        log.stage(asked.entries)
-        reached = min(asked.previous_index + len(asked.entries), log.known_index)
+        log.stage(request.entries)
+        reached = min(request.previous_index + len(request.entries), log.known_index)
         self.matched_index = max(self.matched_index, reached)
 
 
-def fault_in(asked: AppendEntries, log: ReplicaLog, *, committed_index: int) -> str:
+def fault_in(request: AppendEntries, log: ReplicaLog, *, committed_index: int) -> str:
     """Why the message can't come from a correct leader of its term; empty if it can."""
-    entries = asked.entries
-    if len(entries) > BATCH_ENTRIES_MAX or asked.previous_index < 0 or asked.commit_index < 0:
-        return f"{len(entries)} entries after {asked.previous_index}, {asked.commit_index} committed"
-    if entries and entries[-1].term > asked.term:
-        return f"entry {entries[-1].index} is of term {entries[-1].term}, the leader's is {asked.term}"
+    entries = request.entries
+    if len(entries) > BATCH_ENTRIES_MAX or request.previous_index < 0 or request.commit_index < 0:
+        return f"{len(entries)} entries after {request.previous_index}, {request.commit_index} committed"
+    if entries and entries[-1].term > request.term:
+        return f"entry {entries[-1].index} is of term {entries[-1].term}, the leader's is {request.term}"
     try:
-        verify_chain(entries, previous_index=asked.previous_index, previous_hash=asked.previous_hash)
+        verify_chain(entries, previous_index=request.previous_index, previous_hash=request.previous_hash)
     except ProtocolViolation as error:
         return str(error)
-    conflict = log.first_conflict(entries) if log.has(asked.previous_index, asked.previous_hash) else 0
+    conflict = log.first_conflict(entries) if log.has(request.previous_index, request.previous_hash) else 0
     if 0 < conflict <= committed_index:
         return f"its entry {conflict} is another one than the entry that is committed here"
     return ""

@@ -1,4 +1,4 @@
-"""What a voter wants to say and to write, and the rule that ties them: no term or vote is told before it is on disk."""
+"""What a voter sends and writes, and the rule that ties them: no term or vote is sent before it is on disk."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from diloco_node.core.events import Effect, Note, PersistLedger, Send
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.messages import Message
 
-HELD_MESSAGES_MAX: Final = 1024
+PENDING_MESSAGES_MAX: Final = 1024
 """Messages that wait for a term or vote to be on disk; the oldest are dropped beyond it, as the network might."""
 
 
 class WriteGate:
     """Collects messages and notes during one event; `flush` turns them into effects, with one write if one is due.
 
-    A message may tell of the newest term (each does) or vote, so all wait while a write of term or vote is under way.
+    A message may name the newest term (each does) or vote, so all wait while a write of term or vote is under way.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class WriteGate:
         self._persisted_token = 0
         self._hard_token = 0
         self._is_hard_dirty = False
-        self._held: list[Send] = []
+        self._pending: list[Send] = []
         self._notes: list[Note] = []
 
     @property
@@ -40,8 +40,8 @@ class WriteGate:
         self._persisted_token = max(self._persisted_token, token)
 
     def send(self, peer: str, message: Message) -> None:
-        """Say this, as soon as it may be said."""
-        self._held.append(Send(peer, message))
+        """Send this, as soon as it may leave."""
+        self._pending.append(Send(peer, message))
 
     def note(self, text: str, *, is_alarm: bool = False) -> None:
         """Tell the operator."""
@@ -59,8 +59,8 @@ class WriteGate:
                 self._hard_token = self._token
                 self._is_hard_dirty = False
         if self.is_hard_durable:
-            effects += self._held
-            self._held.clear()
+            effects += self._pending
+            self._pending.clear()
         else:
-            del self._held[:-HELD_MESSAGES_MAX]
+            del self._pending[:-PENDING_MESSAGES_MAX]
         return effects

@@ -10,7 +10,7 @@ from diloco_node.core.messages import Heartbeat
 from diloco_node.core.types import NO_LIMITS, FragmentDigest, LearnerStatus, RateLimits
 
 SILENT_HEARTBEATS: Final = 5
-"""A region that was not heard for this many heartbeats counts as gone."""
+"""A region from which nothing came for this many heartbeats counts as gone."""
 
 SENT_KEPT: Final = 256
 """Sequence numbers whose time of sending is remembered, for the round-trip time."""
@@ -30,7 +30,7 @@ class _Peer:
 
     Attributes:
         received_at_ns: last heartbeat; None if there was none since the link was down.
-        sequence: the highest heard. old_in_a_row: heartbeats since with lower numbers.
+        sequence: the highest received. old_in_a_row: heartbeats since with lower numbers.
         rtt_ns: moving average; 0 while unknown.
     """
 
@@ -49,8 +49,8 @@ class _Peer:
 class Liveness:
     """Sends heartbeats and reads those of the others.
 
-    A region is alive while its heartbeats arrive; two regions reach each other when both say that they hear the other.
-    Own learner's status is kept here too, so that there is one place to ask for all of them.
+    A region is alive while its heartbeats arrive. Two regions reach each other when each reports the other's heartbeats.
+    The own learner's status is here too, so that there is one place for all of them.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Liveness:
         self._own_learner = status
 
     def own_budget(self, limits: RateLimits) -> None:
-        """What this region may send and receive from now on; the next heartbeat tells the others."""
+        """What this region may send and receive from now on; the next heartbeat reports it."""
         self._own_budget = limits
 
     def beat(
@@ -117,7 +117,7 @@ class Liveness:
         self._sequence += 1
         self._sent_at_ns[self._sequence] = now_ns
         self._sent_at_ns.pop(self._sequence - SENT_KEPT, None)
-        hears = self.heard(now_ns=now_ns)
+        hears = self.alive(now_ns=now_ns)
         for name, peer in self._peers.items():
             if only_to in (None, name):
                 delay_ns = now_ns - peer.sequence_at_ns if peer.sequence else 0
@@ -135,7 +135,7 @@ class Liveness:
 
     @property
     def silent_ns(self) -> int:
-        """How long a region that is alive may not be heard."""
+        """How long a region that is alive may be silent."""
         return self._silent_ns
 
     @property
@@ -144,7 +144,7 @@ class Liveness:
         return tuple(self._peers)
 
     def is_alive(self, region: str, *, now_ns: int) -> bool:
-        """Heard within the last few heartbeats; this region always is."""
+        """A heartbeat came within the last few intervals; this region always is."""
         if region == self._region:
             return True
         known = self._peers.get(region)
@@ -152,12 +152,12 @@ class Liveness:
             known is not None and known.received_at_ns is not None and now_ns - known.received_at_ns < self._silent_ns
         )
 
-    def heard(self, *, now_ns: int) -> tuple[str, ...]:
+    def alive(self, *, now_ns: int) -> tuple[str, ...]:
         """The other regions that are alive, sorted."""
         return tuple(name for name in self._peers if self.is_alive(name, now_ns=now_ns))
 
     def hears(self, listener: str, speaker: str, *, now_ns: int) -> bool:
-        """Whether `listener` says that heartbeats of `speaker` arrive there; False for a region that is not alive."""
+        """Whether `listener` reports heartbeats of `speaker`; False for a listener that is not alive."""
         if listener == speaker:
             return True
         if listener == self._region:
@@ -178,11 +178,11 @@ class Liveness:
         return None if seen is None else seen[2]
 
     def budget(self, region: str) -> RateLimits:
-        """The ceilings that a region told last; none before it did."""
+        """The ceilings that a region reported last; none before it did."""
         return self._own_budget if region == self._region else self._peers[region].budget
 
     def applied_index(self, region: str) -> int:
-        """The last ledger entry that another region says it has applied."""
+        """The last ledger entry that another region reports as applied."""
         return self._peers[region].applied_index
 
     def rtt_ns(self, region: str) -> int:
@@ -190,11 +190,11 @@ class Liveness:
         return 0 if region == self._region else self._peers[region].rtt_ns
 
     def digests(self, region: str) -> tuple[FragmentDigest, ...]:
-        """The newest digest of each fragment that another region told, by fragment."""
+        """The newest digest of each fragment that another region reported, by fragment."""
         return tuple(digest for _, digest in sorted(self._peers[region].digests.items()))
 
     def hears_claimed(self, region: str) -> tuple[str, ...]:
-        """Whom another region says it hears, by its last heartbeat."""
+        """Whom another region reports to hear, by its last heartbeat."""
         return self._peers[region].hears
 
     def _measure_rtt(self, known: _Peer, beat: Heartbeat, now_ns: int) -> None:

@@ -72,7 +72,7 @@ def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_eve
     That is where a fragment becomes due, or where there is something to contribute to it for the first time.
 
     Args:
-        positions: where the learner stands, by fragment. step: the one that was told last. sync_every: H.
+        positions: where the learner stands, by fragment. step: the one that was reported last. sync_every: H.
 
     Returns:
         A step after `step`; None while there is none, before genesis.
@@ -126,9 +126,9 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
 
 
 def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
-    """What one learner says of its steps, but not more than `SLOWER_MAX` times the others'.
+    """What one learner reports of its steps, but not more than `SLOWER_MAX` times the others'.
 
-    Rounds wait for members in proportion to this: without a bound one that says a year would hold them up for years.
+    Rounds wait for members in proportion to this: without a bound one that reports a year would hold them up for years.
 
     Args:
         reported_ns: of this learner. averages_ns: of all, this one too; any order, 0 means unknown.

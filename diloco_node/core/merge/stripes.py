@@ -141,17 +141,19 @@ def cut_by_budget(load: RoundLoad, reducers: Sequence[str], budgets: Mapping[str
     # The whole load of everybody through the slowest ceiling is certainly enough.
     slowest = min(max(rate, 1) for one in limits.values() for rate in (one.egress, one.ingress) if rate is not None)
     enough_ns = load.regions * (load.up_bytes + load.down_bytes) * NS_PER_S // slowest + 1
-    least_ns, most_ns = 0, enough_ns
-    while least_ns < most_ns:  # more time is never less
-        middle_ns = (least_ns + most_ns) // 2
-        least_ns, most_ns = (least_ns, middle_ns) if spans(middle_ns) is not None else (middle_ns + 1, most_ns)
-    found = spans(least_ns)
-    assert found is not None, f"{load} does not pass {limits} in {least_ns} ns"
+    shortest_ns, longest_ns = 0, enough_ns
+    while shortest_ns < longest_ns:  # more time is never less
+        middle_ns = (shortest_ns + longest_ns) // 2
+        shortest_ns, longest_ns = (
+            (shortest_ns, middle_ns) if spans(middle_ns) is not None else (middle_ns + 1, longest_ns)
+        )
+    found = spans(shortest_ns)
+    assert found is not None, f"{load} does not pass {limits} in {shortest_ns} ns"
     return _spread(load.blocks, found)
 
 
 CEILING_FACTOR_MAX: Final = 2
-"""No ceiling counts for more than so many times the (lower) median of those that were told."""
+"""No ceiling counts for more than so many times the (lower) median of those that were reported."""
 
 
 def _filled(reducers: Sequence[str], budgets: Mapping[str, RateLimits]) -> dict[str, RateLimits]:
@@ -168,9 +170,9 @@ def _filled(reducers: Sequence[str], budgets: Mapping[str, RateLimits]) -> dict[
     }
 
 
-def _credible(told: Sequence[int | None]) -> int | None:
-    """The largest ceiling that is believed: nobody gets all the work by telling of a line that no other comes near."""
-    rates = sorted(rate for rate in told if rate is not None)
+def _credible(reported: Sequence[int | None]) -> int | None:
+    """The largest ceiling that is believed: nobody gets all the work by reporting a line that no other comes near."""
+    rates = sorted(rate for rate in reported if rate is not None)
     if not rates:
         return None
     return min(rates[-1], CEILING_FACTOR_MAX * max(1, rates[(len(rates) - 1) // 2]))

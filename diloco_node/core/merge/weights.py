@@ -110,8 +110,8 @@ def weights(
     ordered = sorted(usual or raw)
     median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     cap = weight_cap * median
-    most = WEIGHT_RATIO_MAX * median if len(raw) >= MEMBERS_MIN else FLOAT32_MAX
-    return tuple(to_float32(min(value, cap if away else most)) for value, away in zip(raw, is_away, strict=True))
+    limit = WEIGHT_RATIO_MAX * median if len(raw) >= MEMBERS_MIN else FLOAT32_MAX
+    return tuple(to_float32(min(value, cap if away else limit)) for value, away in zip(raw, is_away, strict=True))
 
 
 def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
@@ -124,10 +124,10 @@ def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:
         weights: one per contribution, from `weights`; not all 0.
         versions_missed: as in `weights`.
     """
-    held = sum(own * cycles(missed) for own, missed in zip(weights, versions_missed, strict=True))
-    if held <= 0.0:
+    cycles_held = sum(own * cycles(missed) for own, missed in zip(weights, versions_missed, strict=True))
+    if cycles_held <= 0.0:
         raise ValueError(f"a round includes at least one learner that weighs something, got weights {tuple(weights)}")
-    return to_float32(sum(weights) / held)
+    return to_float32(sum(weights) / cycles_held)
 
 
 def refusal(contribution: Contribution, pieces: int) -> str:

@@ -22,11 +22,11 @@ FRESH_MAX: Final = 8
 
 
 class DigestWatch:
-    """Keeps this region's digests, chooses those to tell, and raises an alarm at a difference."""
+    """Keeps this region's digests, chooses those to report, and raises an alarm at a difference."""
 
     def __init__(self, fragments: int, effects: EffectBuffer) -> None:
         self._own: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
-        self._told: dict[tuple[str, int], FragmentDigest] = {}
+        self._reported: dict[tuple[str, int], FragmentDigest] = {}
         self._fresh: OrderedDict[int, int] = OrderedDict()
         self._alarmed: set[tuple[str, int]] = set()
         self._rotation = 0
@@ -40,19 +40,19 @@ class DigestWatch:
             own.popitem(last=False)
         self._fresh[fragment] = now_ns
         self._fresh.move_to_end(fragment)
-        for (peer, reported_fragment), told in sorted(self._told.items()):
+        for (peer, reported_fragment), reported in sorted(self._reported.items()):
             if reported_fragment == fragment:
-                self._compare(peer, told)
+                self._compare(peer, reported)
 
-    def told(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
+    def reported(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
         """A heartbeat brought a peer's digests."""
         for one in digests:
             if 0 <= one.fragment < len(self._own):
-                self._told[peer, one.fragment] = one
+                self._reported[peer, one.fragment] = one
                 self._compare(peer, one)
 
-    def to_tell(self, *, now_ns: int) -> tuple[FragmentDigest, ...]:
-        """Digests for the next heartbeat: those that changed lately, and one more in turn."""
+    def to_report(self, *, now_ns: int) -> tuple[FragmentDigest, ...]:
+        """Digests for the next heartbeat: those that changed in the last seconds, and one more in rotation."""
         for fragment in [one for one, at_ns in self._fresh.items() if now_ns - at_ns > FRESH_NS]:
             del self._fresh[fragment]
         chosen = set(list(self._fresh)[:FRESH_MAX])
@@ -75,15 +75,15 @@ class DigestWatch:
         """(peer, fragment) pairs that once differed."""
         return len(self._alarmed)
 
-    def _compare(self, peer: str, told: FragmentDigest) -> None:
-        own = self._own[told.fragment].get(told.version)
-        if own is None or own == told.digest[:DIGEST_BYTES] or (peer, told.fragment) in self._alarmed:
+    def _compare(self, peer: str, reported: FragmentDigest) -> None:
+        own = self._own[reported.fragment].get(reported.version)
+        if own is None or own == reported.digest[:DIGEST_BYTES] or (peer, reported.fragment) in self._alarmed:
             return
-        self._alarmed.add((peer, told.fragment))
+        self._alarmed.add((peer, reported.fragment))
         self._effects.note(
             "digest",
-            f"{peer} has {told.digest.hex()}, here it is {own.hex()}: parameters differ at the same version",
-            fragment=told.fragment,
-            version=told.version,
+            f"{peer} has {reported.digest.hex()}, here it is {own.hex()}: parameters differ at the same version",
+            fragment=reported.fragment,
+            version=reported.version,
             is_alarm=True,
         )

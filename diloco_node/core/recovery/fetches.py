@@ -40,7 +40,7 @@ class _Fetch:
     peer: str = ""
     failed: list[str] = field(default_factory=list)
     gone: set[str] = field(default_factory=set)
-    turns: int = 0
+    retries: int = 0
     not_before_ns: int = 0
 
     def is_for(self, version: int, body: RoundBody | None, initial_digest: bytes) -> bool:
@@ -50,7 +50,7 @@ class _Fetch:
 
 
 class Fetches:
-    """Turns wants into fetch effects. After every call that changes something, call `pump`."""
+    """Turns requests into fetch effects. After every call that changes something, call `pump`."""
 
     def __init__(self, *, region: str, regions: tuple[str, ...], effects: EffectBuffer) -> None:
         self._others = tuple(sorted(name for name in regions if name != region))
@@ -60,7 +60,7 @@ class Fetches:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is asked for."""
+        """Nothing is requested."""
         return not self._fetches
 
     @property
@@ -69,7 +69,7 @@ class Fetches:
         waiting = [one.not_before_ns for one in self._fetches.values() if not one.peer and one.not_before_ns > 0]
         return min(waiting, default=None)
 
-    def want(
+    def request(
         self,
         fragment: int,
         version: int,
@@ -78,13 +78,13 @@ class Fetches:
         initial_digest: bytes = b"",
         patience_ns: int = 0,
     ) -> None:
-        """Ask for a payload (`body` given) or for state at `version` or later. Repeating it changes nothing.
+        """Request a payload (`body` given) or for state at `version` or later. Repeating it changes nothing.
 
         A fetch in flight for the same fragment is left to end first: it may bring the same bytes.
 
         Args:
             initial_digest: of Theta_0, when version 0 will do.
-            patience_ns: it may come without being asked for within this time from the next `pump` on.
+            patience_ns: it may come without a request within this time from the next `pump` on.
         """
         current = self._fetches.get(fragment)
         if current is not None and (current.peer or current.is_for(version, body, initial_digest)):
@@ -120,11 +120,11 @@ class Fetches:
             current.failed.clear()
         # Those that are away can't be asked, so they are no reason to ask the others again without a pause.
         if not current.failed or {*current.failed, *current.gone} >= set(self._others) & self._alive:
-            current.not_before_ns = now_ns + min(RETRY_NS << min(current.turns, 8), RETRY_NS_MAX)
-            current.turns += 1
+            current.not_before_ns = now_ns + min(RETRY_NS << min(current.retries, 8), RETRY_NS_MAX)
+            current.retries += 1
 
     def is_gone(self, fragment: int, version: int) -> bool:
-        """Whether every other region that can be asked said that it no longer has the payload.
+        """Whether every other region that can be asked has answered that it no longer has the payload.
 
         One that is away may have it, but it may be away for good.
         """

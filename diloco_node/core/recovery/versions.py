@@ -77,7 +77,7 @@ class Versions:
         """The effect for this fragment is done."""
         self._busy[fragment] = None
         self.applied[fragment] = max(self.applied[fragment], version)
-        # Payloads of older versions are never asked for again: what is committed and applied can't be truncated.
+        # Payloads of older versions are never requested again: what is committed and applied can't be truncated.
         self._payloads = {one for one in self._payloads if one[0] != fragment or one[1] >= version}
         self.offer(fragment)
 
@@ -157,15 +157,15 @@ class Versions:
             if self._busy[fragment] is None:
                 self._advance(fragment)
 
-    def plan_fetches(self, wanted: Sequence[EntryBody], fetches: Fetches) -> None:
-        """Say what is lacking.
+    def plan_fetches(self, missing: Sequence[EntryBody], fetches: Fetches) -> None:
+        """Request what is lacking.
 
         Args:
-            wanted: bodies whose payload the ledger waits for.
+            missing: bodies whose payload the ledger waits for.
         """
         lacking: dict[int, list[RoundBody]] = {}
         initial: dict[int, bytes] = {}
-        for body in wanted:
+        for body in missing:
             if isinstance(body, GenesisBody):
                 if body.manifest_digest == self._manifest_digest:
                     initial |= self._lacking_initial(body)
@@ -229,10 +229,10 @@ class Versions:
     def _plan_fragment(self, fragment: int, initial_digest: bytes, lacking: list[RoundBody], fetches: Fetches) -> None:
         if initial_digest:
             patience_ns = INITIAL_PATIENCE_NS if self.states[fragment] < 0 else 0
-            fetches.want(fragment, 0, None, initial_digest=initial_digest, patience_ns=patience_ns)
+            fetches.request(fragment, 0, None, initial_digest=initial_digest, patience_ns=patience_ns)
         elif not lacking:
             fetches.forget(fragment)
         elif len(lacking) > PAYLOADS_RATHER_MAX or fetches.is_gone(fragment, lacking[0].version):
-            fetches.want(fragment, lacking[0].version, None)
+            fetches.request(fragment, lacking[0].version, None)
         else:
-            fetches.want(fragment, lacking[0].version, lacking[0])
+            fetches.request(fragment, lacking[0].version, lacking[0])

@@ -49,17 +49,17 @@ class Ending:
         return self.give_up_ns.setdefault(fragment, now_ns + GIVE_UP_BALLOTS * ballot_ns)
 
 
-def end_reason(settings: RunSettings, *, steps: Iterable[int], tokens: int, asked: str) -> str:
+def end_reason(settings: RunSettings, *, steps: Iterable[int], tokens: int, requested: str) -> str:
     """Why the run ends now; empty while it goes on.
 
     Args:
-        steps: of each learner, all its lives together.
+        steps: of each learner, all its incarnations together.
         tokens: merged, mean over the fragments.
-        asked: an operator's reason, empty if nobody asked.
+        requested: an operator's reason, empty if there was no request.
     """
     fastest = max(steps, default=0)
-    if asked:
-        return asked
+    if requested:
+        return requested
     if 0 < settings.steps_max <= fastest:
         return f"the fastest learner made {fastest} of {settings.steps_max} steps"
     if 0 < settings.tokens_max <= tokens:
@@ -161,8 +161,8 @@ class Agenda:
         if opening is None:
             # Between two rounds there is always something to wait for: say it when it takes longer than that.
             is_usual = bool(rounds) or now_ns - self.opener.last_open_ns < WAIT_NOTE_NS
-            said = "" if is_usual else "".join(letter for letter in self.reason if not letter.isdigit())
-            self._effects.note_change("waits", said, self.reason)
+            state = "" if is_usual else "".join(letter for letter in self.reason if not letter.isdigit())
+            self._effects.note_change("waits", state, self.reason)
         return opening
 
     def _has_ended(self, now_ns: int) -> bool:
@@ -173,7 +173,7 @@ class Agenda:
                 if status is not None:
                     steps.append(status.step + self._history.steps_before(name, status.incarnation))
             tokens = self._history.account.merged_tokens(self._fragments)
-            reason = end_reason(self._settings, steps=steps, tokens=tokens, asked=self._finish_ordered)
+            reason = end_reason(self._settings, steps=steps, tokens=tokens, requested=self._finish_ordered)
             if not reason:
                 return False
             timing = self.opener.timing(self._eligibility.reachability(now_ns=now_ns))

@@ -98,7 +98,7 @@ class BallotClock:
         self._took[fragment] = self._took[fragment].after(duration_ns)
 
     def _usual_ns(self, fragment: int) -> int:
-        """How long a ballot of this fragment takes; of one never merged, by its size as the slowest other says.
+        """How long a ballot of this fragment takes; of one never merged, by its size at the slowest other's pace.
 
         Else every fragment would fail first on a link slower than RATE_UNKNOWN_BYTES_PER_S. 0: nothing is known.
         """
@@ -132,10 +132,10 @@ class BallotClock:
         )
 
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
-        """What the slowest told budget leaves to one round, where that is less than what is assumed; else 0."""
+        """What the slowest reported budget leaves to one round, where that is less than what is assumed; else 0."""
         budgets = [self._liveness.budget(name) for name in {*members, *(one.reducer for one in stripes)}]
-        told = [rate for one in budgets for rate in (one.egress, one.ingress) if rate is not None]
-        rate = max(1, min(told) // self._settings.rounds_in_flight_max) if told else RATE_UNKNOWN_BYTES_PER_S
+        rates = [rate for one in budgets for rate in (one.egress, one.ingress) if rate is not None]
+        rate = max(1, min(rates) // self._settings.rounds_in_flight_max) if rates else RATE_UNKNOWN_BYTES_PER_S
         return rate if rate < RATE_UNKNOWN_BYTES_PER_S else 0
 
 
@@ -145,12 +145,12 @@ class NextBallot:
 
     Attributes:
         contributions: known already, by learner; they keep their names.
-        held: of these, what has arrived and stays where it is.
+        reused: of these, what has arrived and stays where it is.
     """
 
     members: tuple[str, ...]
     contributions: dict[str, Contribution]
-    held: tuple[ReusedStripe, ...]
+    reused: tuple[ReusedStripe, ...]
 
 
 def plan_next(
@@ -194,13 +194,13 @@ def plan_next(
         }
         chosen |= {name for name in whole if stays}
     members = tuple(sorted(chosen)) or able
-    held = tuple(
+    reused = tuple(
         ReusedStripe(name, new)
         for name in members
         for old, new in kept
-        if name in usable and old in one.held.get(name, ())
+        if name in usable and old in one.received.get(name, ())
     )
-    return NextBallot(members, {name: usable[name] for name in members if name in usable}, held)
+    return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused)
 
 
 def reducers_to_exclude(one: OpenRound) -> set[str]:
@@ -209,12 +209,12 @@ def reducers_to_exclude(one: OpenRound) -> set[str]:
     A reducer that lacks more than half of what another one holds is itself the one that is cut off from the bulk; where
     merged stripes are missing, those that did not merge.
     """
-    held_by = {
-        stripe.reducer: sum(1 for name in one.contributions if index in one.held.get(name, ()))
+    received_by = {
+        stripe.reducer: sum(1 for name in one.contributions if index in one.received.get(name, ()))
         for index, stripe in enumerate(one.stripes)
     }
-    most = max(held_by.values(), default=0)
-    late = {name for name, count in held_by.items() if 2 * count < most}
+    highest = max(received_by.values(), default=0)
+    late = {name for name, count in received_by.items() if 2 * count < highest}
     if one.merged:
         late |= {stripe.reducer for index, stripe in enumerate(one.stripes) if index not in one.merged}
     return late

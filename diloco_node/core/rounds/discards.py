@@ -27,7 +27,7 @@ class DiscardReporter:
         self._seen: frozenset[tuple[int, int]] = frozenset()
 
     def attached(self, status: LearnerStatus, trained_before: tuple[tuple[int, int, int], ...]) -> None:
-        """A learner is there, and says what its dead lives had trained: (incarnation, steps, tokens) each."""
+        """A learner is there, and reports what its dead incarnations had trained: (incarnation, steps, tokens) each."""
         self._learner = status
         for incarnation, steps, tokens in trained_before:
             if incarnation < status.incarnation:
@@ -105,7 +105,7 @@ class DiscardDesk:
         self._booking.discard(_line(body))
 
     def is_booking(self, offered: Contribution) -> bool:
-        """Whether steps of the same life and fragment are in the log as discarded, but not committed yet."""
+        """Whether steps of the same incarnation and fragment are in the log as discarded, but not committed yet."""
         return _line(offered) in self._booking
 
     def accept(self, body: DiscardedBody) -> bool:

@@ -71,9 +71,11 @@ def assess_reachability(
     ]
     reducers = tuple(name for name in central if name not in excluded) or tuple(central) or (leader,)
     learners, away = [], []
-    told = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
+    step_times_ns = [status.step_time_ns for name in regions if (status := liveness.learner(name)) is not None]
     for name in sorted(regions):
-        reason = "not reachable" if name not in reachable else stall_reason(name, liveness, told, now_ns=now_ns)
+        reason = (
+            "not reachable" if name not in reachable else stall_reason(name, liveness, step_times_ns, now_ns=now_ns)
+        )
         if reason:
             away.append((name, reason))
         else:
@@ -85,7 +87,7 @@ def stall_reason(region: str, liveness: Liveness, step_times_ns: Sequence[int], 
     """Why a region's learner is not to be waited for; empty if it steps.
 
     Args:
-        step_times_ns: of all learners, as they say.
+        step_times_ns: of all learners, as they report.
     """
     status = liveness.learner(region)
     if status is None:
@@ -113,8 +115,8 @@ def member_fault(
     The contribution itself is judged again when it comes (`RoundHistory.contribution_fault`).
 
     Args:
-        incarnation_min: older lives of the learner are over.
-        is_recent: the last version was committed so lately that the report may just be older than its apply and the
+        incarnation_min: older incarnations of the learner are over.
+        is_recent: the last version was committed so recently that the report may just be older than its apply and the
             steps after it. The member knows better: it takes its snapshot after the apply, and declines without steps.
     """
     position = status.positions[fragment]
@@ -133,7 +135,7 @@ def member_fault(
 
 
 class Eligibility:
-    """What the leader asks about regions and learners, and which lives of learners it knows to be over."""
+    """What the leader asks about regions and learners, and which incarnations of learners it knows to be over."""
 
     def __init__(self, *, region: str, regions: tuple[str, ...], history: RoundHistory, liveness: Liveness) -> None:
         self._region = region
@@ -144,8 +146,8 @@ class Eligibility:
         self._applied: dict[str, int] = {}
         self._lag: dict[str, StepTime] = {}
 
-    def heard(self, region: str, *, now_ns: int) -> None:
-        """Another region told how far it is: learn how long it takes it to apply what was committed."""
+    def reported(self, region: str, *, now_ns: int) -> None:
+        """Another region reported how far it is: learn how long it takes it to apply what was committed."""
         index = self._liveness.applied_index(region)
         before, self._applied[region] = self._applied.get(region, 0), index
         history = self._history
@@ -156,17 +158,17 @@ class Eligibility:
                 self._lag[region] = self._lag.get(region, StepTime()).after(max(0, now_ns - committed_at_ns))
 
     def behind_ns(self, region: str) -> int:
-        """How long after a commit a region that has not told that it applied it may still be about to."""
+        """How long after a commit a region that has not reported the apply may still be about to."""
         usual_ns = self._lag.get(region, StepTime()).average_ns
         return max(BEHIND_NS, self._liveness.silent_ns, min(BEHIND_MARGIN * usual_ns, BEHIND_NS_MAX))
 
     def saw_incarnation(self, learner: str, incarnation: int) -> None:
-        """A life of this number is there, or will be the next: older ones are over."""
+        """An incarnation of this number is there, or will be the next: older ones are over."""
         newest = max(incarnation, self._history.incarnation(learner), self._incarnations.get(learner, 0))
         self._incarnations[learner] = newest
 
     def incarnation_min(self, learner: str) -> int:
-        """The oldest life of the learner that may not be over."""
+        """The oldest incarnation of the learner that may not be over."""
         return self._incarnations.get(learner, 0)
 
     def reaches(self, region: str, *, now_ns: int) -> bool:

@@ -32,7 +32,7 @@ class FollowedBallot:
     """This region's part in the current ballot of one round.
 
     Attributes:
-        leader: who opened it. opened: what it said.
+        leader: who opened it. opened: its announcement.
         has_contributed, declined: its learner's answer in this ballot.
         decision: what to merge, once decided.
         reducing: stripes whose reduction was started, and the order of their sum (places in the decision).
@@ -97,7 +97,7 @@ class FollowedRound:
         version: of the round that the rest is about.
         part: the current ballot; None before one was opened.
         pending: the learner's contribution to this round.
-        asked: the base against which a snapshot was asked for; None while none is being taken.
+        requested_base: the base against which a snapshot was requested; None while none is being taken.
         arrived: contributions and block ranges that are in this region's memory, in the order in which they came, with
             the version that they are for.
         residual: (version, ballot, blocks) of the residual that the last committed ballot left here.
@@ -106,7 +106,7 @@ class FollowedRound:
     version: int = -1
     part: FollowedBallot | None = None
     pending: Contribution | None = None
-    asked: int | None = None
+    requested_base: int | None = None
     arrived: dict[tuple[Name, Block], int] = field(default_factory=dict)
     residual: tuple[int, Ballot, dict[int, Block]] | None = None
 
@@ -123,7 +123,7 @@ class FollowedRound:
         own = [(stripe.block_start, stripe.block_stop) for _, stripe in part.own_stripes(region)]
         return bool(own) and all((name, blocks) in self.arrived for blocks in own)
 
-    def held_members(self, part: FollowedBallot, region: str) -> list[str]:
+    def received_members(self, part: FollowedBallot, region: str) -> list[str]:
         """Members of whose contributions that is so, sorted."""
         whole = {name[0] for name, _ in self.arrived if self.has_all(part, name, region)}
         return sorted(whole & set(part.opened.members))

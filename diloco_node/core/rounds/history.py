@@ -1,4 +1,4 @@
-"""What the committed entries say about rounds: versions, who was included up to where, what was discarded.
+"""What the committed entries record of rounds: versions, who was included up to where, what was discarded.
 
 The leader and every member ask the same questions here before steps are merged, so that none counts twice.
 """

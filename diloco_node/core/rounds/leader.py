@@ -141,9 +141,9 @@ class RoundLeader:
         return min(times, default=None)
 
     def status_changed(self, region: str, *, now_ns: int) -> None:
-        """A region told about itself: its learner, or what it has applied."""
+        """A region reported: its learner, or what it has applied."""
         if region != self._region:
-            self._eligibility.heard(region, now_ns=now_ns)
+            self._eligibility.reported(region, now_ns=now_ns)
         status = self._liveness.learner(region)
         self._agenda.opener.status_changed(region, status, now_ns=now_ns)
         if status is not None:
@@ -151,7 +151,7 @@ class RoundLeader:
         self._is_stale = True
 
     def tick(self) -> None:
-        """A heartbeat has passed: who is alive may have changed, and what was said may have been lost."""
+        """A heartbeat has passed: who is alive may have changed, and messages may have been lost."""
         self._is_stale = True
         for one in self._open_rounds():
             self._repeat(one)
@@ -325,7 +325,7 @@ class RoundLeader:
         if fault:
             self._declined(one, peer, fault)
             return
-        one.held.pop(peer, None)
+        one.received.pop(peer, None)
         one.declined.pop(peer, None)
         one.contributions[peer] = offered
 
@@ -350,7 +350,7 @@ class RoundLeader:
                 return
             status = self._liveness.learner(peer)
             if status is not None and body.incarnation < status.incarnation:
-                # That life is over: no ballot may name it from now on.
+                # That incarnation is over: no ballot may name it from now on.
                 self._eligibility.saw_incarnation(peer, body.incarnation + 1)
             one = self.rounds.get(body.fragment)
             if (one is not None and peer in one.contributions) or not self._discards.accept(body):
@@ -411,7 +411,7 @@ class RoundLeader:
             return
         ballot, attempt = self._next_number(), one.attempt + 1
         one.begin_ballot(
-            BallotOpened(ballot, one.fragment, one.version, plan.members, stripes, plan.held),
+            BallotOpened(ballot, one.fragment, one.version, plan.members, stripes, plan.reused),
             deadline=self._clock.deadline(one.fragment, plan.members, stripes, attempt=attempt),
             contributions=plan.contributions,
             now_ns=now_ns,
@@ -437,7 +437,7 @@ class RoundLeader:
             self._effects.send(name, one.announcement)
 
     def _repeat(self, one: OpenRound) -> None:
-        """Ask every region that is not done what it has; whatever was lost on the way is said again."""
+        """Ask every region that is not done what it has; whatever was lost on the way is sent again."""
         if one.is_proposed:
             return
         for name in self._regions:

@@ -64,11 +64,11 @@ class MergeDecisions:
     def _note_outliers(self, one: OpenRound, excess: dict[str, str]) -> None:
         """An alarm when a learner's contributions to a fragment begin to be too long, a line as long as they are."""
         for name in one.members:
-            said = excess.get(name, "")
-            is_new = bool(said) and (name, one.fragment) not in self._outliers
-            if said:
+            fault = excess.get(name, "")
+            is_new = bool(fault) and (name, one.fragment) not in self._outliers
+            if fault:
                 self._outliers.add((name, one.fragment))
-                text = f"contribution of {name}: {said}"
+                text = f"contribution of {name}: {fault}"
                 self._effects.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=is_new)
             else:
                 self._outliers.discard((name, one.fragment))

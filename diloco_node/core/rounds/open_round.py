@@ -43,10 +43,10 @@ class OpenRound:
 
     Attributes:
         opened_at_ns: of the first ballot; attempt counts the ballots from 0.
-        announcement, ballot_at_ns, deadline: the current ballot, as all are told of it.
+        announcement, ballot_at_ns, deadline: the current ballot, as it was announced.
         contributions: by learner, judged and named in this ballot.
         declined: members that will not contribute, and why.
-        held: per learner the stripes whose reducers say that they hold it, in this ballot.
+        received: per learner the stripes whose reducers have reported that its contribution is there, in this ballot.
         decision, weights, clips: once decided.
         merged: by stripe.
         holders: regions that have the merged payload on disk, with its digest.
@@ -64,7 +64,7 @@ class OpenRound:
     attempt: int = 0
     contributions: dict[str, Contribution] = field(default_factory=dict)
     declined: dict[str, str] = field(default_factory=dict)
-    held: dict[str, set[int]] = field(default_factory=dict)
+    received: dict[str, set[int]] = field(default_factory=dict)
     decision: MergeDecided | None = None
     weights: tuple[float, ...] = ()
     clips: Clips = ()
@@ -81,7 +81,7 @@ class OpenRound:
         self.announcement, self.deadline, self.ballot_at_ns = announcement, deadline, now_ns
         self.attempt += 1
         self.contributions = contributions
-        self.declined, self.held, self.merged, self.holders = {}, {}, {}, {}
+        self.declined, self.received, self.merged, self.holders = {}, {}, {}, {}
         self.decision, self.weights, self.clips = None, (), ()
 
     @property
@@ -121,7 +121,7 @@ class OpenRound:
 
     @property
     def is_merged(self) -> bool:
-        """Every reducer has told about its merged stripe."""
+        """Every reducer has reported its merged stripe."""
         return self.decision is not None and len(self.merged) == len(self.stripes)
 
     @property
@@ -134,7 +134,7 @@ class OpenRound:
         return [name for name, digest in sorted(self.holders.items()) if digest == self.digest]
 
     def late_reducers(self) -> tuple[str, ...]:
-        """Those that have not told about each of their merged stripes, each once, in the order of the stripes."""
+        """Those that have not reported each of their merged stripes, each once, in the order of the stripes."""
         late = (stripe.reducer for index, stripe in enumerate(self.stripes) if index not in self.merged)
         return tuple(dict.fromkeys(late))
 
@@ -146,12 +146,12 @@ class OpenRound:
         """A member's contribution has arrived at a reducer."""
         stripes = {index for index, stripe in enumerate(self.stripes) if stripe.reducer == reducer}
         if learner in self.members:
-            self.held.setdefault(learner, set()).update(stripes)
+            self.received.setdefault(learner, set()).update(stripes)
 
     def is_received(self, learner: str, stripes: Sequence[int] | None = None) -> bool:
         """Whether a contribution has arrived at all reducers, or at those of the given stripes."""
         needed = range(len(self.stripes)) if stripes is None else stripes
-        return self.held.get(learner, set()).issuperset(needed)
+        return self.received.get(learner, set()).issuperset(needed)
 
     def waiting(self) -> str:
         """What the round waits for, in words."""

@@ -1,4 +1,4 @@
-"""What every region does for rounds, as it is told by the leader: contribute, reduce its stripe, hold the payload.
+"""What every region does for rounds, as the leader orders: contribute, reduce its stripe, store the payload.
 
 A region never decides about a round. It follows the highest ballot of the current leader and forgets lower ones; what
 its learner contributed keeps its name and bytes from ballot to ballot, until the round of that fragment commits.
@@ -90,19 +90,19 @@ class RoundParticipant:
         if part.digest:
             return "waits for the commit" if self._is_stored(one, part) else "writes the payload"
         if self._region in part.opened.members and not part.has_contributed and not part.declined:
-            return "waits for the learner's snapshot" if one.asked is not None else "waits for the learner"
+            return "waits for the learner's snapshot" if one.requested_base is not None else "waits for the learner"
         if part.decision is None and part.own_stripes(self._region):
             return f"waits for the decision of {part.leader}"
         return f"waits for merged stripes of {', '.join(part.lacking_reducers())}"
 
     def learner_changed(self, status: LearnerStatus | None) -> None:
-        """The learner reported, attached or is gone. A new life knows nothing of the old one's snapshots."""
+        """The learner reported, attached or is gone. A new incarnation knows nothing of the old one's snapshots."""
         is_new_incarnation = status is not None and (
             self._learner is None or self._learner.incarnation != status.incarnation
         )
         for one in self._fragments:
             if status is None:
-                one.asked = None
+                one.requested_base = None
             elif is_new_incarnation and one.pending is not None and one.pending.incarnation != status.incarnation:
                 one.pending = None
         self._learner = status
@@ -112,19 +112,19 @@ class RoundParticipant:
         """The learner has made a contribution."""
         one = self._fragments[contribution.fragment]
         is_current = self._learner is not None and self._learner.incarnation == contribution.incarnation
-        if not is_current or contribution.learner != self._region or one.asked != contribution.base_version:
-            # An answer to a question of an earlier round or life: what it names is resolved by now.
+        if not is_current or contribution.learner != self._region or one.requested_base != contribution.base_version:
+            # An answer to a question of an earlier round or incarnation: what it names is resolved by now.
             return
-        one.asked, one.pending = None, contribution
+        one.requested_base, one.pending = None, contribution
         self._dirty.add(contribution.fragment)
 
     def snapshot_refused(self, fragment: int, version: int, reason: str) -> None:
-        """The learner could not: ask again if its base has moved on since, else say so."""
+        """The learner could not: request it again if its base has moved on since, else decline."""
         one = self._fragments[fragment]
-        asked, one.asked = one.asked, None
-        if one.part is None or one.version != version or asked is None:
+        requested_base, one.requested_base = one.requested_base, None
+        if one.part is None or one.version != version or requested_base is None:
             return
-        if self._learner is not None and self._learner.positions[fragment].base_version == asked:
+        if self._learner is not None and self._learner.positions[fragment].base_version == requested_base:
             self._decline(one.part, reason)
         self._dirty.add(fragment)
 
@@ -138,15 +138,15 @@ class RoundParticipant:
         part = one.part
         if part is not None and opened.version == one.version:
             if opened.ballot == part.ballot:
-                self._say_again(one, part)
+                self._repeat_reports(one, part)
                 return
             if opened.ballot < part.ballot:
                 return
             self._effects.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
         if opened.version > one.version:
-            one.version, one.pending, one.asked = opened.version, None, None
+            one.version, one.pending, one.requested_base = opened.version, None, None
         one.part = FollowedBallot(leader, opened)
-        # What came before the announcement, and what is held from the ballots before.
+        # What came before the announcement, and what has arrived in the ballots before.
         for event in self._early.take(opened.ballot, opened.fragment):
             if isinstance(event, MergedStripeArrived):
                 one.part.keep_merged(event)
@@ -156,7 +156,7 @@ class RoundParticipant:
         self._dirty.add(opened.fragment)
 
     def merge_decided(self, decision: MergeDecided) -> None:
-        """Reduce this, or say again what came of it."""
+        """Reduce this, or report again what came of it."""
         one = self._fragments[decision.fragment] if 0 <= decision.fragment < len(self._fragments) else None
         if one is None or one.part is None or one.part.ballot != decision.ballot:
             return
@@ -240,7 +240,7 @@ class RoundParticipant:
         for body in closed:
             self._close(one, body)
         if one.version <= version:
-            one.part = one.pending = one.asked = None
+            one.part = one.pending = one.requested_base = None
         one.arrived = {key: made for key, made in one.arrived.items() if made > version}
         if closed:
             self._early.forget(fragment, closed[-1].ballot)
@@ -255,11 +255,16 @@ class RoundParticipant:
             if one.part is not None and one.version > self._history.versions[fragment]:
                 self._contribute(one, one.part)
                 self._reduce(one, one.part)
-                self._hold(one, one.part)
+                self._store(one, one.part)
 
     def _contribute(self, one: FollowedRound, part: FollowedBallot) -> None:
         opened = part.opened
-        if self._region not in opened.members or part.has_contributed or part.declined or one.asked is not None:
+        if (
+            self._region not in opened.members
+            or part.has_contributed
+            or part.declined
+            or one.requested_base is not None
+        ):
             return
         reason = self._decline_reason(opened.fragment)
         if reason:
@@ -267,12 +272,12 @@ class RoundParticipant:
         elif one.pending is not None:
             part.has_contributed = True
             self._effects.send(part.leader, Contributed(part.ballot, one.pending))
-            skip = tuple(sorted(held.stripe for held in opened.held if held.learner == self._region))
+            skip = tuple(sorted(reused.stripe for reused in opened.reused if reused.learner == self._region))
             self._effects.emit(SendContribution(part.ballot, one.version, one.pending, opened.stripes, skip))
         elif not self._may_contribute(opened.fragment, one.version):
             assert self._learner is not None
-            one.asked = self._learner.positions[opened.fragment].base_version
-            self._effects.emit(TakeSnapshot(opened.fragment, one.version, one.asked))
+            one.requested_base = self._learner.positions[opened.fragment].base_version
+            self._effects.emit(TakeSnapshot(opened.fragment, one.version, one.requested_base))
 
     def _reduce(self, one: FollowedRound, part: FollowedBallot) -> None:
         """Start the sum of every stripe of this region whose contributions are all here."""
@@ -300,7 +305,7 @@ class RoundParticipant:
                 )
             )
 
-    def _hold(self, one: FollowedRound, part: FollowedBallot) -> None:
+    def _store(self, one: FollowedRound, part: FollowedBallot) -> None:
         if part.digest or len(part.merged) < len(part.opened.stripes):
             return
         part.digest = payload_digest([part.merged[index] for index in range(len(part.opened.stripes))])
@@ -312,7 +317,7 @@ class RoundParticipant:
             )
 
     def _may_contribute(self, fragment: int, version: int) -> str:
-        """Why the learner can't contribute just yet; empty if it can. It will be asked again when something changes.
+        """Why the learner can't contribute just yet; empty if it can. It is checked again when something changes.
 
         The snapshot is taken against version - 1, after the learner has applied it: so an offer always resolves the
         snapshot before, and a base is never older than the last inclusion.
@@ -351,8 +356,8 @@ class RoundParticipant:
         del arrived
         return sorted(range(len(named)), key=lambda place: named[place].learner)
 
-    def _say_again(self, one: FollowedRound, part: FollowedBallot) -> None:
-        """Everything that was said in this ballot; any of it may have been lost."""
+    def _repeat_reports(self, one: FollowedRound, part: FollowedBallot) -> None:
+        """Everything that was reported in this ballot; any of it may have been lost."""
         if part.has_contributed and one.pending is not None:
             self._effects.send(part.leader, Contributed(part.ballot, one.pending))
         if part.declined:
@@ -365,7 +370,7 @@ class RoundParticipant:
             self._effects.send(part.leader, PayloadDurable(part.ballot, part.digest))
 
     def _send_durable(self, one: FollowedRound, part: FollowedBallot) -> None:
-        for learner in one.held_members(part, self._region):
+        for learner in one.received_members(part, self._region):
             self._effects.send(part.leader, StripesReceived(part.ballot, learner))
 
     def _decline(self, part: FollowedBallot, reason: str) -> None:

@@ -11,7 +11,7 @@ from diloco_node.core.events import (
     TimerFired,
 )
 from diloco_node.core.ledger.election import Role
-from diloco_node.core.ledger.write_gate import HELD_MESSAGES_MAX
+from diloco_node.core.ledger.write_gate import PENDING_MESSAGES_MAX
 from diloco_node.core.messages import (
     AppendEntriesReply,
     RequestVote,
@@ -160,9 +160,9 @@ def test_a_newer_term_is_told_only_when_it_is_on_disk() -> None:
 def test_messages_that_wait_for_the_disk_are_limited() -> None:
     core = a_core()
     arrive(core, "b", RequestVote(4, False, 0, 0))
-    for _ in range(HELD_MESSAGES_MAX + 100):
+    for _ in range(PENDING_MESSAGES_MAX + 100):
         arrive(core, "c", RequestVote(9, True, 0, 0))
-    assert len(sends(core.handle(LedgerPersisted(1), now_ns=0))) == HELD_MESSAGES_MAX
+    assert len(sends(core.handle(LedgerPersisted(1), now_ns=0))) == PENDING_MESSAGES_MAX
 
 
 def test_one_vote_per_term_first_come_first_served() -> None:

@@ -51,18 +51,18 @@ def test_a_follower_writes_first_and_acknowledges_then() -> None:
 
 def test_an_entry_whose_payload_is_missing_is_neither_written_nor_acknowledged() -> None:
     log = chain(1, 1, 1, bodies=lambda index, term: a_round(index))
-    held = {a_round(1).payload_digest}
-    core = a_core(term=1, has_payload=lambda body: isinstance(body, RoundBody) and body.payload_digest in held)
+    on_disk = {a_round(1).payload_digest}
+    core = a_core(term=1, has_payload=lambda body: isinstance(body, RoundBody) and body.payload_digest in on_disk)
     effects = arrive(core, "b", asked(log, 1, 3, term=1, commit=3))
     assert [entry.index for write in writes(effects) for entry in write.entries] == [1]
     write_all(core, effects)
-    assert core.wanted() == (a_round(2), a_round(3))
+    assert core.missing_payloads() == (a_round(2), a_round(3))
     assert (core.last_index, core.commit_index, core.cluster_commit_index) == (1, 1, 3)
     # The third is there before the second: it still has to wait for it.
-    held.add(a_round(3).payload_digest)
+    on_disk.add(a_round(3).payload_digest)
     assert core.payload_arrived(now_ns=0) == []
-    assert core.wanted() == (a_round(2),)
-    held.add(a_round(2).payload_digest)
+    assert core.missing_payloads() == (a_round(2),)
+    on_disk.add(a_round(2).payload_digest)
     effects = core.payload_arrived(now_ns=0)
     assert [entry.index for write in writes(effects) for entry in write.entries] == [2, 3]
     assert sends(write_all(core, effects)) == [("b", AppendEntriesReply(1, 1, True, 3))]
@@ -84,7 +84,7 @@ def test_what_is_staged_is_limited_in_entries() -> None:
     core = a_core(term=1, has_payload=lambda body: False)
     for first in range(1, 300, 60):
         arrive(core, "b", asked(log, first, first + 59, term=1, commit=300))
-    assert len(core.wanted()) == STAGED_ENTRIES_MAX
+    assert len(core.missing_payloads()) == STAGED_ENTRIES_MAX
     assert core.cluster_commit_index == STAGED_ENTRIES_MAX
 
 
@@ -94,7 +94,7 @@ def test_what_is_staged_is_limited_in_bytes() -> None:
     core = a_core(term=1, has_payload=lambda body: False)
     for index in range(1, 13):
         arrive(core, "b", asked(log, index, index, term=1))
-    assert len(core.wanted()) == STAGED_BYTES_MAX // len(encode_entry(log[0]))
+    assert len(core.missing_payloads()) == STAGED_BYTES_MAX // len(encode_entry(log[0]))
 
 
 def test_a_follower_refuses_what_does_not_fit_and_says_where_to_look() -> None:
@@ -139,7 +139,7 @@ def test_a_conflicting_entry_is_forgotten_even_while_the_new_one_lacks_its_paylo
     effects = arrive(core, "b", asked(log, 2, 2, term=3))
     assert writes(effects) == [PersistLedger(1, 3, "", 2, ())]
     assert core.last_index == 1
-    assert core.wanted() == (a_round(2),)
+    assert core.missing_payloads() == (a_round(2),)
 
 
 def test_a_write_under_way_of_a_forgotten_entry_acknowledges_nothing() -> None:
@@ -242,32 +242,32 @@ def test_a_follower_whose_link_comes_back_hears_the_leader_at_once() -> None:
 
 def test_an_entry_whose_payload_the_disk_has_lost_counts_in_votes_and_is_not_acknowledged() -> None:
     log = chain(1, 1, 1, 1, bodies=lambda index, term: a_round(index))
-    held = {log[0].body, log[1].body, log[3].body}
-    core = a_core(entries=log, has_payload=lambda body: body in held)
-    assert core.wanted() == (log[2].body,)
+    on_disk = {log[0].body, log[1].body, log[3].body}
+    core = a_core(entries=log, has_payload=lambda body: body in on_disk)
+    assert core.missing_payloads() == (log[2].body,)
     answers = sends(write_all(core, arrive(core, "b", RequestVote(2, False, 3, 1))))
     assert answers == [("b", RequestVoteReply(2, False, False))], "a shorter log gets no vote"
     effects = arrive(core, "c", asked(log, 5, 4, term=2, sequence=7, commit=4))
     assert sends(effects) == [("c", AppendEntriesReply(2, 7, True, 2))]
     assert core.take_committed() == list(log[:2])
     assert core.cluster_commit_index == 4
-    held.add(log[2].body)
+    on_disk.add(log[2].body)
     assert sends(core.payload_arrived(now_ns=0)) == [("c", AppendEntriesReply(2, 7, True, 4))]
     assert core.take_committed() == list(log[2:])
-    assert core.wanted() == ()
+    assert core.missing_payloads() == ()
 
 
 def test_a_leader_whose_disk_has_lost_a_payload_counts_itself_when_it_is_back() -> None:
     log = chain(1, 1, bodies=lambda index, term: a_round(index))
-    held = {log[0].body}
+    on_disk = {log[0].body}
     core, effects, now_ns = a_leader(
-        entries=log, has_payload=lambda body: not isinstance(body, RoundBody) or body in held
+        entries=log, has_payload=lambda body: not isinstance(body, RoundBody) or body in on_disk
     )
     write_all(core, effects, now_ns)
     assert core.durable_indexes["a"] == 1
     arrive(core, "b", AppendEntriesReply(core.term, 1, True, 3), now_ns)
     assert core.commit_index == 0
-    held.add(log[1].body)
+    on_disk.add(log[1].body)
     assert sends(core.payload_arrived(now_ns=now_ns)), "the followers hear of the commit"
     assert core.commit_index == 3
 
@@ -277,5 +277,5 @@ def test_a_lost_payload_of_an_entry_that_is_replaced_is_not_missed() -> None:
     other = chain(1, 2, 2, bodies=lambda index, term: a_round(index + 10 * (term > 1)))
     core = a_core(entries=log, has_payload=lambda body: body != log[1].body)
     effects = write_all(core, arrive(core, "b", asked(other, 2, 3, term=2)))
-    assert core.wanted() == ()
+    assert core.missing_payloads() == ()
     assert sends(effects)[-1] == ("b", AppendEntriesReply(2, 1, True, 3))

@@ -148,7 +148,7 @@ def test_a_round_is_committed_when_a_majority_has_its_payload_and_reaches_the_re
     network.run(10 * TIMEOUT_NS)
     assert network.cores[third].commit_index == 1
     assert network.cores[third].cluster_commit_index == 2
-    assert network.cores[third].wanted() == (body,)
+    assert network.cores[third].missing_payloads() == (body,)
     assert network.leader == leader
     network.give_payload(body, third)
     network.run_until(lambda: network.has_all(2))

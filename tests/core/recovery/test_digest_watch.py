@@ -23,10 +23,10 @@ def alarms(effects: EffectBuffer) -> list[tuple[int, int]]:
 def test_equal_digests_are_silent_and_a_difference_is_an_alarm_once() -> None:
     watch, effects = a_watch()
     watch.computed(1, 4, GOOD, now_ns=0)
-    watch.told("b", (FragmentDigest(1, 4, GOOD[:16]),))
+    watch.reported("b", (FragmentDigest(1, 4, GOOD[:16]),))
     assert alarms(effects) == []
-    watch.told("c", (FragmentDigest(1, 4, BAD[:16]),))
-    watch.told("c", (FragmentDigest(1, 4, BAD[:16]),))
+    watch.reported("c", (FragmentDigest(1, 4, BAD[:16]),))
+    watch.reported("c", (FragmentDigest(1, 4, BAD[:16]),))
     assert alarms(effects) == [(1, 4)]
     assert watch.differences == 1
 
@@ -34,13 +34,13 @@ def test_equal_digests_are_silent_and_a_difference_is_an_alarm_once() -> None:
 def test_other_versions_are_not_compared() -> None:
     watch, effects = a_watch()
     watch.computed(1, 4, GOOD, now_ns=0)
-    watch.told("b", (FragmentDigest(1, 3, BAD[:16]), FragmentDigest(2, 4, BAD[:16])))
+    watch.reported("b", (FragmentDigest(1, 3, BAD[:16]), FragmentDigest(2, 4, BAD[:16])))
     assert alarms(effects) == []
 
 
 def test_peer_that_is_ahead_is_compared_when_we_get_there() -> None:
     watch, effects = a_watch()
-    watch.told("b", (FragmentDigest(1, 5, BAD[:16]),))
+    watch.reported("b", (FragmentDigest(1, 5, BAD[:16]),))
     watch.computed(1, 4, GOOD, now_ns=0)
     assert alarms(effects) == []
     watch.computed(1, 5, GOOD, now_ns=0)
@@ -51,15 +51,15 @@ def test_peer_that_is_behind_is_compared_with_what_we_had() -> None:
     watch, effects = a_watch()
     for version in range(VERSIONS_KEPT + 1):
         watch.computed(0, version, GOOD, now_ns=0)
-    watch.told("b", (FragmentDigest(0, 0, BAD[:16]),))
+    watch.reported("b", (FragmentDigest(0, 0, BAD[:16]),))
     assert alarms(effects) == [], "too long ago"
-    watch.told("b", (FragmentDigest(0, 1, BAD[:16]),))
+    watch.reported("b", (FragmentDigest(0, 1, BAD[:16]),))
     assert alarms(effects) == [(0, 1)]
 
 
 def test_fragment_that_does_not_exist_is_ignored() -> None:
     watch, effects = a_watch()
-    watch.told("b", (FragmentDigest(3, 0, BAD[:16]), FragmentDigest(-1, 0, BAD[:16])))
+    watch.reported("b", (FragmentDigest(3, 0, BAD[:16]), FragmentDigest(-1, 0, BAD[:16])))
     watch.computed(2, 0, GOOD, now_ns=0)
     assert alarms(effects) == []
 
@@ -68,17 +68,17 @@ def test_new_digests_ride_along_for_a_while_and_all_in_turn() -> None:
     watch, _ = a_watch()
     for fragment in range(3):
         watch.computed(fragment, 1, GOOD, now_ns=0)
-    fresh = watch.to_tell(now_ns=FRESH_NS)
+    fresh = watch.to_report(now_ns=FRESH_NS)
     assert fresh == tuple(FragmentDigest(fragment, 1, GOOD[:16]) for fragment in range(3))
-    later = [watch.to_tell(now_ns=FRESH_NS + 1) for _ in range(3)]
-    assert sorted(one.fragment for told in later for one in told) == [0, 1, 2]
+    later = [watch.to_report(now_ns=FRESH_NS + 1) for _ in range(3)]
+    assert sorted(one.fragment for reported in later for one in reported) == [0, 1, 2]
 
 
 def test_heartbeat_carries_few_digests() -> None:
     watch, _ = a_watch(40)
     for fragment in range(40):
         watch.computed(fragment, 1, GOOD, now_ns=0)
-    assert len(watch.to_tell(now_ns=1)) <= FRESH_MAX + 1
+    assert len(watch.to_report(now_ns=1)) <= FRESH_MAX + 1
 
 
 def test_newest_digest_is_known() -> None:

@@ -27,16 +27,16 @@ BODY = committed_round(0, 3, ())
 
 def test_leader_is_asked_first_and_only_once() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     assert desk.pump() == [FetchPayload("c", 0, 3, BODY.payload_digest, BODY.stripes)]
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     assert desk.pump() == []
     assert desk.fetches.in_flight() == ((0, 3, "c"),)
 
 
 def test_failure_moves_on_to_the_others_by_name() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     asked = []
     for _ in range(3):
         (effect,) = desk.pump()
@@ -48,7 +48,7 @@ def test_failure_moves_on_to_the_others_by_name() -> None:
 
 def test_after_everybody_failed_it_waits_longer_each_time() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     now_ns, waits = 0, []
     for _ in range(8):
         for _ in OTHERS:
@@ -67,7 +67,7 @@ def test_after_everybody_failed_it_waits_longer_each_time() -> None:
 
 def test_payload_is_gone_only_when_everybody_says_so() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     for peer, reason in (("c", "gone"), ("b", "link lost"), ("d", "unknown")):
         desk.pump()
         desk.fetches.failed(peer, 0, reason, now_ns=0)
@@ -84,18 +84,18 @@ def test_payload_is_gone_only_when_everybody_says_so() -> None:
 
 def test_state_replaces_a_payload_that_is_gone() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     for peer in ("c", "b", "d"):
         desk.pump()
         desk.fetches.failed(peer, 0, "gone", now_ns=0)
-    desk.fetches.want(0, 3, None)
+    desk.fetches.request(0, 3, None)
     assert desk.pump() == [FetchState("c", 0, 3)]
 
 
 def test_few_fetches_are_in_flight_at_once() -> None:
     desk = Desk()
     for fragment in range(FETCHES_MAX + 2):
-        desk.fetches.want(fragment, 0, None)
+        desk.fetches.request(fragment, 0, None)
     assert len(desk.pump()) == FETCHES_MAX
     desk.fetches.ended(1, version=5, is_state=True)
     assert desk.pump() == [FetchState("c", FETCHES_MAX, 0)]
@@ -103,7 +103,7 @@ def test_few_fetches_are_in_flight_at_once() -> None:
 
 def test_only_what_was_asked_for_ends_a_fetch() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     desk.pump()
     desk.fetches.ended(0, version=2, is_state=False)
     desk.fetches.ended(0, version=3, is_state=True)
@@ -115,7 +115,7 @@ def test_only_what_was_asked_for_ends_a_fetch() -> None:
 
 def test_regions_that_are_away_are_not_asked_and_keep_their_turn() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     assert desk.pump(alive=()) == []
     (effect,) = desk.pump(alive=("d",))
     assert isinstance(effect, FetchPayload)
@@ -128,32 +128,32 @@ def test_regions_that_are_away_are_not_asked_and_keep_their_turn() -> None:
 
 def test_forgotten_want_is_not_started() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     desk.fetches.forget(0)
     assert desk.pump() == []
 
 
 def test_theta_0_is_asked_for_by_its_digest_and_another_one_on_its_way_is_known() -> None:
     desk = Desk()
-    desk.fetches.want(1, 0, None, initial_digest=b"first")
+    desk.fetches.request(1, 0, None, initial_digest=b"first")
     assert not desk.fetches.brings_other_initial([b"", b"second"]), "nothing is on its way yet"
     assert desk.pump() == [FetchState("c", 1, 0, b"first")]
     assert desk.fetches.brings_other_initial([b"", b"second"])
     assert not desk.fetches.brings_other_initial([b"", b"first"])
-    desk.fetches.want(1, 0, None, initial_digest=b"second")
+    desk.fetches.request(1, 0, None, initial_digest=b"second")
     assert desk.pump() == [], "the first one must end before"
     desk.fetches.failed("c", 1, "the Theta_0 of another genesis", now_ns=0)
-    desk.fetches.want(1, 0, None, initial_digest=b"second")
+    desk.fetches.request(1, 0, None, initial_digest=b"second")
     assert not desk.fetches.brings_other_initial([b"", b"second"])
     assert desk.pump() == [FetchState("c", 1, 0, b"second")]
 
 
 def test_what_may_come_by_itself_is_asked_for_after_its_patience_only() -> None:
     desk = Desk()
-    desk.fetches.want(1, 0, None, initial_digest=b"first", patience_ns=500)
+    desk.fetches.request(1, 0, None, initial_digest=b"first", patience_ns=500)
     assert desk.pump(now_ns=1000) == []
     assert desk.fetches.wake_at_ns == 1500
-    desk.fetches.want(1, 0, None, initial_digest=b"first", patience_ns=500)
+    desk.fetches.request(1, 0, None, initial_digest=b"first", patience_ns=500)
     assert desk.pump(now_ns=1499) == [], "and asking again does not begin it anew"
     assert desk.pump(now_ns=1500) == [FetchState("c", 1, 0, b"first")]
     desk.fetches.failed("c", 1, "busy", now_ns=1600)
@@ -162,7 +162,7 @@ def test_what_may_come_by_itself_is_asked_for_after_its_patience_only() -> None:
 
 def test_what_came_by_itself_in_time_is_not_asked_for() -> None:
     desk = Desk()
-    desk.fetches.want(1, 0, None, initial_digest=b"first", patience_ns=500)
+    desk.fetches.request(1, 0, None, initial_digest=b"first", patience_ns=500)
     desk.pump(now_ns=1000)
     desk.fetches.forget(1)
     assert desk.pump(now_ns=2000) == []
@@ -172,7 +172,7 @@ def test_what_came_by_itself_in_time_is_not_asked_for() -> None:
 def test_what_waits_behind_the_fetches_in_flight_does_not_wake_the_core() -> None:
     desk = Desk()
     for fragment in range(FETCHES_MAX + 3):
-        desk.fetches.want(fragment, 0, None, initial_digest=b"0", patience_ns=RETRY_NS)
+        desk.fetches.request(fragment, 0, None, initial_digest=b"0", patience_ns=RETRY_NS)
     assert desk.pump() == []
     assert desk.fetches.wake_at_ns == RETRY_NS
     assert len(desk.pump(now_ns=RETRY_NS)) == FETCHES_MAX
@@ -181,7 +181,7 @@ def test_what_waits_behind_the_fetches_in_flight_does_not_wake_the_core() -> Non
 
 def test_the_only_ones_that_can_be_asked_are_not_asked_again_at_once() -> None:
     desk = Desk()
-    desk.fetches.want(0, 3, BODY)
+    desk.fetches.request(0, 3, BODY)
     for turn in range(3):
         now_ns = turn * RETRY_NS_MAX
         assert [effect.peer for effect in desk.pump(alive=("b",), now_ns=now_ns)] == ["b"]

@@ -12,19 +12,19 @@ BY_TOKENS = replace(SETTINGS, tokens_max=5_000)
 
 
 def test_fastest_learner_decides_by_steps() -> None:
-    assert end_reason(BY_STEPS, steps=[99, 7], tokens=10**9, asked="") == ""
-    assert end_reason(BY_STEPS, steps=[7, 100], tokens=0, asked="") == "the fastest learner made 100 of 100 steps"
-    assert end_reason(BY_STEPS, steps=[], tokens=0, asked="") == ""
+    assert end_reason(BY_STEPS, steps=[99, 7], tokens=10**9, requested="") == ""
+    assert end_reason(BY_STEPS, steps=[7, 100], tokens=0, requested="") == "the fastest learner made 100 of 100 steps"
+    assert end_reason(BY_STEPS, steps=[], tokens=0, requested="") == ""
 
 
 def test_merged_tokens_decide_by_tokens() -> None:
-    assert end_reason(BY_TOKENS, steps=[10**9], tokens=4_999, asked="") == ""
-    assert end_reason(BY_TOKENS, steps=[], tokens=5_000, asked="") == "5000 of 5000 tokens are merged"
+    assert end_reason(BY_TOKENS, steps=[10**9], tokens=4_999, requested="") == ""
+    assert end_reason(BY_TOKENS, steps=[], tokens=5_000, requested="") == "5000 of 5000 tokens are merged"
 
 
 def test_run_without_limits_goes_on_until_somebody_asks() -> None:
-    assert end_reason(SETTINGS, steps=[10**9], tokens=10**12, asked="") == ""
-    assert end_reason(SETTINGS, steps=[], tokens=0, asked="enough") == "enough"
+    assert end_reason(SETTINGS, steps=[10**9], tokens=10**12, requested="") == ""
+    assert end_reason(SETTINGS, steps=[], tokens=0, requested="enough") == "enough"
 
 
 def test_last_rounds_wait_a_few_steps_for_everybody_and_are_given_up_in_the_end() -> None:

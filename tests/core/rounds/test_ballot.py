@@ -139,7 +139,7 @@ ALL = ("a", "b", "c")
 OFFERED = {name: contribution(name) for name in ALL}
 
 
-def a_round(**held: set[int]) -> OpenRound:
+def a_round(**received: set[int]) -> OpenRound:
     one = OpenRound(
         opened_at_ns=0,
         is_last=False,
@@ -148,7 +148,7 @@ def a_round(**held: set[int]) -> OpenRound:
         deadline=Deadline(SECOND, ""),
     )
     one.contributions = dict(OFFERED)
-    one.held = dict(held)
+    one.received = dict(received)
     return one
 
 
@@ -169,7 +169,7 @@ def test_after_the_deadline_those_go_on_that_all_reducers_hold() -> None:
     plan = plan_next(one, STRIPES, usable=OFFERED, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("a", "c")
     assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
-    assert plan.held == tuple(ReusedStripe(name, stripe) for name in ("a", "c") for stripe in range(3))
+    assert plan.reused == tuple(ReusedStripe(name, stripe) for name in ("a", "c") for stripe in range(3))
 
 
 def test_after_the_deadline_a_whole_contribution_of_a_lost_member_stays_if_nothing_moves() -> None:
@@ -181,11 +181,11 @@ def test_after_the_deadline_a_whole_contribution_of_a_lost_member_stays_if_nothi
     assert plan.members == ("a",)
 
 
-def test_if_nobody_is_held_everybody_able_is_asked_again() -> None:
+def test_if_nothing_has_arrived_whole_everybody_able_is_asked_again() -> None:
     one = a_round(a={0}, b={1})
     plan = plan_next(one, STRIPES, usable=OFFERED, able=("a", "c"), reachable=ALL, is_late=True)
     assert plan.members == ("a", "c")
-    assert plan.held == (ReusedStripe("a", 0),)
+    assert plan.reused == (ReusedStripe("a", 0),)
     assert plan.contributions == {"a": OFFERED["a"], "c": OFFERED["c"]}
 
 
@@ -196,22 +196,22 @@ def test_after_a_loss_all_that_are_left_stay() -> None:
     usable = {"a": OFFERED["a"]}
     plan = plan_next(one, stripes, usable=usable, able=("a", "c"), reachable=("a", "c"), is_late=False)
     assert plan.members == ("a",), "c has declined, b is gone"
-    assert plan.held == (), "every stripe moved"
+    assert plan.reused == (), "every stripe moved"
 
 
-def test_held_stripes_are_named_by_their_new_place() -> None:
+def test_reused_stripes_are_named_by_their_new_place() -> None:
     one = a_round(a={0, 2})
     stripes = (Stripe("b", 0, 4), STRIPES[2])
     plan = plan_next(one, stripes, usable=OFFERED, able=ALL, reachable=ALL, is_late=False)
-    assert plan.held == (ReusedStripe("a", 1),)
+    assert plan.reused == (ReusedStripe("a", 1),)
 
 
-def test_contribution_that_may_not_be_merged_is_not_said_to_be_held() -> None:
+def test_contribution_that_may_not_be_merged_is_not_reused() -> None:
     one = a_round(a={0, 1, 2}, b={0, 1, 2})
     usable = {"b": OFFERED["b"], "c": OFFERED["c"]}
     plan = plan_next(one, STRIPES, usable=usable, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("b",)
-    assert plan.held == tuple(ReusedStripe("b", stripe) for stripe in range(3))
+    assert plan.reused == tuple(ReusedStripe("b", stripe) for stripe in range(3))
 
 
 def test_reducer_that_lacks_what_others_hold_is_excluded() -> None:
@@ -235,7 +235,14 @@ def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:
     opened = BallotOpened(Ballot(1, 2), 0, 1, ("a",), STRIPES)
     one.begin_ballot(opened, deadline=Deadline(3, ""), contributions={"a": OFFERED["a"]}, now_ns=7)
     assert (one.ballot, one.attempt, one.deadline_ns, one.opened_at_ns) == (Ballot(1, 2), 1, 10, 0)
-    assert (one.declined, one.held, one.merged, one.holders, one.decision, one.weights) == ({}, {}, {}, {}, None, ())
+    assert (one.declined, one.received, one.merged, one.holders, one.decision, one.weights) == (
+        {},
+        {},
+        {},
+        {},
+        None,
+        (),
+    )
     assert (one.rejected, one.excluded) == ({"c": "lied"}, {"b"})
     assert one.missing_members() == ()
 
@@ -285,7 +292,7 @@ def test_waiting_reason_names_what_is_missing() -> None:
     assert one.waiting() == "waits for contributions of b"
     one.declined["b"] = "no steps"
     decided(one, "a", "c")
-    one.held = {"a": {0, 1, 2}}
+    one.received = {"a": {0, 1, 2}}
     assert one.waiting() == "waits for merged stripes of a, b, c, stripes of c are on their way"
     one.merged = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
     assert one.waiting() == "waits for a majority to have the payload on disk, nobody has"

@@ -157,12 +157,12 @@ def rounds_applied_late(lag_ns: int, rounds: int) -> tuple[Eligibility, Neighbou
     history.apply(ledger.add(GENESIS), now_ns=now_ns)
     for version in range(1, rounds + 1):
         world.hear("b", status(), now_ns=now_ns, applied_index=version)
-        eligibility.heard("b", now_ns=now_ns)
+        eligibility.reported("b", now_ns=now_ns)
         now_ns += 60 * SECOND
         body = committed_round(0, version, [contribution("a", steps=(10 * version - 10, 10 * version))])
         history.apply(ledger.add(body), now_ns=now_ns)
         world.hear("b", status(), now_ns=now_ns + lag_ns, applied_index=version + 1)
-        eligibility.heard("b", now_ns=now_ns + lag_ns)
+        eligibility.reported("b", now_ns=now_ns + lag_ns)
     return eligibility, world, history, now_ns + lag_ns
 
 

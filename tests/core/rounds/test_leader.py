@@ -154,7 +154,7 @@ def test_round_is_opened_with_everybody_when_all_are_due() -> None:
     opened = ballots(said)[0]
     assert (opened.ballot, opened.fragment, opened.version, opened.members) == (Ballot(3, 1), 0, 1, REGIONS)
     assert [stripe.reducer for stripe in opened.stripes] == ["a", "b", "c"]
-    assert opened.held == ()
+    assert opened.reused == ()
     assert office.go() == [], "one round per fragment at a time"
 
 
@@ -421,10 +421,10 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
     office.world.liveness.link_changed("c", is_up=False)
     again = ballots(office.go())[0]
     assert again.members == ("a", "b")
-    assert again.held == (ReusedStripe("b", 0),)
+    assert again.reused == (ReusedStripe("b", 0),)
 
 
-def test_passed_deadline_goes_on_with_what_is_held() -> None:
+def test_passed_deadline_goes_on_with_what_has_arrived() -> None:
     office = Office()
     opened = office.open()
     office.contribute(opened)
@@ -439,7 +439,7 @@ def test_passed_deadline_goes_on_with_what_is_held() -> None:
     said = office.go(1)
     again = ballots(said)[0]
     assert (again.ballot, again.members, again.stripes) == (Ballot(3, 2), ("a", "c"), opened.stripes)
-    assert len(again.held) == 6
+    assert len(again.reused) == 6
     assert [one.learner for one in decisions(said)[0].contributions] == ["a", "c"]
     assert "deadline passed while it waits for merged stripes of a, b, c" in office.notes[-1].text
 

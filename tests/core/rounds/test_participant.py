@@ -155,13 +155,13 @@ def test_member_takes_a_snapshot_once_and_sends_it() -> None:
     assert place.take() == [Send("a", Contributed(FIRST, OWN)), SendContribution(FIRST, 1, OWN, STRIPES)]
 
 
-def test_next_ballot_gets_the_same_contribution_without_what_is_held() -> None:
+def test_next_ballot_gets_the_same_contribution_without_what_has_arrived() -> None:
     place = Place()
     place.open()
     place.take()
     moved = (Stripe("a", 0, 3), Stripe("c", 3, 5))
-    held = (ReusedStripe("a", 0), ReusedStripe("b", 1))
-    effects = place.open(replace(AGAIN, stripes=moved, held=held))
+    reused = (ReusedStripe("a", 0), ReusedStripe("b", 1))
+    effects = place.open(replace(AGAIN, stripes=moved, reused=reused))
     assert effects == [
         CloseBallot(FIRST, 0, 1, committed=False),
         Send("a", Contributed(SECOND_BALLOT, OWN)),
@@ -299,8 +299,8 @@ def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     place.open(replace(OPENED, members=("a", "c")))
     assert told(place.stripes("c")) == [StripesReceived(FIRST, "c")]
     assert place.decide("ac") == []
-    (held, order) = place.stripes("a")
-    assert held == Send("a", StripesReceived(FIRST, "a"))
+    (received, order) = place.stripes("a")
+    assert received == Send("a", StripesReceived(FIRST, "a"))
     assert isinstance(order, ReduceStripe)
     assert [one.learner for one in order.contributions] == ["a", "c"], "by name, not as they came"
     assert order.coefficients == ((0.0,) * pieces(0), (1.0,) * pieces(0))
