@@ -1,4 +1,4 @@
-"""What an operator asks to measure, and the document that comes of it.
+"""What an operator requests to measure, and the document that comes of it.
 
 A running daemon carries it out on the links that it has (`POST /api/v1/measure`), the command line itself on links that
 it makes for each test (`measure.ends`). The documents are the same; a daemon's say "through": "daemon".
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from diloco_node.errors import ConfigError, DilocoError
-from diloco_node.measure.asking import FlowRequest, new_measurement
 from diloco_node.measure.documents import (
     FlowCase,
     OnPartial,
@@ -23,6 +22,7 @@ from diloco_node.measure.documents import (
 )
 from diloco_node.measure.exchange import printable
 from diloco_node.measure.measuring import Linked, Measuring
+from diloco_node.measure.requester import FlowRequest, new_measurement
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import NS_PER_S
 
@@ -45,7 +45,7 @@ Limits = Callable[[str], tuple[int | None, str]]
 
 @dataclass(frozen=True, slots=True)
 class MeasureRequest:
-    """What an operator asked for.
+    """What an operator requested.
 
     Attributes:
         what: "latency", "bandwidth" or "mesh". peer: empty for a mesh.
@@ -93,10 +93,10 @@ def parse_request(
     warm_up = document.get("warm_up_seconds")
     if warm_up is not None:
         warm_up = _number(document, "warm_up_seconds", 0, msg.WARM_UP_NS_MAX / NS_PER_S)
-    most = DAEMON_BYTES_MAX if is_daemon else msg.BYTES_MAX
-    bytes_max = document.get("bytes_max", most)
-    if type(bytes_max) is not int or not msg.BODY_BYTES_MAX <= bytes_max <= most:
-        raise ConfigError(f"bytes_max is {bytes_max!r}: {msg.BODY_BYTES_MAX} to {most} bytes for each test")
+    limit = DAEMON_BYTES_MAX if is_daemon else msg.BYTES_MAX
+    bytes_max = document.get("bytes_max", limit)
+    if type(bytes_max) is not int or not msg.BODY_BYTES_MAX <= bytes_max <= limit:
+        raise ConfigError(f"bytes_max is {bytes_max!r}: {msg.BODY_BYTES_MAX} to {limit} bytes for each test")
     flags = {name: document.get(name, False) for name in ("load", "reverse", "plain")}
     for name, value in flags.items():
         if type(value) is not bool:
@@ -116,15 +116,15 @@ def parse_request(
     )
 
 
-def _number(document: Mapping[str, Any], key: str, least: float, most: float) -> float:
+def _number(document: Mapping[str, Any], key: str, lower: float, upper: float) -> float:
     value = document.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ConfigError(f"{key} is {value!r}: {least:g} to {most:g} seconds")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not lower <= value <= upper:
+        raise ConfigError(f"{key} is {value!r}: {lower:g} to {upper:g} seconds")
     return float(value)
 
 
 class MeasureCommand:
-    """Carries out what an operator asks for, one command at a time.
+    """Carries out what an operator requests, one command at a time.
 
     Args:
         region: ours. peers: names that there are. linked: has links to them.
@@ -144,65 +144,68 @@ class MeasureCommand:
         """Measure.
 
         Args:
-            document: see `parse_request`. say: called with what goes on, for people. keep: with the document so far.
+            document: see `parse_request`. on_progress: called with what goes on, for people.
+            on_partial: called with the document so far.
 
         Raises:
             ConfigError: it can't be asked for. PeersUnreachable: there is no link. DilocoError: another one runs, or it
                 failed.
         """
         is_daemon = self._limits is not None
-        asked = parse_request(document, region=self._region, peers=self._peers, is_daemon=is_daemon)
+        request = parse_request(document, region=self._region, peers=self._peers, is_daemon=is_daemon)
         if self._is_running:
             raise DilocoError(f"{self._region} carries out another `measure` command: wait for it, or end it")
         self._is_running = True
         through = {"through": "daemon"} if is_daemon else {}
-        made = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[asked.what]
+        made = {"latency": self._latency, "bandwidth": self._bandwidth, "mesh": self._mesh}[request.what]
         try:
-            return {**await made(asked, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
+            return {**await made(request, on_progress, lambda so_far: on_partial({**so_far, **through})), **through}
         finally:
             self._is_running = False
 
-    async def _latency(self, asked: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
-        peer, seconds = asked.peer, asked.span_ns / NS_PER_S
+    async def _latency(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
+        peer, seconds = request.peer, request.span_ns / NS_PER_S
         on_progress(f"round trips to {peer}")
         async with self._linked((peer,), 1) as measuring:
             about = {"from": self._region, "to": peer, "address": measuring.address(peer), "seconds": seconds}
             rows = [latency_document("none", await measuring.latency(peer, seconds))]
             on_partial({**about, "rows": list(rows)})
-            for load in ("out", "in") if asked.load else ():
+            for load in ("out", "in") if request.load else ():
                 on_progress(f"round trips to {peer}, load {load}")
-                span_ns = min(asked.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
-                times, _ = await measuring.times(peer, span_ns, asked.warm_ns)
-                wanted = FlowRequest(peer, load == "out", False, times, asked.bytes_max)
-                rows.append(latency_document(load, await measuring.loaded_latency(wanted, seconds)))
+                span_ns = min(request.span_ns + LOADED_MORE_NS, msg.SPAN_NS_MAX)
+                times, _ = await measuring.times(peer, span_ns, request.warm_ns)
+                flow = FlowRequest(peer, load == "out", False, times, request.bytes_max)
+                rows.append(latency_document(load, await measuring.loaded_latency(flow, seconds)))
                 on_partial({**about, "rows": list(rows)})
         return {**about, "rows": rows}
 
-    async def _bandwidth(self, asked: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
-        peer = asked.peer
+    async def _bandwidth(
+        self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial
+    ) -> dict[str, Any]:
+        peer = request.peer
         on_progress(f"round trips to {peer}")
-        source, target = (peer, self._region) if asked.reverse else (self._region, peer)
+        source, target = (peer, self._region) if request.reverse else (self._region, peer)
         async with self._linked((peer,), 1) as measuring:
-            times, rtt_ns = await measuring.times(peer, asked.span_ns, asked.warm_ns)
+            times, rtt_ns = await measuring.times(peer, request.span_ns, request.warm_ns)
             about = {
                 "from": source,
                 "to": target,
                 "address": measuring.address(peer),
                 "warm_up_seconds": times.warm_up_ns / NS_PER_S,
-                "seconds": asked.span_ns / NS_PER_S,
+                "seconds": request.span_ns / NS_PER_S,
                 "rtt_seconds": rtt_ns / NS_PER_S,
                 "congestion_control": measuring.congestion_control(peer),
             }
-        kinds = [("transport", "random"), ("transport", "int4"), *([("plain", "random")] if asked.plain else [])]
-        cases = [FlowCase(source, target, *kind, count) for count in asked.connections or [0] for kind in kinds]
+        kinds = [("transport", "random"), ("transport", "int4"), *([("plain", "random")] if request.plain else [])]
+        cases = [FlowCase(source, target, *kind, count) for count in request.connections or [0] for kind in kinds]
 
         async def test(case: FlowCase) -> dict[str, Any]:
             """On a link of its own, where it can be made: after one that failed nobody knows what still comes."""
             is_plain = case.path == "plain"
             async with self._linked((peer,), 1 if is_plain else case.connections) as measuring:
                 plain = case.connections if is_plain else 0
-                wanted = FlowRequest(peer, not asked.reverse, case.body == "int4", times, asked.bytes_max, plain)
-                found = await measuring.flow(wanted)
+                flow = FlowRequest(peer, not request.reverse, case.body == "int4", times, request.bytes_max, plain)
+                found = await measuring.flow(flow)
                 # As many as there were at the end: the warm-up may show that the link is worth more.
                 count = case.connections or measuring.connections(peer)
             return flow_document(replace(case, connections=count), found)
@@ -210,21 +213,21 @@ class MeasureCommand:
         def document(found: dict[str, Any]) -> dict[str, Any]:
             if self._limits is None:
                 return {**about, **found}
-            limit, limited_by = (None, "") if asked.reverse else self._limits(peer)
+            limit, limited_by = (None, "") if request.reverse else self._limits(peer)
             return {**about, "limit_bytes_per_second": limit, "limited_by": limited_by, **found}
 
         return document(await run_series(cases, test, on_progress, lambda found: on_partial(document(found))))
 
-    async def _mesh(self, asked: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
+    async def _mesh(self, request: MeasureRequest, on_progress: OnProgress, on_partial: OnPartial) -> dict[str, Any]:
         names = sorted((self._region, *self._peers))
         pairs = [(source, target) for source in names for target in names if source != target]
         found: dict[str, Any] = {"regions": names, "pairs": [], "failures": [], "plain_errors": []}
-        found["seconds"] = asked.span_ns / NS_PER_S
+        found["seconds"] = request.span_ns / NS_PER_S
         async with self._linked(self._peers, 1) as measuring:
             for number, (source, target) in enumerate(pairs, start=1):
                 on_progress(f"pair {number} of {len(pairs)}: {source} to {target}")
                 try:
-                    pair = await self._pair(measuring, asked, source, target)
+                    pair = await self._pair(measuring, request, source, target)
                     found["pairs"].append(pair_document((source, target), pair))
                     if pair.plain_error:
                         error = printable(pair.plain_error)
@@ -234,18 +237,18 @@ class MeasureCommand:
                 on_partial(found)
         return found
 
-    async def _pair(self, measuring: Measuring, asked: MeasureRequest, source: str, target: str) -> msg.LinkMeasured:
+    async def _pair(self, measuring: Measuring, request: MeasureRequest, source: str, target: str) -> msg.LinkMeasured:
         """From here, to here, or between two others, which the one that sends measures for us."""
-        wanted = msg.LinkTestRequested(
+        flow = msg.LinkTestRequested(
             new_measurement(),
             target,
-            min(MESH_PROBES_NS_MAX, asked.span_ns),
-            asked.warm_ns or 0,
-            asked.span_ns,
-            asked.bytes_max,
-            asked.plain,
+            min(MESH_PROBES_NS_MAX, request.span_ns),
+            request.warm_ns or 0,
+            request.span_ns,
+            request.bytes_max,
+            request.plain,
         )
         if self._region not in (source, target):
-            return await measuring.remote_link(source, wanted)
+            return await measuring.remote_link(source, flow)
         is_sending = source == self._region
-        return await measuring.link(target if is_sending else source, wanted, is_sending=is_sending)
+        return await measuring.link(target if is_sending else source, flow, is_sending=is_sending)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco_node.errors import DilocoError, PeersUnreachable
-from diloco_node.measure.asking import FlowMeasured
 from diloco_node.measure.echoes import LatencyMeasured
+from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import seconds_per_gb
 from diloco_node.wire.measure_messages import NS_PER_S, LinkMeasured
 

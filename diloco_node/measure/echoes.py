@@ -51,26 +51,26 @@ class Echoes:
         self.back_ns: dict[int, int] = {}
         self.answers: list[EchoReply] = []
         """The first and the last."""
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
 
     def received(self, answer: EchoReply, *, now_ns: int) -> None:
         """One came back."""
         if answer.sequence in self.sent_ns and answer.sequence not in self.back_ns:
             self.back_ns[answer.sequence] = now_ns
             self.answers[1:] = [answer]
-            self._came.set()
+            self._arrived.set()
 
     async def until_all_back(self, limit_s: float) -> None:
         """Wait for those that are still on their way, but not longer."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 while len(self.back_ns) < len(self.sent_ns):
-                    self._came.clear()
-                    await self._came.wait()
+                    self._arrived.clear()
+                    await self._arrived.wait()
 
 
 class EchoProbe:
-    """Measures round trips, to one peer at a time; answers peers as far as the gate lets it."""
+    """Measures round trips, to one peer at a time; answers peers as far as the gate admits."""
 
     def __init__(self, transport: GrpcTransport, gate: MeasuringGate, *, now_ns: Callable[[], int]) -> None:
         self._transport = transport
@@ -79,8 +79,8 @@ class EchoProbe:
         self._echoes: Echoes | None = None
         self._sequence = secrets.randbits(32)
 
-    def wanted(self, peer: str, message: EchoRequest) -> None:
-        """A peer asks for an echo."""
+    def requested(self, peer: str, message: EchoRequest) -> None:
+        """A peer requests an echo."""
         if self._gate.may_echo(peer, now_ns=self._now_ns()):
             tcp = self._transport.tcp(peer)
             counted = (-1, -1) if tcp is None else (tcp.sent_bytes, tcp.retransmitted_bytes)

@@ -16,7 +16,7 @@ ANSWERS_MAX: Final = 8
 
 
 class Exchange:
-    """What a peer answers to one question of ours."""
+    """What a peer answers to one request of ours."""
 
     def __init__(self, peer: str, measurement: int) -> None:
         self.peer = peer
@@ -24,14 +24,14 @@ class Exchange:
         self._answers: asyncio.Queue[MeasureMessage | DilocoError] = asyncio.Queue(ANSWERS_MAX)
 
     def received(self, message: MeasureMessage) -> None:
-        """The peer said something. Raises ProtocolViolation: more than it was asked."""
+        """The peer answered. Raises ProtocolViolation: more than was requested."""
         try:
             self._answers.put_nowait(message)
         except asyncio.QueueFull:
             raise ProtocolViolation(f"{self.peer} says more than it was asked in a measurement") from None
 
     def fail(self, error: DilocoError) -> None:
-        """It will not say anything any more."""
+        """No further answer will come."""
         while not self._answers.empty():
             self._answers.get_nowait()
         self._answers.put_nowait(error)

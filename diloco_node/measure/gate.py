@@ -23,10 +23,10 @@ PROBED_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """The measurement that is going on: with whom, who asked (None: an operator here), since when, bytes taken."""
+    """The measurement that is going on: for whom (None: an operator here), since when, bytes taken."""
 
     what: str
-    asker: str | None
+    requester: str | None
     since_ns: int
     bytes_max: int
 
@@ -47,39 +47,39 @@ class MeasuringGate:
         self._echoes = {peer: TokenBucket(ECHOES_PER_S, burst=ECHOES_SAVED_MAX, now_ns=now_ns) for peer in peers}
         self._running: _Admitted | None = None
 
-    def begin(self, what: str, *, asker: str | None, bytes_max: int, now_ns: int) -> str:
+    def begin(self, what: str, *, requester: str | None, bytes_max: int, now_ns: int) -> str:
         """Begin a measurement; the reason why not, or empty when it has begun and `end` must follow.
 
         Args:
-            what: for people, as "bandwidth to eu". asker: the peer that asks; None: the operator of this region.
+            what: for people, as "bandwidth to eu". requester: a peer; None: the operator of this region.
             bytes_max: that may flow.
         """
         if self._running is not None:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
-        if asker is not None and self._is_bounded and not self._may_take(asker, bytes_max, now_ns):
+        if requester is not None and self._is_bounded and not self._may_take(requester, bytes_max, now_ns):
             return (
-                f"{asker} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
+                f"{requester} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
                 f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for less time"
             )
-        self._running = _Admitted(what, asker, now_ns, bytes_max)
+        self._running = _Admitted(what, requester, now_ns, bytes_max)
         return ""
 
-    def _may_take(self, asker: str, bytes_max: int, now_ns: int) -> bool:
+    def _may_take(self, requester: str, bytes_max: int, now_ns: int) -> bool:
         # A bucket lets through what is over its burst when it is full: a measurement could never be paid back.
-        return bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[asker].try_spend(bytes_max, now_ns=now_ns)
+        return bytes_max <= REQUEST_BYTES_SAVED_MAX and self._bytes[requester].try_spend(bytes_max, now_ns=now_ns)
 
     def end(self, *, used_bytes: int) -> None:
         """It is over; of its bytes so many were used."""
         assert self._running is not None, "a measurement that has not begun can't end"
         running, self._running = self._running, None
-        if running.asker is not None and self._is_bounded:
-            self._bytes[running.asker].refund(max(0, running.bytes_max - used_bytes))
+        if running.requester is not None and self._is_bounded:
+            self._bytes[running.requester].refund(max(0, running.bytes_max - used_bytes))
 
     def describe(self, *, now_ns: int) -> str:
         """What is going on, for people; empty when nothing is."""
         if self._running is None:
             return ""
-        by = f"asked by {self._running.asker}, " if self._running.asker is not None else ""
+        by = f"asked by {self._running.requester}, " if self._running.requester is not None else ""
         return f"{self._running.what} ({by}since {(now_ns - self._running.since_ns) // NS_PER_S} s)"
 
     def may_echo(self, peer: str, *, now_ns: int) -> bool:
@@ -103,7 +103,7 @@ class ProbesExpected:
         """Probes arrive.
 
         Raises:
-            ProtocolViolation: nobody asked for them, or they are more than what was agreed to.
+            ProtocolViolation: nobody requested them, or they are more than what was agreed to.
         """
         left = self._left.get(measurement)
         if left is None:

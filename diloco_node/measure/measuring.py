@@ -1,4 +1,4 @@
-"""One measuring end: measures the links of a transport, and answers peers that ask for it.
+"""One measuring end: measures the links of a transport, and answers the requests of peers.
 
 A daemon has one beside its core, on the links that its rounds use; `measure serve` and the command line have one on
 links of their own (`measure.ends`). It registers with the transport for its messages and probes. Nothing here touches
@@ -14,11 +14,11 @@ from concurrent.futures import Executor
 from typing import Final, get_args
 
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
-from diloco_node.measure.answering import REASON_CHARS_MAX, AnsweringPeers, Spawn
-from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowRequest
 from diloco_node.measure.echoes import EchoProbe, LatencyMeasured
 from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
+from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
+from diloco_node.measure.responder import REASON_CHARS_MAX, MeasurementResponder, Spawn
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
@@ -69,8 +69,8 @@ class Measuring:
         self._receivers = ProbeReceivers(peers, now_ns=now_ns)
         self._gate = MeasuringGate(peers, is_bounded=is_bounded, now_ns=now_ns())
         self._echoes = EchoProbe(transport, self._gate, now_ns=now_ns)
-        self._asking = AskingPeers(transport, self._receivers, executor)
-        self._answering = AnsweringPeers(
+        self._requester = MeasurementRequester(transport, self._receivers, executor)
+        self._responder = MeasurementResponder(
             transport=transport,
             gate=self._gate,
             receivers=self._receivers,
@@ -95,25 +95,25 @@ class Measuring:
         """Take a message of a peer.
 
         Raises:
-            ProtocolViolation: it asks for more than the limits, twice the same, or says more than it was asked.
+            ProtocolViolation: it asks for more than the limits, twice the same, or answers more than was requested.
         """
         match message:
             case msg.EchoRequest():
-                self._echoes.wanted(peer, message)
+                self._echoes.requested(peer, message)
             case msg.EchoReply():
                 self._echoes.answered(peer, message)
             case msg.MeasurementRequested() | msg.LinkTestRequested():
-                self._answering.begin(peer, message)
+                self._responder.begin(peer, message)
             case msg.MeasurementStopped():
-                self._answering.stop(peer, message.measurement)
+                self._responder.stop(peer, message.measurement)
             case _:
-                self._asking.received(peer, message.measurement, message)
+                self._requester.received(peer, message.measurement, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
         """What went on over a link that is down is over."""
         if not is_up:
-            self._asking.link_lost(peer)
-            self._answering.link_lost(peer)
+            self._requester.link_lost(peer)
+            self._responder.link_lost(peer)
 
     def transfer_opened(self, peer: str, header: ProbeHeader, raw_bytes: int) -> memoryview | None:
         """Where probes go. Raises ProtocolViolation for those nobody agreed to."""
@@ -157,72 +157,74 @@ class Measuring:
         Raises:
             PeersUnreachable: there is no link. LinkLost: none came back. PeerError: another measurement runs here.
         """
-        with self._turn(f"latency to {peer}"):
+        with self._exclusive(f"latency to {peer}"):
             self._check_link(peer)
             return await self._echoes.measure(peer, span_s)
 
-    async def loaded_latency(self, wanted: FlowRequest, span_s: float) -> LatencyMeasured:
+    async def loaded_latency(self, request: FlowRequest, span_s: float) -> LatencyMeasured:
         """The same while a flow fills the link, until its bytes are used up. Raises as `latency` and `flow`."""
-        with self._turn(f"latency under load to {wanted.peer}"):
-            self._check_link(wanted.peer)
-            filling = asyncio.create_task(self._asking.flow(wanted), name=f"load {wanted.peer}")
+        with self._exclusive(f"latency under load to {request.peer}"):
+            self._check_link(request.peer)
+            filling = asyncio.create_task(self._requester.flow(request), name=f"load {request.peer}")
             try:
-                await asyncio.wait([filling], timeout=wanted.times.warm_up_ns / NS_PER_S)
+                await asyncio.wait([filling], timeout=request.times.warm_up_ns / NS_PER_S)
                 if filling.done():
                     filling.result()
                     raise LinkLost(
-                        f"{wanted.bytes_max} bytes were used up before the link was full: allow more with --most"
+                        f"{request.bytes_max} bytes were used up before the link was full: allow more with --most"
                     )
-                measured = await self._echoes.measure(wanted.peer, span_s, load=filling)
+                measured = await self._echoes.measure(request.peer, span_s, load=filling)
                 await filling  # had it failed on the way, these would not be times under load
                 return measured
             finally:
                 filling.cancel()
                 await asyncio.gather(filling, return_exceptions=True)
 
-    async def flow(self, wanted: FlowRequest) -> FlowMeasured:
+    async def flow(self, request: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane one way, and count at the far end.
 
         Raises:
             PeersUnreachable: there is no link. PeerError: it failed, or here or there another measurement runs.
         """
-        with self._turn(f"bandwidth {'to' if wanted.is_sending else 'from'} {wanted.peer}"):
-            self._check_link(wanted.peer)
-            return await self._asking.flow(wanted)
+        with self._exclusive(f"bandwidth {'to' if request.is_sending else 'from'} {request.peer}"):
+            self._check_link(request.peer)
+            return await self._requester.flow(request)
 
     async def times(self, peer: str, span_ns: int, warm_ns: int | None) -> tuple[FlowTimes, int]:
         """How long flows to a peer are to be, and the round trip (ns) that this was taken from."""
         rtt_ns = (await self.latency(peer, RTT_PROBE_S)).latency.p50_ns
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
-    async def link(self, peer: str, asked: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
-        """One way between here and a peer: round trips, a flow, one over plain TCP if asked for.
+    async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
+        """One way between here and a peer: round trips, a flow, one over plain TCP if requested.
 
         Args:
-            asked: its times; the region in it does not matter. is_sending: the flows go from here to the peer.
+            request: its times; the region in it does not matter. is_sending: the flows go from here to the peer.
 
         Raises: as `flow`.
         """
-        with self._turn(f"the link to {peer}"):
-            return (await self._link(peer, asked, is_sending=is_sending))[0]
+        with self._exclusive(f"the link to {peer}"):
+            return (await self._link(peer, request, is_sending=is_sending))[0]
 
-    async def _link(self, peer: str, asked: msg.LinkTestRequested, *, is_sending: bool) -> tuple[msg.LinkMeasured, int]:
+    async def _link(
+        self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool
+    ) -> tuple[msg.LinkMeasured, int]:
         """See `link`; with the bytes that flowed."""
         self._check_link(peer)
-        echoes = (await self._echoes.measure(peer, asked.probes_ns / NS_PER_S)).latency
-        times = FlowTimes(asked.warm_up_ns or warm_up_ns(echoes.p50_ns), asked.span_ns)
-        flow = await self._asking.flow(FlowRequest(peer, is_sending, False, times, asked.bytes_max))
+        echoes = (await self._echoes.measure(peer, request.probes_ns / NS_PER_S)).latency
+        times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)
+        flow = await self._requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max))
         used_bytes, plain, plain_error = flow.used_bytes, 0, ""
-        if asked.is_plain_too:
+        if request.is_plain_too:
             try:
-                beside = await self._asking.flow(FlowRequest(peer, is_sending, False, times, asked.bytes_max, 1))
+                beside = await self._requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max, 1))
                 plain = beside.received.mean
                 used_bytes += beside.used_bytes
             except DilocoError as error:  # the rest was measured all the same
                 plain_error = str(error)[:REASON_CHARS_MAX]
-                used_bytes += asked.bytes_max
+                used_bytes += request.bytes_max
         found = msg.LinkMeasured(
-            asked.measurement,
+            request.measurement,
             echoes.p50_ns,
             echoes.p99_ns,
             echoes.jitter_ns,
@@ -238,25 +240,25 @@ class Measuring:
         )
         return found, used_bytes
 
-    async def remote_link(self, source: str, asked: msg.LinkTestRequested) -> msg.LinkMeasured:
+    async def remote_link(self, source: str, request: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises as `flow`."""
         error = self.link_error(source)
         if error:
             raise PeersUnreachable(f"{error}; it can't be asked to measure")
-        return await self._asking.remote_link(source, asked)
+        return await self._requester.remote_link(source, request)
 
-    async def _remote_link_for_peer(self, asked: msg.LinkTestRequested) -> tuple[msg.LinkMeasured, int]:
-        """A peer asks for the link to a third region; it has the turn already. Raises DilocoError."""
+    async def _remote_link_for_peer(self, request: msg.LinkTestRequested) -> tuple[msg.LinkMeasured, int]:
+        """A peer requests the link to a third region; the gate has admitted it already. Raises DilocoError."""
         if self._dial is not None:
-            async with self._dial((asked.region,), 1) as other:
-                return await other.link(asked.region, asked), 0
-        if asked.region not in self.peers:
-            raise ConfigError(f"{asked.region} is no peer of {self.region}")
-        return await self._link(asked.region, asked, is_sending=True)
+            async with self._dial((request.region,), 1) as other:
+                return await other.link(request.region, request), 0
+        if request.region not in self.peers:
+            raise ConfigError(f"{request.region} is no peer of {self.region}")
+        return await self._link(request.region, request, is_sending=True)
 
     @contextlib.contextmanager
-    def _turn(self, what: str) -> Iterator[None]:
-        reason = self._gate.begin(what, asker=None, bytes_max=0, now_ns=self._now_ns())
+    def _exclusive(self, what: str) -> Iterator[None]:
+        reason = self._gate.begin(what, requester=None, bytes_max=0, now_ns=self._now_ns())
         if reason:
             raise PeerError(f"{self.region} is {reason}")
         try:

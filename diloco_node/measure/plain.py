@@ -1,7 +1,7 @@
 """Plain TCP connections of one test, to compare the transport with: no TLS, no frames, no compression, no budget.
 
-Only ends without a core use them (`diloco-node measure`). The end that was asked listens until all connections of the
-test have come, each of which begins with a token that was sent over the link; the asker dials.
+Only ends without a core use them (`diloco-node measure`). The responder listens until all connections of the
+test have come, each of which begins with a token that was sent over the link; the requester dials.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class PlainListener:
         return PlainPort(self._token, self._port)
 
     async def open(self, host: str, port: int) -> None:
-        """Bind. Raises PeerError, for the asker to read."""
+        """Bind. Raises PeerError, for the requester to read."""
         try:
             self._server = await asyncio.start_server(self._greet, host, port, limit=2 * READ_BYTES)
         except OSError as error:

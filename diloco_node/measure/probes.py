@@ -46,7 +46,7 @@ TRANSFERS_QUEUED: Final = 2
 """So that the link has the next one when one is done."""
 
 SENDER_GRACE_S: Final = 10.0
-"""The sender waits so long after its time is up to be told that enough has arrived."""
+"""The sender waits so long after its time is up for the message that enough has arrived."""
 
 START_S: Final = 10.0
 LATE_S: Final = 10.0
@@ -130,30 +130,30 @@ class _Counted:
 
 
 class ProbeSender:
-    """Sends probes to a peer until it is told to stop, or has used up its bytes or its time. `run` once.
+    """Sends probes to a peer until it is stopped, or has used up its bytes or its time. `run` once.
 
     Args:
-        bulk: what carries them. peer: to whom. asked: how much, how long.
+        bulk: what carries them. peer: to whom. request: how much, how long.
         body: `BODY_BYTES_MAX` bytes to send from.
         booked: bytes of the measurement lane to this peer until now.
     """
 
     def __init__(
-        self, bulk: Bulk, peer: str, asked: MeasurementRequested, body: memoryview, booked: Callable[[], int]
+        self, bulk: Bulk, peer: str, request: MeasurementRequested, body: memoryview, booked: Callable[[], int]
     ) -> None:
         self._bulk = bulk
         self._peer = peer
-        self._asked = asked
+        self._request = request
         self._body = body
         self._booked = booked
-        self._left = asked.bytes_max
+        self._left = request.bytes_max
         self._size = BODY_BYTES_MIN
         self._stop = asyncio.Event()
 
     @property
     def used_bytes(self) -> int:
         """Raw bytes that were handed over."""
-        return self._asked.bytes_max - self._left
+        return self._request.bytes_max - self._left
 
     def stop(self) -> None:
         """Enough has arrived."""
@@ -165,14 +165,14 @@ class ProbeSender:
         Raises:
             LinkLost: the link went down, or nobody said that it is enough.
         """
-        queued = max(TRANSFERS_QUEUED, self._asked.plain_connections)  # a plain connection carries one at a time
+        queued = max(TRANSFERS_QUEUED, self._request.plain_connections)  # a plain connection carries one at a time
         tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(queued)]
         stopped = asyncio.create_task(self._stop.wait())
         try:
             before = await self._count()
-            if not await self._stopped_within(tasks, stopped, self._asked.warm_up_ns / NS_PER_S):
+            if not await self._stopped_within(tasks, stopped, self._request.warm_up_ns / NS_PER_S):
                 before = await self._count()
-                await self._stopped_within(tasks, stopped, self._asked.span_ns / NS_PER_S)
+                await self._stopped_within(tasks, stopped, self._request.span_ns / NS_PER_S)
             after = await self._count()
             if not await self._stopped_within(tasks, stopped, SENDER_GRACE_S + START_S):
                 raise LinkLost(f"{self._peer}: it does not say what it received of a measurement")
@@ -187,7 +187,7 @@ class ProbeSender:
                 after.tcp.retransmitted_bytes - before.tcp.retransmitted_bytes,
             )
         return MeasurementSent(
-            self._asked.measurement,
+            self._request.measurement,
             after.cpu_ns - before.cpu_ns,
             max(1, after.at_ns - before.at_ns),
             after.wire_bytes - before.wire_bytes,
@@ -197,7 +197,7 @@ class ProbeSender:
     async def _stopped_within(
         self, tasks: list[asyncio.Task[None]], stopped: asyncio.Task[bool], limit_s: float
     ) -> bool:
-        """Whether it was told to stop. Raises what the sending raised; that the bytes are used up is no end."""
+        """Whether it was stopped. Raises what the sending raised; that the bytes are used up is no end."""
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
         while not stopped.done() and (left_s := end_s - loop.time()) > 0:
@@ -211,8 +211,8 @@ class ProbeSender:
 
     async def _fill(self) -> None:
         loop = asyncio.get_running_loop()
-        kind = CompressibleProbe if self._asked.is_compressible else Probe
-        header = kind(self._asked.measurement)
+        kind = CompressibleProbe if self._request.is_compressible else Probe
+        header = kind(self._request.measurement)
         while self._left:
             await self._bulk.give_way()
             size = min(self._size, self._left)
@@ -222,8 +222,8 @@ class ProbeSender:
             began_s = loop.time()
             await self._bulk.transfer(self._peer, header, self._body[:size])
             # Two of them share the link, so each takes twice its own time. It doubles at most: buffers take the first.
-            wanted = int(TRANSFERS_QUEUED * size * BODY_S / max(loop.time() - began_s, 1e-6))
-            self._size = max(BODY_BYTES_MIN, min(wanted, 2 * size, BODY_BYTES_MAX))
+            target_bytes = int(TRANSFERS_QUEUED * size * BODY_S / max(loop.time() - began_s, 1e-6))
+            self._size = max(BODY_BYTES_MIN, min(target_bytes, 2 * size, BODY_BYTES_MAX))
 
     async def _count(self) -> _Counted:
         tcp = await self._bulk.tcp_now(self._peer)
@@ -234,11 +234,11 @@ class ProbeReceiver:
     """Counts the probes of one measurement as they arrive. `run` once; `opened` and `closed` from the transport.
 
     Args:
-        asked: how much, how long. now_ns: monotonic.
+        request: how much, how long. now_ns: monotonic.
     """
 
-    def __init__(self, asked: MeasurementRequested, *, now_ns: Callable[[], int]) -> None:
-        self._asked = asked
+    def __init__(self, request: MeasurementRequested, *, now_ns: Callable[[], int]) -> None:
+        self._request = request
         self._now_ns = now_ns
         self._buffer: memoryview | None = None
         self._marks: list[Mark] = []
@@ -275,15 +275,15 @@ class ProbeReceiver:
             self._marks[-1] = (self._marks[-1][0], total)  # a peer that sends tiny ones must not fill our memory
         else:
             self._marks.append((at_ns, total))
-        if at_ns >= self._marks[0][0] + self._asked.warm_up_ns:
+        if at_ns >= self._marks[0][0] + self._request.warm_up_ns:
             self._warm.set()
-        if at_ns >= self._end_ns or total >= self._asked.bytes_max:
+        if at_ns >= self._end_ns or total >= self._request.bytes_max:
             self._warm.set()  # bytes that are used up early are not waited for
             self._enough.set()
 
     @property
     def _end_ns(self) -> int:
-        return self._marks[0][0] + self._asked.warm_up_ns + self._asked.span_ns
+        return self._marks[0][0] + self._request.warm_up_ns + self._request.span_ns
 
     async def run(self) -> MeasurementReceived:
         """Wait for enough.
@@ -294,7 +294,7 @@ class ProbeReceiver:
         if not await _is_set_within(self._begun, START_S):
             raise LinkLost(f"nothing arrived in {START_S:.0f} s: rounds and recovery go before a measurement")
         cpu = [self._cpu_now()]
-        is_warm = await _is_set_within(self._warm, self._asked.warm_up_ns / NS_PER_S + LATE_S)
+        is_warm = await _is_set_within(self._warm, self._request.warm_up_ns / NS_PER_S + LATE_S)
         if is_warm and not self._enough.is_set():
             cpu.append(self._cpu_now())
         left_s = max(0.0, (self._end_ns - self._now_ns()) / NS_PER_S)
@@ -305,7 +305,7 @@ class ProbeReceiver:
         rates = goodput(self._marks, start_ns=start_ns, span_ns=span_ns)
         used, now = cpu[-1], self._cpu_now()
         return MeasurementReceived(
-            self._asked.measurement,
+            self._request.measurement,
             rates.mean,
             rates.median,
             rates.p10,
@@ -318,8 +318,8 @@ class ProbeReceiver:
     def _counted(self) -> tuple[int, int]:
         """Where what counts begins, and how long it is. Bytes used up too early: the second half of the time."""
         first_ns, last_ns = self._marks[0][0], self._marks[-1][0]
-        end_ns = min(last_ns, self._end_ns) if self.used_bytes >= self._asked.bytes_max else self._end_ns
-        warm_ns = min(self._asked.warm_up_ns, (end_ns - first_ns) // 2)
+        end_ns = min(last_ns, self._end_ns) if self.used_bytes >= self._request.bytes_max else self._end_ns
+        warm_ns = min(self._request.warm_up_ns, (end_ns - first_ns) // 2)
         return first_ns + warm_ns, max(1, end_ns - first_ns - warm_ns)
 
     @staticmethod
@@ -347,11 +347,11 @@ class ProbeReceivers:
         self._receivers: dict[tuple[str, int], ProbeReceiver] = {}
 
     @contextlib.contextmanager
-    def receiver(self, peer: str, asked: MeasurementRequested) -> Iterator[ProbeReceiver]:
+    def receiver(self, peer: str, request: MeasurementRequested) -> Iterator[ProbeReceiver]:
         """A receiver that gets what arrives, for as long as this lasts."""
-        key = (peer, asked.measurement)
-        self._expected[peer].expect(asked.measurement, asked.bytes_max)
-        self._receivers[key] = made = ProbeReceiver(asked, now_ns=self._now_ns)
+        key = (peer, request.measurement)
+        self._expected[peer].expect(request.measurement, request.bytes_max)
+        self._receivers[key] = made = ProbeReceiver(request, now_ns=self._now_ns)
         try:
             yield made
         finally:

@@ -1,16 +1,17 @@
-"""What two measuring ends say to each other, and the limits of what may be asked for. Pure.
+"""What two measuring ends send each other, and the limits of what may be requested. Pure.
 
 Echoes travel in the control lane, probes are bulk transfers in the measurement lane: both use the link that a run uses.
-The end that asks is the *asker*. It draws the measurement's number at random, so that two askers' numbers never meet.
+The end that requests is the *requester*, the other one the *responder*. The requester draws the measurement's number at
+random, so that two requesters' numbers never meet.
 
 - `MeasurementRequested` -> `MeasurementReady` or `MeasurementDeclined`; the latter also later, when it fails there
-- the asker sends: probes -> the other end says `MeasurementReceived` when it has enough
-- the asker receives: <- probes; it says `MeasurementStopped` when it has enough, the answer is `MeasurementSent`
+- the requester sends: probes -> the other end says `MeasurementReceived` when it has enough
+- the requester receives: <- probes; it says `MeasurementStopped` when it has enough, the answer is `MeasurementSent`
 - `LinkTestRequested`: measure from where you are to a third region -> `LinkMeasured` or `MeasurementDeclined`
-- `MeasurementStopped` at any time: the asker wants no more
+- `MeasurementStopped` at any time: the requester wants no more
 
-Ends without a core (`diloco-node measure`) can also compare with plain TCP. The end that was asked opens a port for the
-test, `MeasurementReady` says which, and the asker dials it.
+Ends without a core (`diloco-node measure`) can also compare with plain TCP. The responder opens a port for the
+test, `MeasurementReady` says which, and the requester dials it.
 """
 
 from __future__ import annotations
@@ -71,17 +72,17 @@ class PlainPort:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementRequested:
-    """The asker wants probes to flow between it and the receiver of this message.
+    """The requester wants probes to flow between it and the receiver of this message.
 
     Attributes:
-        is_asker_sending: who sends. is_compressible: encoded int4 values instead of random bytes.
+        is_requester_sending: who sends. is_compressible: encoded int4 values instead of random bytes.
         warm_up_ns: is not counted, from the first byte that arrives. span_ns: is counted after it.
         bytes_max: not more are sent, the warm-up included.
         plain_connections: plain TCP connections that carry the flow; 0: the link carries it.
     """
 
     measurement: int
-    is_asker_sending: bool
+    is_requester_sending: bool
     is_compressible: bool
     warm_up_ns: int
     span_ns: int
@@ -91,7 +92,7 @@ class MeasurementRequested:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementReady:
-    """Yes, now. `plain`: where to connect, if plain TCP was asked for."""
+    """Yes, now. `plain`: where to connect, if plain TCP was requested."""
 
     measurement: int
     plain: PlainPort | None
@@ -126,7 +127,7 @@ class MeasurementReceived:
 
 @dataclass(frozen=True, slots=True)
 class MeasurementStopped:
-    """The asker has enough, or gives up."""
+    """The requester has enough, or gives up."""
 
     measurement: int
 
@@ -174,7 +175,7 @@ class LinkMeasured:
     Attributes:
         p50_ns, p99_ns, jitter_ns: of round trips. answered, unanswered: echoes.
         bytes_per_s, p10, p90: of random bytes. sent_bytes, retransmitted_bytes: as in MeasurementSent.
-        plain_bytes_per_s: over plain TCP; 0: not measured. plain_error: why not, if it was asked for.
+        plain_bytes_per_s: over plain TCP; 0: not measured. plain_error: why not, if it was requested.
     """
 
     measurement: int
@@ -223,20 +224,22 @@ class CompressibleProbe:
 ProbeHeader = Probe | CompressibleProbe
 
 
-def check_request(asked: MeasurementRequested | LinkTestRequested) -> None:
+def check_request(request: MeasurementRequested | LinkTestRequested) -> None:
     """Refuse what is over the limits.
 
     Raises:
         ProtocolViolation: names the field, the value and the range.
     """
     limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, BYTES_MAX)]
-    if isinstance(asked, LinkTestRequested):
+    if isinstance(request, LinkTestRequested):
         limits.append(("probes_ns", 1, PROBES_NS_MAX))
     else:
         limits.append(("plain_connections", 0, CONNECTIONS_MAX))
-    for name, least, most in limits:
-        if not least <= getattr(asked, name) <= most:
-            raise ProtocolViolation(f"a measurement with {name} {getattr(asked, name)}; {least} to {most} are allowed")
+    for name, lower, upper in limits:
+        if not lower <= getattr(request, name) <= upper:
+            raise ProtocolViolation(
+                f"a measurement with {name} {getattr(request, name)}; {lower} to {upper} are allowed"
+            )
 
 
 def check_plain(plain: PlainPort) -> None:
@@ -247,6 +250,6 @@ def check_plain(plain: PlainPort) -> None:
         raise ProtocolViolation(f"port {plain.port} for a measurement; 1 to {PORT_MAX} are allowed")
 
 
-def all_bytes_max(asked: MeasurementRequested | LinkTestRequested) -> int:
-    """The most that may flow for what was asked."""
-    return asked.bytes_max * (2 if isinstance(asked, LinkTestRequested) and asked.is_plain_too else 1)
+def all_bytes_max(request: MeasurementRequested | LinkTestRequested) -> int:
+    """The most that may flow for what was requested."""
+    return request.bytes_max * (2 if isinstance(request, LinkTestRequested) and request.is_plain_too else 1)

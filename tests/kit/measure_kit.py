@@ -13,11 +13,11 @@ import pytest
 from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
-from diloco_node.measure import answering, asking, echoes, plain, probes
-from diloco_node.measure.asking import FlowRequest
+from diloco_node.measure import echoes, plain, probes, requester, responder
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import KINDS, Measuring
 from diloco_node.measure.probes import FlowTimes
+from diloco_node.measure.requester import FlowRequest
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
@@ -49,7 +49,7 @@ class Region:
         self.pool = ThreadPoolExecutor(3)
         self.up: set[str] = set()
         self.rounds: list[BulkHeader] = []
-        self.heard: list[tuple[str, Message]] = []
+        self.received: list[tuple[str, Message]] = []
         self.changed = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
         self.transport: GrpcTransport
@@ -100,7 +100,7 @@ class Region:
         self.pool.shutdown()
 
     def control_arrived(self, peer: str, message: Message) -> None:
-        self.heard.append((peer, message))
+        self.received.append((peer, message))
         if isinstance(message, MeasureMessage):
             self.measuring.control_arrived(peer, message)
         self.changed.set()
@@ -162,10 +162,10 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patience with a machine that stands still: an echo or an end that comes late is none that stays away."""
     for module, name in (
         (echoes, "UNANSWERED_AFTER_S"),
-        (asking, "ANSWER_S"),
-        (asking, "START_S"),
-        (asking, "LATE_S"),
-        (answering, "LINGER_S"),
+        (requester, "ANSWER_S"),
+        (requester, "START_S"),
+        (requester, "LATE_S"),
+        (responder, "LINGER_S"),
         (plain, "JOIN_S"),
         (plain, "DIAL_S"),
         (plain, "GREET_S"),
@@ -178,7 +178,7 @@ def be_patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
     """What a peer would ask for: that we send to it over the link."""
     given: dict[str, Any] = {
-        "is_asker_sending": False,
+        "is_requester_sending": False,
         "is_compressible": False,
         "warm_up_ns": 0,
         "span_ns": 1000,
@@ -188,14 +188,14 @@ def wish(number: int, **changes: Any) -> msg.MeasurementRequested:
     return msg.MeasurementRequested(number, **{**given, **changes})
 
 
-def wanted(peer: str = "b", **changes: Any) -> FlowRequest:
+def a_flow(peer: str = "b", **changes: Any) -> FlowRequest:
     given = {"is_sending": True, "is_compressible": False, "times": QUICK, "bytes_max": 10**9, **changes}
     return FlowRequest(peer, **given)
 
 
 async def idle(region: Region) -> None:
     """Wait until a region has done what peers asked for."""
-    serving = list(region.measuring._answering._serving.values())
+    serving = list(region.measuring._responder._serving.values())
     if serving:
         await asyncio.wait(serving, timeout=DEADLINE_S)
     assert region.measuring.describe() == ""

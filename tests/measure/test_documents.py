@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from diloco_node.errors import DilocoError, LinkLost, PeersUnreachable
-from diloco_node.measure.asking import FlowMeasured
 from diloco_node.measure.documents import (
     FlowCase,
     failure_document,
@@ -18,6 +17,7 @@ from diloco_node.measure.documents import (
     run_series,
 )
 from diloco_node.measure.echoes import LatencyMeasured
+from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived, MeasurementSent
 

@@ -24,7 +24,7 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire import tables
 from diloco_node.wire.measure_messages import NS_PER_S, PlainPort
-from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, be_patient, wanted
+from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, a_flow, be_patient
 from tests.kit.transport_kit import Recorder, expect_no_orphans
 
 FREE = ("127.0.0.1", 0)
@@ -86,7 +86,7 @@ async def test_a_flow_over_as_many_connections_as_the_dialing_side_chose(
     end = await run.serve()
     measuring = await run.linked(connections)
     assert measuring.connections("b") == connections
-    found = await measuring.flow(wanted(is_sending=is_sending))
+    found = await measuring.flow(a_flow(is_sending=is_sending))
     assert found.received.mean > 0
     assert found.sent.wire_bytes > 0, "it goes through the measurement lane"
     assert found.sent.sent_bytes >= found.sent.retransmitted_bytes >= 0
@@ -96,8 +96,8 @@ async def test_a_flow_over_as_many_connections_as_the_dialing_side_chose(
 async def test_each_test_of_a_series_has_a_link_of_its_own(run: Run) -> None:
     await run.serve()
     command = MeasureCommand("a", ("b",), run.dialer())
-    asked = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}
-    found = await command.run({**asked, "connections": [2, 1]}, lambda _: None)
+    request = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}
+    found = await command.run({**request, "connections": [2, 1]}, lambda _: None)
     kinds = [("transport", "random"), ("transport", "int4"), ("plain", "random")]
     assert [(one["path"], one["body"], one["connections"]) for one in found["tests"]] == [
         (*kind, count) for count in (1, 2) for kind in kinds
@@ -136,7 +136,7 @@ async def test_who_goes_away_in_the_middle_leaves_the_other_end_free(run: Run) -
     end = await run.serve()
     for plain_connections in (0, 2):
         async with run.dialer()(("b",), 1) as measuring:
-            long = wanted(times=FlowTimes(0, 50 * NS_PER_S), plain_connections=plain_connections)
+            long = a_flow(times=FlowTimes(0, 50 * NS_PER_S), plain_connections=plain_connections)
             flow = asyncio.create_task(measuring.flow(long))
             async with asyncio.timeout(DEADLINE_S):
                 while not end.describe():  # noqa: ASYNC110 - nothing tells
@@ -249,7 +249,7 @@ async def test_what_is_not_for_measuring_costs_the_peer_its_link(run: Run) -> No
 async def test_a_flow_over_plain_connections(run: Run, connections: int, is_sending: bool) -> None:
     end = await run.serve()
     measuring = await run.linked()
-    found = await measuring.flow(wanted(is_sending=is_sending, plain_connections=connections))
+    found = await measuring.flow(a_flow(is_sending=is_sending, plain_connections=connections))
     assert found.received.mean > 0
     assert found.sent.sent_bytes > 0, "counted on these connections"
     assert found.used_bytes > 0
@@ -261,8 +261,8 @@ async def test_a_flow_over_plain_connections(run: Run, connections: int, is_send
 async def test_an_end_that_takes_no_plain_tcp_says_so_and_the_rest_is_measured(run: Run) -> None:
     await run.serve(plain_listen=None)
     command = MeasureCommand("a", ("b",), run.dialer())
-    asked = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}
-    found = await command.run({**asked, "connections": [1]}, lambda _: None)
+    request = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1, "plain": True}
+    found = await command.run({**request, "connections": [1]}, lambda _: None)
     assert [one["path"] for one in found["tests"]] == ["transport", "transport"]
     assert "no plain TCP beside it: b can't: it takes no plain TCP: only `measure serve` does" in found["plain_error"]
 
@@ -272,7 +272,7 @@ async def test_a_plain_port_that_is_taken_is_said_to_who_asks(run: Run) -> None:
         await run.serve(plain_listen=("127.0.0.1", taken.getsockname()[1]))
         measuring = await run.linked()
         with pytest.raises(PeerError, match=r"b can't: port \d+ for plain TCP can't be bound .*another --plain-port"):
-            await measuring.flow(wanted(plain_connections=1))
+            await measuring.flow(a_flow(plain_connections=1))
 
 
 async def test_a_plain_port_that_is_shut_is_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,7 +285,7 @@ async def test_a_plain_port_that_is_shut_is_named(run: Run, monkeypatch: pytest.
 
     monkeypatch.setattr(PlainListener, "where", property(shut))
     with pytest.raises(PeersUnreachable, match=r"its port for plain TCP, \d+ at 127.0.0.1, can't be reached"):
-        await measuring.flow(wanted(plain_connections=2))
+        await measuring.flow(a_flow(plain_connections=2))
     await idle(end)
 
 
@@ -297,10 +297,10 @@ async def test_who_asks_for_plain_tcp_and_does_not_come_is_told(run: Run, monkey
         await asyncio.sleep(DEADLINE_S)
         yield
 
-    monkeypatch.setattr("diloco_node.measure.asking.dialed", nobody)
+    monkeypatch.setattr("diloco_node.measure.requester.dialed", nobody)
     end = await run.serve()
     measuring = await run.linked()
-    flow = asyncio.create_task(measuring.flow(wanted(plain_connections=2)))
+    flow = asyncio.create_task(measuring.flow(a_flow(plain_connections=2)))
     async with asyncio.timeout(DEADLINE_S):
         while not end.describe():  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
@@ -344,21 +344,21 @@ async def test_more_bytes_than_agreed_over_plain_tcp_are_a_strike(run: Run) -> N
     end = await run.serve()
     async with measuring_end(run.identity("a"), {"b": run.addresses["b"]}, times=LINKS) as other:
         assert await ends._link_up(other, "b", 1) == ""
-        heard: asyncio.Queue[Any] = asyncio.Queue()
-        other.transport.register(Heard(heard), frozenset({msg.MeasurementReady, msg.MeasurementDeclined}))
+        received: asyncio.Queue[Any] = asyncio.Queue()
+        other.transport.register(Received(received), frozenset({msg.MeasurementReady, msg.MeasurementDeclined}))
         other.transport.send("b", msg.MeasurementRequested(5, True, False, 0, 60 * NS_PER_S, 300_000, 1))
-        ready = await asyncio.wait_for(heard.get(), DEADLINE_S)
+        ready = await asyncio.wait_for(received.get(), DEADLINE_S)
         async with dialed("b", "127.0.0.1", ready.plain, 1) as sender:
             with contextlib.suppress(LinkLost):
                 for _ in range(1000):
                     await sender.transfer("b", msg.Probe(5), memoryview(bytes(200_000)))
-            declined = await asyncio.wait_for(heard.get(), DEADLINE_S)
+            declined = await asyncio.wait_for(received.get(), DEADLINE_S)
         assert "are left of the measurement" in declined.reason
         assert end.transport.rejections["a", "protocol"] == 1
     await idle(end)
 
 
-class Heard:
+class Received:
     """Keeps the messages of a peer."""
 
     def __init__(self, queue: asyncio.Queue[Any]) -> None:

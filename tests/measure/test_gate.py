@@ -30,62 +30,62 @@ def gate_of(*peers: str, is_bounded: bool = True) -> MeasuringGate:
 def test_one_measurement_at_a_time_and_the_refusal_says_which() -> None:
     gate = gate_of("b", "c")
     assert gate.describe(now_ns=0) == ""
-    assert gate.begin("bandwidth to b", asker=None, bytes_max=0, now_ns=0) == ""
-    for asker in ("b", "c", None):
-        reason = gate.begin("latency", asker=asker, bytes_max=1, now_ns=7 * S)
+    assert gate.begin("bandwidth to b", requester=None, bytes_max=0, now_ns=0) == ""
+    for requester in ("b", "c", None):
+        reason = gate.begin("latency", requester=requester, bytes_max=1, now_ns=7 * S)
         assert reason == "busy with another measurement: bandwidth to b (since 7 s); try again"
     gate.end(used_bytes=0)
-    assert gate.begin("bandwidth from c", asker="c", bytes_max=1, now_ns=8 * S) == ""
+    assert gate.begin("bandwidth from c", requester="c", bytes_max=1, now_ns=8 * S) == ""
     assert gate.describe(now_ns=9 * S) == "bandwidth from c (asked by c, since 1 s)"
 
 
 def test_a_refused_request_costs_the_peer_nothing() -> None:
     gate = gate_of("b")
-    gate.begin("mine", asker=None, bytes_max=0, now_ns=0)
+    gate.begin("mine", requester=None, bytes_max=0, now_ns=0)
     for _ in range(100):
-        assert gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=0)
+        assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0)
     gate.end(used_bytes=0)
-    assert gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=0) == ""
+    assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0) == ""
 
 
 def test_a_peer_may_have_so_many_bytes_measured_and_then_has_to_wait() -> None:
     gate = gate_of("b", "c")
     for _ in range(REQUEST_BYTES_SAVED_MAX // TEST_BYTES):
-        assert gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=0) == ""
+        assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0) == ""
         gate.end(used_bytes=TEST_BYTES)
-    assert "b has asked for too many bytes lately" in gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=0)
-    assert gate.begin("x", asker="c", bytes_max=TEST_BYTES, now_ns=0) == "", "each peer has its own"
+    assert "b has asked for too many bytes lately" in gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0)
+    assert gate.begin("x", requester="c", bytes_max=TEST_BYTES, now_ns=0) == "", "each peer has its own"
     gate.end(used_bytes=0)
     later_ns = TEST_BYTES * S // REQUEST_BYTES_PER_S
-    assert gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=later_ns) == ""
+    assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=later_ns) == ""
 
 
 def test_what_was_not_used_is_given_back() -> None:
     gate = gate_of("b")
     for _ in range(1000):
-        assert gate.begin("x", asker="b", bytes_max=TEST_BYTES, now_ns=0) == ""
+        assert gate.begin("x", requester="b", bytes_max=TEST_BYTES, now_ns=0) == ""
         gate.end(used_bytes=1000)
 
 
 def test_the_operator_is_not_limited_by_bytes_over_time() -> None:
     gate = gate_of("b")
     for _ in range(1000):
-        assert gate.begin("x", asker=None, bytes_max=TEST_BYTES, now_ns=0) == ""
+        assert gate.begin("x", requester=None, bytes_max=TEST_BYTES, now_ns=0) == ""
         gate.end(used_bytes=TEST_BYTES)
 
 
 def test_more_at_once_than_may_be_saved_is_refused_whatever_is_there() -> None:
     gate = gate_of("b")
     for now_ns in (0, 10**6 * S):
-        reason = gate.begin("x", asker="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=now_ns)
+        reason = gate.begin("x", requester="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=now_ns)
         assert "too many bytes" in reason
-    assert gate.begin("x", asker="b", bytes_max=REQUEST_BYTES_SAVED_MAX, now_ns=0) == ""
+    assert gate.begin("x", requester="b", bytes_max=REQUEST_BYTES_SAVED_MAX, now_ns=0) == ""
 
 
 def test_an_end_that_only_measures_has_no_limit_of_bytes() -> None:
     gate = gate_of("b", is_bounded=False)
     for _ in range(1000):
-        assert gate.begin("x", asker="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=0) == ""
+        assert gate.begin("x", requester="b", bytes_max=REQUEST_BYTES_SAVED_MAX + 1, now_ns=0) == ""
         gate.end(used_bytes=REQUEST_BYTES_SAVED_MAX)
 
 

@@ -15,14 +15,14 @@ from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import echoes, probes
-from diloco_node.measure.asking import FlowMeasured, FlowRequest
 from diloco_node.measure.command import DAEMON_BYTES_MAX, parse_request
 from diloco_node.measure.gate import ECHOES_SAVED_MAX
 from diloco_node.measure.probes import FlowTimes
+from diloco_node.measure.requester import FlowMeasured, FlowRequest
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import NS_PER_S, MeasureMessage, Probe
-from tests.kit.measure_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, be_patient, idle, wanted, wish
+from tests.kit.measure_kit import DEADLINE_S, MB, NAMES, STRIPE, Region, Regions, a_flow, be_patient, idle, wish
 
 BURST_S = 0.25
 """So much of a budget may have been saved up when work begins, and gone before it is booked."""
@@ -58,14 +58,14 @@ async def test_round_trips_under_load_meet_the_load(regions: Regions) -> None:
     times = FlowTimes(100_000_000, 2 * NS_PER_S)
     for is_sending, sender, peer in ((True, a, "b"), (False, b, "a")):
         before = sender.lane(peer)
-        found = await a.measuring.loaded_latency(wanted(is_sending=is_sending, times=times), 0.3)
+        found = await a.measuring.loaded_latency(a_flow(is_sending=is_sending, times=times), 0.3)
         assert found.latency.answered > 0
         assert sender.lane(peer) - before > 64 * 1024, "at least a transfer"
 
 
 async def test_a_load_that_is_over_before_the_link_is_full_is_none(regions: Regions) -> None:
     a, _ = await regions.start()
-    short = wanted(times=FlowTimes(30 * NS_PER_S, 60 * NS_PER_S), bytes_max=10**5)
+    short = a_flow(times=FlowTimes(30 * NS_PER_S, 60 * NS_PER_S), bytes_max=10**5)
     with pytest.raises(LinkLost, match="100000 bytes were used up before the link was full: allow more with --most"):
         await a.measuring.loaded_latency(short, 0.1)
     assert a.measuring.describe() == ""
@@ -118,7 +118,7 @@ async def test_goodput_within_the_senders_budget_is_booked_under_measurement(
     times = FlowTimes(300_000_000, 1_000_000_000)
     loop = asyncio.get_running_loop()
     started_s = loop.time()
-    found = await a.measuring.flow(wanted(is_sending=is_sending, times=times))
+    found = await a.measuring.flow(a_flow(is_sending=is_sending, times=times))
     assert sender.lane(peer) <= rate * (loop.time() - started_s + BURST_S)
     assert 0 < found.received.mean * times.span_ns / NS_PER_S < sender.lane(peer)
     assert found.received.p10 <= found.received.median <= found.received.p90
@@ -135,8 +135,8 @@ async def test_compressible_bytes_count_before_zstd(regions: Regions) -> None:
     times = FlowTimes(300_000_000, 1_000_000_000)
     gains = []
     for _ in range(ATTEMPTS):  # a second in which the machine stood still is not the same second at both ends
-        random = await a.measuring.flow(wanted(times=times))
-        encoded = await a.measuring.flow(wanted(times=times, is_compressible=True))
+        random = await a.measuring.flow(a_flow(times=times))
+        encoded = await a.measuring.flow(a_flow(times=times, is_compressible=True))
         by_received = encoded.received.mean / random.received.mean
         gains.append(by_received / (encoded.sent.wire_bytes / random.sent.wire_bytes))
         if 1.1 < gains[-1] < 1.4:
@@ -149,7 +149,7 @@ async def test_a_flow_ends_with_its_bytes(regions: Regions) -> None:
     times = FlowTimes(200_000_000, 60 * NS_PER_S)
     for is_sending, sender, peer in ((True, a, "b"), (False, b, "a")):
         before = sender.lane(peer)
-        found = await a.measuring.flow(wanted(times=times, bytes_max=2 * MB, is_sending=is_sending))
+        found = await a.measuring.flow(a_flow(times=times, bytes_max=2 * MB, is_sending=is_sending))
         assert found.used_bytes == 2 * MB
         assert 2 * MB < sender.lane(peer) - before < 2.6 * MB
         assert found.received.span_ns < times.span_ns // 2
@@ -160,7 +160,7 @@ async def test_rounds_go_before_a_measurement(regions: Regions) -> None:
     rate = 2 * MB
     a, b = await regions.start(budget={"a": BudgetPlan(RateLimits(egress=rate))})
     times = FlowTimes(100_000_000, 60 * NS_PER_S)
-    flow = asyncio.create_task(a.measuring.flow(wanted(times=times, bytes_max=2 * MB)))
+    flow = asyncio.create_task(a.measuring.flow(a_flow(times=times, bytes_max=2 * MB)))
     async with asyncio.timeout(DEADLINE_S):
         while a.lane("b") < MB // 4:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
@@ -230,23 +230,23 @@ async def test_a_mesh_tells_which_rows_could_not_be_reached(regions: Regions) ->
 
 async def test_a_peer_that_is_busy_says_with_what(regions: Regions) -> None:
     a, b, c = await regions.start("abc", {"c": BudgetPlan(RateLimits(egress=1 * MB))})
-    flow = asyncio.create_task(c.measuring.flow(wanted("b", times=FlowTimes(0, 50 * NS_PER_S))))
+    flow = asyncio.create_task(c.measuring.flow(a_flow("b", times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     with pytest.raises(PeerError, match=r"b can't: busy with another measurement: bandwidth from c \(asked by c"):
-        await a.measuring.flow(wanted("b"))
+        await a.measuring.flow(a_flow("b"))
     with pytest.raises(PeerError, match=r"c is busy with another measurement: bandwidth to b \(since"):
         await c.measuring.latency("a", 0.1)
     flow.cancel()
     await asyncio.gather(flow, return_exceptions=True)
     await idle(b)
-    assert (await a.measuring.flow(wanted("b"))).received.mean > 0
+    assert (await a.measuring.flow(a_flow("b"))).received.mean > 0
 
 
 async def test_no_link_is_said_with_its_reason(regions: Regions) -> None:
     a, b = await regions.start()
     await b.stop()
     await a.until(lambda: not a.up)
-    for work in (a.measuring.latency("b", 0.1), a.measuring.flow(wanted()), a.measuring.loaded_latency(wanted(), 0.1)):
+    for work in (a.measuring.latency("b", 0.1), a.measuring.flow(a_flow()), a.measuring.loaded_latency(a_flow(), 0.1)):
         with pytest.raises(PeersUnreachable, match="a has no link to b"):
             await work
     assert a.measuring.describe() == ""
@@ -255,7 +255,7 @@ async def test_no_link_is_said_with_its_reason(regions: Regions) -> None:
 @pytest.mark.parametrize("is_sending", [True, False], ids=["out", "in"])
 async def test_a_link_that_is_lost_ends_the_measurement_on_both_sides(regions: Regions, is_sending: bool) -> None:
     a, b = await regions.start(budget=dict.fromkeys("ab", BudgetPlan(RateLimits(egress=1 * MB))))
-    flow = asyncio.create_task(a.measuring.flow(wanted(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
+    flow = asyncio.create_task(a.measuring.flow(a_flow(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     await asyncio.sleep(0.1)
     a.transport._links["b"].drop("a test")
@@ -270,7 +270,7 @@ async def test_a_link_that_is_lost_ends_the_measurement_on_both_sides(regions: R
 @pytest.mark.parametrize("is_sending", [True, False], ids=["out", "in"])
 async def test_who_goes_away_in_the_middle_stops_the_other_end(regions: Regions, is_sending: bool) -> None:
     a, b = await regions.start(budget=dict.fromkeys("ab", BudgetPlan(RateLimits(egress=1 * MB))))
-    flow = asyncio.create_task(a.measuring.flow(wanted(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
+    flow = asyncio.create_task(a.measuring.flow(a_flow(is_sending=is_sending, times=FlowTimes(0, 50 * NS_PER_S))))
     await b.until(lambda: b.measuring.describe())
     await asyncio.sleep(0.1)
     flow.cancel()
@@ -278,7 +278,7 @@ async def test_who_goes_away_in_the_middle_stops_the_other_end(regions: Regions,
     assert a.measuring.describe() == ""
     await idle(b)
     assert a.up == {"b"}, "giving up is no reason to lose the link"
-    assert (await a.measuring.flow(wanted(is_sending=is_sending))).received.mean > 0
+    assert (await a.measuring.flow(a_flow(is_sending=is_sending))).received.mean > 0
 
 
 async def test_nothing_that_arrives_is_an_error_and_not_a_rate(
@@ -292,7 +292,7 @@ async def test_nothing_that_arrives_is_an_error_and_not_a_rate(
 
     monkeypatch.setattr(b.transport, "transfer", no_transfer)
     with pytest.raises(LinkLost, match="nothing arrived in 0 s: rounds and recovery go before"):
-        await a.measuring.flow(wanted(is_sending=False))
+        await a.measuring.flow(a_flow(is_sending=False))
     assert a.measuring.describe() == ""
 
 
@@ -317,14 +317,14 @@ async def test_probes_nobody_agreed_to_cost_the_peer_its_link(regions: Regions) 
 
 async def test_more_probes_than_agreed_cost_the_peer_its_link(regions: Regions) -> None:
     a, b = await regions.start()
-    a.transport.send("b", wish(5, is_asker_sending=True, span_ns=10 * NS_PER_S, bytes_max=300_000))
-    await a.until(lambda: ("b", msg.MeasurementReady(5, None)) in a.heard)
+    a.transport.send("b", wish(5, is_requester_sending=True, span_ns=10 * NS_PER_S, bytes_max=300_000))
+    await a.until(lambda: ("b", msg.MeasurementReady(5, None)) in a.received)
     await until_lost(a, Probe(5))
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "message",
     [
         wish(5, span_ns=msg.SPAN_NS_MAX + 1),
         wish(5, bytes_max=msg.BYTES_MAX + 1),
@@ -332,9 +332,9 @@ async def test_more_probes_than_agreed_cost_the_peer_its_link(regions: Regions) 
     ],
     ids=["seconds", "bytes", "probes"],
 )
-async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Regions, asked: MeasureMessage) -> None:
+async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Regions, message: MeasureMessage) -> None:
     a, b = await regions.start()
-    a.transport.send("b", asked)
+    a.transport.send("b", message)
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
     assert b.lane("a") == 0
 
@@ -344,9 +344,9 @@ async def test_a_peer_that_asks_again_and_again_is_told_no(regions: Regions) -> 
     a.measuring._receivers._expected["b"].expect(0, 10**6)
     for number in range(50):
         a.transport.send("b", wish(number, span_ns=60 * NS_PER_S, bytes_max=10**6))
-    await a.until(lambda: sum(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard) == 49)
-    assert sum(isinstance(one, msg.MeasurementReady) for _, one in a.heard) <= 1
-    assert len(b.measuring._answering._serving) == 1
+    await a.until(lambda: sum(isinstance(one, msg.MeasurementDeclined) for _, one in a.received) == 49)
+    assert sum(isinstance(one, msg.MeasurementReady) for _, one in a.received) <= 1
+    assert len(b.measuring._responder._serving) == 1
     a.transport.send("b", msg.MeasurementStopped(0))
     await idle(b)
 
@@ -365,10 +365,10 @@ async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> 
     b.measuring._echoes._now_ns = lambda: now_ns
     for number in range(900):
         a.transport.send("b", msg.EchoRequest(number))
-    await b.until(lambda: len(b.heard) == 900)
+    await b.until(lambda: len(b.received) == 900)
     a.transport.send("b", msg.LinkTestRequested(7, "nobody", 1, 0, 1, 1, False))  # its answer comes after all echoes
-    await a.until(lambda: any(isinstance(one, msg.MeasurementDeclined) for _, one in a.heard))
-    answered = sum(isinstance(one, msg.EchoReply) for _, one in a.heard)
+    await a.until(lambda: any(isinstance(one, msg.MeasurementDeclined) for _, one in a.received))
+    answered = sum(isinstance(one, msg.EchoReply) for _, one in a.received)
     assert answered == ECHOES_SAVED_MAX
 
 
@@ -388,8 +388,8 @@ async def test_late_and_foreign_answers_are_nothing(regions: Regions) -> None:
 
 async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: Regions) -> None:
     a, b = await regions.start()
-    exchanges = a.measuring._asking._exchanges
-    flow = asyncio.create_task(a.measuring.flow(wanted()))
+    exchanges = a.measuring._requester._exchanges
+    flow = asyncio.create_task(a.measuring.flow(a_flow()))
     await b.until(lambda: b.measuring.describe())
     (number,) = (key[1] for key in exchanges)
     b.transport.send("a", msg.MeasurementSent(number, 0, 0, 0, 0, 0))
@@ -400,9 +400,9 @@ async def test_a_peer_that_answers_nonsense_fails_the_measurement_only(regions: 
 
 async def test_what_a_peer_says_in_its_own_words_is_no_command_to_a_terminal(regions: Regions) -> None:
     a, b = await regions.start()
-    flow = asyncio.create_task(a.measuring.flow(wanted()))
+    flow = asyncio.create_task(a.measuring.flow(a_flow()))
     await b.until(lambda: b.measuring.describe())
-    (number,) = (key[1] for key in a.measuring._asking._exchanges)
+    (number,) = (key[1] for key in a.measuring._requester._exchanges)
     b.transport.send("a", msg.MeasurementDeclined(number, "no\x1b[2J\nné"))
     with pytest.raises(PeerError, match=r"b can't: no\?\[2J\?né"):
         await asyncio.wait_for(flow, DEADLINE_S)
@@ -441,16 +441,16 @@ async def test_what_fails_late_in_a_series_leaves_what_was_measured(
     a, b = await regions.start()
     flow = a.measuring.flow
 
-    async def is_busy_at_the_end(wanted: FlowRequest) -> FlowMeasured:
+    async def is_busy_at_the_end(a_flow: FlowRequest) -> FlowMeasured:
         with contextlib.ExitStack() as stack:
-            if wanted.is_compressible:
-                stack.enter_context(b.measuring._turn("what b does itself"))
-            return await flow(wanted)
+            if a_flow.is_compressible:
+                stack.enter_context(b.measuring._exclusive("what b does itself"))
+            return await flow(a_flow)
 
     monkeypatch.setattr(a.measuring, "flow", is_busy_at_the_end)
     kept: list[dict[str, Any]] = []
-    asked = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1}
-    found = await a.command().run(asked, lambda _: None, kept.append)
+    request = {"what": "bandwidth", "peer": "b", "seconds": 0.2, "warm_up_seconds": 0.1}
+    found = await a.command().run(request, lambda _: None, kept.append)
     assert [one["body"] for one in found["tests"]] == ["random"]
     ((body, error),) = [(one["body"], one["error"]) for one in found["failures"]]
     assert body == "int4"
@@ -465,7 +465,7 @@ async def test_what_fails_late_in_a_series_leaves_what_was_measured(
 async def test_a_daemon_opens_no_port_for_plain_tcp(regions: Regions) -> None:
     a, b = await regions.start()
     with pytest.raises(PeerError, match="b can't: it takes no plain TCP: only `measure serve` does"):
-        await a.measuring.flow(wanted(plain_connections=1))
+        await a.measuring.flow(a_flow(plain_connections=1))
     assert a.measuring.describe() == b.measuring.describe() == ""
     assert a.up == {"b"}
 
@@ -518,5 +518,5 @@ def test_what_an_operator_asks_for_is_checked(change: dict[str, Any], text: str)
 
 def test_without_a_daemon_more_can_be_asked_for() -> None:
     document = {"what": "bandwidth", "peer": "b", "seconds": 5, "bytes_max": msg.BYTES_MAX, "plain": True}
-    asked = parse_request({**document, "connections": [8, 1, 8]}, region="a", peers=("b",), is_daemon=False)
-    assert (asked.connections, asked.plain, asked.bytes_max) == ((1, 8), True, msg.BYTES_MAX)
+    request = parse_request({**document, "connections": [8, 1, 8]}, region="a", peers=("b",), is_daemon=False)
+    assert (request.connections, request.plain, request.bytes_max) == ((1, 8), True, msg.BYTES_MAX)

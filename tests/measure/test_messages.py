@@ -98,9 +98,9 @@ def test_a_region_that_is_none_is_refused_on_the_wire(name: str) -> None:
     ],
 )
 def test_a_measurement_over_the_limits_is_refused(field: str, value: int) -> None:
-    for asked in (ASKED, LINK) if hasattr(ASKED, field) else (LINK,):
+    for request in (ASKED, LINK) if hasattr(ASKED, field) else (LINK,):
         with pytest.raises(ProtocolViolation, match=rf"{field} {value}"):
-            g.check_request(dataclasses.replace(asked, **{field: value}))  # type: ignore[arg-type]
+            g.check_request(dataclasses.replace(request, **{field: value}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [-1, g.CONNECTIONS_MAX + 1])

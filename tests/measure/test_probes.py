@@ -49,8 +49,8 @@ class Link:
         return self.tcp.pop(0)
 
     def sends(self, bytes_max: int, span_ns: int = 60 * NS_PER_S) -> ProbeSender:
-        asked = wish(7, span_ns=span_ns, bytes_max=bytes_max)
-        self.end = ProbeSender(self, "b", asked, BODY, lambda: 10 * sum(self.sizes))
+        request = wish(7, span_ns=span_ns, bytes_max=bytes_max)
+        self.end = ProbeSender(self, "b", request, BODY, lambda: 10 * sum(self.sizes))
         return self.end
 
 
@@ -131,7 +131,7 @@ async def test_the_same_memory_takes_all_transfers() -> None:
 
 async def test_tiny_probes_leave_few_marks_and_count_all_the_same() -> None:
     at_ns = [0]
-    end = ProbeReceiver(wish(1, is_asker_sending=True, span_ns=10**9, bytes_max=10**9), now_ns=lambda: at_ns[0])
+    end = ProbeReceiver(wish(1, is_requester_sending=True, span_ns=10**9, bytes_max=10**9), now_ns=lambda: at_ns[0])
     for _ in range(10_000):
         end.opened(1)
         at_ns[0] += MARK_NS // 100
@@ -142,8 +142,8 @@ async def test_tiny_probes_leave_few_marks_and_count_all_the_same() -> None:
 
 async def test_encoded_values_are_sent_as_what_zstd_pays_on() -> None:
     link = Link(enough=MB)
-    asked = wish(7, span_ns=60 * NS_PER_S, bytes_max=MB, is_compressible=True)
-    link.end = ProbeSender(link, "b", asked, BODY, lambda: 0)
+    request = wish(7, span_ns=60 * NS_PER_S, bytes_max=MB, is_compressible=True)
+    link.end = ProbeSender(link, "b", request, BODY, lambda: 0)
     await link.end.run()
     assert link.headers == {CompressibleProbe(7)}
 

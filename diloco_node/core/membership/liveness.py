@@ -49,7 +49,7 @@ class _Peer:
 class Liveness:
     """Sends heartbeats and reads those of the others.
 
-    A region is alive while its heartbeats arrive. Two regions reach each other when each reports the other's heartbeats.
+    A region is alive while its heartbeats arrive. Two regions reach each other when each gets the other's heartbeats.
     The own learner's status is here too, so that there is one place for all of them.
     """
 

@@ -22,9 +22,9 @@ from diloco_node.cli.measure.daemon import Running, find_daemon
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
-from diloco_node.measure.asking import FlowMeasured
 from diloco_node.measure.documents import FlowCase, flow_document, latency_document, pair_document
 from diloco_node.measure.echoes import LatencyMeasured
+from diloco_node.measure.requester import FlowMeasured
 from diloco_node.measure.samples import summarise_rtts
 from diloco_node.transport.certs import init_run
 from diloco_node.unix_sockets import socket_path

@@ -23,10 +23,10 @@ from diloco_node.cli.measure import run as measure_run
 from diloco_node.cli.measure.run import own_folder
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
-from diloco_node.measure import answering, asking, echoes, ends, plain, probes
-from diloco_node.measure.asking import AskingPeers, FlowMeasured, FlowRequest
+from diloco_node.measure import echoes, ends, plain, probes, requester, responder
 from diloco_node.measure.ends import Dialer, measuring_end
 from diloco_node.measure.measuring import Measuring
+from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
 from diloco_node.transport.certs import init_run, load_identity
 
 COLUMNS = 100
@@ -91,8 +91,8 @@ def ends_of_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ends]
     # Patience with a machine that stands still: of a probe that comes back late, and of ends that come late.
     for module, name in (
         (ends, "LINK_S"),
-        (asking, "ANSWER_S"),
-        (answering, "LINGER_S"),
+        (requester, "ANSWER_S"),
+        (responder, "LINGER_S"),
         (echoes, "UNANSWERED_AFTER_S"),
         (plain, "DIAL_S"),
         (plain, "JOIN_S"),
@@ -240,7 +240,7 @@ def test_round_trips_are_shown_when_those_under_load_fail(
     async def breaks(*_: Any, **__: Any) -> FlowMeasured:
         raise LinkLost("us: the stream ended")
 
-    monkeypatch.setattr(AskingPeers, "flow", breaks)
+    monkeypatch.setattr(MeasurementRequester, "flow", breaks)
     assert main(["measure", "latency", "us", "-r", "asia", "--load", *QUICK]) == 5
     said = capsys.readouterr()
     assert [line.split()[0] for line in said.out.splitlines()[:2]] == ["load", "none"]

@@ -1,4 +1,4 @@
-"""What this end asks peers to measure: flows from here or to here, and links from there to a third region."""
+"""What this end requests peers to measure: flows from here or to here, and links from there to a third region."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class FlowMeasured:
     used_bytes: int
 
 
-class AskingPeers:
-    """The exchanges with peers that are to measure.
+class MeasurementRequester:
+    """The exchanges with peers that were requested to measure.
 
     Args:
         transport: the links. receivers: those that are here. executor: makes what is sent.
@@ -84,7 +84,7 @@ class AskingPeers:
             del self._exchanges[peer, measurement]
 
     def received(self, peer: str, measurement: int, message: MeasureMessage) -> None:
-        """A peer answered. Raises ProtocolViolation: it says more than it was asked."""
+        """A peer answered. Raises ProtocolViolation: more answers than were requested."""
         exchange = self._exchanges.get((peer, measurement))
         if exchange is not None:  # else it is late: nobody waits any more
             exchange.received(message)
@@ -95,52 +95,52 @@ class AskingPeers:
             if key[0] == peer:
                 exchange.fail(LinkLost(f"the link to {peer} went down in the middle of a measurement"))
 
-    async def remote_link(self, source: str, asked: msg.LinkTestRequested) -> msg.LinkMeasured:
+    async def remote_link(self, source: str, request: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises PeerError."""
-        flow_s = (msg.WARM_UP_NS_MAX + asked.span_ns) / NS_PER_S + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
-        limit_s = asked.probes_ns / NS_PER_S + flow_s + (flow_s + JOIN_S if asked.is_plain_too else 0)
-        async with self._exchange(source, asked.measurement) as exchange:
-            self._transport.send(source, asked)
+        flow_s = (msg.WARM_UP_NS_MAX + request.span_ns) / NS_PER_S + START_S + LATE_S + SENDER_GRACE_S + 2 * ANSWER_S
+        limit_s = request.probes_ns / NS_PER_S + flow_s + (flow_s + JOIN_S if request.is_plain_too else 0)
+        async with self._exchange(source, request.measurement) as exchange:
+            self._transport.send(source, request)
             return await exchange.answer(msg.LinkMeasured, limit_s)
 
-    async def flow(self, wanted: FlowRequest) -> FlowMeasured:
+    async def flow(self, flow: FlowRequest) -> FlowMeasured:
         """Fill the measurement lane, or plain connections, one way, and count at the far end.
 
         Raises:
             PeersUnreachable: the port for plain TCP can't be reached. PeerError: it failed.
         """
-        times, peer = wanted.times, wanted.peer
-        asked = msg.MeasurementRequested(
+        times, peer = flow.times, flow.peer
+        request = msg.MeasurementRequested(
             new_measurement(),
-            wanted.is_sending,
-            wanted.is_compressible,
+            flow.is_sending,
+            flow.is_compressible,
             times.warm_up_ns,
             times.span_ns,
-            wanted.bytes_max,
-            wanted.plain_connections,
+            flow.bytes_max,
+            flow.plain_connections,
         )
         limit_s = times.total_s + START_S + LATE_S + ANSWER_S
         async with contextlib.AsyncExitStack() as stack:
-            exchange = await stack.enter_async_context(self._exchange(peer, asked.measurement))
-            if wanted.is_sending:
-                body = await make_body(self._executor, is_compressible=asked.is_compressible)
-                self._transport.send(peer, asked)
-                plain = await self._until_ready(exchange, asked, stack)
+            exchange = await stack.enter_async_context(self._exchange(peer, request.measurement))
+            if flow.is_sending:
+                body = await make_body(self._executor, is_compressible=request.is_compressible)
+                self._transport.send(peer, request)
+                plain = await self._until_ready(exchange, request, stack)
                 sender = ProbeSender(
-                    plain or self._transport, peer, asked, body, partial(booked_bytes, self._transport, peer)
+                    plain or self._transport, peer, request, body, partial(booked_bytes, self._transport, peer)
                 )
                 return await self._out(exchange, sender, limit_s)
-            receiver = stack.enter_context(self._receivers.receiver(peer, asked))
-            self._transport.send(peer, asked)
-            plain = await self._until_ready(exchange, asked, stack)
+            receiver = stack.enter_context(self._receivers.receiver(peer, request))
+            self._transport.send(peer, request)
+            plain = await self._until_ready(exchange, request, stack)
             return await self._in(exchange, receiver, plain, limit_s + SENDER_GRACE_S)
 
     async def _until_ready(
-        self, exchange: Exchange, asked: msg.MeasurementRequested, stack: contextlib.AsyncExitStack
+        self, exchange: Exchange, request: msg.MeasurementRequested, stack: contextlib.AsyncExitStack
     ) -> PlainConnections | None:
         """Wait until the peer is ready; the plain connections of the flow, if it has some."""
         ready = await exchange.answer(msg.MeasurementReady, ANSWER_S + BODY_MADE_S)
-        if not asked.plain_connections:
+        if not request.plain_connections:
             return None
         if ready.plain is None:
             raise PeerError(f"{exchange.peer} does not say where plain connections come in")
@@ -149,7 +149,7 @@ class AskingPeers:
         if address is None:
             raise PeerError(f"{exchange.peer} has no address that plain connections could dial")
         host = address.rpartition(":")[0].strip("[]")
-        return await stack.enter_async_context(dialed(exchange.peer, host, ready.plain, asked.plain_connections))
+        return await stack.enter_async_context(dialed(exchange.peer, host, ready.plain, request.plain_connections))
 
     async def _out(self, exchange: Exchange, sender: ProbeSender, limit_s: float) -> FlowMeasured:
         sending = asyncio.create_task(sender.run(), name=f"measurement to {exchange.peer}")

@@ -31,7 +31,7 @@ RemoteLink = Callable[[msg.LinkTestRequested], Awaitable[tuple[msg.LinkMeasured,
 
 @dataclass(slots=True)
 class _Serving:
-    """What a peer asked for, while it is done.
+    """A peer's request, while it is carried out.
 
     Attributes:
         used_bytes: that flowed. stack: what lives as long. reading: takes what arrives over plain connections.
@@ -42,7 +42,7 @@ class _Serving:
     reading: asyncio.Task[None] | None = None
 
 
-class AnsweringPeers:
+class MeasurementResponder:
     """See the module.
 
     Args:
@@ -74,21 +74,21 @@ class AnsweringPeers:
         self._senders: dict[tuple[str, int], ProbeSender] = {}
         self._serving: dict[tuple[str, int], asyncio.Task[None]] = {}
 
-    def begin(self, peer: str, asked: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
+    def begin(self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
         """A peer asks. Raises ProtocolViolation: for more than the limits, or twice for the same."""
-        msg.check_request(asked)
-        key = (peer, asked.measurement)
+        msg.check_request(request)
+        key = (peer, request.measurement)
         if key in self._serving:
-            raise ProtocolViolation(f"{peer} asks twice for measurement {asked.measurement}")
-        if isinstance(asked, msg.LinkTestRequested):
-            what = f"the link to {asked.region}"
+            raise ProtocolViolation(f"{peer} asks twice for measurement {request.measurement}")
+        if isinstance(request, msg.LinkTestRequested):
+            what = f"the link to {request.region}"
         else:
-            what = f"bandwidth {'from' if asked.is_asker_sending else 'to'} {peer}"
-        reason = self._gate.begin(what, asker=peer, bytes_max=msg.all_bytes_max(asked), now_ns=self._now_ns())
+            what = f"bandwidth {'from' if request.is_requester_sending else 'to'} {peer}"
+        reason = self._gate.begin(what, requester=peer, bytes_max=msg.all_bytes_max(request), now_ns=self._now_ns())
         if reason:
-            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, reason[:REASON_CHARS_MAX]))
+            self._transport.send(peer, msg.MeasurementDeclined(request.measurement, reason[:REASON_CHARS_MAX]))
             return
-        task = self._spawn(self._serve(peer, asked), f"measurement for {peer}")
+        task = self._spawn(self._serve(peer, request), f"measurement for {peer}")
         self._serving[key] = task
         task.add_done_callback(lambda _: self._serving.pop(key, None))
 
@@ -106,21 +106,21 @@ class AnsweringPeers:
             if key[0] == peer:
                 task.cancel()
 
-    async def _serve(self, peer: str, asked: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
-        """Do what a peer asked for, and report it; what goes wrong is reported, too."""
+    async def _serve(self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
+        """Carry out a peer's request, and report it; what goes wrong is reported, too."""
         serving = _Serving()
         answer: MeasureMessage
         async with serving.stack:
             try:
-                if isinstance(asked, msg.LinkTestRequested):
-                    serving.used_bytes = msg.all_bytes_max(asked)  # if it fails nobody knows how much of it went out
-                    answer, serving.used_bytes = await self._remote_link(asked)
-                elif asked.is_asker_sending:
-                    answer = await self._receive(peer, asked, serving)
+                if isinstance(request, msg.LinkTestRequested):
+                    serving.used_bytes = msg.all_bytes_max(request)  # if it fails nobody knows how much of it went out
+                    answer, serving.used_bytes = await self._remote_link(request)
+                elif request.is_requester_sending:
+                    answer = await self._receive(peer, request, serving)
                 else:
-                    answer = await self._send(peer, asked, serving)
+                    answer = await self._send(peer, request, serving)
             except DilocoError as error:
-                answer = msg.MeasurementDeclined(asked.measurement, str(error)[:REASON_CHARS_MAX])
+                answer = msg.MeasurementDeclined(request.measurement, str(error)[:REASON_CHARS_MAX])
             finally:
                 # Before the answer: the peer may ask for the next one at once.
                 self._gate.end(used_bytes=serving.used_bytes)
@@ -129,37 +129,39 @@ class AnsweringPeers:
                 await asyncio.wait([serving.reading], timeout=LINGER_S)
 
     async def _come_together(
-        self, peer: str, asked: msg.MeasurementRequested, serving: _Serving
+        self, peer: str, request: msg.MeasurementRequested, serving: _Serving
     ) -> PlainConnections | None:
-        """Tell the asker that we are ready; the plain connections that it wants. Raises PeerError."""
+        """Tell the requester that we are ready; the plain connections that it requested. Raises PeerError."""
         listener: PlainListener | None = None
-        if asked.plain_connections:
+        if request.plain_connections:
             if self._plain_listen is None:
                 raise PeerError("it takes no plain TCP: only `measure serve` does, without --no-plain")
-            coming = listening(peer, *self._plain_listen, asked.plain_connections)
+            coming = listening(peer, *self._plain_listen, request.plain_connections)
             listener = await serving.stack.enter_async_context(coming)
         where = listener.where if listener is not None else None
-        self._transport.send(peer, msg.MeasurementReady(asked.measurement, where))
+        self._transport.send(peer, msg.MeasurementReady(request.measurement, where))
         return await listener.joined() if listener is not None else None
 
-    async def _receive(self, peer: str, asked: msg.MeasurementRequested, serving: _Serving) -> msg.MeasurementReceived:
-        with self._receivers.receiver(peer, asked) as receiver:
+    async def _receive(
+        self, peer: str, request: msg.MeasurementRequested, serving: _Serving
+    ) -> msg.MeasurementReceived:
+        with self._receivers.receiver(peer, request) as receiver:
             try:
-                plain = await self._come_together(peer, asked, serving)
-                return await (receiver.run() if plain is None else self._read(peer, asked, receiver, plain, serving))
+                plain = await self._come_together(peer, request, serving)
+                return await (receiver.run() if plain is None else self._read(peer, request, receiver, plain, serving))
             finally:
                 serving.used_bytes = receiver.used_bytes
 
     async def _read(
         self,
         peer: str,
-        asked: msg.MeasurementRequested,
+        request: msg.MeasurementRequested,
         receiver: ProbeReceiver,
         plain: PlainConnections,
         serving: _Serving,
     ) -> msg.MeasurementReceived:
         """What was received over plain connections; or why reading them has ended before. Raises PeerError."""
-        arrived = partial(self._receivers.plain_arrived, peer, asked.measurement)
+        arrived = partial(self._receivers.plain_arrived, peer, request.measurement)
         reading = serving.reading = asyncio.create_task(plain.receive(arrived), name=f"measurement from {peer}")
         await serving.stack.enter_async_context(ended(reading))
         receiving = asyncio.create_task(receiver.run())
@@ -172,13 +174,13 @@ class AnsweringPeers:
                 reading.result()
             return await receiving
 
-    async def _send(self, peer: str, asked: msg.MeasurementRequested, serving: _Serving) -> msg.MeasurementSent:
-        body = await make_body(self._executor, is_compressible=asked.is_compressible)
-        bulk = await self._come_together(peer, asked, serving) or self._transport
-        sender = ProbeSender(bulk, peer, asked, body, partial(booked_bytes, self._transport, peer))
-        self._senders[peer, asked.measurement] = sender
+    async def _send(self, peer: str, request: msg.MeasurementRequested, serving: _Serving) -> msg.MeasurementSent:
+        body = await make_body(self._executor, is_compressible=request.is_compressible)
+        bulk = await self._come_together(peer, request, serving) or self._transport
+        sender = ProbeSender(bulk, peer, request, body, partial(booked_bytes, self._transport, peer))
+        self._senders[peer, request.measurement] = sender
         try:
             return await sender.run()
         finally:
             serving.used_bytes = sender.used_bytes
-            del self._senders[peer, asked.measurement]
+            del self._senders[peer, request.measurement]
