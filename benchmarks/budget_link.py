@@ -429,7 +429,7 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     options = Options(**json.loads(sys.argv[1]))
     if options.is_by_loss:
-        congestion.FAR_CONGESTION_CONTROL = b"reno"  # type: ignore[misc]
+        congestion.LONG_RTT_CONGESTION_CONTROL = b"reno"  # type: ignore[misc]
     if len(sys.argv) > 2:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(side_b(options, Path(sys.argv[2])))

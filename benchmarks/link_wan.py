@@ -389,7 +389,7 @@ def main() -> int:
     if len(sys.argv) > 6 and (end := ENDS.get((sys.argv[1], sys.argv[2]))) is not None:
         folder, addresses, seconds, connections = Path(sys.argv[3]), json.loads(sys.argv[4]), *sys.argv[5:7]
         if os.environ.get(WITHOUT_BBR):
-            congestion.FAR_CONGESTION_CONTROL = b"none such"
+            congestion.LONG_RTT_CONGESTION_CONTROL = b"none such"
         more = (float(seconds), connections) if sys.argv[2] == "send" else (connections,)
         print(run_loop(end(folder, addresses, *more)), flush=True)
         return 0

@@ -271,7 +271,7 @@ NO_LIMITS: Final = RateLimits()
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What all regions of a run agree on. The defaults are the design's; `config.py` makes it from run.toml.
+    """What all regions of a run agree on. The defaults are the design's; `config/` makes it from run.toml.
 
     Attributes:
         fragments: P. sync_every: H, inner steps between two rounds of one fragment. overlap_steps: tau.

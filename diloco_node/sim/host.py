@@ -1,7 +1,7 @@
 """One region of the fake world: a disk, a daemon that comes and goes, a learner that comes and goes.
 
-`Host` is to the simulator what `node/` is to the real daemon: it feeds facts to the region core, carries its effects
-out in virtual time, and answers each effect once unless the daemon dies first.
+`Host` is to the simulator what `daemon/node.py` is to the real daemon: it feeds facts to the region core, carries its
+effects out in virtual time, and answers each effect once unless the daemon dies first.
 """
 
 from __future__ import annotations

@@ -222,11 +222,11 @@ def load_identity(
     for certificate, name in ((cert, _NODE_CERT), (ca_cert, _CA_CERT)):
         _check_dates(certificate, folder / name, now)
     found_region, found_run = _names(cert, folder / _NODE_CERT)
-    for what, wanted, found in (("region", region, found_region), ("run", run_id, found_run)):
-        if wanted is not None and wanted != found:
+    for what, expected, found in (("region", region, found_region), ("run", run_id, found_run)):
+        if expected is not None and expected != found:
             raise IdentityError(
-                f"{folder / _NODE_CERT} is for {what} {found}, this node is {what} {wanted}: "
-                f"use the folder that `diloco-node certs init` made for {wanted}"
+                f"{folder / _NODE_CERT} is for {what} {found}, this node is {what} {expected}: "
+                f"use the folder that `diloco-node certs init` made for {expected}"
             )
     return Identity(found_region, found_run, ca_pem, cert_pem, key_pem, cert.not_valid_after_utc)
 

@@ -1,10 +1,10 @@
 """How many TCP connections carry the bulk between two regions.
 
-What a connection has on its way stands in its socket's buffers, at both ends, until it is acknowledged: on a far link
-these bound its rate, whatever the line has. So there are as many connections as the bandwidth-delay product needs, one
-where the buffers are large enough. More than that don't help: they start up against each other, a chunk on the slowest
-holds up all that follows, and the work is the same. Where congestion control goes by loss, a connection's share of a
-lossy line is small whatever its buffers hold, and there are as many as there may be.
+What a connection has on its way stands in its socket's buffers, at both ends, until it is acknowledged: with a long
+round trip these bound its rate, whatever the line has. So there are as many connections as the bandwidth-delay product
+needs, one where the buffers are large enough. More than that don't help: they start up against each other, a chunk on
+the slowest holds up all that follows, and the work is the same. Where congestion control goes by loss, a connection's
+share of a lossy line is small whatever its buffers hold, and there are as many as there may be.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from diloco_node.transport.pacing.token_bucket import NS_PER_S
 CONNECTIONS_MAX: Final = 4
 """More would each cost a TLS handshake and some MiB of buffers, and take more of a shared line than is fair."""
 
-FAR_NS: Final = 5_000_000
-"""A link with a shorter round trip is near."""
+LONG_RTT_NS: Final = 5_000_000
+"""From this round trip on a link has a long one."""
 
 USABLE: Final = 2
 """A buffer's limit counts what the kernel spends on packets, too: about so many times the payload that fits in."""
 
 FREE_FACTOR: Final = 2
-"""Without a ceiling the link is taken to carry so many times what it carries now."""
+"""Without a ceiling the link is taken to deliver so many times what it delivers now."""
 
 LOSSY_PPM: Final = 1_000
-"""From this part of the bytes sent again a link is lossy: one connection by reno gets 9 Mbit/s out of 40 ms then."""
+"""From this part of the bytes retransmitted a link is lossy: one connection by reno gets 9 Mbit/s out of 40 ms then."""
 
 
-def connections_wanted(
+def target_connections(
     *,
     rtt_min_ns: int,
     ceiling_bytes_per_s: int | None,
-    carried_bytes_per_s: int,
+    delivered_bytes_per_s: int,
     buffer_bytes: int,
     lost_ppm: int,
 ) -> int:
@@ -42,13 +42,13 @@ def connections_wanted(
     Args:
         rtt_min_ns: the link's least round trip; 0: not known yet.
         ceiling_bytes_per_s: the most that may go in either direction; None: no limit in one of them.
-        carried_bytes_per_s: what the link was seen to carry lately, in the busier direction.
+        carried_bytes_per_s: what the link was last seen to deliver, in the busier direction.
         buffer_bytes: to which a socket's buffers may grow, the smaller of the two; at least 1.
-        lost_ppm: of the bytes sent, those that were sent again; 0 where congestion control does not go by loss.
+        lost_ppm: of the bytes sent, those that were retransmitted; 0 where congestion control does not go by loss.
     """
-    if rtt_min_ns < FAR_NS:
+    if rtt_min_ns < LONG_RTT_NS:
         return 1
     if lost_ppm >= LOSSY_PPM:
         return CONNECTIONS_MAX
-    rate = FREE_FACTOR * carried_bytes_per_s if ceiling_bytes_per_s is None else ceiling_bytes_per_s
+    rate = FREE_FACTOR * delivered_bytes_per_s if ceiling_bytes_per_s is None else ceiling_bytes_per_s
     return min(max(1, -(-USABLE * rate * rtt_min_ns // (buffer_bytes * NS_PER_S))), CONNECTIONS_MAX)

@@ -1,11 +1,11 @@
 """The receiving half of a bulk lane: frames of all its connections in, filled buffers out.
 
 At most one transfer of each lane (rounds, recovery, measurement) is open at a time. Begin, end and abort come over the
-first connection, chunks over any, each at its offset (`core.reassembly`). A chunk that is ahead of its begin waits, and
-with it what follows on its connection; an end waits for the chunks that are still on their way elsewhere, and with it
-the next begin. Each chunk is checked and decoded into the handler's buffer: small ones at once, larger ones in a
-thread, a few at a time. Nothing but the bulk connections waits for that, so a slow decode never holds up the control
-lane.
+first connection, chunks over any, each at its offset (`transport.reassembly`). A chunk that is ahead of its begin
+waits, and with it what follows on its connection; an end waits for the chunks that are still on their way elsewhere,
+and with it the next begin. Each chunk is checked and decoded into the handler's buffer: small ones at once, larger ones
+in a thread, a few at a time. Nothing but the bulk connections waits for that, so a slow decode never holds up the
+control lane.
 
 Why two connections never wait for each other for ever: a sender hands a transfer's chunks to connections after its
 begin, and its end after all of its chunks, and each connection keeps the order in which it was handed things. Say the
@@ -111,7 +111,7 @@ class BulkInbound:
         return bool(self._open) or self.waiting > 0
 
     async def feed(self, frame: bytes, connection: int = 0) -> None:
-        """Take one frame; waits while its turn has not come, and while `DECODING_MAX` chunks are being decoded.
+        """Take one frame; waits while frames before it are missing, and while `DECODING_MAX` chunks are being decoded.
 
         Raises:
             ProtocolViolation, PayloadCorrupt: the link must be dropped.
@@ -155,7 +155,7 @@ class BulkInbound:
 
     async def _take_chunk(self, chunk: TransferChunk, connection: int) -> None:
         if connection and chunk.transfer > self._transfer_last:
-            await self._until(lambda: chunk.transfer <= self._transfer_last, is_peers_turn=True)
+            await self._until(lambda: chunk.transfer <= self._transfer_last, is_waiting_for_peer=True)
         current = self._expect(chunk.transfer)
         current.parts.take(connection, chunk.offset, chunk.raw_bytes)
         self._changed.set()
@@ -191,11 +191,11 @@ class BulkInbound:
 
     async def _end(self, current: _Open, chunks: tuple[int, ...]) -> None:
         current.parts.end(chunks)
-        await self._until(lambda: current.parts.is_over, is_peers_turn=True)
+        await self._until(lambda: current.parts.is_over, is_waiting_for_peer=True)
         if not current.parts.is_whole:
             arrived = current.parts.arrived_bytes
             raise ProtocolViolation(f"a transfer of {current.raw_bytes} bytes ended after {arrived}")
-        await self._until(lambda: not current.unwritten, is_peers_turn=False)
+        await self._until(lambda: not current.unwritten, is_waiting_for_peer=False)
         del self._open[current.lane]
         if current.buffer is not None:
             self._handler.transfer_closed(self._peer, current.header, current.buffer, is_whole=True)
@@ -203,18 +203,18 @@ class BulkInbound:
     async def _abort(self, current: _Open, chunks: tuple[int, ...]) -> None:
         current.parts.end(chunks)
         await self._give_back(current)
-        await self._until(lambda: current.parts.is_over, is_peers_turn=True)
+        await self._until(lambda: current.parts.is_over, is_waiting_for_peer=True)
         del self._open[current.lane]
 
-    async def _until(self, is_so: Callable[[], bool], *, is_peers_turn: bool) -> None:
+    async def _until(self, is_so: Callable[[], bool], *, is_waiting_for_peer: bool) -> None:
         """Wait for what another connection or a thread has to do first. Raises what a thread failed with."""
-        self.waiting += is_peers_turn
+        self.waiting += is_waiting_for_peer
         try:
             while self._failure is None and not is_so():
                 self._changed.clear()
                 await self._changed.wait()
         finally:
-            self.waiting -= is_peers_turn
+            self.waiting -= is_waiting_for_peer
         if self._failure is not None:
             raise self._failure
 

@@ -9,7 +9,7 @@ Who dials: the side with the smaller name, if it knows an address; else the othe
 smaller name's hello is on its way its session wins; until then an incoming one does, and its own dial is given up. In
 all other cases the newer session replaces the older, for only who has lost a session makes another one.
 
-Two processes with one certificate (twins): while the one that was started last is linked and heard, the other one is
+Two processes with one certificate: while the one that was started last is linked and alive, the other one is
 refused. Who is refused so by most of its peers for longer than a dead link is taken for alive ends (`SupersededError`).
 """
 
@@ -69,7 +69,7 @@ class PeerStatus:
         error: why there is no session, or why the last one ended; empty when nothing went wrong yet.
         control_dropped: control messages that found no link, or a full queue.
         connections: that carry bulk now; 0 while there is no session.
-        congestion: by what the peer's sockets go, if it has told.
+        congestion: by what the peer's sockets go, if it has sent that.
     """
 
     state: LinkState
@@ -102,7 +102,7 @@ class PeerLink:
         self._newest = (b"", 0)
         self._session: Session | None = None
         self._latest: Session | None = None
-        self._turn = asyncio.Lock()
+        self._session_lock = asyncio.Lock()
         self._up, self._down = asyncio.Event(), asyncio.Event()
         self._down.set()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -215,7 +215,7 @@ class PeerLink:
             self._is_hello_sent = True
             async with asyncio.timeout(env.times.hello_s):
                 instance = await self._exchange_hellos(streams, dial_number)
-                self._congestion = decode_congestion_controls(await streams[Lane.CONTROL].told(METADATA_KEY))
+                self._congestion = decode_congestion_controls(await streams[Lane.CONTROL].peer_metadata(METADATA_KEY))
         except BaseException as error:
             for stream in streams.values():
                 await stream.aclose()
@@ -277,8 +277,8 @@ class PeerLink:
             return await self._accept_more(hello, stream)
         self._resolve(hello)
         if hello.lane is Lane.CONTROL:
-            self._congestion = decode_congestion_controls(stream.told(METADATA_KEY))
-            await stream.tell(_metadata(hello.lane))
+            self._congestion = decode_congestion_controls(stream.peer_metadata(METADATA_KEY))
+            await stream.send_metadata(_metadata(hello.lane))
         await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
         key = (hello.instance_id, hello.dial)
         accepted = self._accepted.setdefault(key, {})
@@ -359,7 +359,7 @@ class PeerLink:
             self._latest.drop("replaced by a newer session")
         self._latest = session
         try:
-            async with self._turn:  # the handler sees the end of one session before the start of the next
+            async with self._session_lock:  # the handler sees the end of one session before the start of the next
                 return await self._carry(session)
         finally:
             await session.discard()
@@ -420,7 +420,7 @@ class PeerLink:
 
 
 def _metadata(lane: Lane) -> Metadata:
-    """What we tell with the call of a lane."""
+    """What we send with the call of a lane."""
     ours = own_congestion_controls() if lane is Lane.CONTROL else None
     return ((METADATA_KEY, ours.encode()),) if ours is not None else ()
 

@@ -1,10 +1,10 @@
 """The sending half of the two lanes: a bounded queue of control frames, and transfers cut into chunks.
 
-Transfers to one peer are in lanes by what they are for (`core.budget`): rounds go before recovery, chunk by chunk. In a
-lane they go one after the other: rounds by their ballot, else in the order they were asked for. A chunk waits for its
-turn within the budget, and goes over the next connection that is free (`bundle`); what begins and ends a transfer goes
-over the first one, in the order in which all of it was handed over. While gRPC takes one chunk, a thread compresses the
-next. Flow control is gRPC's write, which waits for the peer's window.
+Transfers to one peer are in lanes by what they are for (`wire.tables`): rounds go before recovery, chunk by chunk. In a
+lane they go one after the other: rounds by their ballot, else in the order of the requests. A chunk waits for the
+budget, and goes over the next connection that is free (`bundle`); what begins and ends a transfer goes over the first
+one, in the order in which all of it was handed over. While gRPC takes one chunk, a thread compresses the next. Flow
+control is gRPC's write, which waits for the peer's window.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _LaneQueue:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One transfer that was asked for. `encoding` is the thread's work on the body, while there is some."""
+    """One transfer that was requested. `encoding` is the thread's work on the body, while there is some."""
 
     header: TransferHeader
     body: memoryview
@@ -126,7 +126,7 @@ class BulkOutbound:
         self._ahead = {lane: [queue.idle for other, queue in self._queues.items() if other < lane] for lane in _LANES}
         self._ending: set[_Transfer] = set()
         self._next_transfer = 0
-        self._asked = 0
+        self._requests = 0
         self._lost: LinkLost | None = None
 
     @property
@@ -149,8 +149,8 @@ class BulkOutbound:
         self._raise_if_lost()
         lane = BULK_LANES[type(header)]
         item = _Transfer(header, body, asyncio.get_running_loop().create_future())
-        self._asked += 1
-        order = (_urgency_of(header), self._asked)
+        self._requests += 1
+        order = (_urgency_of(header), self._requests)
         self._pacer.transfer_started(self._peer, lane, body.nbytes)
         try:
             waiting = self._queues[lane].waiting
@@ -187,7 +187,7 @@ class BulkOutbound:
             await self._bundle.close()
 
     def close(self, reason: str) -> None:
-        """Fail every transfer that waits or is on its way with LinkLost, and each one that is asked for later."""
+        """Fail every transfer that waits or is on its way with LinkLost, and each one that is requested later."""
         self._lost = LinkLost(f"{self._peer}: {reason}")
         lost = list(self._ending)
         for queue in self._queues.values():

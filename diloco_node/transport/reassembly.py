@@ -76,7 +76,7 @@ class Reassembly:
             self._stops.insert(at, stop)
 
     def end(self, chunks: Sequence[int]) -> None:
-        """No more chunks will be sent: said over the first connection, whose chunks must all have come. Call once.
+        """No more chunks will be sent: announced over the first connection, whose chunks must all have come. Call once.
 
         Args:
             chunks: how many went over each connection; those that are not named carried none.
@@ -87,14 +87,14 @@ class Reassembly:
         assert self._announced is None
         announced = tuple(chunks) + (0,) * (TRANSFER_CONNECTIONS_MAX - len(chunks))
         if self._chunks[0] != announced[0] or any(
-            came > said for came, said in zip(self._chunks, announced, strict=True)
+            arrived > expected for arrived, expected in zip(self._chunks, announced, strict=True)
         ):
             raise ProtocolViolation(f"chunks by connection: {_shown(announced)} announced, {_shown(self._chunks)} came")
         self._announced = announced
 
     @property
     def is_over(self) -> bool:
-        """Whether the end was told, and everything before it has come."""
+        """Whether the end was announced, and everything before it has come."""
         return self._announced is not None and self._announced == tuple(self._chunks)
 
     @property

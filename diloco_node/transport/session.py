@@ -1,9 +1,9 @@
 """The streams of a link while they live: control and the first bulk connection, each with a reader and a writer.
 
-The side that dialed opens more bulk connections when the link is worth them (`core.connections`), while the session
-goes on; one that can't be had is tried again later. Whatever ends first ends all of it, a further connection too: what
-it held can't be told from what has arrived. The handler then has its unfinished buffer back, and every transfer has
-failed.
+The side that dialed opens more bulk connections when the link is worth them (`transport.connections`), while the
+session goes on; one that can't be had is tried again later. Whatever ends first ends all of it, a further connection
+too: what it held can't be told from what has arrived. The handler then has its unfinished buffer back, and every
+transfer has failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from diloco_node.wire.envelope import PING_FRAME, Hello, decode_control_lane
 _log = structlog.get_logger(__name__)
 
 ALIVE_PINGS: Final = 3
-"""A peer that was not heard for so many of its pings may be dead."""
+"""A peer of which nothing came for so many of its pings may be dead."""
 
 
 MORE_AGAIN_S_MAX: Final = 600.0
@@ -44,7 +44,7 @@ class LinkTimes:
         fallback_s: without a session before the side that need not dial does.
         backoff_min_s, backoff_max_s: between two dials, doubling, each drawn from the upper half of its range.
         violation_backoff_s: after the peer broke the protocol.
-        ping_s: the control lane says at least this often that it lives; silent_s: when nothing came, it is lost.
+        ping_s: the control lane sends something at least this often; silent_s: when nothing came, it is lost.
         transfer_silent_s: an open transfer of which nothing comes is lost.
     """
 
@@ -96,7 +96,7 @@ class Session:
 
     Args:
         peer: its name. control, bulk: the two streams that there always are. env: see LinkEnvironment.
-        instance: of the peer's process, as its hello said.
+        instance: of the peer's process, from its hello.
         accepted_dial: the peer's number of this session; None: we dialed.
         more: opens the bulk connection of an index, where we dialed; raises PeerError.
     """
@@ -121,7 +121,7 @@ class Session:
         self._inbound = BulkInbound(peer, env.handler, env.executor)
         self._received_s = 0.0
         self._bulk_received_s = 0.0
-        self._held_up = 0  # bulk connections that are not read at this moment
+        self._unread = 0  # bulk connections that are not read at this moment
         self._has_run = False
         self.instance = instance
         self.accepted_dial = accepted_dial
@@ -235,7 +235,7 @@ class Session:
             self._received_s = loop.time()
             pacer.was_read(self._peer, len(frame), is_bulk=False)
             message = decode_control_lane(frame)
-            if message is not None and not pacer.heard(self._peer, message):
+            if message is not None and not pacer.received(self._peer, message):
                 self._env.handler.control_arrived(self._peer, message)
 
     async def _write_control(self, stream: Stream) -> None:
@@ -246,20 +246,20 @@ class Session:
 
     async def _read_bulk(self, stream: Stream, connection: int) -> None:
         loop, pacer = asyncio.get_running_loop(), self._env.pacer
-        self._held_up += 1
+        self._unread += 1
         while True:
             await pacer.until_readable(self._peer)
-            self._held_up -= 1
+            self._unread -= 1
             self._bulk_received_s = loop.time()
             frame = await stream.read()
-            self._held_up += 1
+            self._unread += 1
             pacer.was_read(self._peer, len(frame))
             await self._inbound.feed(frame, connection)
 
     async def _open_more(self, more: More) -> None:
         """Open bulk connections while the link is worth more than there are."""
         times = self._env.times
-        wait_s, again_s, told = times.ping_s, times.backoff_max_s, ""
+        wait_s, again_s, last_reason = times.ping_s, times.backoff_max_s, ""
         while True:
             await asyncio.sleep(wait_s)  # first of all: the peer may not have this session yet
             wait_s = times.ping_s
@@ -276,12 +276,12 @@ class Session:
             except PeerError as error:
                 if not isinstance(error, LinkLost):
                     self._env.reject(self._peer, error)
-                if str(error) != told:
+                if str(error) != last_reason:
                     _log.warning("no further bulk connection", peer=self._peer, reason=str(error))
-                told, wait_s, again_s = str(error), again_s, min(2 * again_s, MORE_AGAIN_S_MAX)
+                last_reason, wait_s, again_s = str(error), again_s, min(2 * again_s, MORE_AGAIN_S_MAX)
 
     async def _watch(self) -> None:
-        """Say that we live; notice when the peer does not, or does not go on with what it began."""
+        """Send pings; notice when the peer does not, or does not go on with what it began."""
         loop = asyncio.get_running_loop()
         times = self._env.times
         while True:
@@ -294,7 +294,7 @@ class Session:
                 self._received_s = self._bulk_received_s = now_s
             if now_s - self._received_s > times.silent_s:
                 raise LinkLost(f"{self._peer}: silent for {now_s - self._received_s:.0f} s")
-            if not self._inbound.is_open or self._held_up > self._inbound.waiting:
+            if not self._inbound.is_open or self._unread > self._inbound.waiting:
                 self._bulk_received_s = now_s  # it owes us nothing, or we don't read
             elif now_s - self._bulk_received_s > times.transfer_silent_s:
                 silent_s = now_s - self._bulk_received_s

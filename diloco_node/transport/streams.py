@@ -1,7 +1,7 @@
 """One bidirectional gRPC call as a stream of frames, the same from either end; options and errors of grpc.aio.
 
 Everything that knows a peculiarity of gRPC is in this module. It turns every failure into `LinkLost` with a text for
-people: what was tried, what the other side said.
+people: what was tried, what the other side answered.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _DUPLICATE: Final = grpc.StatusCode.ABORTED
 
 Server: TypeAlias = aio.Server
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
-"""What is told beside the frames of a call. Who does not know a key passes over it."""
+"""What is sent beside the frames of a call. Who does not know a key passes over it."""
 
 Serve: TypeAlias = Callable[[Any, Any], Awaitable[None]]
 
@@ -78,7 +78,7 @@ class RedundantDial(LinkLost):
 
 
 class DuplicateInstance(LinkLost):
-    """Two live processes have one certificate: this is said to the one that was started first."""
+    """Two live processes have one certificate: the one that was started first gets this error."""
 
 
 class Stream(Protocol):
@@ -93,7 +93,7 @@ class Stream(Protocol):
         ...
 
     def close(self, error: PeerError | None = None) -> None:
-        """End both directions now; what was not sent yet is lost. An accepted stream tells the peer the error."""
+        """End both directions now; what was not sent yet is lost. An accepted stream sends the peer the error."""
         ...
 
 
@@ -123,9 +123,9 @@ class DialedStream:
         except (aio.AioRpcError, aio.BaseError, asyncio.InvalidStateError) as error:
             raise await self._lost(error) from None
 
-    async def told(self, key: str) -> str:
-        """What the accepting side told in its metadata, or ""; ask when a frame has come, for it comes before."""
-        return _told(await self._call.initial_metadata(), key)
+    async def peer_metadata(self, key: str) -> str:
+        """A value of the accepting side's metadata, or ""; call it when a frame has come, for it comes before."""
+        return _metadata_value(await self._call.initial_metadata(), key)
 
     async def _lost(self, error: BaseException | None) -> LinkLost:
         if isinstance(error, aio.AioRpcError):
@@ -179,11 +179,11 @@ class AcceptedStream:
         except (aio.BaseError, asyncio.InvalidStateError) as error:
             raise LinkLost(f"{self._peer}: the stream broke off ({error})") from None
 
-    def told(self, key: str) -> str:
-        """What the dialing side told in its metadata, or ""."""
-        return _told(self._context.invocation_metadata(), key)
+    def peer_metadata(self, key: str) -> str:
+        """A value of the dialing side's metadata, or ""."""
+        return _metadata_value(self._context.invocation_metadata(), key)
 
-    async def tell(self, metadata: Metadata) -> None:
+    async def send_metadata(self, metadata: Metadata) -> None:
         """Metadata for the dialing side, before the first frame. Raises LinkLost."""
         try:
             await self._context.send_initial_metadata(metadata)
@@ -292,7 +292,7 @@ class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]
 async def dial(
     identity: Identity, peer: str, address: str, lane: Lane, *, timeout_s: float, metadata: Metadata = ()
 ) -> DialedStream:
-    """Connect to a peer, with TLS in both directions, and open the call of one lane; `metadata` is told with it.
+    """Connect to a peer, with TLS in both directions, and open the call of one lane; `metadata` is sent with it.
 
     Raises:
         LinkLost: names the peer, the address, the stage that failed, and the time it took.
@@ -318,7 +318,7 @@ def _open(channel: aio.Channel, lane: Lane, metadata: Metadata = ()) -> Any:
     return channel.stream_stream(METHOD_PREFIX + lane)(metadata=metadata, wait_for_ready=False)
 
 
-def _told(metadata: Iterable[tuple[str, Any]] | None, key: str) -> str:
+def _metadata_value(metadata: Iterable[tuple[str, Any]] | None, key: str) -> str:
     """A peer's own word: whatever it likes, of at most 16 KiB."""
     value = next((value for name, value in metadata or () if name == key), "")
     return value if isinstance(value, str) else ""

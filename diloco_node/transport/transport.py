@@ -87,7 +87,7 @@ class GrpcTransport:
         handler: gets what arrives. executor: threads for compression and decoding.
         is_advertised: the others know our address. If not, we dial at once instead of giving them the first turn.
         times: deadlines. seed: of the jitter between dials. budget: see `set_budget`.
-        connections: for bulk to each peer that we dial; None: as many as a link is worth (`core.connections`).
+        connections: for bulk to each peer that we dial; None: as many as a link is worth (`transport.connections`).
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         role: of this process; the others must have the same.
 
@@ -153,7 +153,7 @@ class GrpcTransport:
             is_advertised,
             self._meter,
             self._pacer,
-            self._pacer.connections_wanted if connections is None else lambda _peer: connections,
+            self._pacer.target_connections if connections is None else lambda _peer: connections,
             self.reject,
             self._link_superseded,
             self.quarantined,
@@ -267,7 +267,7 @@ class GrpcTransport:
                     await self._quiet.wait()
 
     def tcp(self, peer: str) -> TcpCounters | None:
-        """What TCP did on the link to a peer, as of a second ago at most; None where the kernel does not tell."""
+        """What TCP did on the link to a peer, as of a second ago at most; None where the kernel does not count it."""
         return self._meter.tcp(peer)
 
     async def tcp_now(self, peer: str) -> TcpCounters | None:
@@ -276,7 +276,7 @@ class GrpcTransport:
         return self._meter.tcp(peer)
 
     def budget_status(self) -> dict[str, Any]:
-        """What the budget allows, and what was wanted and used, per peer and lane; see `Pacer.status`."""
+        """What the budget allows, and demand and use, per peer and lane; see `Pacer.status`."""
         return self._pacer.status()
 
     def peer_status(self) -> dict[str, PeerStatus]:
@@ -315,8 +315,8 @@ class GrpcTransport:
             return
         self._superseded_by.add(peer)
         if self._superseded is not None and 2 * len(self._superseded_by) > max(2, len(self._peers)):
-            told, self._superseded = self._superseded, None
-            told(
+            on_superseded, self._superseded = self._superseded, None
+            on_superseded(
                 SupersededError(
                     f"a newer process of {self._hello.region} runs, with the same certificate: {error}. If it is not "
                     "meant to, stop that one and start this one again; each region needs a certificate and a state "

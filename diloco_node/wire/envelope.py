@@ -14,7 +14,7 @@ Every frame is one HTTP/2 (gRPC) message: one byte of kind, a fixed little-endia
 | JOINED | bulk, from the dialing side, second frame of a further connection | nothing: it is used from here on |
 
 BEGIN, END and ABORT go over the first connection of the bulk lane, CHUNK over any. Pure: bytes in, frozen dataclasses
-out. The order of frames (a chunk only after its begin, no gaps) is the business of `adapters/inbound.py`.
+out. The order of frames (a chunk only after its begin, no gaps) is the business of `transport/inbound.py`.
 """
 
 from __future__ import annotations

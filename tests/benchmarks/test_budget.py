@@ -1,4 +1,4 @@
-"""The pure parts of benchmarks/budget_link.py, budget.py and control_wan.py: what samples add up to; the reports."""
+"""The pure parts of the benchmarks budget_link, budget and control_wan: what samples add up to; the reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""node/budget.py: what an operator asks for, what run.toml says now, and the one line when it is too small."""
+"""daemon/budget.py: what an operator asks for, what run.toml says now, and the one line when it is too small."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_the_ledgers_account_for_every_token(demo: DemoRun) -> None:
 def test_rounds_go_on_with_the_steps_and_everybody_takes_part(demo: DemoRun) -> None:
     """Most of what is possible, also where regions wait for a core.
 
-    Nearly all of it is asked for on a virtual clock, in test_node_assembly.py, and shown in docs/results.md.
+    Nearly all of it is required on a virtual clock, in tests/daemon/test_node.py, and shown in docs/results.md.
     """
     manifest = load_manifest(demo.folder / demo.names[0])
     assert manifest is not None

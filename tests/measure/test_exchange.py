@@ -1,4 +1,4 @@
-"""measure/exchange.py, measure/echoes.py: what a peer may say in a measurement; silence and nonsense."""
+"""measure/exchange.py, measure/echoes.py: what a peer may answer in a measurement; silence and nonsense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""core/merge_pace.py: steps between two merges of a fragment, as counted."""
+"""planning/merge_pace.py: steps between two merges of a fragment, as counted."""
 
 from __future__ import annotations
 

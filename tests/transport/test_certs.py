@@ -1,4 +1,4 @@
-"""adapters/certs.py: a run's certificates, and what each wrong one is told."""
+"""transport/certs.py: a run's certificates, and the error for each wrong one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes with one certificate: the one started last stays, the other ends; a restart is no twin."""
+"""Two processes with one certificate: the one started last stays, the other ends; a restart is no duplicate."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_the_older_of_two_processes_ends_and_the_newer_stays(run: Run) -> 
         assert peer.transport.rejections["b", "superseded"] > 0
 
 
-async def test_a_process_that_starts_again_is_no_twin(run: Run) -> None:
+async def test_a_process_that_starts_again_is_no_duplicate(run: Run) -> None:
     a = await run.start("a", {"b": None})
     first = await run.start("b", {"a": at(a)})
     await first.until(lambda: first.up == {"a": True})

@@ -1,4 +1,4 @@
-"""core/quarantine.py: three strikes in ten minutes, ten minutes doubling to a day."""
+"""transport/quarantine.py: three strikes in ten minutes, ten minutes doubling to a day."""
 
 from __future__ import annotations
 

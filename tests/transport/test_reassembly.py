@@ -1,4 +1,4 @@
-"""core/reassembly.py: any interleaving of connections gives the same bytes, and nothing else passes."""
+"""transport/reassembly.py: any interleaving of connections gives the same bytes, and nothing else passes."""
 
 from __future__ import annotations
 

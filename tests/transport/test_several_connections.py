@@ -82,14 +82,14 @@ async def test_bodies_of_all_sizes_and_lanes_arrive_whole_in_both_directions(mes
     headers: list[TransferHeader] = [MergedStripe(Ballot(1, n), 0, 0, 1, b"", 0, 1) for n in range(3)]
     headers += [Payload(n, 0, b"") for n in range(2)]
     headers.append(Probe(1))
-    wanted = list(zip(headers, bodies, strict=True))
-    work = [a.transfer("b", header, memoryview(body)) for header, body in wanted]
-    work += [b.transfer("a", header, memoryview(body)) for header, body in wanted]
+    expected = list(zip(headers, bodies, strict=True))
+    work = [a.transfer("b", header, memoryview(body)) for header, body in expected]
+    work += [b.transfer("a", header, memoryview(body)) for header, body in expected]
     await asyncio.wait_for(asyncio.gather(*work), DEADLINE_S)
     for handler, peer in ((at_b, "a"), (at_a, "b")):
-        await handler.until(lambda handler=handler: len(handler.closed) == len(wanted))
+        await handler.until(lambda handler=handler: len(handler.closed) == len(expected))
         got = {header: (who, body, whole) for who, header, body, whole in handler.closed}
-        assert got == {header: (peer, body, True) for header, body in wanted}
+        assert got == {header: (peer, body, True) for header, body in expected}
         stripes = [header for _, header, _, _ in handler.closed if isinstance(header, MergedStripe)]
         assert stripes == headers[:3], "those of one lane in their order"
     assert at_a.changes == [("b", True)]
@@ -114,7 +114,7 @@ async def test_near_links_stay_with_one(mesh: Mesh) -> None:
     await a.transfer("b", HEADER, memoryview(os.urandom(32 * MIB)))
     await at_b.until(lambda: at_b.closed)
     await eventually(lambda: a._pacer._peers["b"].link.rtt_min_ns)
-    assert a._pacer.connections_wanted("b") == 1
+    assert a._pacer.target_connections("b") == 1
     assert a.peer_status()["b"].connections == 1
 
 
@@ -129,7 +129,7 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
     state.rtt_min_ns = 12_000_000
     await eventually(lambda: a.peer_status()["b"].connections == 3)
     state.rtt_min_ns = 6_000_000
-    assert a._pacer.connections_wanted("b") == 2
+    assert a._pacer.target_connections("b") == 2
     a._pacer._take_counters = sampled  # type: ignore[method-assign]
     await a.transfer("b", HEADER, memoryview(b"x" * MIB))
     await at_b.until(lambda: at_b.closed)
@@ -139,15 +139,15 @@ async def test_the_number_follows_what_the_link_is_worth_and_never_falls(
     assert a.peer_status()["b"].connections < 3, "a new session begins with one"
 
 
-async def test_where_congestion_control_goes_by_loss_a_lossy_far_link_gets_all(mesh: Mesh) -> None:
+async def test_where_congestion_control_goes_by_loss_a_lossy_link_with_a_long_round_trip_gets_all(mesh: Mesh) -> None:
     a, _, _, _ = await mesh.pair()
     a._pacer._peers["b"].link.rtt_min_ns = 40_000_000
     a._meter.tcp = lambda _peer: TcpCounters(8 * MIB, 8 * MIB // 100, 40_000_000)  # type: ignore[method-assign]
-    assert a._pacer.connections_wanted("b") == 1
+    assert a._pacer.target_connections("b") == 1
     a._meter.goes_by_loss = True
-    assert a._pacer.connections_wanted("b") == CONNECTIONS_MAX
+    assert a._pacer.target_connections("b") == CONNECTIONS_MAX
     a._meter.tcp = lambda _peer: TcpCounters(4 * MIB - 1, MIB, 40_000_000)  # type: ignore[method-assign]
-    assert a._pacer.connections_wanted("b") == 1, "too little was sent to tell"
+    assert a._pacer.target_connections("b") == 1, "too little was sent to tell"
 
 
 async def test_a_cancelled_transfer_leaves_no_chunk_for_the_next(mesh: Mesh) -> None:
@@ -469,13 +469,13 @@ def test_whatever_the_connections_do_the_same_bytes_arrive(count: int, room: int
     async def run() -> None:
         rng = random.Random(seed)
         halves = Halves(count, room, rng, ThreadPoolExecutor(1))
-        wanted: list[tuple[BulkHeader, bytes]] = []
+        expected: list[tuple[BulkHeader, bytes]] = []
         for number in range(rng.randrange(1, 8)):
             header = rng.choice([Payload(number, 0, b""), MergedStripe(Ballot(1, number), 0, 0, 1, b"", 0, 1)])
             size = rng.choice([0, 1, rng.randrange(20_000)])
-            wanted.append((header, rng.randbytes(size) if is_random else bytes([number + 1]) * size))
+            expected.append((header, rng.randbytes(size) if is_random else bytes([number + 1]) * size))
         async with halves.running():
-            work = [asyncio.create_task(halves.out.transfer(header, memoryview(body))) for header, body in wanted]
+            work = [asyncio.create_task(halves.out.transfer(header, memoryview(body))) for header, body in expected]
             given_up = rng.choice([None, *work])
             if given_up is not None and rng.random() < 0.5:
                 for _ in range(rng.randrange(60)):
@@ -483,12 +483,12 @@ def test_whatever_the_connections_do_the_same_bytes_arrive(count: int, room: int
                 given_up.cancel()
             async with asyncio.timeout(DEADLINE_S):
                 results = await asyncio.gather(*work, return_exceptions=True)
-                kept = [one for one, result in zip(wanted, results, strict=True) if result is None]
+                kept = [one for one, result in zip(expected, results, strict=True) if result is None]
                 await eventually(lambda: not halves.inbound.is_open and not any(pipe.frames for pipe in halves.pipes))
         expected = dict(kept)
         got = {header: body for _, header, body, is_whole in halves.handler.closed if is_whole}
         assert {header: got.get(header) for header in expected} == expected
-        assert all(body == dict(wanted)[header] for header, body in got.items())
+        assert all(body == dict(expected)[header] for header, body in got.items())
         assert len(halves.handler.closed) == len(halves.handler.opened)
 
     asyncio.run(run())

@@ -1,4 +1,4 @@
-"""adapters/transport.py over real gRPC with TLS on loopback: links come up, carry bytes, refuse, die and come back."""
+"""transport/transport.py over real gRPC with TLS on loopback: links come up, carry bytes, refuse, die and come back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""By which congestion control the sockets of a daemon go: what the kernel is told, and what the peers are.
+"""By which congestion control the sockets of a daemon go: what the kernel is set to, and what the peers report.
 
-A far socket goes by BBR, where the kernel has it and allows it. Peers are told in the metadata of the call of a link's
-control lane, in both directions, and not in a message: messages have exactly the fields of their version. A peer that
-does not know the key passes over it, and of one that does not tell nothing is known.
+A socket with a long round trip goes by BBR, where the kernel has it and allows it. Peers are told in the metadata of
+the call of a link's control lane, in both directions, and not in a message: messages have exactly the fields of their
+version. A peer that does not know the key passes over it, and of one that does not send it nothing is known.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import socket
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.transport.connections import FAR_NS
+from diloco_node.transport.connections import LONG_RTT_NS
 from diloco_node.transport.kernel.tcp_info import SocketCounters, set_option
 
-FAR_CONGESTION_CONTROL: Final = b"bbr"
+LONG_RTT_CONGESTION_CONTROL: Final = b"bbr"
 """What goes by loss alone (cubic, the usual one) gets 1.4 Mbit/s out of 100 ms with 1 % loss, whatever the line has;
 several connections would only get so many times as much, and the ceiling is the budget's business."""
 
@@ -29,34 +29,35 @@ _NAME_BYTES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class CongestionControls:
-    """Names of the kernel's: `usual` of the host's sockets, `far` of a daemon's own to a far peer."""
+    """Names of the kernel's: `usual` of the host's sockets, `long_rtt` of a daemon's own to a peer with a long
+    round trip."""
 
     usual: str
-    far: str
+    long_rtt: str
 
     def at(self, rtt_min_ns: int) -> str:
         """What a daemon's socket of such a round trip goes by."""
-        return self.far if rtt_min_ns >= FAR_NS else self.usual
+        return self.long_rtt if rtt_min_ns >= LONG_RTT_NS else self.usual
 
     def encode(self) -> str:
-        """As a peer is told."""
-        return f"{self.usual} {self.far}"
+        """As it is sent to a peer."""
+        return f"{self.usual} {self.long_rtt}"
 
 
 def decode_congestion_controls(text: str) -> CongestionControls | None:
-    """What a peer told; None when it is nothing of the kind."""
+    """What a peer sent; None when it is nothing of the kind."""
     found = _TEXT.fullmatch(text)
     return CongestionControls(found[1], found[2]) if found else None
 
 
 def own_congestion_controls() -> CongestionControls | None:
-    """What the kernel gives a socket of ours, and lets it change to; None where it does not tell."""
+    """What the kernel gives a socket of ours, and lets it change to; None where that is unknown."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
             usual = _name_of(one)
             try:
-                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, FAR_CONGESTION_CONTROL)
-            except OSError:  # the kernel lacks it, or does not allow it: far sockets stay as they are
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, LONG_RTT_CONGESTION_CONTROL)
+            except OSError:  # the kernel lacks it, or does not allow it: those sockets stay as they are
                 return CongestionControls(usual, usual)
             return CongestionControls(usual, _name_of(one))
     except OSError:
@@ -69,11 +70,11 @@ def _name_of(one: socket.socket) -> str:
     )
 
 
-def is_far(counters: SocketCounters) -> bool:
-    """Whether a socket's round trip is so long that it should go by FAR_CONGESTION_CONTROL."""
-    return counters.rtt_min_us * 1000 >= FAR_NS
+def has_long_rtt(counters: SocketCounters) -> bool:
+    """Whether a socket's round trip is so long that it should go by LONG_RTT_CONGESTION_CONTROL."""
+    return counters.rtt_min_us * 1000 >= LONG_RTT_NS
 
 
 def use_bbr(fd: int, cookie: int) -> bool:
-    """Have a socket go by FAR_CONGESTION_CONTROL; whether it does now."""
-    return set_option(fd, cookie, socket.IPPROTO_TCP, socket.TCP_CONGESTION, FAR_CONGESTION_CONTROL)
+    """Have a socket go by LONG_RTT_CONGESTION_CONTROL; whether it does now."""
+    return set_option(fd, cookie, socket.IPPROTO_TCP, socket.TCP_CONGESTION, LONG_RTT_CONGESTION_CONTROL)

@@ -1,6 +1,6 @@
 """Wire bytes per peer: the kernel's counters of all sockets that lead to it, and what the kernel is to do with them.
 
-All that is ever set is how fast a socket sends (`WireMeter.pace`), and by which congestion control on a far link.
+All that is ever set is how fast a socket sends (`WireMeter.pace`), and its congestion control on a long round trip.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from diloco_node.transport.kernel.congestion import is_far, use_bbr
+from diloco_node.transport.kernel.congestion import has_long_rtt, use_bbr
 from diloco_node.transport.kernel.tcp_info import (
     LINK_HEADER_BYTES,
     Address,
@@ -53,7 +53,7 @@ class LinkCounters:
     first_bytes_out: int = 0
     other_bytes_out: int = 0
     bytes_in: int = 0
-    carried_bytes: int = 0
+    delivered_bytes: int = 0
     segments_out: int = 0
     segments_in: int = 0
     rtt_min_ns: int = 0
@@ -66,7 +66,7 @@ class LinkCounters:
             self.first_bytes_out + first,
             self.other_bytes_out + one.bytes_retransmitted + bare * header,
             self.bytes_in + one.bytes_received + one.segments_received * header,
-            self.carried_bytes + one.bytes_acked + one.segments_sent * header,
+            self.delivered_bytes + one.bytes_acked + one.segments_sent * header,
             self.segments_out + one.segments_sent,
             self.segments_in + one.segments_received,
         )
@@ -86,20 +86,20 @@ class WireMeter:
         self._live: dict[int, tuple[str, SocketCounters]] = {}  # by cookie, as all that follows
         self._lanes: dict[int, bool] = {}  # whether it is one of the bulk lane's
         self._paced: dict[int, int | None] = {}
-        self._far: set[int] = set()
+        self._long_rtt: set[int] = set()
         self._ended: defaultdict[str, LinkCounters] = defaultdict(LinkCounters)
         self._dials: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._is_measured = False
         self.goes_by_loss = False
-        """A far socket stayed with the host's congestion control: it is taken for one that goes by loss."""
+        """A socket with a long round trip kept the host's congestion control: it is taken to go by loss."""
 
     def assign(self, peer: str, remote: Address, *, is_lasting: bool = True, is_bulk: bool = False) -> None:
         """Sockets to this remote address belong to the peer.
 
         Args:
             peer: its name. remote: IP address and port.
-            is_lasting: an address that we dial. Not lasting is the far end of an incoming call: its port will be used
-                for something else, so it is forgotten some samples after its socket is gone.
+            is_lasting: an address that we dial. Not lasting is the remote end of an incoming call: its port will be
+                used for something else, so it is forgotten some samples after its socket is gone.
             is_bulk: that call is of the bulk lane; for an address that we dial see `opening`.
         """
         address = (plain_ip(remote[0]), remote[1])
@@ -137,10 +137,10 @@ class WireMeter:
         self._live = seen
         self._lanes = {cookie: is_bulk for cookie, is_bulk in self._lanes.items() if cookie in seen}
         self._paced = {cookie: rate for cookie, rate in self._paced.items() if cookie in seen}
-        self._far &= seen.keys()
+        self._long_rtt &= seen.keys()
         for cookie, (_, one) in sorted(seen.items()):
-            if is_far(one) and cookie not in self._far:
-                self._far.add(cookie)
+            if has_long_rtt(one) and cookie not in self._long_rtt:
+                self._long_rtt.add(cookie)
                 self.goes_by_loss = not use_bbr(one.fd, cookie)
         self._is_measured = self._is_measured or bool(seen)
         remotes = {one.remote for one in found}

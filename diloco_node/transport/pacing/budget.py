@@ -7,8 +7,8 @@ are charged as the kernel counts them. Integers throughout: bytes, bytes per sec
 
 The caller's duties, for each piece of bulk (see `EgressBudget`):
 
-1. `try_spend`; where that says no, `ask` with the piece's size as it will be handed to the link. At most one piece of a
-   peer and lane waits.
+1. `try_spend`; where that says no, `request` with the piece's size as it will be handed to the link. At most one piece
+   of a peer and lane waits.
 2. `release`, whenever something was asked, a limit changed, or `wake_at_ns` has come: those pieces may go now.
 3. `charge_control` for every frame of the control lane, `measured` for what the kernel counted.
 """
@@ -81,7 +81,7 @@ class Overhead:
 
 @dataclass(slots=True)
 class LaneUse:
-    """What one lane to one peer wanted and used, in wire bytes since start."""
+    """The demand and the use of one lane to one peer, in wire bytes since start."""
 
     demand_bytes: int = 0
     used_bytes: int = 0
@@ -89,13 +89,13 @@ class LaneUse:
 
 @dataclass(slots=True)
 class _WaitingPiece:
-    """A piece that waits. `order` decides among pieces that could go: lane, urgency, turn."""
+    """A piece that waits. `order` decides among pieces that could go: lane, urgency, sequence."""
 
     peer: str
     lane: BudgetLane
     handed_bytes: int
     order: tuple[int, tuple[int, ...], int]
-    asked_ns: int
+    requested_ns: int
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class EgressBudget:
     def __init__(self, peers: Iterable[str], *, now_ns: int) -> None:
         self._region = TokenBucket(None, now_ns=now_ns)
         self._peers = {peer: _PeerBudget(TokenBucket(None, now_ns=now_ns)) for peer in sorted(peers)}
-        self._turns = 0
+        self._requests = 0
 
     # ---- limits ------------------------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class EgressBudget:
     # ---- asking and sending ------------------------------------------------------------------------------------------
 
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
-        """Send a piece if it may go now and no other one waits for what it would take: short for `ask` and `release`.
+        """Send a piece if it may go now and no other one waits for what it would take: `request` and `release` at once.
 
         Returns:
             Whether it goes; it counts as sent then, and nothing has changed if not.
@@ -215,21 +215,21 @@ class EgressBudget:
         entry.lanes[lane].used_bytes += wire_bytes
         return True
 
-    def ask(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...], *, now_ns: int) -> None:
+    def request(self, peer: str, lane: BudgetLane, handed_bytes: int, urgency: tuple[int, ...], *, now_ns: int) -> None:
         """A piece wants to go.
 
         Args:
             lane: not CONTROL, which never waits. handed_bytes: as it will be handed to the link.
-            urgency: within a lane the smallest goes first; peers with the same take turns.
+            urgency: within a lane the smallest goes first; peers with the same alternate.
         """
         waiting = self._peers[peer].waiting
         assert lane is not BudgetLane.CONTROL
         assert lane not in waiting, f"a piece for {peer} waits in lane {lane.name} already"
-        self._turns += 1
-        waiting[lane] = _WaitingPiece(peer, lane, handed_bytes, (int(lane), urgency, self._turns), now_ns)
+        self._requests += 1
+        waiting[lane] = _WaitingPiece(peer, lane, handed_bytes, (int(lane), urgency, self._requests), now_ns)
 
     def withdraw(self, peer: str, lane: BudgetLane) -> None:
-        """The piece that waits, if one does, is not wanted any more."""
+        """The piece that waits, if one does, is cancelled."""
         self._peers[peer].waiting.pop(lane, None)
 
     def release(self, *, now_ns: int) -> list[tuple[str, BudgetLane]]:
@@ -263,7 +263,7 @@ class EgressBudget:
         ready = [piece for piece in self._waiting() if self._peer_ready_at_ns(piece, now_ns) <= now_ns]
 
         def order(piece: _WaitingPiece) -> tuple[bool, tuple[int, tuple[int, ...], int]]:
-            return (now_ns - piece.asked_ns < STARVING_NS, piece.order)
+            return (now_ns - piece.requested_ns < STARVING_NS, piece.order)
 
         return min(ready, key=order, default=None)
 
@@ -288,8 +288,8 @@ class EgressBudget:
         entry.charged_bytes += wire_bytes
         self._charge(entry, wire_bytes, now_ns)
 
-    def want(self, peer: str, lane: BudgetLane, handed_bytes: int) -> None:
-        """Somebody asked for a transfer of this size (before compression); for people only."""
+    def count_demand(self, peer: str, lane: BudgetLane, handed_bytes: int) -> None:
+        """A transfer of this size was requested (before compression); for people only."""
         entry = self._peers[peer]
         entry.lanes[lane].demand_bytes += entry.overhead.wire_bytes(handed_bytes)
 
@@ -322,7 +322,7 @@ class EgressBudget:
     # ---- for people --------------------------------------------------------------------------------------------------
 
     def use(self, peer: str) -> PeerUse:
-        """What a peer may get, wanted and used; the counters are the live ones."""
+        """The limit, demand and use of a peer; the counters are the live ones."""
         entry = self._peers[peer]
         rate = self.rate_bytes_per_s(peer)
         sources = [source for source, limit in sorted(entry.limits.items()) if limit == rate]

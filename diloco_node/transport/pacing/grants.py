@@ -1,9 +1,9 @@
 """The bandwidth budget on its receiving side: who may send us how much.
 
-Each peer is granted a share of the ingress ceiling: those that want something share it max-min fairly (nobody gets more
-than it wants, and what it leaves goes to the others); while nobody wants anything all have equal shares, so that the
-first ones to begin need not ask. The sum of what is granted never exceeds the ceiling: a share grows only after those
-that shrink have been told, and had time to obey. Bytes are wire bytes, time is integer nanoseconds.
+Each peer is granted a share of the ingress ceiling: those with a demand share it max-min fairly (nobody gets more than
+its demand, and what it leaves goes to the others); while nobody has a demand all have equal shares, so that the first
+ones to begin need not request one. The sum of what is granted never exceeds the ceiling: a share grows only after those
+that shrink have been sent, and the peers had time to obey. Bytes are wire bytes, time is integer nanoseconds.
 
 The back-stop for a peer that does not obey: `read_at_ns` says from when its bulk stream may be read again.
 """
@@ -18,13 +18,13 @@ from diloco_node.transport.pacing.budget import PPM, Overhead
 from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
 
 SETTLE_NS: Final = 150_000_000
-"""From telling a peer a smaller share to giving the difference to another: a round trip, and a release under way."""
+"""From sending a peer a smaller share to giving the difference to another: a round trip, and a release under way."""
 
 IDLE_SHARE: Final = 50
 """While others are busy the idle peers together keep a 50th of the ceiling: for control, and their first piece."""
 
 CHANGE_PPM_MIN: Final = 20_000
-"""A share that changes by less than 2 % is not told."""
+"""A share that changes by less than 2 % is not sent."""
 
 ALLOWANCE_NS: Final = 250_000_000
 ALLOWANCE_BYTES: Final = 64 * 2**10
@@ -43,10 +43,10 @@ DEMAND_MAX: Final = 1 << 62
 
 @dataclass(slots=True)
 class _Grant:
-    """What one peer wants and may have.
+    """The demand and the share of one peer.
 
     Attributes:
-        told: the last grant sent on this link, None: none yet.
+        granted: the last grant sent on this link, None: none yet.
         before, until_ns: an earlier, larger grant that may still be in use until then.
         unlearnt_bytes: read since the kernel's counters were last taken.
     """
@@ -54,7 +54,7 @@ class _Grant:
     bucket: TokenBucket
     demand_bytes_per_s: int = 0
     peer_rate: int | None = None
-    told: int | None = None
+    granted: int | None = None
     before: int = 0
     until_ns: int = 0
     is_connected: bool = False
@@ -64,15 +64,15 @@ class _Grant:
 
     def in_use(self, now_ns: int) -> int:
         """The most that it may be sending now."""
-        told = self.told or 0
-        return max(told, self.before) if now_ns < self.until_ns else told
+        granted = self.granted or 0
+        return max(granted, self.before) if now_ns < self.until_ns else granted
 
 
 class IngressGrants:
     """Shares of the ingress ceiling, and the back-stop.
 
-    After every call of `set_rate`, `set_peer_rate`, `wanted`, `connected`, `lost`, `measured`, and at `wake_at_ns`:
-    send what `due` returns.
+    After every call of `set_rate`, `set_peer_rate`, `demand_reported`, `connected`, `lost`, `measured`, and at
+    `wake_at_ns`: send what `due` returns.
 
     Args:
         peers: their names. now_ns: when it starts. There is no limit before `set_rate`.
@@ -95,20 +95,20 @@ class IngressGrants:
         """Change what one peer may send at most; None: no limit of its own."""
         self._peers[peer].peer_rate = rate_bytes_per_s
 
-    def wanted(self, peer: str, bytes_per_s: int) -> None:
-        """What a peer says it could send now: 0 nothing, DEMAND_MAX as much as it gets."""
+    def demand_reported(self, peer: str, bytes_per_s: int) -> None:
+        """What a peer reports it could send now: 0 nothing, DEMAND_MAX as much as it gets."""
         self._peers[peer].demand_bytes_per_s = min(max(0, bytes_per_s), DEMAND_MAX)
 
     def connected(self, peer: str) -> None:
-        """A link came up: the peer must be told its share."""
+        """A link came up: the peer must get its share."""
         entry = self._peers[peer]
-        entry.is_connected, entry.told = True, None
+        entry.is_connected, entry.granted = True, None
 
     def lost(self, peer: str, *, now_ns: int) -> None:
         """The link went down: nothing more comes from there."""
         entry = self._peers[peer]
         entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
-        entry.is_connected, entry.told, entry.demand_bytes_per_s = False, None, 0
+        entry.is_connected, entry.granted, entry.demand_bytes_per_s = False, None, 0
 
     # ---- shares ------------------------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class IngressGrants:
         targets = self.targets(now_ns=now_ns)
         changed = {peer: target for peer, target in targets.items() if self._is_news(self._peers[peer], target)}
         # First all that shrink: what they give up is free for the others after they had time to obey.
-        first = [peer for peer, target in changed.items() if target <= (self._peers[peer].told or 0)]
+        first = [peer for peer, target in changed.items() if target <= (self._peers[peer].granted or 0)]
         sent = []
         for peer in first + [peer for peer in changed if peer not in first]:
             granted = self._give(peer, changed[peer], now_ns)
@@ -145,22 +145,22 @@ class IngressGrants:
         idle = [peer for peer in connected if peer not in busy]
         if not busy:
             busy, idle = dict.fromkeys(connected, DEMAND_MAX), []
-        kept = free // IDLE_SHARE // len(idle) if idle else 0
-        caps = {peer: min(wanted, connected[peer].peer_rate or DEMAND_MAX) for peer, wanted in busy.items()}
-        shares = max_min(free - kept * len(idle), caps) | dict.fromkeys(idle, kept)
+        idle_share = free // IDLE_SHARE // len(idle) if idle else 0
+        caps = {peer: min(demand, connected[peer].peer_rate or DEMAND_MAX) for peer, demand in busy.items()}
+        shares = max_min(free - idle_share * len(idle), caps) | dict.fromkeys(idle, idle_share)
         return {peer: max(1, share) for peer, share in sorted(shares.items())}
 
     def granted(self, peer: str) -> int | None:
-        """What a peer was told last; UNLIMITED: no limit; None: nothing yet on this link."""
-        return self._peers[peer].told
+        """What a peer was granted last; UNLIMITED: no limit; None: nothing yet on this link."""
+        return self._peers[peer].granted
 
     def _is_news(self, entry: _Grant, target: int) -> bool:
-        told = entry.told
-        if told is None:
+        granted = entry.granted
+        if granted is None:
             return target != UNLIMITED
-        if UNLIMITED in (told, target):
-            return told != target
-        return abs(target - told) * PPM >= CHANGE_PPM_MIN * told
+        if UNLIMITED in (granted, target):
+            return granted != target
+        return abs(target - granted) * PPM >= CHANGE_PPM_MIN * granted
 
     def _give(self, peer: str, target: int, now_ns: int) -> int | None:
         entry = self._peers[peer]
@@ -168,13 +168,13 @@ class IngressGrants:
         if rate is not None:
             others = sum(other.in_use(now_ns) for name, other in self._peers.items() if name != peer)
             room = max(1, rate - others)
-            is_less = entry.told not in (None, UNLIMITED) and target <= (entry.told or 0)
+            is_less = entry.granted not in (None, UNLIMITED) and target <= (entry.granted or 0)
             target = target if is_less else min(target, room)
             if not self._is_news(entry, target):
                 return None
-        if entry.told is not None and target < entry.told:
+        if entry.granted is not None and target < entry.granted:
             entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
-        entry.told = target
+        entry.granted = target
         entry.bucket.set_rate(target or None, now_ns=now_ns)
         return target
 

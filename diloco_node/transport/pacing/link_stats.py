@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from diloco_node.transport.connections import FAR_NS, connections_wanted
+from diloco_node.transport.connections import LONG_RTT_NS, target_connections
 from diloco_node.transport.kernel.tcp_info import buffer_bytes
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 from diloco_node.transport.pacing.token_bucket import NS_PER_S
@@ -58,19 +58,19 @@ class LinkWatch:
         self._before, self._sampled_ns = link, now_ns
         if before is None:
             return
-        sent, carried, received = (
+        sent, delivered, received = (
             max(0, new - old) * NS_PER_S // elapsed_ns
             for new, old in (
                 (link.first_bytes_out, before.first_bytes_out),
-                (link.carried_bytes, before.carried_bytes),
+                (link.delivered_bytes, before.delivered_bytes),
                 (link.bytes_in, before.bytes_in),
             )
         )
-        self.busiest_bytes_per_s = max(carried, received, self.busiest_bytes_per_s * 7 // 8)
+        self.busiest_bytes_per_s = max(delivered, received, self.busiest_bytes_per_s * 7 // 8)
         if is_busy:
             self.rate_bytes_per_s = max(sent, self.rate_bytes_per_s * 7 // 8)
 
-    def connections_wanted(self, *, ceiling_bytes_per_s: int | None) -> int:
+    def target_connections(self, *, ceiling_bytes_per_s: int | None) -> int:
         """How many bulk connections the link is worth, by what is known of it now.
 
         Args:
@@ -78,10 +78,10 @@ class LinkWatch:
         """
         tcp = self._meter.tcp(self._peer) if self._meter.goes_by_loss else None
         is_known = tcp is not None and tcp.sent_bytes >= LOSS_BYTES_MIN
-        return connections_wanted(
+        return target_connections(
             rtt_min_ns=self.rtt_min_ns,
             ceiling_bytes_per_s=ceiling_bytes_per_s,
-            carried_bytes_per_s=self.busiest_bytes_per_s,
+            delivered_bytes_per_s=self.busiest_bytes_per_s,
             buffer_bytes=buffer_bytes(),
             lost_ppm=tcp.retransmitted_bytes * 1_000_000 // tcp.sent_bytes if tcp is not None and is_known else 0,
         )
@@ -95,13 +95,13 @@ class LinkWatch:
         return self._is_paced and self.connections == 1
 
     def pace(self, ceiling_bytes_per_s: int | None) -> None:
-        """Have the kernel pace the bulk connections of a far link at what may be sent at most; None: no limit.
+        """Have the kernel pace the bulk connections at what may be sent at most, on a long round trip; None: no limit.
 
         BBR nearly stops for 0.2 s every ten seconds to measure the least round trip. What the socket held back
         meanwhile would leave at the line's rate. The kernel counts payload, so the pace is a little above the ceiling,
         and what was held back gets away.
         """
-        rate = ceiling_bytes_per_s if self.rtt_min_ns >= FAR_NS else None
+        rate = ceiling_bytes_per_s if self.rtt_min_ns >= LONG_RTT_NS else None
         if rate is not None or self._is_paced:
             self._meter.pace(self._peer, rate, connections=self.connections)
             self._is_paced = rate is not None

@@ -1,7 +1,7 @@
-"""Carries the bandwidth budget out on the event loop: pieces wait here for their turn, and grants go back and forth.
+"""Carries the bandwidth budget out on the event loop: pieces wait here until they may go, and grants go back and forth.
 
-The decisions are made in `core.budget` (what goes out) and `core.grants` (what peers may send us). This module has the
-clock, the timers and the futures; `link_watch` has what the kernel counted.
+The decisions are made in `pacing.budget` (what goes out) and `pacing.grants` (what peers may send us). This module has
+the clock, the timers and the futures; `link_stats` has what the kernel counted.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ LATENESS_FADING: Final = 64
 """A 64th of the lateness of timers is forgotten at each sample: half of it in four seconds."""
 
 IDLE_AFTER_S: Final = 0.3
-"""A peer is told that nothing waits for it when that has been so for a while: the next stripe is often close behind."""
+"""A peer gets a demand of 0 when nothing has waited for it for a while: the next stripe is often close behind."""
 
 UNMEASURED_ACKS_PPM: Final = 23_000
-"""Where the kernel does not tell: an acknowledgement of 66 bytes for every two segments."""
+"""Where the kernel does not count them: an acknowledgement of 66 bytes for every two segments."""
 
 FAST_RTT_NS: Final = 1_000_000
 """A link with a shorter round trip is the same machine or room, and carries more than zstd makes of it per core."""
@@ -62,7 +62,7 @@ class _PeerState:
 
     Attributes:
         link: what the kernel counted, and what follows from it.
-        transfers: that are queued or on their way. idle: the timer that will tell the peer that there are none.
+        transfers: that are queued or on their way. idle: the timer that will report to the peer that there are none.
         reported_demand: the last IngressDemand on this link. is_granted: the peer shares out what it may receive.
         read_bytes: of all frames.
     """
@@ -101,7 +101,7 @@ class Pacer:
         self._egress = EgressBudget(names, now_ns=now_ns())
         self._grants = IngressGrants(names, now_ns=now_ns())
         self._peers = {name: _PeerState(LinkWatch(name, meter)) for name in names}
-        self._turns: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
+        self._waiting: dict[tuple[str, BudgetLane], asyncio.Future[None]] = {}
         self._release_timer: asyncio.TimerHandle | None = None
         self._grant_timer: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
@@ -166,7 +166,7 @@ class Pacer:
         state.transfers += 1
         if state.transfers == 1:
             self._follow_lateness()
-        self._egress.want(peer, lane, raw_bytes)
+        self._egress.count_demand(peer, lane, raw_bytes)
         if state.idle is not None:
             state.idle.cancel()
             state.idle = None
@@ -195,14 +195,14 @@ class Pacer:
         if self.try_acquire(peer, lane, handed_bytes):
             return
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._egress.ask(peer, lane, handed_bytes, urgency, now_ns=self._now_ns())
-        self._turns[peer, lane] = waiting
+        self._egress.request(peer, lane, handed_bytes, urgency, now_ns=self._now_ns())
+        self._waiting[peer, lane] = waiting
         try:
             self._release()
             await waiting
         finally:
-            if self._turns.get((peer, lane)) is waiting:
-                del self._turns[peer, lane]
+            if self._waiting.get((peer, lane)) is waiting:
+                del self._waiting[peer, lane]
                 self._egress.withdraw(peer, lane)
 
     def control_sent(self, peer: str, frame_bytes: int) -> None:
@@ -216,7 +216,7 @@ class Pacer:
             self._release_timer = None
         now_ns = self._now_ns()
         for key in self._egress.release(now_ns=now_ns):
-            waiting = self._turns.pop(key)
+            waiting = self._waiting.pop(key)
             if not waiting.done():
                 waiting.set_result(None)
         wake_ns = self._egress.wake_at_ns(now_ns=now_ns)
@@ -268,11 +268,11 @@ class Pacer:
         """So many carry bulk now."""
         self._peers[peer].link.connections = count
 
-    def connections_wanted(self, peer: str) -> int:
+    def target_connections(self, peer: str) -> int:
         """How many bulk connections the link is worth, by what is known of it now."""
         out, into = self._ceiling_out(peer), _least(self._grants.rate_bytes_per_s, self._plan.peer_limits(peer).ingress)
         ceiling = None if out is None or into is None else max(out, into)
-        return self._peers[peer].link.connections_wanted(ceiling_bytes_per_s=ceiling)
+        return self._peers[peer].link.target_connections(ceiling_bytes_per_s=ceiling)
 
     def lost(self, peer: str) -> None:
         """A session has ended."""
@@ -284,7 +284,7 @@ class Pacer:
         self._release()
         self._grant()
 
-    def heard(self, peer: str, message: ControlMessage) -> bool:
+    def received(self, peer: str, message: ControlMessage) -> bool:
         """Take a control message if it is about the budget; whether it was."""
         if isinstance(message, IngressGranted):
             self._peers[peer].is_granted = message.bytes_per_s != UNLIMITED
@@ -294,19 +294,19 @@ class Pacer:
             self._release()
             return True
         if isinstance(message, IngressDemand):
-            self._grants.wanted(peer, message.bytes_per_s)
+            self._grants.demand_reported(peer, message.bytes_per_s)
             self._grant()
             return True
         return False
 
     def _report_demand(self, peer: str) -> None:
-        """Say what we could send, to a peer that shares out what it may receive, when that has changed."""
+        """Report what we could send, to a peer that shares out what it may receive, when that has changed."""
         state = self._peers[peer]
         state.idle = None
-        wanted = (self._ceiling_out(peer) or DEMAND_MAX) if state.transfers else 0
-        if wanted != state.reported_demand and (state.is_granted or not wanted):
-            state.reported_demand = wanted
-            self._send(peer, IngressDemand(wanted))
+        demand = (self._ceiling_out(peer) or DEMAND_MAX) if state.transfers else 0
+        if demand != state.reported_demand and (state.is_granted or not demand):
+            state.reported_demand = demand
+            self._send(peer, IngressDemand(demand))
 
     def _grant(self) -> None:
         """Send the shares that have changed, and set the timer for those that may grow later."""
@@ -395,7 +395,7 @@ class Pacer:
         self._used_before, self._lost_before = used, lost
 
     def status(self) -> dict[str, Any]:
-        """Ceilings, shares, and bytes wanted, allowed and used; plain values for JSON.
+        """Ceilings, shares, and bytes in demand, allowed and used; plain values for JSON.
 
         While something waited to be sent, `used_bytes` went out, and `allowed_bytes` the egress ceiling would have let
         through: what went out, and what was allowed and came too late. Their ratio is how much of the budget was used

@@ -1,4 +1,4 @@
-"""cli/processes.py: the ports that a command picks for its regions."""
+"""cli/demo/processes.py: the ports that a command picks for its regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adapters/congestion.py: what daemons tell each other, and peers that do not tell or say something else."""
+"""transport/kernel/congestion.py: what daemons send each other, and peers that send nothing or something else."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield made
 
 
-def test_far_sockets_go_by_another_one() -> None:
+def test_sockets_with_a_long_round_trip_go_by_another_one() -> None:
     assert TELLING.at(0) == TELLING.at(4_999_999) == "cubic"
     assert TELLING.at(5_000_000) == "bbr"
 
@@ -51,7 +51,7 @@ def test_ours_are_those_that_the_kernel_gives_and_allows(monkeypatch: pytest.Mon
     usual = Path("/proc/sys/net/ipv4/tcp_congestion_control")
     if usual.exists():
         assert ours.usual == usual.read_text().strip()
-    monkeypatch.setattr(congestion, "FAR_CONGESTION_CONTROL", b"no such")
+    monkeypatch.setattr(congestion, "LONG_RTT_CONGESTION_CONTROL", b"no such")
     assert own_congestion_controls() == CongestionControls(ours.usual, ours.usual)
 
 

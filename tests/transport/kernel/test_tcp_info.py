@@ -1,4 +1,4 @@
-"""adapters/sockets.py: what the kernel counts of TCP sockets, and what is set on them."""
+"""transport/kernel/tcp_info.py: what the kernel counts of TCP sockets, and what is set on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""adapters/wire_meter.py: bytes per peer, and which sockets are held back."""
+"""transport/kernel/wire_meter.py: bytes per peer, and which sockets are held back."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def congestion_control(sock: socket.socket) -> bytes:
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
 
 
-def test_socket_of_a_far_peer_goes_by_bbr_once_and_a_near_one_stays(
+def test_socket_with_a_long_round_trip_goes_by_bbr_once_and_another_stays(
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, far = connection
@@ -208,19 +208,19 @@ def test_socket_of_a_far_peer_goes_by_bbr_once_and_a_near_one_stays(
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     send(near, far, b"x" * 1000)
     own, other = counters_of(near), counters_of(far)
-    wanted = b"bbr"
+    expected = b"bbr"
     try:
-        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted)
+        near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, expected)
         near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     except OSError:
-        wanted = b"cubic"  # any that this kernel allows
-        monkeypatch.setattr(congestion, "FAR_CONGESTION_CONTROL", wanted)
+        expected = b"cubic"  # any that this kernel allows
+        monkeypatch.setattr(congestion, "LONG_RTT_CONGESTION_CONTROL", expected)
     meter, kernel = WireMeter(), FakeKernel(monkeypatch)
     meter.assign("b", own.remote)
     meter.assign("c", other.remote)
     kernel.now = [replace(own, rtt_min_us=5_000), replace(other, rtt_min_us=4_999)]
     meter.sample()
-    assert congestion_control(near) == wanted
+    assert congestion_control(near) == expected
     assert congestion_control(far) == b"reno"
     near.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
     meter.sample()
@@ -230,11 +230,11 @@ def test_socket_of_a_far_peer_goes_by_bbr_once_and_a_near_one_stays(
     assert congestion_control(near) == b"reno", "another socket has this descriptor now"
 
 
-def test_a_far_socket_that_may_not_change_its_congestion_control_is_known_to_go_by_loss(
+def test_a_socket_that_may_not_change_its_congestion_control_is_known_to_go_by_loss(
     connection: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, _ = connection
-    monkeypatch.setattr(congestion, "FAR_CONGESTION_CONTROL", b"no such")
+    monkeypatch.setattr(congestion, "LONG_RTT_CONGESTION_CONTROL", b"no such")
     meter, kernel = WireMeter(), FakeKernel(monkeypatch)
     own = next(found for found in read_sockets() if found.local == near.getsockname())
     meter.assign("b", own.remote)

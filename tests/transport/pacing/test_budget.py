@@ -1,4 +1,4 @@
-"""core/budget.py, budget_plan.py: peers and lanes in order, and no window over a ceiling whatever is asked."""
+"""transport/pacing/budget.py, core/budget_plan.py: peers and lanes in order, and no window over any ceiling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROUNDS, RECOVERY, MEASUREMENT = BudgetLane.ROUNDS, BudgetLane.RECOVERY, BudgetLa
 
 def ready_at_ns(budget: EgressBudget, peer: str, size: int, *, now_ns: int) -> int:
     """When a piece could go while nothing waits, by the limit that there is."""
-    budget.ask(peer, ROUNDS, size, (), now_ns=now_ns)
+    budget.request(peer, ROUNDS, size, (), now_ns=now_ns)
     at_ns = budget.wake_at_ns(now_ns=now_ns)
     budget.withdraw(peer, ROUNDS)
     assert at_ns is not None
@@ -94,11 +94,11 @@ def run(budget: EgressBudget, wants: dict[str, BudgetLane], until_ns: int, size:
     handed = dict.fromkeys(wants, 0)
     now_ns = 0
     for peer, lane in wants.items():
-        budget.ask(peer, lane, size, (), now_ns=now_ns)
+        budget.request(peer, lane, size, (), now_ns=now_ns)
     while now_ns < until_ns:
         for peer, lane in budget.release(now_ns=now_ns):
             handed[peer] += size
-            budget.ask(peer, lane, size, (), now_ns=now_ns)
+            budget.request(peer, lane, size, (), now_ns=now_ns)
         wake_ns = budget.wake_at_ns(now_ns=now_ns)
         assert wake_ns is not None
         assert wake_ns > now_ns, "a timer that fires at once, again and again"
@@ -149,7 +149,7 @@ def test_a_piece_goes_at_once_only_where_none_waits_for_the_same_bytes() -> None
     assert budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns)
     assert budget.use("b").lanes[ROUNDS].used_bytes == 1_060_001_060
     assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns)
-    budget.ask("c", RECOVERY, 30_000, (), now_ns=now_ns)
+    budget.request("c", RECOVERY, 30_000, (), now_ns=now_ns)
     assert not budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns + 10 * MS), "c waits for the region's"
     budget.set_region_rate(None, now_ns=now_ns)
     assert budget.try_spend("b", ROUNDS, 1000, now_ns=now_ns + 10 * MS), "c waits for nothing of b's"
@@ -164,7 +164,7 @@ def test_what_goes_at_once_and_what_asked_keep_to_the_same_ceiling() -> None:
     while now_ns < 20 * NS_PER_S:
         size = budget.piece_bytes("b")
         if not budget.try_spend("b", ROUNDS, size, now_ns=now_ns):
-            budget.ask("b", ROUNDS, size, (), now_ns=now_ns)
+            budget.request("b", ROUNDS, size, (), now_ns=now_ns)
             wake_ns = budget.wake_at_ns(now_ns=now_ns)
             assert wake_ns is not None
             now_ns = wake_ns + 20 * MS
@@ -178,14 +178,14 @@ def test_pieces_that_wait_are_level_when_none_of_them_comes_before_another() -> 
     budget = EgressBudget("bcd", now_ns=0)
     budget.set_region_rate(1, now_ns=0)
     assert budget.is_level()
-    budget.ask("b", ROUNDS, 10, (1, 2), now_ns=0)
+    budget.request("b", ROUNDS, 10, (1, 2), now_ns=0)
     assert budget.is_level()
-    budget.ask("c", ROUNDS, 10, (1, 2), now_ns=0)
+    budget.request("c", ROUNDS, 10, (1, 2), now_ns=0)
     assert budget.is_level()
-    budget.ask("d", ROUNDS, 10, (1, 3), now_ns=0)
+    budget.request("d", ROUNDS, 10, (1, 3), now_ns=0)
     assert not budget.is_level()
     budget.withdraw("d", ROUNDS)
-    budget.ask("d", RECOVERY, 10, (1, 2), now_ns=0)
+    budget.request("d", RECOVERY, 10, (1, 2), now_ns=0)
     assert not budget.is_level()
 
 
@@ -193,7 +193,7 @@ def test_in_a_lane_the_most_urgent_goes_first_and_equals_take_turns() -> None:
     budget = EgressBudget("bcd", now_ns=0)
     budget.set_region_rate(10**6, now_ns=0)
     for peer, ballot in (("b", (2, 9)), ("c", (2, 8)), ("d", (1, 99))):
-        budget.ask(peer, ROUNDS, 29_000, ballot, now_ns=0)
+        budget.request(peer, ROUNDS, 29_000, ballot, now_ns=0)
     order, now_ns = [], 0
     while (wake_ns := budget.wake_at_ns(now_ns=now_ns)) is not None:
         now_ns = wake_ns
@@ -204,8 +204,8 @@ def test_in_a_lane_the_most_urgent_goes_first_and_equals_take_turns() -> None:
 def test_a_small_piece_does_not_slip_past_a_large_one_that_waits_for_the_region() -> None:
     budget = EgressBudget("bc", now_ns=0)
     budget.set_region_rate(10**6, now_ns=0)
-    budget.ask("b", ROUNDS, 25_000, (), now_ns=0)
-    budget.ask("c", RECOVERY, 10, (), now_ns=0)
+    budget.request("b", ROUNDS, 25_000, (), now_ns=0)
+    budget.request("c", RECOVERY, 10, (), now_ns=0)
     assert budget.release(now_ns=10 * MS) == []
     assert budget.release(now_ns=27 * MS) == [("b", ROUNDS), ("c", RECOVERY)]
 
@@ -213,13 +213,13 @@ def test_a_small_piece_does_not_slip_past_a_large_one_that_waits_for_the_region(
 def test_a_piece_that_is_withdrawn_leaves_its_place() -> None:
     budget = EgressBudget("b", now_ns=0)
     budget.set_region_rate(1000, now_ns=0)
-    budget.ask("b", ROUNDS, 500, (), now_ns=0)
+    budget.request("b", ROUNDS, 500, (), now_ns=0)
     with pytest.raises(AssertionError, match="waits in lane ROUNDS already"):
-        budget.ask("b", ROUNDS, 500, (), now_ns=0)
+        budget.request("b", ROUNDS, 500, (), now_ns=0)
     budget.withdraw("b", ROUNDS)
     budget.withdraw("b", ROUNDS)
     assert budget.wake_at_ns(now_ns=0) is None
-    budget.ask("b", ROUNDS, 500, (), now_ns=0)
+    budget.request("b", ROUNDS, 500, (), now_ns=0)
 
 
 def test_control_never_waits_and_bulk_waits_for_it() -> None:
@@ -238,7 +238,7 @@ def test_without_a_limit_everything_goes_at_once_and_is_counted() -> None:
     budget = EgressBudget("bc", now_ns=0)
     assert not budget.is_limited("b")
     assert budget.piece_bytes("b") == PIECE_BYTES_MAX
-    budget.want("b", ROUNDS, 10**9)
+    budget.count_demand("b", ROUNDS, 10**9)
     assert budget.try_spend("b", ROUNDS, 10**9, now_ns=0)
     assert budget.use("b").lanes[ROUNDS].used_bytes == budget.use("b").lanes[ROUNDS].demand_bytes == 1_060_000_000
     budget.set_limit("c", LimitSource.GRANT, 5, now_ns=0)
@@ -262,7 +262,7 @@ def test_whatever_is_asked_the_region_and_every_peer_keep_their_ceilings(seed: i
         peer, lane = rng.choice("bcd"), rng.choice([ROUNDS, RECOVERY, MEASUREMENT])
         if (peer, lane) not in sizes:
             sizes[peer, lane] = rng.randint(1, 16_384)
-            budget.ask(peer, lane, sizes[peer, lane], (rng.randint(0, 3),), now_ns=now_ns)
+            budget.request(peer, lane, sizes[peer, lane], (rng.randint(0, 3),), now_ns=now_ns)
         if rng.random() < 0.1:
             budget.charge_control(peer, 200, now_ns=now_ns)
             sent.append((now_ns, peer, 200 + CONTROL_FRAME_BYTES))

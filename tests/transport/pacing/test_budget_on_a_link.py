@@ -1,7 +1,7 @@
 """The bandwidth budget through real transports: on loopback what must not depend on speed, and on links of their own
 what the kernel's interface counters say.
 
-`test_core_budget.py` has the property over every window. A ceiling holds at the first attempt. What needs time to show
+`test_budget.py` has the property over every window. A ceiling holds at the first attempt. What needs time to show
 is measured beside a control in the same run, and again before it counts as wrong.
 """
 
@@ -120,27 +120,27 @@ async def test_a_cancelled_piece_leaves_its_place_to_the_next(pacer: Pacer, cloc
 async def test_a_grant_is_obeyed_and_what_waits_is_told(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
     pacer.transfer_started("b", ROUNDS, 100)
     assert sent == [], "a peer that shares nothing out is told nothing"
-    assert pacer.heard("b", IngressGranted(20_000))
+    assert pacer.received("b", IngressGranted(20_000))
     assert sent == [("b", IngressDemand(DEMAND_MAX))]
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] == 20_000
     assert pacer.status()["peers"]["b"]["limited_by"] == "grant"
-    assert pacer.heard("b", IngressGranted(0))
+    assert pacer.received("b", IngressGranted(0))
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] is None
-    assert not pacer.heard("b", Message.__args__[0](1, True, 1, 1))  # type: ignore[attr-defined]
+    assert not pacer.received("b", Message.__args__[0](1, True, 1, 1))  # type: ignore[attr-defined]
     pacer.transfer_ended("b")
 
 
 async def test_what_could_be_sent_is_bounded_by_our_own_limits(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
     pacer.set_plan(BudgetPlan(RateLimits(egress=50_000), (("b", RateLimits(egress=30_000)),)))
-    pacer.heard("b", IngressGranted(20_000))
-    pacer.heard("c", IngressGranted(20_000))
+    pacer.received("b", IngressGranted(20_000))
+    pacer.received("c", IngressGranted(20_000))
     pacer.transfer_started("b", ROUNDS, 1)
     pacer.transfer_started("c", ROUNDS, 1)
     assert sent == [("b", IngressDemand(30_000)), ("c", IngressDemand(50_000))]
 
 
 async def test_a_lost_link_forgets_its_grant(pacer: Pacer) -> None:
-    pacer.heard("b", IngressGranted(1))
+    pacer.received("b", IngressGranted(1))
     waiting = asyncio.create_task(pacer.acquire("b", RECOVERY, 10**6, ()))
     await settle()
     assert not waiting.done()
@@ -158,7 +158,7 @@ async def test_links_are_granted_shares_as_they_come_up(
     pacer.connected("c")
     assert sent[1] == ("b", IngressGranted(500_000))
     clock.now_ns += 10**9
-    pacer.heard("c", IngressDemand(DEMAND_MAX))
+    pacer.received("c", IngressDemand(DEMAND_MAX))
     assert ("c", IngressGranted(500_000)) in sent or sent[-1] == ("b", IngressGranted(20_000))
 
 
@@ -333,13 +333,13 @@ async def test_control_does_not_wait_for_bulk_that_waits_for_the_budget(pair: Pa
     a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=1000)), BudgetPlan())
     moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(os.urandom(4 * MB))))
     await settle()
-    asked = [PayloadRequested(0, version, b"") for version in range(200)]
-    for message in asked:
+    requests = [PayloadRequested(0, version, b"") for version in range(200)]
+    for message in requests:
         assert a.send("b", message)
     async with asyncio.timeout(DEADLINE_S):
-        while len(b_handler.messages) < len(asked):  # noqa: ASYNC110 - nothing tells
+        while len(b_handler.messages) < len(requests):  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
-    assert b_handler.messages == asked
+    assert b_handler.messages == requests
     assert not moving.done()
     assert a.budget_status()["peers"]["b"]["lanes"]["recovery"]["used_bytes"] < MB, "hours are left of it"
     moving.cancel()

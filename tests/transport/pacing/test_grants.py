@@ -1,4 +1,4 @@
-"""core/grants.py: shares are max-min fair, add up to the ceiling at most, and who does not obey is not read."""
+"""transport/pacing/grants.py: shares are max-min fair, add up to the ceiling, and who does not obey is not read."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_idle_peers_have_equal_shares_so_that_the_first_need_not_ask() -> None:
 
 def test_who_wants_something_gets_what_the_idle_ones_leave() -> None:
     grants = connected("abc")
-    grants.wanted("b", DEMAND_MAX)
+    grants.demand_reported("b", DEMAND_MAX)
     shares = grants.targets(now_ns=NS_PER_S)
     assert shares["a"] == shares["c"] == RATE // 50 // 2
     assert shares["b"] == RATE - 2 * (RATE // 50 // 2)
-    grants.wanted("a", 100_000)
+    grants.demand_reported("a", 100_000)
     shares = grants.targets(now_ns=NS_PER_S)
     assert shares["a"] == 100_000
     assert shares["b"] == RATE - RATE // 50 - 100_000
@@ -79,8 +79,8 @@ def test_who_wants_something_gets_what_the_idle_ones_leave() -> None:
 def test_a_peer_of_its_own_limit_gets_no_more() -> None:
     grants = connected("ab")
     grants.set_peer_rate("a", 50_000)
-    grants.wanted("a", DEMAND_MAX)
-    grants.wanted("b", DEMAND_MAX)
+    grants.demand_reported("a", DEMAND_MAX)
+    grants.demand_reported("b", DEMAND_MAX)
     assert grants.targets(now_ns=NS_PER_S) == {"a": 50_000, "b": RATE - 50_000}
     alone = connected("a", None)
     alone.set_peer_rate("a", 7)
@@ -90,7 +90,7 @@ def test_a_peer_of_its_own_limit_gets_no_more() -> None:
 def test_a_share_grows_only_after_the_others_had_time_to_shrink() -> None:
     grants = connected("ab")
     now_ns = NS_PER_S
-    grants.wanted("a", DEMAND_MAX)
+    grants.demand_reported("a", DEMAND_MAX)
     assert grants.due(now_ns=now_ns) == [("b", RATE // 50)]
     assert grants.wake_at_ns(now_ns=now_ns) == now_ns + SETTLE_NS
     assert grants.due(now_ns=now_ns + SETTLE_NS - 1) == []
@@ -104,7 +104,7 @@ def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) ->
     rng = random.Random(seed)
     grants = IngressGrants("abcd", now_ns=0)
     grants.set_rate(RATE, now_ns=0)
-    told: dict[str, list[tuple[int, int]]] = {peer: [] for peer in "abcd"}
+    granted_rates: dict[str, list[tuple[int, int]]] = {peer: [] for peer in "abcd"}
     is_up = dict.fromkeys("abcd", False)
     now_ns = 0
     for _ in range(120):
@@ -116,15 +116,15 @@ def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) ->
         elif rng.random() < 0.1:
             grants.lost(peer, now_ns=now_ns)
             is_up[peer] = False
-            told[peer].append((now_ns, 0))
+            granted_rates[peer].append((now_ns, 0))
         else:
-            grants.wanted(peer, rng.choice([0, 1, 333_333, DEMAND_MAX]))
+            grants.demand_reported(peer, rng.choice([0, 1, 333_333, DEMAND_MAX]))
         for name, share in grants.due(now_ns=now_ns):
             assert is_up[name]
-            told[name].append((now_ns, share))
+            granted_rates[name].append((now_ns, share))
         # A sender may still use what it was told up to SETTLE_NS ago.
         in_use = 0
-        for history in told.values():
+        for history in granted_rates.values():
             recent = [share for at_ns, share in history if at_ns > now_ns - SETTLE_NS]
             before = [share for at_ns, share in history if at_ns <= now_ns - SETTLE_NS]
             in_use += max([*recent, *before[-1:]], default=0) if history else 0
@@ -133,8 +133,8 @@ def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) ->
 
 def test_only_real_changes_are_told() -> None:
     grants = connected("ab")
-    grants.wanted("a", RATE // 2 * 101 // 100)
-    grants.wanted("b", DEMAND_MAX)
+    grants.demand_reported("a", RATE // 2 * 101 // 100)
+    grants.demand_reported("b", DEMAND_MAX)
     assert grants.due(now_ns=NS_PER_S) == []
     assert grants.wake_at_ns(now_ns=NS_PER_S) is None
 
@@ -153,7 +153,7 @@ def test_without_a_ceiling_nobody_is_told_anything() -> None:
     grants = IngressGrants("ab", now_ns=0)
     grants.connected("a")
     assert grants.due(now_ns=0) == []
-    grants.wanted("a", DEMAND_MAX)
+    grants.demand_reported("a", DEMAND_MAX)
     assert grants.due(now_ns=NS_PER_S) == []
     assert grants.read_at_ns("a", now_ns=0) == 0
 
@@ -171,7 +171,7 @@ def test_a_ceiling_that_is_taken_away_is_told() -> None:
 
 def test_what_came_beyond_the_ceiling_is_taken_from_the_shares() -> None:
     grants = connected("a")
-    grants.wanted("a", DEMAND_MAX)
+    grants.demand_reported("a", DEMAND_MAX)
     now_ns = 5 * NS_PER_S
     grants.measured("a", RATE // 10, now_ns=now_ns)
     assert grants.targets(now_ns=now_ns)["a"] == RATE, "no more than one reading of the counters brings"

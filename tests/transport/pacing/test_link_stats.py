@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_node.transport.connections import FAR_NS
+from diloco_node.transport.connections import LONG_RTT_NS
 from diloco_node.transport.kernel.wire_meter import LinkCounters, WireMeter
 from diloco_node.transport.pacing.link_stats import LinkWatch
 
 MS = 1_000_000
-FAR = LinkCounters(rtt_min_ns=FAR_NS)
+LONG_RTT = LinkCounters(rtt_min_ns=LONG_RTT_NS)
 
 
 class Meter(WireMeter):
@@ -23,13 +23,13 @@ class Meter(WireMeter):
         self.paces.append((rate_bytes_per_s, connections))
 
 
-def test_a_ceiling_paces_a_far_link_and_no_near_one() -> None:
+def test_a_ceiling_paces_a_link_with_a_long_round_trip_only() -> None:
     meter = Meter()
     watch = LinkWatch("b", meter)
-    watch.taken(LinkCounters(rtt_min_ns=FAR_NS - 1), is_busy=False, now_ns=MS)
+    watch.taken(LinkCounters(rtt_min_ns=LONG_RTT_NS - 1), is_busy=False, now_ns=MS)
     watch.pace(10**6)
     assert meter.paces == []
-    watch.taken(FAR, is_busy=False, now_ns=2 * MS)
+    watch.taken(LONG_RTT, is_busy=False, now_ns=2 * MS)
     watch.pace(10**6)
     watch.pace(None)
     watch.pace(None)
@@ -39,7 +39,7 @@ def test_a_ceiling_paces_a_far_link_and_no_near_one() -> None:
 def test_connections_share_the_pace_and_lose_it_with_the_link() -> None:
     meter = Meter()
     watch = LinkWatch("b", meter)
-    watch.taken(FAR, is_busy=False, now_ns=MS)
+    watch.taken(LONG_RTT, is_busy=False, now_ns=MS)
     watch.pace(10**6)
     assert watch.is_spread
     watch.connections = 3
@@ -54,12 +54,12 @@ def test_connections_share_the_pace_and_lose_it_with_the_link() -> None:
 @pytest.mark.parametrize("is_busy", [False, True])
 def test_rates_are_of_the_time_between_two_samples_and_fade(is_busy: bool) -> None:
     watch = LinkWatch("b", Meter())
-    first, carried, received = 10**9, 10**8, 10**7  # what was before the first sample is no part of any rate
-    watch.taken(LinkCounters(first, 0, received, carried), is_busy=is_busy, now_ns=100 * MS)
+    first, delivered, received = 10**9, 10**8, 10**7  # what was before the first sample is no part of any rate
+    watch.taken(LinkCounters(first, 0, received, delivered), is_busy=is_busy, now_ns=100 * MS)
     assert (watch.rate_bytes_per_s, watch.busiest_bytes_per_s) == (0, 0)
-    watch.taken(LinkCounters(first + 500, 0, received, carried + 400), is_busy=is_busy, now_ns=600 * MS)
+    watch.taken(LinkCounters(first + 500, 0, received, delivered + 400), is_busy=is_busy, now_ns=600 * MS)
     assert (watch.rate_bytes_per_s, watch.busiest_bytes_per_s) == (1000 if is_busy else 0, 800)
-    watch.taken(LinkCounters(first + 500, 0, received + 450, carried + 400), is_busy=is_busy, now_ns=1100 * MS)
+    watch.taken(LinkCounters(first + 500, 0, received + 450, delivered + 400), is_busy=is_busy, now_ns=1100 * MS)
     assert (watch.rate_bytes_per_s, watch.busiest_bytes_per_s) == (875 if is_busy else 0, 900), "the busier direction"
-    watch.taken(LinkCounters(first + 10**6, 0, received, carried), is_busy=is_busy, now_ns=1105 * MS)
+    watch.taken(LinkCounters(first + 10**6, 0, received, delivered), is_busy=is_busy, now_ns=1105 * MS)
     assert watch.busiest_bytes_per_s == 900, "over so short a time no rate is measured"

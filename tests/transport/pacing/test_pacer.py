@@ -1,4 +1,4 @@
-"""Links by their round trip: on near ones nothing is compressed, far ones are paced at the ceiling."""
+"""Links by their round trip: on short ones nothing is compressed, long ones are paced at the ceiling."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ async def test_chunks_are_compressed_only_where_the_link_is_not_fast(is_near: bo
 
 
 MS = 1_000_000
-FAR_NS = 40 * MS
+LONG_RTT_NS = 40 * MS
 
 
 class RemoteLink(FakeMeter):
     """A link to b on a clock of its own; it carries 10 MB/s."""
 
     def __init__(self) -> None:
-        super().__init__(FAR_NS)
+        super().__init__(LONG_RTT_NS)
         self.now_ns = self.sent = 0
         self.paces: list[int | None] = []
         self.pacer = Pacer(["b"], meter=self, send=lambda _peer, _message: None, now_ns=lambda: self.now_ns)
@@ -111,7 +111,7 @@ class RemoteLink(FakeMeter):
         self.pacer.transfer_started("b", BudgetLane.ROUNDS, 10**9)
 
 
-async def test_a_ceiling_is_the_kernels_as_well_on_a_far_link() -> None:
+async def test_a_ceiling_is_the_kernels_as_well_on_a_long_round_trip() -> None:
     """What waits in the socket while BBR looks for the least round trip would leave at the line's rate."""
     link = RemoteLink()
     link.work()
@@ -164,7 +164,7 @@ async def until_asked(pacer: Pacer, lane: BudgetLane) -> tuple[asyncio.Task[None
     return task, pacer._release_timer.when() - before_s - (wake_ns - pacer._now_ns()) / 10**9
 
 
-@pytest.mark.parametrize(("rtt_min_ns", "connections"), [(FAR_NS, 1), (FAR_NS, 2), (FAST_RTT_NS, 1)])
+@pytest.mark.parametrize(("rtt_min_ns", "connections"), [(LONG_RTT_NS, 1), (LONG_RTT_NS, 2), (FAST_RTT_NS, 1)])
 async def test_pieces_that_the_kernel_spreads_out_are_gathered(rtt_min_ns: int, connections: int) -> None:
     link = RemoteLink()
     link.rtt_min_ns = rtt_min_ns
@@ -172,8 +172,8 @@ async def test_pieces_that_the_kernel_spreads_out_are_gathered(rtt_min_ns: int, 
     link.now_ns += 10**9
     link.pacer.has_connections("b", connections)
     link.work()
-    assert bool(link.paces) is (rtt_min_ns == FAR_NS)
-    is_spread = rtt_min_ns == FAR_NS and connections == 1
+    assert bool(link.paces) is (rtt_min_ns == LONG_RTT_NS)
+    is_spread = rtt_min_ns == LONG_RTT_NS and connections == 1
     link.now_ns += 10**9
     saved, piece, rate = 0, link.pacer.piece_bytes("b"), link.pacer.status()["peers"]["b"]["egress_bytes_per_s"]
     while link.pacer.try_acquire("b", BudgetLane.ROUNDS, 1000):

@@ -1,4 +1,4 @@
-"""core/token_bucket.py: no window over the ceiling, and nearly all of it used under load."""
+"""transport/pacing/token_bucket.py: no window over the ceiling, and nearly all of it used under load."""
 
 from __future__ import annotations
 
