@@ -197,9 +197,6 @@ def _check_names(sources: Sources) -> None:
             )
 
 
-# ---- one line for what is wrong --------------------------------------------------------------------------------------
-
-
 def _explain(error: ValidationError, sources: Sources) -> str:
     first, *rest = error.errors(include_url=False)
     also = ", ".join(_dotted(_key_of(one)) for one in rest[:5])
@@ -280,9 +277,6 @@ def _shown(value: Any) -> str:
 def _did_you_mean(name: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f", did you mean {close[0]}?" if close else ""
-
-
-# ---- settings that must fit each other -------------------------------------------------------------------------------
 
 
 def _check_whole(config: NodeConfig) -> None:

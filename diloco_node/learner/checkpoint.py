@@ -343,9 +343,6 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-# ---- optimizer state as tensors and JSON -----------------------------------------------------------------------------
-
-
 def _flatten(state: Json) -> tuple[dict[str, Tensor], Json]:
     """An optimizer's `state_dict()` as tensors by name and the rest as JSON."""
     tensors: dict[str, Tensor] = {}

@@ -144,8 +144,6 @@ class LearnerLink:
         self._wake_read.close()
         self._wake_write.close()
 
-    # ---- the thread --------------------------------------------------------------------------------------------------
-
     def _has_outgoing(self) -> bool:
         return bool(self._outgoing) or self._report is not None or bool(self._unsent)
 

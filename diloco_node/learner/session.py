@@ -101,8 +101,6 @@ class LearnerSession:
         """How the model is cut; only after `join`."""
         return self.fragments.manifest
 
-    # ---- joining -----------------------------------------------------------------------------------------------------
-
     def join(self, is_stopping: Callable[[], bool]) -> Welcome | None:
         """Wait for the daemon's Welcome. None if `is_stopping` says so first.
 
@@ -195,8 +193,6 @@ class LearnerSession:
             answer=self._answer,
             before_ready=make_durable,
         )
-
-    # ---- stepping ----------------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int) -> None:
         """An inner step was made, of `tokens` tokens over all ranks: count it, durably against a kill.

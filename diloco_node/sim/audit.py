@@ -96,8 +96,6 @@ class Audit:
         if trained is None or line.end > trained[0] or tokens > trained[1]:
             self._violate(f"account: {what}: {line.end} steps and {tokens} tokens, but trained are {trained}")
 
-    # ---- at the end --------------------------------------------------------------------------------------------------
-
     def close(self, hosts: Mapping[str, Host]) -> None:
         """At rest: trained = merged + discarded + carried, for every incarnation and fragment there ever was."""
         for name in sorted(hosts):

@@ -106,8 +106,6 @@ class Chaos:
             self._world.note("world", "a fault ends", b"end")
             undo()
 
-    # ---- kinds -------------------------------------------------------------------------------------------------------
-
     def _pick(self) -> Host:
         return self._hosts[self._world.rng.choice(self._names)]
 

@@ -91,8 +91,6 @@ class Checkers:
             self.violations.append(f"{self._world.now_ns / SECOND:.4f}s: {text}")
             self._world.note("world", f"VIOLATION {text}", b"violation")
 
-    # ---- observer ----------------------------------------------------------------------------------------------------
-
     def daemon_started(self, host: Host) -> None:
         """A new life begins: its memory starts from the disk."""
         self._watched[host.name] = Watched()
@@ -125,8 +123,6 @@ class Checkers:
     def complaint(self, region: str, text: str) -> None:
         """A fake found a broken rule of the seam."""
         self.violate(f"seam: {region}: {text}")
-
-    # ---- committed history -------------------------------------------------------------------------------------------
 
     def _sync(self, host: Host) -> None:
         if host.core is None:
@@ -182,8 +178,6 @@ class Checkers:
             self.oracle.round_committed(body)
         counters = {name: self.hosts[name].disk.counters for name in self.hosts}
         self.audit.committed(body, counters)
-
-    # ---- what a core sends -------------------------------------------------------------------------------------------
 
     def _send(self, host: Host, effect: ev.Send) -> None:
         check = self._sent.get(type(effect.message))
@@ -248,8 +242,6 @@ class Checkers:
         if known != message:
             self.violate(f"ballot: {message.ballot} decided as {known} and by {host.name} as {message}")
 
-    # ---- what a core orders ------------------------------------------------------------------------------------------
-
     def _applies(self, host: Host, effect: ev.ApplyVersion) -> None:
         self._sync(host)
         body = effect.body
@@ -264,8 +256,6 @@ class Checkers:
             base_version = host.learner.parts[effect.fragment].position.base_version
             if effect.version < base_version:
                 self.violate(f"offer: {host.name} offers {effect} to a learner at {base_version}")
-
-    # ---- what a disk can do ------------------------------------------------------------------------------------------
 
     def _check_producible(self, host: Host, index: int, why: str) -> None:
         """From this disk alone: parameters and momentum at entry `index` (or later ones)."""

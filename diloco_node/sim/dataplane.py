@@ -91,8 +91,6 @@ class DataPlane:
         self._installed: dict[ResidualKey, F32] = {}
         self._loose: dict[tuple[int, int, int], F32] = {}
 
-    # ---- stripes -----------------------------------------------------------------------------------------------------
-
     def keep_contribution(self, header: ContributionStripe, body: bytes) -> bool:
         """Keep a stripe that arrived whole; False if it is not what its header says."""
         layout = self._setup.layouts[header.contribution.fragment]
@@ -165,8 +163,6 @@ class DataPlane:
         for installed in [key for key in self._installed if key.fragment == effect.fragment]:
             del self._installed[installed]
         self._installed.update(residuals)
-
-    # ---- payloads and versions ---------------------------------------------------------------------------------------
 
     def assemble(self, effect: StorePayload) -> DiskPayload | None:
         """The payload of a ballot from its merged stripes; None (with a complaint) if it is not whole."""

@@ -49,8 +49,6 @@ class FakeEffects:
         """Start it; what comes of it is told to the core later."""
         self.handlers[type(effect)](effect)
 
-    # ---- messages and disk -------------------------------------------------------------------------------------------
-
     def _send(self, effect: ev.Send) -> None:
         self._host.network.send(self._host.name, effect.peer, encode_control(effect.message))
 
@@ -64,8 +62,6 @@ class FakeEffects:
             self._host.post(ev.PayloadNotStored(effect.ballot, effect.fragment, effect.version))
         else:
             self._host.write_payload(effect.fragment, effect.version, effect.digest, stored)
-
-    # ---- stripes -----------------------------------------------------------------------------------------------------
 
     def _take_snapshot(self, effect: ev.TakeSnapshot) -> None:
         if self._host.learner is None:
@@ -131,8 +127,6 @@ class FakeEffects:
 
     def _close_ballot(self, effect: ev.CloseBallot) -> None:
         self._host.plane.close(effect)
-
-    # ---- versions ----------------------------------------------------------------------------------------------------
 
     def _apply(self, effect: ev.ApplyVersion) -> None:
         self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._applied, effect)

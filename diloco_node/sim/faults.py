@@ -69,9 +69,6 @@ class Fault:
         return core
 
 
-# ---- disk and data plane ---------------------------------------------------------------------------------------------
-
-
 def _answer_before_fsync(host: Host) -> None:
     host.fsync_is_late = True
 
@@ -96,9 +93,6 @@ def _with_every_bit(setup: Setup) -> Setup:
     return replace(setup, settings=replace(setup.settings, codec_down=Codec.FP32))
 
 
-# ---- the ledger ------------------------------------------------------------------------------------------------------
-
-
 def _persist_without_payload(core: Any) -> None:
     view.ledger(core)._may_persist = lambda entry: True  # type: ignore[method-assign]
 
@@ -121,9 +115,6 @@ def _forget_vote(core: Any) -> None:
 
 def _count_old_terms(core: Any) -> None:
     view.ledger(core)._may_commit = lambda index: True  # type: ignore[method-assign]
-
-
-# ---- rounds ----------------------------------------------------------------------------------------------------------
 
 
 def _contribute_too_early(core: Any) -> None:

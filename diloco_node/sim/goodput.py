@@ -97,9 +97,6 @@ def closed_form(
     return up * (1 - out), 1 - (1 - up) ** learners
 
 
-# ---- event by event --------------------------------------------------------------------------------------------------
-
-
 def simulate_cluster(
     chips: int,
     learners: int,
@@ -201,9 +198,6 @@ def _union_s(intervals: list[tuple[float, float]]) -> float:
         total_s += max(0.0, end_s - max(start_s, reached_s))
         reached_s = max(reached_s, end_s)
     return total_s
-
-
-# ---- the table -------------------------------------------------------------------------------------------------------
 
 
 def table(

@@ -47,8 +47,6 @@ class Oracle:
         self._momentum: list[F32] = []
         self._digests: dict[tuple[int, int], bytes] = {}
 
-    # ---- what it is told ---------------------------------------------------------------------------------------------
-
     def contribution_made(self, contribution: Contribution, encoded: bytes) -> None:
         """A learner offers these bytes under this name; a name never stands for other bytes."""
         known = self._encoded.setdefault(_name(contribution), (contribution, encoded))
@@ -114,8 +112,6 @@ class Oracle:
     def versions(self) -> tuple[int, ...]:
         """The last committed version of each fragment; -1 before genesis."""
         return tuple(self._versions)
-
-    # ---- the merge ---------------------------------------------------------------------------------------------------
 
     def _check_payload(self, body: RoundBody) -> None:
         contributions = [member.contribution for member in body.members]

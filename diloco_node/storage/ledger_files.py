@@ -200,8 +200,6 @@ class LedgerFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # ---- writing ----
-
     def _write_at_end(self, frame: bytes) -> None:
         _write_at(self._descriptor, self._end, frame)
         try:
@@ -257,8 +255,6 @@ class LedgerFile:
         os.fsync(self._descriptor)
         sync_folder(self._path.parent)
         self._end = len(_LOG_HEADER)
-
-    # ---- reading ----
 
     def _read_frames(self, data: bytes) -> list[Entry]:
         """All entries; `_end` is then where the last whole frame ends."""

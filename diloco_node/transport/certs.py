@@ -196,9 +196,6 @@ def _key_usage(*, is_ca: bool) -> x509.KeyUsage:
     )
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
 def load_identity(
     folder: Path, *, region: str | None = None, run_id: str | None = None, now: dt.datetime | None = None
 ) -> Identity:

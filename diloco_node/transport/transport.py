@@ -330,8 +330,6 @@ class GrpcTransport:
             raise ValueError(f"{peer} is not a peer of {self._hello.region}, or the transport has not started")
         return link
 
-    # ---- incoming calls ----------------------------------------------------------------------------------------------
-
     async def _serve(self, lane: Lane, context: Any) -> None:
         """Carry one accepted call to its end."""
         who = caller(context)
@@ -375,8 +373,6 @@ class GrpcTransport:
             self._handshakes -= 1
         self._meter.assign(who.region, who.address, is_lasting=False, is_bulk=lane is Lane.BULK)
         return link, hello
-
-    # ---- wire bytes --------------------------------------------------------------------------------------------------
 
     async def _run_meter(self) -> None:
         loop = asyncio.get_running_loop()

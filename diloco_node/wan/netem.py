@@ -221,9 +221,6 @@ def _device(number: int) -> str:
     return f"to{number}"
 
 
-# ---- commands that `uplink` uses too ---------------------------------------------------------------------------------
-
-
 def minor_of(number: int) -> str:
     """A class's minor number and its netem's handle: hexadecimal, away from 1:1."""
     return f"{16 + number:x}"

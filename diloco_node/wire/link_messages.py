@@ -1,4 +1,4 @@
-"""Messages that the transport itself sends and handles: shares of the ingress ceiling. See `transport.pacing.grants`."""
+"""Messages that the transport itself sends and handles: shares of the ingress ceiling (`transport.pacing.grants`)."""
 
 from __future__ import annotations
 

@@ -170,8 +170,6 @@ class Schema(Generic[T]):
             raise ProtocolViolation(f"a message of {len(data)} bytes; the limit is {limits.message_bytes_max}")
         return unpack(data, depth_max=DEPTH_MAX, values_max=limits.values_max, items_max=limits.items_max)
 
-    # ---- building encoders and decoders ------------------------------------------------------------------------------
-
     def _dataclass(self, cls: type, *, skip: int, depth: int) -> tuple[_Encode, _Decode]:
         """Encoder and decoder of an array of fields; `skip` (0 or 1) places are left at its front for the tag."""
         if not dataclasses.is_dataclass(cls):

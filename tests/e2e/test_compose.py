@@ -173,7 +173,7 @@ def test_each_compose_that_is_here_reads_it(composes: dict[str, list[str]], comp
 
 @pytest.fixture(scope="module")
 def on_engine() -> dict[str, Any]:
-    """What tests/kit/compose_engine.py found. It is asked to end, and undoes everything, when this process is interrupted."""
+    """What `tests.kit.compose_engine` found. It ends, and undoes everything, when this process is interrupted."""
     if why := missing():
         pytest.skip(f"docker-compose.yml is NOT tested on an engine: {why}")
     command = ["setpriv", "--pdeathsig", "TERM", *module_command(run_engine)]

@@ -1,6 +1,6 @@
 """The kernel's real `sch_netem`, also where the host's kernel has none: in User-Mode Linux, on the host's own files.
 
-The guest (tests/kit/uml_guest.py) makes two namespaces, starts in each what is the first process of a container, and measures.
+The guest (`uml_guest`) makes two namespaces, starts in each what is the first process of a container, and measures.
 It takes minutes, so it runs where DILOCO_CI_UML=1 asks for it, as .ci/run does.
 """
 

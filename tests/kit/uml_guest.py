@@ -1,6 +1,6 @@
 """Runs inside a User-Mode Linux guest, where `sch_netem` is real: two regions, each in a namespace as in a container.
 
-Run as a module with ANSWER: it writes what it measured to the file ANSWER, as JSON. Started by tests/e2e/test_uml_netem.py.
+Run as a module with ANSWER: it writes what it measured to the file ANSWER, as JSON. Started by e2e/test_uml_netem.py.
 """
 
 import contextlib

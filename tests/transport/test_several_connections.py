@@ -469,13 +469,13 @@ def test_whatever_the_connections_do_the_same_bytes_arrive(count: int, room: int
     async def run() -> None:
         rng = random.Random(seed)
         halves = Halves(count, room, rng, ThreadPoolExecutor(1))
-        expected: list[tuple[BulkHeader, bytes]] = []
+        handed_over: list[tuple[BulkHeader, bytes]] = []
         for number in range(rng.randrange(1, 8)):
             header = rng.choice([Payload(number, 0, b""), MergedStripe(Ballot(1, number), 0, 0, 1, b"", 0, 1)])
             size = rng.choice([0, 1, rng.randrange(20_000)])
-            expected.append((header, rng.randbytes(size) if is_random else bytes([number + 1]) * size))
+            handed_over.append((header, rng.randbytes(size) if is_random else bytes([number + 1]) * size))
         async with halves.running():
-            work = [asyncio.create_task(halves.out.transfer(header, memoryview(body))) for header, body in expected]
+            work = [asyncio.create_task(halves.out.transfer(header, memoryview(body))) for header, body in handed_over]
             given_up = rng.choice([None, *work])
             if given_up is not None and rng.random() < 0.5:
                 for _ in range(rng.randrange(60)):
@@ -483,12 +483,12 @@ def test_whatever_the_connections_do_the_same_bytes_arrive(count: int, room: int
                 given_up.cancel()
             async with asyncio.timeout(DEADLINE_S):
                 results = await asyncio.gather(*work, return_exceptions=True)
-                kept = [one for one, result in zip(expected, results, strict=True) if result is None]
+                kept = [one for one, result in zip(handed_over, results, strict=True) if result is None]
                 await eventually(lambda: not halves.inbound.is_open and not any(pipe.frames for pipe in halves.pipes))
         expected = dict(kept)
         got = {header: body for _, header, body, is_whole in halves.handler.closed if is_whole}
         assert {header: got.get(header) for header in expected} == expected
-        assert all(body == dict(expected)[header] for header, body in got.items())
+        assert all(body == dict(handed_over)[header] for header, body in got.items())
         assert len(halves.handler.closed) == len(halves.handler.opened)
 
     asyncio.run(run())

@@ -202,9 +202,6 @@ def _live_times(folder: Path) -> tuple[int, int]:
     return int(1e9 * (learner.get("step_seconds") or 0.0)), int(1e9 * max(rtts, default=0.0))
 
 
-# ---- a measured mesh -------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """What `measure mesh` found, per ordered pair of regions.

@@ -150,8 +150,6 @@ class EgressBudget:
         self._peers = {peer: _PeerBudget(TokenBucket(None, now_ns=now_ns)) for peer in sorted(peers)}
         self._requests = 0
 
-    # ---- limits ------------------------------------------------------------------------------------------------------
-
     @property
     def region_rate_bytes_per_s(self) -> int | None:
         """The ceiling of all peers together; None: no limit."""
@@ -192,8 +190,6 @@ class EgressBudget:
     def piece_bytes(self, peer: str) -> int:
         """How much to hand to this peer's link at once."""
         return piece_bytes(self.rate_bytes_per_s(peer))
-
-    # ---- asking and sending ------------------------------------------------------------------------------------------
 
     def try_spend(self, peer: str, lane: BudgetLane, handed_bytes: int, *, now_ns: int) -> bool:
         """Send a piece if it may go now and no other one waits for what it would take: `request` and `release` at once.
@@ -275,8 +271,6 @@ class EgressBudget:
         wire_bytes = self._peers[piece.peer].overhead.wire_bytes(piece.handed_bytes)
         return self._region.ready_at_ns(wire_bytes, now_ns=now_ns)
 
-    # ---- what did not ask --------------------------------------------------------------------------------------------
-
     def charge_control(self, peer: str, handed_bytes: int, *, now_ns: int) -> None:
         """A frame of the control lane goes out: it does not wait, bulk waits for it."""
         wire_bytes = handed_bytes + CONTROL_FRAME_BYTES
@@ -318,8 +312,6 @@ class EgressBudget:
     def _charge(self, entry: _PeerBudget, wire_bytes: int, now_ns: int) -> None:
         entry.bucket.charge(wire_bytes, now_ns=now_ns)
         self._region.charge(wire_bytes, now_ns=now_ns)
-
-    # ---- for people --------------------------------------------------------------------------------------------------
 
     def use(self, peer: str) -> PeerUse:
         """The limit, demand and use of a peer; the counters are the live ones."""

@@ -110,8 +110,6 @@ class IngressGrants:
         entry.before, entry.until_ns = entry.in_use(now_ns), now_ns + SETTLE_NS
         entry.is_connected, entry.granted, entry.demand_bytes_per_s = False, None, 0
 
-    # ---- shares ------------------------------------------------------------------------------------------------------
-
     def due(self, *, now_ns: int) -> list[tuple[str, int]]:
         """Grants to send now: (peer, bytes/s), UNLIMITED for none. They count as sent."""
         targets = self.targets(now_ns=now_ns)
@@ -177,8 +175,6 @@ class IngressGrants:
         entry.granted = target
         entry.bucket.set_rate(target or None, now_ns=now_ns)
         return target
-
-    # ---- what arrives ------------------------------------------------------------------------------------------------
 
     def arrived(self, peer: str, frame_bytes: int, *, now_ns: int) -> None:
         """A frame of bulk was read."""
