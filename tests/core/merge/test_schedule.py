@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from diloco_node.core.merge.schedule import (
     StepTime,
+    due_fragments,
     due_step,
     earliest_open_ns,
     median_step_time_ns,
@@ -11,7 +12,7 @@ from diloco_node.core.merge.schedule import (
     next_news_step,
     overdue_steps,
 )
-from diloco_node.core.types import FragmentPosition
+from diloco_node.core.types import FragmentPosition, LearnerStatus
 
 
 def at(version: int, mark: int) -> FragmentPosition:
@@ -25,6 +26,14 @@ def test_first_rounds_are_staggered_over_the_cycle() -> None:
     assert [due_step(p, fresh, sync_every=10, fragments=4) for p in range(4)] == [3, 5, 8, 10]
     # More fragments than steps: several in one step, none at step 0.
     assert [due_step(p, fresh, sync_every=2, fragments=5) for p in range(5)] == [1, 1, 2, 2, 2]
+
+
+def test_fragments_are_due_from_their_step_on() -> None:
+    def due(step: int) -> frozenset[int]:
+        return due_fragments(LearnerStatus(1, step, 0, 0, (at(0, 0), at(3, 1), at(-1, 0)), False), sync_every=7)
+
+    # ceil(7 / 3) = 3, 1 + 7 - 1 = 7, and one that has no version yet.
+    assert [due(step) for step in (2, 3, 6, 7)] == [frozenset(), {0}, {0}, {0, 1}]
 
 
 def test_later_rounds_open_one_step_before_h() -> None:

@@ -1,0 +1,99 @@
+"""core/genesis.py: one proposal in each term that this region leads, with all of Theta_0; another run is an alarm."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import InitialStateStored, Note
+from diloco_node.core.genesis import Genesis
+from diloco_node.core.recovery.fetches import Fetches
+from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import Recovered
+from tests.kit.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS
+
+RUN = ("run", "settings", MANIFEST.digest, REGIONS)
+STORED = InitialStateStored(MANIFEST.digest, DIGESTS)
+
+
+class Place:
+    """Region a; its role in the ledger is set by hand."""
+
+    def __init__(self) -> None:
+        self.effects = EffectBuffer("a")
+        self.history = RoundHistory(2)
+        self.versions = Versions(
+            region="a",
+            fragments=2,
+            manifest_digest=MANIFEST.digest,
+            recovered=Recovered(0, "", (), (), frozenset()),
+            history=self.history,
+            effects=self.effects,
+        )
+        self.fetches = Fetches(region="a", regions=REGIONS, effects=self.effects)
+        self.ledger = SimpleNamespace(term=1, last_index=0)
+        self.leader = SimpleNamespace(is_acting=True, proposals=deque())
+        self.genesis = Genesis(
+            RUN,
+            ledger=cast(Any, self.ledger),
+            leader=cast(Any, self.leader),
+            history=self.history,
+            versions=self.versions,
+            fetches=self.fetches,
+            effects=self.effects,
+        )
+
+    def alarms(self) -> list[bool]:
+        return [effect.is_alarm for effect in self.effects.take() if isinstance(effect, Note)]
+
+
+def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
+    place = Place()
+    place.genesis.propose()
+    assert not place.leader.proposals
+    assert place.genesis.initial_state_stored(STORED)
+    place.genesis.propose()
+    place.genesis.propose()
+    assert list(place.leader.proposals) == [GENESIS]
+    place.ledger.term = 2
+    place.genesis.propose()
+    assert list(place.leader.proposals) == [GENESIS] * 2
+
+
+def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
+    place = Place()
+    place.genesis.initial_state_stored(STORED)
+    place.leader.is_acting = False
+    place.genesis.propose()
+    place.leader.is_acting, place.history.genesis = True, GENESIS
+    place.genesis.propose()
+    assert not place.leader.proposals
+
+
+def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:
+    place = Place()
+    place.genesis.initial_state_stored(STORED)
+    place.fetches.request(0, 0, None, initial_digest=b"other")
+    place.fetches.pump(leader="b", alive=("b",), now_ns=0)
+    place.genesis.propose()
+    assert not place.leader.proposals
+
+
+def test_theta_0_of_another_model_is_refused() -> None:
+    place = Place()
+    assert not place.genesis.initial_state_stored(replace(STORED, manifest_digest="other"))
+    assert not place.genesis.initial_state_stored(replace(STORED, fragment_digests=DIGESTS[:1]))
+    assert place.versions.initial_digests is None
+    assert place.alarms() == [True, True]
+
+
+def test_a_ledger_of_another_run_is_an_alarm() -> None:
+    place = Place()
+    place.genesis.committed(GENESIS)
+    for other in ({"run_id": "x"}, {"settings_digest": "x"}, {"manifest_digest": "x"}, {"regions": ("a", "b")}):
+        place.genesis.committed(replace(GENESIS, **other))  # type: ignore[arg-type]
+    assert place.alarms() == [False, True, True, True, True]
