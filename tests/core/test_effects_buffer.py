@@ -25,8 +25,8 @@ def test_message_to_itself_stays_inside() -> None:
 
 def test_reason_is_said_when_it_changes() -> None:
     effects = EffectBuffer("a")
-    for said in ("quorum", "quorum", "grace", "quorum", "", "", "quorum"):
-        effects.note_change("waits", said, f"{said}!", fragment=1)
+    for state in ("quorum", "quorum", "grace", "quorum", "", "", "quorum"):
+        effects.note_change("waits", state, f"{state}!", fragment=1)
     effects.note_change("waits", "quorum", "other fragment", fragment=2)
     texts = [effect.text for effect in effects.take() if isinstance(effect, Note)]
     assert texts == ["quorum!", "grace!", "quorum!", "quorum!", "other fragment"]

@@ -41,7 +41,7 @@ class Small:
     def __init__(self, patch: pytest.MonkeyPatch, regions: int = 4, *, loss: float = 0.0, **settings: object) -> None:
         def setup(rng: object, _: int) -> object:
             drawn = draw_setup(rng, regions)  # type: ignore[arg-type]
-            wanted = {
+            own_settings = {
                 "fragments": 4,
                 "sync_every": 8,
                 "quorum_min": 0,
@@ -51,7 +51,7 @@ class Small:
                 "election_timeout_ns": SECOND,
                 "ballot_deadline_min_ns": 2 * SECOND,
             } | settings
-            changed = replace(drawn.settings, **wanted)  # type: ignore[arg-type]
+            changed = replace(drawn.settings, **own_settings)  # type: ignore[arg-type]
             manifest = build_manifest(drawn.manifest.tensors[:4], 4)
             layouts = tuple(FragmentLayout.of(part.piece_sizes) for part in manifest.fragments)
             return replace(
@@ -456,11 +456,11 @@ def test_run_ends_by_tokens(patch: pytest.MonkeyPatch) -> None:
 def test_operator_of_any_region_ends_the_run_even_if_a_region_is_gone(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
     small.go(8)
-    dead, asking = small.others()[:2]
+    dead, orderer = small.others()[:2]
     small.hosts[dead].kill_daemon()
-    small.hosts[asking].post(ev.FinishOrdered("the operator has seen enough"))
+    small.hosts[orderer].post(ev.FinishOrdered("the operator has seen enough"))
     small.go(15)
-    assert small.view(asking).finished == "the operator has seen enough"
+    assert small.view(orderer).finished == "the operator has seen enough"
     small.hosts[dead].start_daemon()
     small.go(5)
     assert len(ended(small)) == 1
@@ -520,7 +520,7 @@ def test_theta_0_of_a_learner_is_wanted_only_before_there_is_a_genesis(
     assert core.wants_initial_state == is_wanted
 
 
-def test_a_changed_budget_is_told_with_the_next_heartbeat() -> None:
+def test_a_changed_budget_is_reported_with_the_next_heartbeat() -> None:
     core = a_core()
     assert core.handle(ev.BudgetChanged(RateLimits(5, None)), now_ns=1) == []
     effects = core.handle(ev.TimerFired(), now_ns=13)

@@ -114,7 +114,7 @@ def a_leader(**kwargs: object) -> tuple[LedgerCore, list[Effect], int]:
     return core, effects, now_ns
 
 
-def asked(
+def append_entries(
     entries: tuple[Entry, ...], first: int, last: int, *, term: int, sequence: int = 1, commit: int = 0
 ) -> AppendEntries:
     """A leader's message with entries first..last of its log."""

@@ -60,7 +60,7 @@ class Network:
         self.queue: list[tuple[int, int, Callable[[], None]]] = []
         self.counter = 0
         self.disks = {name: Disk() for name in self.names}
-        self.lives = dict.fromkeys(self.names, 0)
+        self.incarnations = dict.fromkeys(self.names, 0)
         self.cores: dict[str, LedgerCore] = {}
         self.cut: set[tuple[str, str]] = set()
         self.committed: dict[str, list[Entry]] = {}
@@ -86,7 +86,7 @@ class Network:
         )
 
     def crash(self, name: str) -> None:
-        self.lives[name] += 1
+        self.incarnations[name] += 1
         del self.cores[name]
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
@@ -94,18 +94,18 @@ class Network:
         heapq.heappush(self.queue, (self.now_ns + delay_ns, self.counter, action))
 
     def perform(self, name: str, effects: list[Effect]) -> None:
-        life = self.lives[name]
+        incarnation = self.incarnations[name]
         for effect in effects:
             if isinstance(effect, PersistLedger):
-                self.later(self.fsync_ns, lambda effect=effect: self.written(name, life, effect))  # type: ignore[misc]
+                self.later(self.fsync_ns, lambda effect=effect: self.written(name, incarnation, effect))  # type: ignore[misc]
             elif isinstance(effect, Send):
                 self.transmit(name, effect)
             elif isinstance(effect, Note) and effect.is_alarm:
                 self.alarms.append(effect.text)
         self.check(name)
 
-    def written(self, name: str, life: int, effect: PersistLedger) -> None:
-        if self.lives[name] == life:
+    def written(self, name: str, incarnation: int, effect: PersistLedger) -> None:
+        if self.incarnations[name] == incarnation:
             self.disks[name].write(effect)
             self.perform(name, self.cores[name].handle(LedgerPersisted(effect.token), now_ns=self.now_ns))
 

@@ -24,7 +24,7 @@ from diloco_node.wire.measure_messages import LinkMeasured, MeasurementReceived,
 CASE = FlowCase("eu", "us", "transport", "int4", 4)
 
 
-def test_a_flow_is_told_in_bytes_and_processor_seconds_per_gigabyte() -> None:
+def test_a_flow_is_reported_in_bytes_and_processor_seconds_per_gigabyte() -> None:
     # 0.5 s of 2 at 250 MB/s are 1 s per GB; 3 of 2 s are 6.
     measured = FlowMeasured(
         MeasurementReceived(7, 250_000_000, 240_000_000, 1, 2, 4_000_000_000, 500_000_000, 2_000_000_000),
@@ -72,7 +72,7 @@ def test_a_case_has_a_title(path: str, body: str, title: str) -> None:
     assert FlowCase("eu", "us", path, body, 1).title == title
 
 
-def test_round_trips_are_told_in_seconds() -> None:
+def test_round_trips_are_reported_in_seconds() -> None:
     measured = LatencyMeasured(summarise_rtts([40_000_000, 44_000_000, 42_000_000], unanswered=2), 0.25, None)
     document = latency_document("out", measured)
     assert (document["load"], document["answered"], document["unanswered"]) == ("out", 3, 2)
@@ -182,13 +182,13 @@ async def test_what_there_is_so_far_is_kept_after_each_test() -> None:
 
 
 async def test_progress_says_what_is_on_and_what_the_last_one_was() -> None:
-    said: list[str] = []
+    progress: list[str] = []
 
     async def test(case: FlowCase) -> dict[str, Any]:
         return {"bytes_per_second": 125_000_000}
 
-    await run_series([FlowCase("eu", "us", "transport", "int4", count) for count in (0, 4)], test, said.append)
-    assert said == [
+    await run_series([FlowCase("eu", "us", "transport", "int4", count) for count in (0, 4)], test, progress.append)
+    assert progress == [
         "test 1 of 2: TLS, int4+zstd",
         "test 2 of 2: TLS, int4+zstd, connections: 4; the last one 1000 Mbit/s",
     ]

@@ -289,7 +289,7 @@ async def test_a_plain_port_that_is_shut_is_named(run: Run, monkeypatch: pytest.
     await idle(end)
 
 
-async def test_who_asks_for_plain_tcp_and_does_not_come_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_requests_plain_tcp_and_does_not_come_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain, "JOIN_S", 0.3)
 
     @contextlib.asynccontextmanager

@@ -78,7 +78,7 @@ async def test_echoes_are_rarer_within_a_small_budget(regions: Regions) -> None:
     assert one.answered + one.unanswered == 10, "180 bytes each 50 ms: a twentieth of 72 kB/s"
 
 
-async def test_echoes_that_stay_away_are_told(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_echoes_that_stay_away_are_counted(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = await regions.start()
     answered = 0
 
@@ -192,14 +192,14 @@ async def test_without_a_budget_a_measurement_waits_for_rounds_on_another_link(r
 async def test_all_pairs_are_measured_by_those_that_send(regions: Regions) -> None:
     every = await regions.start("abc", {name: BudgetPlan(RateLimits(egress=4 * MB)) for name in NAMES})
     a = every[0]
-    said: list[str] = []
-    document = await a.command().run({"what": "mesh", "seconds": 0.4, "warm_up_seconds": 0.1}, said.append)
+    progress: list[str] = []
+    document = await a.command().run({"what": "mesh", "seconds": 0.4, "warm_up_seconds": 0.1}, progress.append)
     pairs = [(row["from"], row["to"]) for row in document["pairs"]]
     assert pairs == [(x, y) for x in NAMES for y in NAMES if x != y]
     assert document["failures"] == []
     assert document["regions"] == list(NAMES)
     assert document["through"] == "daemon"
-    assert len(said) == 6
+    assert len(progress) == 6
     for row in document["pairs"]:
         assert 0 < row["rtt_seconds"] <= row["rtt_p99_seconds"]
         assert row["bytes_per_second"] > 0
@@ -339,7 +339,7 @@ async def test_a_request_over_the_limits_costs_the_peer_its_link(regions: Region
     assert b.lane("a") == 0
 
 
-async def test_a_peer_that_asks_again_and_again_is_told_no(regions: Regions) -> None:
+async def test_a_peer_that_requests_again_and_again_is_refused(regions: Regions) -> None:
     a, b = await regions.start()
     a.measuring._receivers._expected["b"].expect(0, 10**6)
     for number in range(50):

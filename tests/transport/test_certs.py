@@ -52,7 +52,7 @@ def test_nothing_is_overwritten(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("run_id", "regions", "says"),
+    ("run_id", "regions", "error"),
     [
         ("Run", ["eu"], "run id 'Run'"),
         ("run1", [], "no regions"),
@@ -61,9 +61,9 @@ def test_nothing_is_overwritten(run: Path) -> None:
     ],
 )
 def test_bad_names_are_refused_before_anything_is_written(
-    tmp_path: Path, run_id: str, regions: list[str], says: str
+    tmp_path: Path, run_id: str, regions: list[str], error: str
 ) -> None:
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=error):
         init_run(tmp_path / "new", run_id, regions)
     assert not (tmp_path / "new").exists()
 
@@ -89,7 +89,7 @@ def test_a_file_without_pem_is_named(run: Path, name: str, data: bytes) -> None:
     assert name in refusal(run / "eu")
 
 
-def test_another_regions_folder_and_another_run_are_told(run: Path) -> None:
+def test_another_regions_folder_and_another_run_are_named(run: Path) -> None:
     assert "is for region eu, this node is region us-east" in refusal(run / "eu", region="us-east")
     assert "is for run run1, this node is run run2" in refusal(run / "eu", run_id="run2")
 

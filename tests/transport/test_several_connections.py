@@ -152,17 +152,17 @@ async def test_where_congestion_control_goes_by_loss_a_lossy_link_with_a_long_ro
 
 async def test_a_cancelled_transfer_leaves_no_chunk_for_the_next(mesh: Mesh) -> None:
     a, _, _, at_b = await wide_pair(mesh, 3)
-    for turn in range(5):
+    for number in range(5):
         before = len(at_b.closed)
-        task = asyncio.create_task(a.transfer("b", Payload(turn, 0, b""), memoryview(os.urandom(MIB) * 48)))
-        await at_b.until(lambda turn=turn: at_b.opened and at_b.opened[-1][1] == Payload(turn, 0, b""))
+        task = asyncio.create_task(a.transfer("b", Payload(number, 0, b""), memoryview(os.urandom(MIB) * 48)))
+        await at_b.until(lambda number=number: at_b.opened and at_b.opened[-1][1] == Payload(number, 0, b""))
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
         body = os.urandom(3 * MIB)
-        await a.transfer("b", State(turn, 0, b""), memoryview(body))
+        await a.transfer("b", State(number, 0, b""), memoryview(body))
         await at_b.until(lambda before=before: len(at_b.closed) == before + 2)
-        assert at_b.closed[-1] == ("a", State(turn, 0, b""), body, True)
+        assert at_b.closed[-1] == ("a", State(number, 0, b""), body, True)
     assert at_b.changes == [("a", True)]
 
 
@@ -244,7 +244,7 @@ async def refused(mesh: Mesh, b: GrpcTransport, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says", "strikes"),
+    ("changes", "error", "strikes"),
     [
         ({"dial": 2}, "not up", {}),
         ({"instance_id": b"j" * 16}, "not up", {}),
@@ -256,12 +256,12 @@ async def refused(mesh: Mesh, b: GrpcTransport, **changes: Any) -> None:
     ],
 )
 async def test_what_does_not_belong_to_the_session_is_refused_and_the_session_goes_on(
-    mesh: Mesh, changes: dict[str, Any], says: str, strikes: dict[tuple[str, str], int]
+    mesh: Mesh, changes: dict[str, Any], error: str, strikes: dict[tuple[str, str], int]
 ) -> None:
     b, at_b = await mesh.start("b", {"a": None})
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
-    with pytest.raises(LinkLost, match=says):
+    with pytest.raises(LinkLost, match=error):
         await refused(mesh, b, **{"connection": 1, **changes})
     assert b.rejections == strikes
     assert b.peer_status()["a"].connections == 1
@@ -528,17 +528,17 @@ async def test_frames_take_turns_where_all_are_free_and_the_first_is_waited_for(
     for pipe in pipes[1:]:
         made.add(pipe)
     counts: list[int] = []
-    for turn in range(9):
+    for number in range(9):
         await made.until_free()
         await made.write(b"x", counts)
-        await eventually(lambda turn=turn: sum(pipe.written for pipe in pipes) == turn + 1)
+        await eventually(lambda number=number: sum(pipe.written for pipe in pipes) == number + 1)
     assert [pipe.written for pipe in pipes] == [3, 3, 3]
     assert counts == [3, 3, 3]
     pipes[0].room = asyncio.Semaphore(0)
     first, second = made.write_first(b"begin"), made.write_first(b"end")
-    for turn in range(4):
+    for number in range(4):
         await made.write(b"y", counts)
-        await eventually(lambda turn=turn: sum(pipe.written for pipe in pipes) == 10 + turn)
+        await eventually(lambda number=number: sum(pipe.written for pipe in pipes) == 10 + number)
     assert [pipe.written for pipe in pipes] == [3, 5, 5]
     assert counts == [3, 5, 5]
     pipes[0].room.release()
@@ -581,7 +581,7 @@ async def test_a_cancelled_wait_for_a_connection_takes_none() -> None:
     assert list(pipe.frames) == [b"a", b"c"]
 
 
-async def test_a_write_that_fails_is_told_and_stalls_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_write_that_fails_is_reported_and_stalls_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     pipes = [Pipe(10), Pipe(10)]
     made = Bundle("b", pipes[0])
     made.add(pipes[1])
@@ -637,12 +637,12 @@ async def test_no_more_chunks_of_a_peer_are_decoded_at_once_than_may_be(monkeypa
 
     from diloco_node.transport import inbound as inbound_module
 
-    may_decode, working, most, lock = threading.Event(), [0], [0], threading.Lock()
+    may_decode, working, decoding_max, lock = threading.Event(), [0], [0], threading.Lock()
 
     def decode(data: memoryview, target: memoryview) -> None:
         with lock:
             working[0] += 1
-            most[0] = max(most[0], working[0])
+            decoding_max[0] = max(decoding_max[0], working[0])
         assert may_decode.wait(DEADLINE_S)
         with lock:
             working[0] -= 1
@@ -670,7 +670,7 @@ async def test_no_more_chunks_of_a_peer_are_decoded_at_once_than_may_be(monkeypa
     may_decode.set()
     await asyncio.wait_for(asyncio.gather(*readers), DEADLINE_S)
     await asyncio.wait_for(inbound.feed(e.encode_end(0, [3, 3, 3, 3])), DEADLINE_S)
-    assert most[0] == DECODING_MAX
+    assert decoding_max[0] == DECODING_MAX
     assert handler.closed == [("a", HEADER, b"y" * 12 * size, True)]
     await inbound.feed(e.encode_begin(1, HEADER, size))
     await inbound.feed(e.encode_chunk(1, 0, size, b"bad", is_compressed=True), 1)

@@ -23,7 +23,7 @@ CONNECTING = "failed to connect to all addresses; last error: UNKNOWN: ipv4:10.0
         ("something new\nin two lines", "something new in two lines"),
     ],
 )
-def test_failures_are_told_in_words(details: str, text: str) -> None:
+def test_failures_are_explained_in_words(details: str, text: str) -> None:
     assert text in explain(details)
 
 

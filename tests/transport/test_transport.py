@@ -432,17 +432,19 @@ async def status_of(transport: GrpcTransport, peer: str, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "error"),
     [
         ({"epoch": 1}, "epoch: ours 1, theirs 0"),
         ({"settings_digest": "other"}, "settings_digest: ours 'other', theirs 'settings'"),
         ({"manifest_digest": "other"}, "manifest_digest: ours 'other', theirs 'manifest'"),
     ],
 )
-async def test_a_mismatch_is_named_field_by_field_on_both_sides(mesh: Mesh, changes: dict[str, Any], says: str) -> None:
+async def test_a_mismatch_is_named_field_by_field_on_both_sides(
+    mesh: Mesh, changes: dict[str, Any], error: str
+) -> None:
     b, at_b = await mesh.start("b", {"a": None})
     a, at_a = await mesh.start("a", {"b": address(b)}, **changes)
-    assert says in await status_of(a, "b", says)
+    assert error in await status_of(a, "b", error)
     await eventually(lambda: b.rejections["a", "incompatible"])
     assert a.rejections["b", "incompatible"] >= 1
     assert at_a.changes == at_b.changes == []
@@ -637,7 +639,7 @@ async def test_a_broken_peer_costs_its_link_and_is_counted(
         await stream.aclose()
 
 
-async def test_the_peer_is_told_why_it_was_dropped(mesh: Mesh) -> None:
+async def test_the_peer_gets_the_reason_why_it_was_dropped(mesh: Mesh) -> None:
     b, at_b = await mesh.start("b", {"a": None})
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))

@@ -110,8 +110,8 @@ def grace_ns(timing: RoundTiming, *, overlap_steps: int, gamma: float) -> int:
     at most max(one step, two round trips), never negative. The upper limit wins over the lower one.
     """
     slack_ns = overlap_steps * timing.step_time_ns - (timing.quorum_time_ns + timing.sync_time_ns)
-    wanted_ns = max(slack_ns * round(gamma * 1000) // 1000, timing.spread_p99_ns)
-    return max(0, min(wanted_ns, max(timing.step_time_ns, 2 * timing.rtt_ns)))
+    target_ns = max(slack_ns * round(gamma * 1000) // 1000, timing.spread_p99_ns)
+    return max(0, min(target_ns, max(timing.step_time_ns, 2 * timing.rtt_ns)))
 
 
 def decide_open(

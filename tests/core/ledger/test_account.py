@@ -139,24 +139,26 @@ class Run:
         self.marks: dict[tuple[str, int, int], tuple[int, int]] = {}
         versions = [0] * fragments
         bases: dict[tuple[str, int, int], int] = {}
-        life = dict.fromkeys("abc", 1)
+        incarnations = dict.fromkeys("abc", 1)
         for number in range(30):
             for name in "abc":
-                key = (name, life[name])
+                key = (name, incarnations[name])
                 steps = rng.randrange(1, 9)
                 self.steps[key] += steps
                 self.tokens[key] += steps * rng.randrange(400, 500)
             if number == 17:
-                self.kill("b", life)
+                self.kill("b", incarnations)
             fragment = rng.randrange(fragments)
             members = []
             for name in "abc":
-                key = (name, life[name])
+                key = (name, incarnations[name])
                 mark = self.marks.get((*key, fragment), (0, 0))
                 if self.steps[key] > mark[0] and rng.random() < 0.7:
                     base = bases.get((*key, fragment), 0)
                     tokens = self.tokens[key] - mark[1]
-                    made = Contribution(name, life[name], fragment, base, number, mark[0], self.steps[key], tokens, ())
+                    made = Contribution(
+                        name, incarnations[name], fragment, base, number, mark[0], self.steps[key], tokens, ()
+                    )
                     members.append(Member(made, 1.0))
                     self.marks[(*key, fragment)] = (self.steps[key], self.tokens[key])
                     bases[(*key, fragment)] = versions[fragment] + 1
@@ -165,17 +167,17 @@ class Run:
                 ballot = Ballot(1, number)
                 body = RoundBody(fragment, versions[fragment], ballot, tuple(members), 1.0, (), (), bytes(32))
                 self.bodies.append(body)
-        self.life = life
+        self.incarnations = incarnations
 
-    def kill(self, name: str, life: dict[str, int]) -> None:
-        key = (name, life[name])
+    def kill(self, name: str, incarnations: dict[str, int]) -> None:
+        key = (name, incarnations[name])
         for fragment in range(self.fragments):
             mark = self.marks.get((*key, fragment), (0, 0))
             if mark[0] < self.steps[key]:
                 tokens = self.tokens[key] - mark[1]
                 self.bodies.append(DiscardedBody(name, key[1], fragment, mark[0], self.steps[key], tokens, "killed"))
-        life[name] += 1
-        self.steps[name, life[name]] = self.tokens[name, life[name]] = 0
+        incarnations[name] += 1
+        self.steps[name, incarnations[name]] = self.tokens[name, incarnations[name]] = 0
 
     @property
     def trained(self) -> dict[tuple[str, int], tuple[int, int]]:
@@ -184,7 +186,7 @@ class Run:
     @property
     def positions(self) -> dict[str, LearnerStatus]:
         statuses = {}
-        for name, incarnation in self.life.items():
+        for name, incarnation in self.incarnations.items():
             marks = [self.marks.get((name, incarnation, fragment), (0, 0)) for fragment in range(self.fragments)]
             positions = tuple(FragmentPosition(0, step, step, tokens) for step, tokens in marks)
             key = (name, incarnation)

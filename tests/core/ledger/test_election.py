@@ -1,4 +1,4 @@
-"""Elections of the ledger core: pre-vote, votes, what is told when (Raft 5.2, 5.4.1; dissertation 9.6)."""
+"""Elections of the ledger core: pre-vote, votes, what is sent when (Raft 5.2, 5.4.1; dissertation 9.6)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.kit.ledger_kit import (
     a_core,
     a_leader,
     a_round,
+    append_entries,
     arrive,
-    asked,
     chain,
     sends,
     write_all,
@@ -85,7 +85,7 @@ def test_a_pre_vote_needs_a_term_above_the_voters_own(term: int, granted: bool) 
 def test_who_hears_a_leader_refuses_pre_votes_for_one_election_timeout() -> None:
     core = a_core()
     log = chain(1)
-    write_all(core, arrive(core, "b", asked(log, 1, 1, term=1), now_ns=100), now_ns=100)
+    write_all(core, arrive(core, "b", append_entries(log, 1, 1, term=1), now_ns=100), now_ns=100)
     for now_ns, granted in ((100 + TIMEOUT_NS - 1, False), (100 + TIMEOUT_NS, True)):
         effects = arrive(core, "c", RequestVote(2, True, 1, 1), now_ns)
         assert sends(effects) == [("c", RequestVoteReply(2 if granted else 1, True, granted))]
@@ -136,7 +136,7 @@ def test_a_candidate_asks_only_when_term_and_own_vote_are_on_disk() -> None:
     assert sends(effects) == [(peer, RequestVote(1, False, 0, 0)) for peer in ("b", "c")]
 
 
-def test_a_vote_is_told_only_when_it_is_on_disk() -> None:
+def test_a_vote_is_sent_only_when_it_is_on_disk() -> None:
     core = a_core()
     effects = arrive(core, "b", RequestVote(4, False, 0, 0))
     assert writes(effects) == [PersistLedger(1, 4, "b", 0, ())]
@@ -144,9 +144,9 @@ def test_a_vote_is_told_only_when_it_is_on_disk() -> None:
     assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", RequestVoteReply(4, False, True))]
 
 
-def test_a_newer_term_is_told_only_when_it_is_on_disk() -> None:
+def test_a_newer_term_is_sent_only_when_it_is_on_disk() -> None:
     core = a_core(entries=chain(1))
-    effects = arrive(core, "b", asked(chain(1), 2, 1, term=5))
+    effects = arrive(core, "b", append_entries(chain(1), 2, 1, term=5))
     assert writes(effects) == [PersistLedger(1, 5, "", 0, ())]
     assert sends(effects) == []
     # Also what is asked meanwhile waits.
@@ -218,7 +218,7 @@ def test_a_vote_goes_only_to_a_log_at_least_as_complete(
 def test_staged_entries_are_in_no_vote() -> None:
     log = chain(1, 1, bodies=lambda index, term: a_round(index))
     core = a_core(has_payload=lambda body: body == log[0].body)
-    write_all(core, arrive(core, "b", asked(log, 1, 2, term=1)))
+    write_all(core, arrive(core, "b", append_entries(log, 1, 2, term=1)))
     now_ns = core.wake_at_ns
     effects = core.handle(TimerFired(), now_ns=now_ns)
     assert sends(effects)[0] == ("b", RequestVote(2, True, 1, 1))
@@ -256,7 +256,7 @@ def test_votes_of_another_term_do_not_count() -> None:
 def test_a_candidate_follows_the_leader_of_its_term() -> None:
     core, effects = a_candidate()
     write_all(core, effects)
-    arrive(core, "c", asked(chain(1), 1, 1, term=1))
+    arrive(core, "c", append_entries(chain(1), 1, 1, term=1))
     assert (core.role, core.leader, core.term) == (Role.FOLLOWER, "c", 1)
 
 

@@ -29,8 +29,8 @@ from tests.kit.ledger_kit import (
     a_leader,
     a_round,
     alarms,
+    append_entries,
     arrive,
-    asked,
     chain,
     sends,
     write_all,
@@ -43,7 +43,7 @@ from tests.kit.ledger_kit import (
 def test_a_follower_writes_first_and_acknowledges_then() -> None:
     core = a_core(term=1)
     log = chain(1, 1)
-    effects = arrive(core, "b", asked(log, 1, 2, term=1, sequence=8))
+    effects = arrive(core, "b", append_entries(log, 1, 2, term=1, sequence=8))
     assert sends(effects) == [("b", AppendEntriesReply(1, 8, True, 0))]
     assert writes(effects) == [PersistLedger(1, 1, "", 0, log)]
     assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", AppendEntriesReply(1, 8, True, 2))]
@@ -53,7 +53,7 @@ def test_an_entry_whose_payload_is_missing_is_neither_written_nor_acknowledged()
     log = chain(1, 1, 1, bodies=lambda index, term: a_round(index))
     on_disk = {a_round(1).payload_digest}
     core = a_core(term=1, has_payload=lambda body: isinstance(body, RoundBody) and body.payload_digest in on_disk)
-    effects = arrive(core, "b", asked(log, 1, 3, term=1, commit=3))
+    effects = arrive(core, "b", append_entries(log, 1, 3, term=1, commit=3))
     assert [entry.index for write in writes(effects) for entry in write.entries] == [1]
     write_all(core, effects)
     assert core.missing_payloads() == (a_round(2), a_round(3))
@@ -73,9 +73,9 @@ def test_an_entry_whose_payload_is_missing_is_neither_written_nor_acknowledged()
 def test_heartbeats_are_answered_at_once_while_a_payload_is_missing() -> None:
     log = chain(1, bodies=lambda index, term: a_round(index))
     core = a_core(term=1, has_payload=lambda body: False)
-    arrive(core, "b", asked(log, 1, 1, term=1))
+    arrive(core, "b", append_entries(log, 1, 1, term=1))
     for sequence in range(2, 6):
-        effects = arrive(core, "b", asked(log, 2, 1, term=1, sequence=sequence))
+        effects = arrive(core, "b", append_entries(log, 2, 1, term=1, sequence=sequence))
         assert effects == [Send("b", AppendEntriesReply(1, sequence, True, 0))]
 
 
@@ -83,7 +83,7 @@ def test_what_is_staged_is_limited_in_entries() -> None:
     log = chain(*[1] * 300, bodies=lambda index, term: a_round(index))
     core = a_core(term=1, has_payload=lambda body: False)
     for first in range(1, 300, 60):
-        arrive(core, "b", asked(log, first, first + 59, term=1, commit=300))
+        arrive(core, "b", append_entries(log, first, first + 59, term=1, commit=300))
     assert len(core.missing_payloads()) == STAGED_ENTRIES_MAX
     assert core.cluster_commit_index == STAGED_ENTRIES_MAX
 
@@ -93,19 +93,19 @@ def test_what_is_staged_is_limited_in_bytes() -> None:
     log = chain(*[1] * 12, bodies=lambda index, term: replace(body, version=index))
     core = a_core(term=1, has_payload=lambda body: False)
     for index in range(1, 13):
-        arrive(core, "b", asked(log, index, index, term=1))
+        arrive(core, "b", append_entries(log, index, index, term=1))
     assert len(core.missing_payloads()) == STAGED_BYTES_MAX // len(encode_entry(log[0]))
 
 
 def test_a_follower_refuses_what_does_not_fit_and_says_where_to_look() -> None:
     core = a_core(entries=chain(1, 1, 2, 2), term=3)
     log = chain(1, 1, 3, 3, 3, 3)
-    effects = arrive(core, "b", asked(log, 6, 6, term=3))
+    effects = arrive(core, "b", append_entries(log, 6, 6, term=3))
     assert sends(effects) == [("b", AppendEntriesReply(3, 1, False, 4))]  # its log is shorter
-    effects = arrive(core, "b", asked(log, 5, 5, term=3, sequence=2))
+    effects = arrive(core, "b", append_entries(log, 5, 5, term=3, sequence=2))
     assert sends(effects) == [("b", AppendEntriesReply(3, 2, False, 2))]  # before the term that differs
     assert core.entries == chain(1, 1, 2, 2)
-    effects = arrive(core, "b", asked(log, 3, 6, term=3, sequence=3))
+    effects = arrive(core, "b", append_entries(log, 3, 6, term=3, sequence=3))
     assert writes(effects) == [PersistLedger(1, 3, "", 3, log[2:])]
     assert core.entries == log
 
@@ -113,30 +113,30 @@ def test_a_follower_refuses_what_does_not_fit_and_says_where_to_look() -> None:
 def test_logs_that_differ_from_the_first_entry_on_are_replaced_as_a_whole() -> None:
     core = a_core(entries=chain(1, 1), term=3)
     log = chain(2, 3)
-    effects = arrive(core, "b", asked(log, 3, 2, term=3))
+    effects = arrive(core, "b", append_entries(log, 3, 2, term=3))
     assert sends(effects) == [("b", AppendEntriesReply(3, 1, False, 0))]
-    effects = arrive(core, "b", asked(log, 1, 2, term=3))
+    effects = arrive(core, "b", append_entries(log, 1, 2, term=3))
     assert writes(effects) == [PersistLedger(1, 3, "", 1, log)]
 
 
 def test_only_entries_that_differ_are_forgotten() -> None:
     log = chain(1, 1, 1)
     core = a_core(entries=log)
-    assert writes(arrive(core, "b", asked(log, 1, 2, term=1))) == []
+    assert writes(arrive(core, "b", append_entries(log, 1, 2, term=1))) == []
     assert core.last_index == 3
 
 
 def test_old_entries_are_acknowledged_only_as_far_as_they_are_known_to_match() -> None:
     core = a_core(entries=chain(1, 1, 2, 2), term=3)
     log = chain(1, 1, 3)
-    effects = arrive(core, "b", asked(log, 2, 2, term=3))
+    effects = arrive(core, "b", append_entries(log, 2, 2, term=3))
     assert sends(effects) == [("b", AppendEntriesReply(3, 1, True, 2))]
 
 
 def test_a_conflicting_entry_is_forgotten_even_while_the_new_one_lacks_its_payload() -> None:
     core = a_core(entries=chain(1, 2), term=3, has_payload=lambda body: not isinstance(body, RoundBody))
     log = chain(1, 3, bodies=lambda index, term: a_round(index) if term == 3 else LeaderBody("leader-of-1"))
-    effects = arrive(core, "b", asked(log, 2, 2, term=3))
+    effects = arrive(core, "b", append_entries(log, 2, 2, term=3))
     assert writes(effects) == [PersistLedger(1, 3, "", 2, ())]
     assert core.last_index == 1
     assert core.missing_payloads() == (a_round(2),)
@@ -145,9 +145,9 @@ def test_a_conflicting_entry_is_forgotten_even_while_the_new_one_lacks_its_paylo
 def test_a_write_under_way_of_a_forgotten_entry_acknowledges_nothing() -> None:
     core = a_core(term=1)
     old = chain(1, 1, 1)
-    first = arrive(core, "b", asked(old, 1, 3, term=1))
+    first = arrive(core, "b", append_entries(old, 1, 3, term=1))
     new = chain(1, 2)
-    second = arrive(core, "c", asked(new, 2, 2, term=2))
+    second = arrive(core, "c", append_entries(new, 2, 2, term=2))
     assert writes(second) == [PersistLedger(2, 2, "", 2, new[1:])]
     core.handle(LedgerPersisted(writes(first)[0].token), now_ns=0)
     assert core.durable_indexes == {"a": 1}
@@ -158,9 +158,9 @@ def test_a_write_under_way_of_a_forgotten_entry_acknowledges_nothing() -> None:
 def test_a_follower_commits_what_the_leader_committed_as_far_as_it_matches_and_is_on_disk() -> None:
     core = a_core(entries=chain(1, 1, 2), term=3)
     log = chain(1, 1, 3)
-    arrive(core, "b", asked(log, 2, 2, term=3, commit=3))
+    arrive(core, "b", append_entries(log, 2, 2, term=3, commit=3))
     assert core.commit_index == 2
-    effects = arrive(core, "b", asked(log, 3, 3, term=3, commit=3))
+    effects = arrive(core, "b", append_entries(log, 3, 3, term=3, commit=3))
     assert core.commit_index == 2
     write_all(core, effects)
     assert core.commit_index == 3
@@ -168,8 +168,8 @@ def test_a_follower_commits_what_the_leader_committed_as_far_as_it_matches_and_i
 
 def test_what_is_committed_is_never_forgotten_whoever_asks() -> None:
     core = a_core(entries=chain(1, 1))
-    arrive(core, "b", asked(chain(1, 1), 2, 2, term=1, commit=2))
-    for term, other in ((2, asked(chain(2), 1, 1, term=2)), (3, asked(chain(1, 3), 2, 2, term=3))):
+    arrive(core, "b", append_entries(chain(1, 1), 2, 2, term=1, commit=2))
+    for term, other in ((2, append_entries(chain(2), 1, 1, term=2)), (3, append_entries(chain(1, 3), 2, 2, term=3))):
         effects = arrive(core, "c", other)
         assert "committed here" in alarms(effects)[0]
         assert (core.term, core.entries) == (term, chain(1, 1))
@@ -177,7 +177,7 @@ def test_what_is_committed_is_never_forgotten_whoever_asks() -> None:
 
 def test_messages_of_an_older_term_are_refused_with_the_newer() -> None:
     core = a_core(term=5)
-    effects = arrive(core, "b", asked(chain(1), 1, 1, term=4, sequence=9))
+    effects = arrive(core, "b", append_entries(chain(1), 1, 1, term=4, sequence=9))
     assert sends(effects) == [("b", AppendEntriesReply(5, 9, False, 0))]
     assert core.leader == ""
 
@@ -185,8 +185,8 @@ def test_messages_of_an_older_term_are_refused_with_the_newer() -> None:
 def test_an_old_message_that_comes_late_changes_nothing() -> None:
     log = chain(1, 1, 1)
     core = a_core(term=1)
-    write_all(core, arrive(core, "b", asked(log, 1, 3, term=1, sequence=5, commit=3)))
-    effects = arrive(core, "b", asked(log, 1, 1, term=1, sequence=2))
+    write_all(core, arrive(core, "b", append_entries(log, 1, 3, term=1, sequence=5, commit=3)))
+    effects = arrive(core, "b", append_entries(log, 1, 1, term=1, sequence=2))
     assert effects == [Send("b", AppendEntriesReply(1, 2, True, 3))]
     assert (core.last_index, core.commit_index) == (3, 3)
 
@@ -215,14 +215,14 @@ def test_a_message_no_leader_sends_is_an_alarm_and_not_answered(message: AppendE
 
 def test_hearing_the_leader_puts_off_the_election() -> None:
     core = a_core(term=1)
-    arrive(core, "b", asked(chain(1), 1, 0, term=1), now_ns=500)
+    arrive(core, "b", append_entries(chain(1), 1, 0, term=1), now_ns=500)
     assert core.wake_at_ns >= 500 + TIMEOUT_NS
     assert core.leader == "b"
 
 
 def test_when_the_link_to_the_leader_breaks_the_election_comes_earlier() -> None:
     core = a_core(term=1)
-    arrive(core, "b", asked(chain(1), 1, 0, term=1), now_ns=0)
+    arrive(core, "b", append_entries(chain(1), 1, 0, term=1), now_ns=0)
     core.handle(LinkChanged("c", False), now_ns=10)
     assert sends(arrive(core, "c", RequestVote(2, True, 0, 0), 10)) == [("c", RequestVoteReply(1, True, False))]
     core.handle(LinkChanged("b", False), now_ns=10)
@@ -247,7 +247,7 @@ def test_an_entry_whose_payload_the_disk_has_lost_counts_in_votes_and_is_not_ack
     assert core.missing_payloads() == (log[2].body,)
     answers = sends(write_all(core, arrive(core, "b", RequestVote(2, False, 3, 1))))
     assert answers == [("b", RequestVoteReply(2, False, False))], "a shorter log gets no vote"
-    effects = arrive(core, "c", asked(log, 5, 4, term=2, sequence=7, commit=4))
+    effects = arrive(core, "c", append_entries(log, 5, 4, term=2, sequence=7, commit=4))
     assert sends(effects) == [("c", AppendEntriesReply(2, 7, True, 2))]
     assert core.take_committed() == list(log[:2])
     assert core.cluster_commit_index == 4
@@ -276,6 +276,6 @@ def test_a_lost_payload_of_an_entry_that_is_replaced_is_not_missed() -> None:
     log = chain(1, 1, 1, bodies=lambda index, term: a_round(index))
     other = chain(1, 2, 2, bodies=lambda index, term: a_round(index + 10 * (term > 1)))
     core = a_core(entries=log, has_payload=lambda body: body != log[1].body)
-    effects = write_all(core, arrive(core, "b", asked(other, 2, 3, term=2)))
+    effects = write_all(core, arrive(core, "b", append_entries(other, 2, 3, term=2)))
     assert core.missing_payloads() == ()
     assert sends(effects)[-1] == ("b", AppendEntriesReply(2, 1, True, 3))

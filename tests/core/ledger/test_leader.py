@@ -26,8 +26,8 @@ from tests.kit.ledger_kit import (
     a_leader,
     a_round,
     alarms,
+    append_entries,
     arrive,
-    asked,
     chain,
     sends,
     write_all,
@@ -96,7 +96,7 @@ def test_entries_of_older_terms_are_never_committed_by_counting() -> None:
     assert core.is_settled
 
 
-def test_a_commit_is_told_at_once() -> None:
+def test_a_commit_is_sent_at_once() -> None:
     core, effects, now_ns = a_leader()
     write_all(core, effects, now_ns)
     effects = arrive(core, "b", AppendEntriesReply(1, 1, True, 1), now_ns)
@@ -242,7 +242,7 @@ def test_a_leader_that_sees_a_newer_term_follows() -> None:
         RequestVote(9, False, 0, 0),
         RequestVoteReply(9, False, False),
         AppendEntriesReply(9, 1, False, 0),
-        asked(chain(9), 1, 1, term=9),
+        append_entries(chain(9), 1, 1, term=9),
     ):
         core, _, now_ns = a_leader()
         effects = arrive(core, "c", message, now_ns)
@@ -252,7 +252,7 @@ def test_a_leader_that_sees_a_newer_term_follows() -> None:
 
 def test_two_leaders_in_one_term_are_an_alarm() -> None:
     core, _, now_ns = a_leader()
-    effects = arrive(core, "c", asked(chain(1), 1, 1, term=1), now_ns)
+    effects = arrive(core, "c", append_entries(chain(1), 1, 1, term=1), now_ns)
     assert "both lead" in alarms(effects)[0]
     assert core.is_leader
 

@@ -89,9 +89,9 @@ def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: py
     rng = random.Random(SEED)
     steps = [(rng.choice(("append", "append", "append", "truncate", "write")), rng.random()) for _ in range(400)]
 
-    def tell(unpacked: int) -> list[object]:
+    def replay(unpacked: int) -> list[object]:
         monkeypatch.setattr(log_module, "UNPACKED_ENTRIES", unpacked)
-        log, told, token, done = ReplicaLog(chain(5)), list[object](), 0, 0
+        log, seen, token, done = ReplicaLog(chain(5)), list[object](), 0, 0
         for number, (kind, chance) in enumerate(steps):
             if kind == "append":
                 log.append(chain(1, term=number + 1, after=log.entries)[-1])
@@ -99,11 +99,11 @@ def test_any_story_of_a_log_is_the_same_with_and_without_packing(monkeypatch: py
                 log.truncate(1 + max(0, log.last_index - 1 - int(4 * chance)))
             elif log.is_dirty and chance < 0.5:
                 token += 1
-                told.append(log.take_change(token))
+                seen.append(log.take_change(token))
             elif done < token:
                 done += 1
                 log.written(done)
-            told += [log.durable_index, log.last_term, log.entries[-3:], log.hash_at(log.last_index // 2)]
-        return [*told, log.entries]
+            seen += [log.durable_index, log.last_term, log.entries[-3:], log.hash_at(log.last_index // 2)]
+        return [*seen, log.entries]
 
-    assert tell(2) == tell(10_000), f"seed {SEED}"
+    assert replay(2) == replay(10_000), f"seed {SEED}"

@@ -19,7 +19,7 @@ from diloco_node.core.messages import (
     RequestVoteReply,
 )
 from diloco_node.core.types import Entry
-from tests.kit.ledger_kit import TIMEOUT_NS, a_core, arrive, asked, chain, sends, write_all, writes
+from tests.kit.ledger_kit import TIMEOUT_NS, a_core, append_entries, arrive, chain, sends, write_all, writes
 from tests.kit.ledger_network import Disk, Network, shake
 
 
@@ -49,14 +49,14 @@ class NoFsync(Network):
     def perform(self, name: str, effects: list[Effect]) -> None:
         writes_first = [effect for effect in effects if isinstance(effect, PersistLedger)]
         super().perform(name, [effect for effect in effects if not isinstance(effect, PersistLedger)])
-        life = self.lives[name]
+        incarnation = self.incarnations[name]
         for effect in writes_first:
-            self.later(self.fsync_ns, lambda effect=effect: self.on_disk(name, life, effect))  # type: ignore[misc]
-            if name in self.cores and self.lives[name] == life:
+            self.later(self.fsync_ns, lambda effect=effect: self.on_disk(name, incarnation, effect))  # type: ignore[misc]
+            if name in self.cores and self.incarnations[name] == incarnation:
                 self.perform(name, self.cores[name].handle(LedgerPersisted(effect.token), now_ns=self.now_ns))
 
-    def on_disk(self, name: str, life: int, effect: PersistLedger) -> None:
-        if self.lives[name] == life:
+    def on_disk(self, name: str, incarnation: int, effect: PersistLedger) -> None:
+        if self.incarnations[name] == incarnation:
             self.disks[name].write(effect)
 
     def check(self, name: str) -> None:
@@ -123,7 +123,7 @@ def test_figure_8_an_old_entry_on_a_majority_is_not_committed_for_it_may_be_over
     voter = a_core("c", voters, entries=chain(1, 2), term=4)
     effects = arrive(voter, "e", RequestVote(5, False, 2, 3))
     assert sends(write_all(voter, effects)) == [("e", RequestVoteReply(5, False, True))]
-    effects = arrive(voter, "e", asked(chain(1, 3, 5), 2, 3, term=5))
+    effects = arrive(voter, "e", append_entries(chain(1, 3, 5), 2, 3, term=5))
     assert writes(effects) == [PersistLedger(2, 5, "e", 2, chain(1, 3, 5)[1:])]
 
 

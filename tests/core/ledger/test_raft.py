@@ -25,8 +25,8 @@ from tests.kit.ledger_kit import (
     a_leader,
     a_round,
     alarms,
+    append_entries,
     arrive,
-    asked,
     chain,
     sends,
     write_all,
@@ -80,7 +80,7 @@ def test_who_is_no_voter_is_not_listened_to() -> None:
 
 def test_who_is_offered_the_lead_by_its_leader_stands_at_once() -> None:
     core = a_core(term=1)
-    arrive(core, "b", asked(chain(1), 1, 0, term=1))
+    arrive(core, "b", append_entries(chain(1), 1, 0, term=1))
     for peer, term in (("c", 1), ("b", 0), ("b", 2)):
         arrive(core, peer, TimeoutNow(term))
         assert core.role is Role.FOLLOWER
@@ -109,7 +109,7 @@ def test_after_handing_over_a_voter_never_stands_again_but_votes() -> None:
     core.hand_over(now_ns=0)
     assert core.handle(TimerFired(), now_ns=core.wake_at_ns) == []
     assert core.role is Role.FOLLOWER
-    arrive(core, "b", asked(chain(1), 1, 0, term=1))
+    arrive(core, "b", append_entries(chain(1), 1, 0, term=1))
     arrive(core, "b", TimeoutNow(1))
     assert core.role is Role.FOLLOWER
     assert writes(arrive(core, "c", RequestVote(2, False, 0, 0)))[0].voted_for == "c"
@@ -150,5 +150,5 @@ def test_reasons_say_what_is_waited_for() -> None:
     arrive(core, "b", AppendEntriesReply(1, 1, True, 1), now_ns)
     assert core.reason == "leads term 1, entry 0 of 1 is committed; behind: a at 0, c at 0"
     core = a_core(term=1, has_payload=lambda body: False)
-    arrive(core, "b", asked(chain(1, bodies=lambda index, term: a_round(7, 3)), 1, 1, term=1))
+    arrive(core, "b", append_entries(chain(1, bodies=lambda index, term: a_round(7, 3)), 1, 1, term=1))
     assert core.reason == "follows b in term 1, committed 0 of 0; waits for the payload of fragment 3 version 7"

@@ -92,19 +92,19 @@ def test_echo_of_an_unknown_heartbeat_measures_nothing() -> None:
     assert world.liveness.rtt_ns("b") == 0
 
 
-def test_heartbeat_says_how_long_ago_the_echo_was_heard() -> None:
+def test_heartbeat_says_how_long_ago_the_echo_arrived() -> None:
     world = Neighbourhood()
     world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=17), now_ns=1_000)
     world.liveness.beat(applied_index=5, digests=(), now_ns=1_600)
-    told = {effect.peer: effect.message for effect in world.effects.take() if isinstance(effect, Send)}
-    to_b, to_c = told["b"], told["c"]
+    sent = {effect.peer: effect.message for effect in world.effects.take() if isinstance(effect, Send)}
+    to_b, to_c = sent["b"], sent["c"]
     assert isinstance(to_b, Heartbeat)
     assert isinstance(to_c, Heartbeat)
     assert (to_b.echo, to_b.echo_delay_ns, to_b.hears, to_b.applied_index) == (17, 600, ("b",), 5)
     assert (to_c.echo, to_c.echo_delay_ns) == (0, 0)
 
 
-def test_overtaken_heartbeat_proves_life_but_is_no_news() -> None:
+def test_overtaken_heartbeat_shows_that_a_region_lives_but_is_no_news() -> None:
     world = Neighbourhood()
     late = replace(BEAT, sequence=4, learner=status(9))
     assert world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=5, learner=status(11)), now_ns=1)

@@ -46,9 +46,9 @@ def gpt(layers: int, dim: int, vocabulary: int, context: int) -> list[TensorSpec
     return specs
 
 
-def most_fragments(specs: list[TensorSpec], wanted: int) -> Manifest:
+def most_fragments(specs: list[TensorSpec], fragments_max: int) -> Manifest:
     """The manifest with as many fragments as the model allows, up to `wanted`."""
-    for fragments in range(wanted, 1, -1):
+    for fragments in range(fragments_max, 1, -1):
         try:
             return build_manifest(specs, fragments)
         except ConfigError:
@@ -107,8 +107,8 @@ def test_the_digest_of_a_known_model_does_not_change() -> None:
 
 @given(models(), st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
-def test_every_value_is_in_exactly_one_piece(specs: list[TensorSpec], wanted: int) -> None:
-    manifest = most_fragments(specs, wanted)
+def test_every_value_is_in_exactly_one_piece(specs: list[TensorSpec], fragments_max: int) -> None:
+    manifest = most_fragments(specs, fragments_max)
     ranges: dict[str, list[tuple[int, int]]] = {}
     for fragment in manifest.fragments:
         offset = 0
@@ -135,8 +135,10 @@ def test_every_value_is_in_exactly_one_piece(specs: list[TensorSpec], wanted: in
 
 @given(models(), st.integers(1, 9))
 @settings(max_examples=150, deadline=None)
-def test_no_fragment_exceeds_the_mean_by_more_than_the_largest_piece(specs: list[TensorSpec], wanted: int) -> None:
-    manifest = most_fragments(specs, wanted)
+def test_no_fragment_exceeds_the_mean_by_more_than_the_largest_piece(
+    specs: list[TensorSpec], fragments_max: int
+) -> None:
+    manifest = most_fragments(specs, fragments_max)
     fragments = len(manifest.fragments)
     target = -(-manifest.size // fragments)
     pieces = [piece for fragment in manifest.fragments for piece in fragment.pieces]
@@ -149,10 +151,12 @@ def test_no_fragment_exceeds_the_mean_by_more_than_the_largest_piece(specs: list
 
 @given(models(), st.integers(1, 6), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
-def test_the_order_of_the_tensors_does_not_matter(specs: list[TensorSpec], wanted: int, order: random.Random) -> None:
+def test_the_order_of_the_tensors_does_not_matter(
+    specs: list[TensorSpec], fragments_max: int, order: random.Random
+) -> None:
     shuffled = list(specs)
     order.shuffle(shuffled)
-    assert most_fragments(shuffled, wanted) == most_fragments(specs, wanted)
+    assert most_fragments(shuffled, fragments_max) == most_fragments(specs, fragments_max)
 
 
 @pytest.mark.parametrize("fragments", [2, 4, 8, 24])

@@ -132,13 +132,13 @@ def test_no_minority_makes_itself_longer_than_the_bound(seed: int, members: int,
     rng = random.Random(seed)
     sizes = (64, 4096, 100_000)
     honest = [of(f"r{m}", *(math.sqrt(s) * rng.uniform(0.5, 2.0) for s in sizes)) for m in range(members)]
-    liars = [
+    too_long = [
         of(f"x{m}", *(lie * rng.random() for _ in sizes), steps=10 ** rng.randint(0, 9))
         for m in range((members - 1) // 2)
     ]
-    rows = clips([*honest, *liars], sizes, RecentRounds())
+    rows = clips([*honest, *too_long], sizes, RecentRounds())
     longest = max(math.sqrt(sum(one.squared_norms)) for one in honest)
-    for one, row in zip(liars, rows[members:], strict=True):
+    for one, row in zip(too_long, rows[members:], strict=True):
         length = math.sqrt(sum(s * part * part for s, part in zip(one.squared_norms, row, strict=True)))
         assert length <= RATIO_MAX * FASTER_MAX * longest * (1 + 1e-9)
         assert all(0.0 <= part <= 1.0 for part in row)
@@ -147,8 +147,8 @@ def test_no_minority_makes_itself_longer_than_the_bound(seed: int, members: int,
 def test_why_is_said_of_those_that_are_clipped_only() -> None:
     offered = [of("a", 1.0, 1.0), of("b", 1.0, 1.0), of("c", 1.0, 1.0), of("d", 100.0, 0.1), of("e", 50.0, 50.0)]
     recent = RecentRounds()
-    told = excess(offered, clips(offered, (50, 50), recent), recent)
-    assert list(told) == ["d", "e"]
-    assert told["d"].startswith("70.7 times as long as usual")
-    assert told["e"] == "50 times as long as usual, 0.02 of it counts"
+    reasons = excess(offered, clips(offered, (50, 50), recent), recent)
+    assert list(reasons) == ["d", "e"]
+    assert reasons["d"].startswith("70.7 times as long as usual")
+    assert reasons["e"] == "50 times as long as usual, 0.02 of it counts"
     assert excess(offered[:3], clips(offered[:3], (50, 50), recent), recent) == {}

@@ -143,10 +143,10 @@ def test_negative_durations_are_a_bug() -> None:
 def test_no_step_between_two_reports_makes_a_fragment_due_or_is_the_first_since_an_inclusion() -> None:
     positions = (FragmentPosition(3, 40, 41, 0), FragmentPosition(2, 38, 40, 0))
     # Fragment 0 is due at 40 + 8 - 1 = 47, fragment 1 at 45; the first steps after the inclusions are 42 and 41.
-    told, news = 40, []
-    while (step := next_news_step(positions, told, sync_every=8)) is not None:
+    reported, news = 40, []
+    while (step := next_news_step(positions, reported, sync_every=8)) is not None:
         news.append(step)
-        told = step
+        reported = step
     assert news == [41, 42, 45, 47]
 
 
@@ -161,7 +161,7 @@ def test_before_genesis_only_the_first_step_is_news() -> None:
     st.integers(1, 30),
 )
 def test_news_is_the_first_step_at_which_what_the_leader_sees_changes(
-    places: list[tuple[int, int, int]], told: int, sync_every: int
+    places: list[tuple[int, int, int]], reported: int, sync_every: int
 ) -> None:
     positions = tuple(FragmentPosition(version, mark, included, 0) for version, mark, included in places)
 
@@ -175,5 +175,5 @@ def test_news_is_the_first_step_at_which_what_the_leader_sees_changes(
             for index, position in enumerate(positions)
         ]
 
-    changes = [step for step in range(told + 1, told + 200) if seen(step) != seen(step - 1)]
-    assert next_news_step(positions, told, sync_every=sync_every) == (changes[0] if changes else None)
+    changes = [step for step in range(reported + 1, reported + 200) if seen(step) != seen(step - 1)]
+    assert next_news_step(positions, reported, sync_every=sync_every) == (changes[0] if changes else None)

@@ -150,8 +150,10 @@ def test_no_other_cut_lets_the_slowest_be_done_sooner(
     assert all(stripe.block_start < stripe.block_stop for stripe in stripes)
     believed = {}
     for direction in ("egress", "ingress"):
-        told = sorted(rate for one in limits.values() if (rate := getattr(one, direction)) is not None)
-        believed[direction] = min(told[-1], CEILING_FACTOR_MAX * told[(len(told) - 1) // 2]) if told else None
+        reported = sorted(rate for one in limits.values() if (rate := getattr(one, direction)) is not None)
+        believed[direction] = (
+            min(reported[-1], CEILING_FACTOR_MAX * reported[(len(reported) - 1) // 2]) if reported else None
+        )
     filled = {
         name: RateLimits(
             *(
@@ -190,7 +192,7 @@ def test_a_slow_region_reduces_less_and_a_very_slow_one_nothing() -> None:
     assert sizes_of(cut_by_budget(load, "abcd", {"a": fast, "b": crawling, "c": fast, "d": fast}), "abcd")["b"] == 0
 
 
-def test_what_a_liar_says_of_its_budget_does_no_harm() -> None:
+def test_a_false_report_of_a_budget_does_no_harm() -> None:
     load = RoundLoad(100, 2**40, 2**40, 64)
     for rate in (-(2**63), 0, 1, 2**63 - 1):
         stripes = cut_by_budget(load, "ab", {"a": RateLimits(rate, rate), "b": RateLimits()})

@@ -37,13 +37,13 @@ def test_leader_is_asked_first_and_only_once() -> None:
 def test_failure_moves_on_to_the_others_by_name() -> None:
     desk = Desk()
     desk.fetches.request(0, 3, BODY)
-    asked = []
+    peers = []
     for _ in range(3):
         (effect,) = desk.pump()
         assert isinstance(effect, FetchPayload)
-        asked.append(effect.peer)
+        peers.append(effect.peer)
         desk.fetches.failed(effect.peer, 0, "busy", now_ns=0)
-    assert asked == ["c", "b", "d"]
+    assert peers == ["c", "b", "d"]
 
 
 def test_after_everybody_failed_it_waits_longer_each_time() -> None:
@@ -126,7 +126,7 @@ def test_regions_that_are_away_are_not_asked_and_keep_their_turn() -> None:
     assert effect.peer == "b"
 
 
-def test_forgotten_want_is_not_started() -> None:
+def test_forgotten_request_is_not_started() -> None:
     desk = Desk()
     desk.fetches.request(0, 3, BODY)
     desk.fetches.forget(0)
@@ -182,10 +182,10 @@ def test_what_waits_behind_the_fetches_in_flight_does_not_wake_the_core() -> Non
 def test_the_only_ones_that_can_be_asked_are_not_asked_again_at_once() -> None:
     desk = Desk()
     desk.fetches.request(0, 3, BODY)
-    for turn in range(3):
-        now_ns = turn * RETRY_NS_MAX
+    for retry in range(3):
+        now_ns = retry * RETRY_NS_MAX
         assert [effect.peer for effect in desk.pump(alive=("b",), now_ns=now_ns)] == ["b"]
         desk.fetches.failed("b", 0, "no link", now_ns=now_ns)
         assert desk.pump(alive=("b",), now_ns=now_ns) == []
-        assert desk.fetches.wake_at_ns == now_ns + (RETRY_NS << turn)
+        assert desk.fetches.wake_at_ns == now_ns + (RETRY_NS << retry)
     assert [effect.peer for effect in desk.pump(alive=("b", "d"), now_ns=now_ns)] == ["d"], "another one is back"

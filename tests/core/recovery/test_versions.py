@@ -62,9 +62,9 @@ class Disk:
     def store(self, body: RoundBody) -> None:
         self.versions.payload_stored(body.fragment, body.version, body.payload_digest)
 
-    def wants(self, *wanted: EntryBody) -> list[tuple[int, int, bool]]:
+    def requests(self, *missing: EntryBody) -> list[tuple[int, int, bool]]:
         """(fragment, version, is_state) of what is asked for."""
-        self.versions.plan_fetches(wanted, self.fetches)
+        self.versions.plan_fetches(missing, self.fetches)
         return [(one.fragment, one.version, one.body is None) for _, one in sorted(self.fetches._fetches.items())]
 
 
@@ -82,7 +82,7 @@ def test_genesis_payload_is_there_only_with_equal_digests() -> None:
     assert not disk.versions.has_payload(GENESIS)
     disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
     assert not disk.versions.has_payload(GENESIS)
-    assert disk.wants(GENESIS) == [(1, 0, True)]
+    assert disk.requests(GENESIS) == [(1, 0, True)]
     disk.versions.state_stored(1, 0, DIGESTS[1])
     assert disk.versions.has_payload(GENESIS)
     assert disk.versions.initial_digests == DIGESTS
@@ -168,7 +168,7 @@ def test_overwritten_theta_zero_is_fetched_and_never_adopted() -> None:
     disk.commit(GENESIS)
     disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
     assert disk.pump() == [AdoptState(0, 0)]
-    assert disk.wants() == [(1, 0, True)]
+    assert disk.requests() == [(1, 0, True)]
 
 
 def test_payload_is_held_by_digest_by_state_or_by_having_been_applied() -> None:
@@ -194,28 +194,28 @@ def test_many_missing_payloads_are_fetched_as_state() -> None:
     disk = Disk()
     disk.begin()
     few = [committed_round(0, version, ()) for version in range(1, PAYLOADS_RATHER_MAX + 1)]
-    assert disk.wants(*few) == [(0, 1, False)]
+    assert disk.requests(*few) == [(0, 1, False)]
     disk.fetches.forget(0)
-    assert disk.wants(*few, committed_round(0, PAYLOADS_RATHER_MAX + 1, ())) == [(0, 1, True)]
+    assert disk.requests(*few, committed_round(0, PAYLOADS_RATHER_MAX + 1, ())) == [(0, 1, True)]
 
 
 def test_nothing_is_fetched_that_is_there() -> None:
     disk = Disk()
     disk.begin()
     body = committed_round(0, 1, ())
-    assert disk.wants(body) == [(0, 1, False)]
+    assert disk.requests(body) == [(0, 1, False)]
     disk.store(body)
-    assert disk.wants(body) == []
+    assert disk.requests(body) == []
 
 
 def test_theta_zero_is_waited_for_while_the_own_learner_has_laid_down_none() -> None:
     disk = Disk()
-    disk.wants(GENESIS)
+    disk.requests(GENESIS)
     disk.fetches.pump(leader="b", alive=("b",), now_ns=7)
     assert disk.fetches.in_flight() == ()
     assert disk.fetches.wake_at_ns == 7 + INITIAL_PATIENCE_NS
     disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
-    assert disk.wants(GENESIS) == [(1, 0, True)], "the first fragment came by itself"
+    assert disk.requests(GENESIS) == [(1, 0, True)], "the first fragment came by itself"
     disk.fetches.pump(leader="b", alive=("b",), now_ns=7 + INITIAL_PATIENCE_NS)
     assert disk.fetches.in_flight() == ((1, 0, "b"),)
 
@@ -223,7 +223,7 @@ def test_theta_zero_is_waited_for_while_the_own_learner_has_laid_down_none() -> 
 def test_another_theta_zero_of_the_own_learner_is_replaced_at_once() -> None:
     disk = Disk()
     disk.versions.initial_state_stored((DIGESTS[0], b"other" * 6))
-    disk.wants(GENESIS)
+    disk.requests(GENESIS)
     disk.fetches.pump(leader="b", alive=("b",), now_ns=7)
     assert disk.fetches.in_flight() == ((1, 0, "b"),)
 
@@ -271,7 +271,7 @@ def test_new_learner_is_offered_everything_that_is_applied() -> None:
     assert desk.apply(1, 0) == [], "once"
 
 
-def test_offer_names_the_snapshot_of_this_life() -> None:
+def test_offer_names_the_snapshot_of_this_incarnation() -> None:
     desk = Desk()
     desk.attach(status(12))
     desk.commit(GENESIS, INCLUDED)

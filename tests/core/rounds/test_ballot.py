@@ -118,7 +118,7 @@ def test_fragment_that_was_never_merged_goes_by_the_slowest_other_and_its_size()
     assert clock.deadline(2, ("a", "b"), stripes, attempt=0).duration_ns == pytest.approx(3 * 1.2 * SECOND, rel=0.01)
 
 
-def test_before_anything_was_merged_the_told_budgets_count_where_they_are_low() -> None:
+def test_before_anything_was_merged_the_reported_budgets_count_where_they_are_low() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
     manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
@@ -129,9 +129,9 @@ def test_before_anything_was_merged_the_told_budgets_count_where_they_are_low() 
     world.liveness.own_budget(RateLimits(10**9, None))
     assert clock.deadline(0, ("a", "b"), stripes, attempt=0) == assumed, "a fast line says nothing of the others"
     world.liveness.own_budget(RateLimits(10**5, 10**6))
-    told = clock.deadline(0, ("a", "b"), stripes, attempt=0)
-    assert f"at {10**5 // SETTINGS.rounds_in_flight_max} bytes/s" in told.derivation
-    assert told.duration_ns > 10 * assumed.duration_ns
+    reported = clock.deadline(0, ("a", "b"), stripes, attempt=0)
+    assert f"at {10**5 // SETTINGS.rounds_in_flight_max} bytes/s" in reported.derivation
+    assert reported.duration_ns > 10 * assumed.duration_ns
 
 
 STRIPES = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 5))

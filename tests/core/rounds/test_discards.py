@@ -11,7 +11,7 @@ from diloco_node.core.types import DiscardedBody
 from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, contribution, history_of, position, status
 
 
-def test_dead_life_is_reported_from_its_last_inclusion_on() -> None:
+def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a", steps=(0, 10))]))
     reporter = DiscardReporter(region="a", fragments=2, history=history)
     assert reporter.bodies() == ()
@@ -31,7 +31,7 @@ def test_report_ends_when_the_ledger_has_it() -> None:
     assert len(ledger.entries) == 2
 
 
-def test_a_life_that_is_booked_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     history, ledger = history_of(), Ledger()
     reporter = DiscardReporter(region="a", fragments=2, history=history)
     looked: list[int] = []
@@ -42,14 +42,16 @@ def test_a_life_that_is_booked_is_not_looked_at_again(monkeypatch: pytest.Monkey
         return real(learner, incarnation, **kwargs)
 
     monkeypatch.setattr(history.account, "discards_due", counted)
-    lives = 3 * REPORTED_MAX
-    reporter.attached(status(0, incarnation=lives + 1), tuple((life, life % 2, 64) for life in range(1, lives + 1)))
+    count = 3 * REPORTED_MAX
+    reporter.attached(
+        status(0, incarnation=count + 1), tuple((number, number % 2, 64) for number in range(1, count + 1))
+    )
     assert len(reporter.bodies()) == REPORTED_MAX
-    assert len(looked) == REPORTED_MAX - 1, "two fragments of every second life: the rest is asked for later"
+    assert len(looked) == REPORTED_MAX - 1, "two fragments of every second incarnation: the rest is asked for later"
     while bodies := reporter.bodies():
         for body in bodies:
             history.apply(ledger.add(body), now_ns=0)
-    assert len(ledger.entries) == lives, "one step of every second life, in both fragments"
+    assert len(ledger.entries) == count, "one step of every second incarnation, in both fragments"
     looked.clear()
     assert reporter.bodies() == ()
     assert looked == []

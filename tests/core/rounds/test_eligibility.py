@@ -112,7 +112,7 @@ def test_member_needs_a_step_since_its_last_inclusion() -> None:
     assert fault(step=10, is_recent=True) == ""
 
 
-def test_member_of_a_life_that_is_over_is_refused() -> None:
+def test_member_of_an_incarnation_that_is_over_is_refused() -> None:
     assert fault(incarnation_min=2) == "its incarnation is over"
     assert fault(incarnation_min=2, is_recent=True) == "its incarnation is over"
 
@@ -193,7 +193,7 @@ def test_where_heartbeats_are_rare_nobody_is_behind_before_the_next_one() -> Non
     assert eligibility.behind_ns("b") == rare.silent_ns == SILENT_HEARTBEATS * 2 * SECOND
 
 
-def test_barred_learner_is_excluded_with_its_reason() -> None:
+def test_rejected_learner_is_excluded_with_its_reason() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=MS)
     eligibility = Eligibility(region="a", regions=("a", "b", "c"), history=history_of(GENESIS), liveness=world.liveness)
@@ -202,7 +202,7 @@ def test_barred_learner_is_excluded_with_its_reason() -> None:
     assert ineligible == (("b", "lied"),)
 
 
-def test_newest_life_is_remembered_whatever_comes_later() -> None:
+def test_newest_incarnation_is_remembered_whatever_comes_later() -> None:
     world = Neighbourhood()
     eligibility = Eligibility(region="a", regions=("a", "b"), history=history_of(GENESIS), liveness=world.liveness)
     eligibility.saw_incarnation("b", 3)

@@ -1,4 +1,4 @@
-"""What the committed past allows: no step counts twice, nothing of a life that is over."""
+"""What the committed past allows: no step counts twice, nothing of an incarnation that is over."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_contribution_that_would_count_steps_twice_is_refused(wrong: object, wor
     assert word in history.contribution_fault(wrong, version=2, incarnation_min=0)  # type: ignore[arg-type]
 
 
-def test_older_life_is_refused_once_a_newer_one_is_known() -> None:
+def test_older_incarnation_is_refused_once_a_newer_one_is_known() -> None:
     history = history_of(GENESIS)
     assert history.contribution_fault(FIRST, version=1, incarnation_min=1) == ""
     assert "is over" in history.contribution_fault(FIRST, version=1, incarnation_min=2)
@@ -108,13 +108,13 @@ def test_offer_names_the_snapshot_that_the_versions_since_the_base_include() -> 
     assert snapshot(0, 2) == 5, "a jump over several versions"
     assert snapshot(1, 2) == -1
     assert snapshot(0, 0) == -1, "the ledger may be ahead of what is applied"
-    assert snapshot(0, 2, incarnation=2) == -1, "another life's snapshot"
+    assert snapshot(0, 2, incarnation=2) == -1, "another incarnation's snapshot"
     assert history.included_snapshot("a", 1, 1, base=0, version=2) == -1
     assert history.last_version("a", 0) == 1
     assert history.last_version("a", 1) == -1
 
 
-def test_learner_back_from_an_old_checkpoint_is_told_its_newest_snapshot() -> None:
+def test_learner_back_from_an_old_checkpoint_gets_its_newest_snapshot() -> None:
     history = history_of(
         GENESIS,
         committed_round(0, 1, [FIRST]),
@@ -123,7 +123,7 @@ def test_learner_back_from_an_old_checkpoint_is_told_its_newest_snapshot() -> No
     assert history.included_snapshot("a", 1, 0, base=0, version=2) == 6
 
 
-def test_steps_of_earlier_lives_are_counted_once_each() -> None:
+def test_steps_of_earlier_incarnations_are_counted_once_each() -> None:
     history = history_of(
         GENESIS,
         committed_round(0, 1, [contribution("a", steps=(0, 10))]),

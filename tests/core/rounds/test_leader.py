@@ -94,15 +94,15 @@ class Office:
         """Let time pass and the leader act; what it says, to itself too."""
         self.now_ns += ns
         self.leader.advance(now_ns=self.now_ns)
-        said: list[tuple[str, Message]] = []
+        sent: list[tuple[str, Message]] = []
         for effect in self.world.effects.take():
             if isinstance(effect, Send):
-                said.append((effect.peer, effect.message))
+                sent.append((effect.peer, effect.message))
             elif isinstance(effect, Note):
                 self.notes.append(effect)
         while self.world.effects.local:
-            said.append(("a", self.world.effects.local.popleft()))
-        return sorted(said, key=lambda one: (one[0], type(one[1]).__name__))
+            sent.append(("a", self.world.effects.local.popleft()))
+        return sorted(sent, key=lambda one: (one[0], type(one[1]).__name__))
 
     def answer(self, peer: str, message: Message) -> None:
         self.leader.arrived(peer, message, now_ns=self.now_ns)  # type: ignore[arg-type]
@@ -138,27 +138,27 @@ def offered(name: str) -> Contribution:
     return contribution(name, steps=(0, 4))
 
 
-def ballots(said: list[tuple[str, Message]]) -> list[BallotOpened]:
-    return [message for _, message in said if isinstance(message, BallotOpened)]
+def ballots(sent: list[tuple[str, Message]]) -> list[BallotOpened]:
+    return [message for _, message in sent if isinstance(message, BallotOpened)]
 
 
-def decisions(said: list[tuple[str, Message]]) -> list[MergeDecided]:
-    return [message for _, message in said if isinstance(message, MergeDecided)]
+def decisions(sent: list[tuple[str, Message]]) -> list[MergeDecided]:
+    return [message for _, message in sent if isinstance(message, MergeDecided)]
 
 
 def test_round_is_opened_with_everybody_when_all_are_due() -> None:
     office = Office()
     office.report(DUE)
-    said = office.go()
-    assert [peer for peer, _ in said] == ["a", "b", "c"]
-    opened = ballots(said)[0]
+    sent = office.go()
+    assert [peer for peer, _ in sent] == ["a", "b", "c"]
+    opened = ballots(sent)[0]
     assert (opened.ballot, opened.fragment, opened.version, opened.members) == (Ballot(3, 1), 0, 1, REGIONS)
     assert [stripe.reducer for stripe in opened.stripes] == ["a", "b", "c"]
     assert opened.reused == ()
     assert office.go() == [], "one round per fragment at a time"
 
 
-def test_stripes_follow_the_budgets_that_regions_told() -> None:
+def test_stripes_follow_the_budgets_that_regions_report() -> None:
     office = Office()
     rate = 1_000_000
     office.world.liveness.own_budget(RateLimits(rate, rate))
@@ -204,9 +204,9 @@ def test_decision_is_made_when_all_have_contributed_or_declined() -> None:
     office.contribute(opened, "ca")
     assert office.go() == []
     office.answer("b", Declined(opened.ballot, "no steps"))
-    said = office.go()
-    assert [peer for peer, _ in said] == ["a", "b", "c"], "every reducer is told"
-    decision = decisions(said)[0]
+    sent = office.go()
+    assert [peer for peer, _ in sent] == ["a", "b", "c"], "every reducer is told"
+    decision = decisions(sent)[0]
     assert [one.learner for one in decision.contributions] == ["a", "c"]
     assert len(decision.coefficients) == 2
     assert len(decision.coefficients[0]) == pieces(0)
@@ -273,9 +273,9 @@ def test_payload_of_an_abandoned_ballot_counts_for_nothing() -> None:
     office.answer("a", PayloadDurable(opened.ballot, digest))
     for _ in range(4):
         office.report(DUE)
-        said = office.go(SECOND)
+        sent = office.go(SECOND)
     again = office.leader.rounds[0]
-    assert again.ballot > opened.ballot, said
+    assert again.ballot > opened.ballot, sent
     office.answer("b", PayloadDurable(opened.ballot, digest))
     office.answer("c", PayloadDurable(opened.ballot, digest))
     office.go()
@@ -344,8 +344,10 @@ def test_what_is_missed_after_steps_were_given_up_counts_again() -> None:
     office.commit(DiscardedBody("c", 1, 0, 40, 50, 640, "left behind"))
     fifth = commit_with(office, "ab", 5, dict.fromkeys(REGIONS, 40), 50)
     assert fifth.share == 1.0
-    other_life = replace(contribution("c", steps=(50, 60), base=5), incarnation=2)
-    assert office.history.carried_since(other_life) is None, "what an earlier life gave up is nothing to it"
+    other_incarnation = replace(contribution("c", steps=(50, 60), base=5), incarnation=2)
+    assert office.history.carried_since(other_incarnation) is None, (
+        "what an earlier incarnation gave up is nothing to it"
+    )
 
 
 @pytest.mark.parametrize(
@@ -378,7 +380,7 @@ def test_region_that_is_no_member_can_not_contribute() -> None:
     assert office.leader.rounds[0].contributions == {}
 
 
-def test_first_contribution_of_a_life_stays_and_a_newer_life_replaces_it() -> None:
+def test_first_contribution_of_an_incarnation_stays_and_a_newer_one_replaces_it() -> None:
     office = Office()
     opened = office.open()
     office.contribute(opened, "b")
@@ -396,12 +398,12 @@ def test_member_that_is_lost_before_it_contributed_is_not_waited_for() -> None:
     opened = office.open()
     office.contribute(opened, "ac")
     office.world.liveness.link_changed("b", is_up=False)
-    said = office.go()
-    again = ballots(said)[0]
+    sent = office.go()
+    again = ballots(sent)[0]
     assert again.ballot == Ballot(3, 2), "it was a reducer as well"
     assert again.members == ("a", "c")
     assert [stripe.reducer for stripe in again.stripes] == ["a", "c"]
-    assert [one.learner for one in decisions(said)[0].contributions] == ["a", "c"], "decided at once"
+    assert [one.learner for one in decisions(sent)[0].contributions] == ["a", "c"], "decided at once"
 
 
 def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
@@ -436,11 +438,11 @@ def test_passed_deadline_goes_on_with_what_has_arrived() -> None:
     office.report(DUE)
     assert office.go() == []
     office.report(DUE)
-    said = office.go(1)
-    again = ballots(said)[0]
+    sent = office.go(1)
+    again = ballots(sent)[0]
     assert (again.ballot, again.members, again.stripes) == (Ballot(3, 2), ("a", "c"), opened.stripes)
     assert len(again.reused) == 6
-    assert [one.learner for one in decisions(said)[0].contributions] == ["a", "c"]
+    assert [one.learner for one in decisions(sent)[0].contributions] == ["a", "c"]
     assert "deadline passed while it waits for merged stripes of a, b, c" in office.notes[-1].text
 
 
@@ -453,8 +455,8 @@ def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> N
     for index, stripe in enumerate(opened.stripes):
         rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
         office.answer(stripe.reducer, ReductionReported(opened.ballot, index, (1.0,) * width, rows, b"d" * 32))
-    said = office.go()
-    assert ballots(said)[0].members == ("a", "c")
+    sent = office.go()
+    assert ballots(sent)[0].members == ("a", "c")
     alarms = [note for note in office.notes if note.is_alarm]
     assert len(alarms) == 1
     assert "contribution of b" in alarms[0].text
@@ -550,7 +552,7 @@ def test_answers_to_an_older_ballot_or_after_the_end_are_ignored() -> None:
 DISCARD = DiscardedBody("b", 1, 0, 0, 4, 256, "died")
 
 
-def test_discard_is_booked_and_then_the_dead_life_is_refused() -> None:
+def test_discard_is_booked_and_then_the_dead_incarnation_is_refused() -> None:
     office = Office()
     office.report(status(0, incarnation=2), "b")
     office.answer("b", DiscardReported((DISCARD,)))

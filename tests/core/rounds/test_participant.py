@@ -247,7 +247,7 @@ def test_refused_snapshot_is_asked_for_again_only_if_the_base_has_moved() -> Non
     assert place.go() == [TAKE]
 
 
-def test_new_life_of_the_learner_contributes_anew() -> None:
+def test_new_incarnation_of_the_learner_contributes_anew() -> None:
     place = Place()
     place.open()
     place.take()
@@ -255,7 +255,7 @@ def test_new_life_of_the_learner_contributes_anew() -> None:
     place.participant.learner_changed(status(3, incarnation=2))
     effects = place.open(AGAIN)
     assert effects == [CloseBallot(FIRST, 0, 1, committed=False), TAKE]
-    assert place.take(OWN) == [], "a late answer of the old life"
+    assert place.take(OWN) == [], "a late answer of the old incarnation"
 
 
 def test_late_snapshot_of_the_round_before_is_not_used() -> None:
@@ -270,7 +270,7 @@ def test_late_snapshot_of_the_round_before_is_not_used() -> None:
     assert told(place.take(newer)) == [Contributed(SECOND_BALLOT, newer)]
 
 
-def test_same_life_that_attaches_again_keeps_its_contribution() -> None:
+def test_same_incarnation_that_attaches_again_keeps_its_contribution() -> None:
     place = Place()
     place.open()
     place.take()
@@ -393,7 +393,7 @@ def test_merged_stripe_goes_to_everybody_and_its_norms_to_the_leader() -> None:
     assert told(place.decide()) == [report], "asked again, said again; sent once"
 
 
-def test_reduction_of_an_abandoned_ballot_is_told_to_nobody() -> None:
+def test_reduction_of_an_abandoned_ballot_is_reported_to_nobody() -> None:
     place = Place()
     place.open()
     place.stripes(REGIONS)

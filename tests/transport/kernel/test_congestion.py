@@ -33,7 +33,7 @@ def test_sockets_with_a_long_round_trip_go_by_another_one() -> None:
     assert TELLING.at(5_000_000) == "bbr"
 
 
-def test_what_is_told_comes_back_equal() -> None:
+def test_what_is_sent_comes_back_equal() -> None:
     assert decode_congestion_controls(TELLING.encode()) == TELLING
 
 

@@ -307,7 +307,7 @@ async def test_a_dial_that_fails_lets_the_next_one_go(monkeypatch: pytest.Monkey
         pass
 
 
-def test_lane_of_an_incoming_call_is_told_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_of_an_incoming_call_comes_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, meter, paced = FakeKernel(monkeypatch), WireMeter(), dict[int, int | None]()
     monkeypatch.setattr(wire_meter, "pace_socket", lambda _fd, cookie, rate: paced.update({cookie: rate}) is None)
     callers = [("10.0.0.2", port) for port in (5001, 5002, 5003)]

@@ -89,11 +89,11 @@ def test_a_sender_on_a_path_with_large_headers_stays_below_the_ceiling_by_the_ke
 # ---- region, peer, lane ----------------------------------------------------------------------------------------------
 
 
-def run(budget: EgressBudget, wants: dict[str, BudgetLane], until_ns: int, size: int = 20_000) -> dict[str, int]:
+def run(budget: EgressBudget, demands: dict[str, BudgetLane], until_ns: int, size: int = 20_000) -> dict[str, int]:
     """Every peer always has a piece in its lane; bytes handed over per peer."""
-    handed = dict.fromkeys(wants, 0)
+    handed = dict.fromkeys(demands, 0)
     now_ns = 0
-    for peer, lane in wants.items():
+    for peer, lane in demands.items():
         budget.request(peer, lane, size, (), now_ns=now_ns)
     while now_ns < until_ns:
         for peer, lane in budget.release(now_ns=now_ns):

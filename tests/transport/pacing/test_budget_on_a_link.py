@@ -117,7 +117,7 @@ async def test_a_cancelled_piece_leaves_its_place_to_the_next(pacer: Pacer, cloc
     await asyncio.wait_for(pacer.acquire("b", ROUNDS, 1000, ()), DEADLINE_S)
 
 
-async def test_a_grant_is_obeyed_and_what_waits_is_told(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
+async def test_a_grant_is_obeyed_and_what_waits_is_reported(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
     pacer.transfer_started("b", ROUNDS, 100)
     assert sent == [], "a peer that shares nothing out is told nothing"
     assert pacer.received("b", IngressGranted(20_000))

@@ -131,7 +131,7 @@ def test_what_may_be_in_use_never_adds_up_to_more_than_the_ceiling(seed: int) ->
         assert in_use <= RATE + 4, "one byte each is always granted"
 
 
-def test_only_real_changes_are_told() -> None:
+def test_only_real_changes_are_sent() -> None:
     grants = connected("ab")
     grants.demand_reported("a", RATE // 2 * 101 // 100)
     grants.demand_reported("b", DEMAND_MAX)
@@ -139,7 +139,7 @@ def test_only_real_changes_are_told() -> None:
     assert grants.wake_at_ns(now_ns=NS_PER_S) is None
 
 
-def test_a_peer_that_comes_back_is_told_again_and_one_that_is_gone_keeps_nothing() -> None:
+def test_a_peer_that_comes_back_gets_its_share_again_and_one_that_is_gone_keeps_nothing() -> None:
     grants = connected("ab")
     grants.lost("a", now_ns=NS_PER_S)
     assert grants.due(now_ns=NS_PER_S + SETTLE_NS) == [("b", RATE)]
@@ -149,7 +149,7 @@ def test_a_peer_that_comes_back_is_told_again_and_one_that_is_gone_keeps_nothing
     assert ("a", RATE // 2) in grants.due(now_ns=now_ns + SETTLE_NS)
 
 
-def test_without_a_ceiling_nobody_is_told_anything() -> None:
+def test_without_a_ceiling_nothing_is_granted() -> None:
     grants = IngressGrants("ab", now_ns=0)
     grants.connected("a")
     assert grants.due(now_ns=0) == []
@@ -158,7 +158,7 @@ def test_without_a_ceiling_nobody_is_told_anything() -> None:
     assert grants.read_at_ns("a", now_ns=0) == 0
 
 
-def test_a_ceiling_that_is_taken_away_is_told() -> None:
+def test_a_ceiling_that_is_taken_away_is_granted_as_no_limit() -> None:
     grants = connected("ab")
     grants.set_rate(None, now_ns=NS_PER_S)
     assert grants.due(now_ns=NS_PER_S) == [("a", UNLIMITED), ("b", UNLIMITED)]
