@@ -48,14 +48,14 @@ class Bench:
         tensors = ModelTensors(self.model)
         self.manifest = build_manifest(tensors.specs, FRAGMENTS)
         version_area_bytes, contributions_bytes = area_sizes(self.manifest, Codec.INT4)
-        self.inbox = np.zeros(version_area_bytes // 4, np.float32)
+        self.version_area = np.zeros(version_area_bytes // 4, np.float32)
         self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         self.fragments = LearnerFragments(
             tensors,
             self.manifest,
             FragmentSettings("bench", 1, Codec.INT4, CarryMode.CARRY, 96),
-            inbox=self.inbox,
-            outbox=np.zeros(contributions_bytes, np.uint8),
+            version_area=self.version_area,
+            contribution_area=np.zeros(contributions_bytes, np.uint8),
             answer=self.answers.put,
         )
         self.fragments.write_initial_state()
