@@ -1,4 +1,4 @@
-"""cli/measure_view.py: what people read of a document of `measure`."""
+"""cli/measure/view.py: what people read of a document of `measure`."""
 
 from __future__ import annotations
 
