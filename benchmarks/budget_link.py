@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadRequested, Refused
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import LinkLost

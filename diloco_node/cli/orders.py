@@ -61,7 +61,7 @@ def set_budget(
     if as_json:
         typer.echo(json.dumps(answer["budget"]))
         return
-    from diloco_node.core.budget_plan import BudgetPlan
+    from diloco_node.config.budget_plan import BudgetPlan
 
     typer.echo(f"{folder.name}: {BudgetPlan.from_plain(answer['budget'])}")
 

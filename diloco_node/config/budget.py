@@ -8,8 +8,8 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 
+from diloco_node.config.budget_plan import WINDOWS_MAX, BudgetPlan, TimeWindow
 from diloco_node.config.units import Rate, parse_rate
-from diloco_node.core.budget_plan import WINDOWS_MAX, BudgetPlan, TimeWindow
 from diloco_node.core.types import RateLimits
 
 RATE_BYTES_PER_S_MIN: Final = 12_500

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
 from diloco_node.config.budget import BudgetSection, LimitsSection, WindowSection
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.config.schema import (
     NAME_PATTERN,
     REGIONS_MAX,
@@ -29,7 +30,6 @@ from diloco_node.config.schema import (
     Tree,
 )
 from diloco_node.config.sources import Flag, Key, Sources, put, read_environment, read_file, read_flags
-from diloco_node.core.budget_plan import BudgetPlan
 from diloco_node.core.merge.outer import default_outer
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any, Final
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Direction, RunSettings

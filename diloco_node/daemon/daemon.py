@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from diloco_node.codec.golden import check_golden
 from diloco_node.codec.kernels import warm_up
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.daemon.admin.metrics import StatusCollector

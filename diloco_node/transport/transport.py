@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.errors import (
     ConfigError,

@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco_node.cli.main import main
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.daemon.admin.server import TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.daemon.budget import changed_plan
 from diloco_node.errors import ConfigError

@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.config import Flag, load_config
 from diloco_node.config.budget import parse_ceiling_or_none
-from diloco_node.core.budget_plan import BudgetPlan, TimeWindow
+from diloco_node.config.budget_plan import BudgetPlan, TimeWindow
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import RateLimits, RunSettings

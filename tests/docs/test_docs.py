@@ -215,11 +215,27 @@ def test_pages_that_the_code_names_exist() -> None:
 
 
 def test_the_architecture_page_names_what_is_there() -> None:
-    """Rooms end in a slash, files in .py. They are below the package, tests below tests/."""
-    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", (ROOT / "docs" / "architecture.md").read_text())
+    """Rooms end in a slash, files in .py. They are below the package, tests below tests/. No room is left out."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:/|\.py))`", text)
     assert len(named) > 60
     missing = [name for name in named if not (ROOT if name.startswith("tests/") else PACKAGE).joinpath(name).exists()]
     assert not missing
+    rooms = {f"{path.parent.relative_to(PACKAGE)}/" for path in PACKAGE.rglob("__init__.py")} - {"./"}
+    assert not rooms - set(named)
+    classes = set(re.findall(r"^class (\w+)", _package_text(), re.MULTILINE))
+    assert not set(re.findall(r"`([A-Z][a-z]+(?:[A-Z][a-z]+)+)[`.]", text)) - classes
+
+
+def test_decisions_that_are_named_exist_once() -> None:
+    heads = re.findall(r"^## (D-\w+)", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
+    assert len(heads) == len(set(heads))
+    text = _package_text() + "".join(page.read_text() for page in PAGES)
+    assert not set(re.findall(r"\bD-[A-Z]?\d+\b", text)) - set(heads)
+
+
+def _package_text() -> str:
+    return "".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
 
 
 # ---- the site --------------------------------------------------------------------------------------------------------

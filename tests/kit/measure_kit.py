@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
 from diloco_node.measure import echoes, plain, probes, requester, responder

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, MergedStripe, Payload, RequestVoteReply, State
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import ConfigError, LinkLost, PayloadCorrupt, PeerError, ProtocolViolation

@@ -9,8 +9,8 @@ from diloco_node.cli.tables import table_console
 from diloco_node.measure.documents import FlowCase
 
 LOSS_NOTE: Final = (
-    "Probes travel over TCP, which hides loss: `sent again` is the part of the bytes that the kernels of both ends "
-    "repeated, `unanswered` are probes without an answer in 2 s."
+    "Probes travel over TCP, which hides loss: `retrans.` is the part of the bytes that the kernels of both ends "
+    "retransmitted, `unanswered` are probes without an answer in 2 s."
 )
 
 SHORT: Final = 0.9
@@ -40,7 +40,7 @@ def show(document: Mapping[str, Any]) -> None:
 
 def latency_table(document: Mapping[str, Any]) -> Any:
     """Rows of `measure latency`."""
-    table = _table("load", "probes", "unanswered", "min", "p50", "p99", "max", "jitter", "sent again", "TCP min")
+    table = _table("load", "probes", "unanswered", "min", "p50", "p99", "max", "jitter", "retrans.", "TCP min")
     for row in document["rows"]:
         least = row["tcp_rtt_min_seconds"]
         table.add_row(
@@ -56,12 +56,12 @@ def latency_table(document: Mapping[str, Any]) -> Any:
 
 def bandwidth_table(document: Mapping[str, Any]) -> Any:
     """Rows of `measure bandwidth`. The last column compares with plain TCP on as many connections."""
-    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "again", "of plain")
+    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.", "of plain")
     plain = {row["connections"]: row["bytes_per_second"] for row in document["tests"] if row["path"] == "plain"}
     for row in document["tests"]:
         case = _case(row)
         beside = plain.get(case.connections)
-        cpu, sent, again = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
+        cpu, sent, retransmitted = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
         table.add_row(
             case.title,
             str(case.connections),
@@ -71,7 +71,7 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
             _mbit(row["bytes_per_second_p90"]),
             f"{cpu['sender']:.2f}",
             f"{cpu['receiver']:.2f}",
-            _share(again / sent if sent else None),
+            _share(retransmitted / sent if sent else None),
             f"{100 * row['bytes_per_second'] / beside:.0f} %" if beside and case.path != "plain" else "",
         )
     return table
@@ -126,7 +126,7 @@ def _lane_note(document: Mapping[str, Any]) -> str:
 
 def mesh_table(document: Mapping[str, Any]) -> Any:
     """A row per ordered pair."""
-    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "plain TCP", "sent again")
+    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "plain TCP", "retrans.")
     for row in document["pairs"]:
         plain = row["plain_bytes_per_second"]
         table.add_row(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.budget import OVERHEAD_PPM_FIRST, PPM, EgressBudget, LimitSource
 from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGrants

@@ -138,7 +138,7 @@ def test_latency_goes_through_the_daemon_that_runs_here(eu: Region, capsys: pyte
         }
     ]
     assert main(["measure", "latency", "us"]) == 0
-    assert "sent again" in capsys.readouterr().out
+    assert "retrans." in capsys.readouterr().out
 
 
 def test_bandwidth_goes_through_the_daemon_that_runs_here(eu: Region, capsys: pytest.CaptureFixture[str]) -> None:

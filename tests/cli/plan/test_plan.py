@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diloco_node.cli.main import app, main
 from diloco_node.cli.plan.inputs import parse_parameters
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RateLimits, RunSettings
 from diloco_node.daemon.manifest_file import save_manifest

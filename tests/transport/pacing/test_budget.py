@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_node.core.budget_plan import BudgetPlan, TimeWindow
+from diloco_node.config.budget_plan import BudgetPlan, TimeWindow
 from diloco_node.core.types import Direction, RateLimits
 from diloco_node.transport.pacing.budget import (
     CONTROL_FRAME_BYTES,

@@ -21,7 +21,7 @@ import pytest
 from budget_link import Found, NoNamespace, Options, quantile, run_link
 from control_wan import run_arm, slow_lines
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import (
     BulkHeader,
     MergedStripe,

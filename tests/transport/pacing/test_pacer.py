@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from diloco_node.core.budget_plan import BudgetPlan
+from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import Payload
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import PeerError
