@@ -34,10 +34,12 @@ class _Serving:
     """What a peer asked for, while it is done.
 
     Attributes:
-        used_bytes: that flowed. stack: what lives as long. reading: takes what arrives over plain connections.
+        used_bytes: that flowed. has_turn: the gate has not been told of its end yet.
+        stack: what lives as long. reading: takes what arrives over plain connections.
     """
 
     used_bytes: int = 0
+    has_turn: bool = True
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     reading: asyncio.Task[None] | None = None
 
@@ -88,9 +90,14 @@ class AnsweringPeers:
         if reason:
             self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, reason[:REASON_CHARS_MAX]))
             return
-        task = self._spawn(self._serve(peer, asked), f"measurement for {peer}")
-        self._serving[key] = task
-        task.add_done_callback(lambda _: self._serving.pop(key, None))
+        serving = _Serving()
+
+        def is_over(_: asyncio.Task[None]) -> None:
+            del self._serving[key]
+            self._end_turn(serving)  # a task that is cancelled before its first step runs nothing of its own
+
+        task = self._serving[key] = self._spawn(self._serve(peer, asked, serving), f"measurement for {peer}")
+        task.add_done_callback(is_over)
 
     def stop(self, peer: str, measurement: int) -> None:
         """A peer has enough, or gives up."""
@@ -106,9 +113,15 @@ class AnsweringPeers:
             if key[0] == peer:
                 task.cancel()
 
-    async def _serve(self, peer: str, asked: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
+    def _end_turn(self, serving: _Serving) -> None:
+        if serving.has_turn:
+            serving.has_turn = False
+            self._gate.end(used_bytes=serving.used_bytes)
+
+    async def _serve(
+        self, peer: str, asked: msg.MeasurementRequested | msg.LinkTestRequested, serving: _Serving
+    ) -> None:
         """Do what a peer asked for, and report it; what goes wrong is reported, too."""
-        serving = _Serving()
         answer: MeasureMessage
         async with serving.stack:
             try:
@@ -123,7 +136,7 @@ class AnsweringPeers:
                 answer = msg.MeasurementDeclined(asked.measurement, str(error)[:REASON_CHARS_MAX])
             finally:
                 # Before the answer: the peer may ask for the next one at once.
-                self._gate.end(used_bytes=serving.used_bytes)
+                self._end_turn(serving)
             self._transport.send(peer, answer)
             if serving.reading is not None:  # until it knows, the peer sends: it must not find its connections broken
                 await asyncio.wait([serving.reading], timeout=LINGER_S)

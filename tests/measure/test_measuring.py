@@ -359,6 +359,30 @@ async def test_who_asks_twice_for_the_same_breaks_the_protocol(regions: Regions)
     await idle(b)
 
 
+@pytest.mark.parametrize("end", ["stopped", "link lost"])
+async def test_a_request_that_is_over_before_it_has_begun_leaves_the_end_free(regions: Regions, end: str) -> None:
+    _, b = await regions.start()
+    for number in range(2):
+        b.measuring.control_arrived("a", wish(number))
+        assert b.measuring.describe().startswith("bandwidth to a"), number
+        if end == "stopped":
+            b.measuring.control_arrived("a", msg.MeasurementStopped(number))
+        else:
+            b.measuring.link_changed("a", is_up=False)
+        await idle(b)
+
+
+async def test_a_transfer_of_a_measurement_before_is_no_error_in_one_of_the_same_number(regions: Regions) -> None:
+    _, b = await regions.start()
+    asked = wish(7, is_asker_sending=True, span_ns=60 * NS_PER_S, bytes_max=10**6)
+    with b.measuring._receivers.receiver("a", asked):
+        buffer = b.measuring.transfer_opened("a", Probe(7), 1000)
+    assert buffer is not None
+    with b.measuring._receivers.receiver("a", asked) as again:
+        b.measuring.transfer_closed("a", Probe(7), buffer, is_whole=True)
+        assert again.used_bytes == 1000
+
+
 async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> None:
     a, b = await regions.start()
     now_ns = b.measuring._echoes._now_ns()
