@@ -252,6 +252,8 @@ class Measuring:
                 return await other.link(asked.region, asked), 0
         if asked.region not in self.peers:
             raise ConfigError(f"{asked.region} is no peer of {self.region}")
+        if asked.is_plain_too:  # outside the budget, and to a port that the far end names
+            raise PeerError("it dials no plain TCP for others: only `measure serve` does")
         return await self._link(asked.region, asked, is_sending=True)
 
     @contextlib.contextmanager

@@ -486,6 +486,16 @@ async def test_what_fails_late_in_a_series_leaves_what_was_measured(
     assert kept[-1] == found
 
 
+async def test_a_daemon_dials_no_plain_tcp_for_a_peer(regions: Regions) -> None:
+    a, b = await regions.start()
+    a.transport.send("b", msg.LinkTestRequested(7, "a", NS_PER_S // 10, 1, NS_PER_S // 10, 10**6, True))
+    answers = (msg.LinkMeasured, msg.MeasurementDeclined)
+    await a.until(lambda: any(isinstance(one, answers) for _, one in a.heard))
+    assert not any(isinstance(one, msg.MeasurementRequested) and one.plain_connections for _, one in a.heard)
+    assert any("plain TCP" in one.reason for _, one in a.heard if isinstance(one, msg.MeasurementDeclined))
+    await idle(b)
+
+
 async def test_a_daemon_opens_no_port_for_plain_tcp(regions: Regions) -> None:
     a, b = await regions.start()
     with pytest.raises(PeerError, match="b can't: it takes no plain TCP: only `measure serve` does"):
