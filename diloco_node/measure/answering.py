@@ -21,6 +21,9 @@ from diloco_node.wire.measure_messages import MeasureMessage
 
 REASON_CHARS_MAX: Final = 500
 
+SERVING_MAX: Final = 3
+"""Measurements of one peer whose plain connections are still open: each takes descriptors, and it closes them."""
+
 LINGER_S: Final = 5.0
 """Plain connections stay open so long for the sender to be told that it is over, and to close them."""
 
@@ -82,6 +85,10 @@ class AnsweringPeers:
         key = (peer, asked.measurement)
         if key in self._serving:
             raise ProtocolViolation(f"{peer} asks twice for measurement {asked.measurement}")
+        if sum(name == peer for name, _ in self._serving) >= SERVING_MAX:
+            reason = f"connections of {SERVING_MAX} measurements of {peer} are open: close them"
+            self._transport.send(peer, msg.MeasurementDeclined(asked.measurement, reason))
+            return
         if isinstance(asked, msg.LinkTestRequested):
             what = f"the link to {asked.region}"
         else:

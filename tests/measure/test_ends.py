@@ -14,6 +14,7 @@ import pytest
 
 from diloco_node.errors import BindError, IdentityError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import ends, plain
+from diloco_node.measure.answering import SERVING_MAX
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.ends import Dialer, measuring_end, region_at
 from diloco_node.measure.measuring import Measuring
@@ -24,7 +25,7 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire import tables
 from diloco_node.wire.measure_messages import NS_PER_S, PlainPort
-from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, be_patient, wanted
+from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, be_patient, wanted, wish
 from tests.kit.transport_kit import Recorder, expect_no_orphans
 
 FREE = ("127.0.0.1", 0)
@@ -368,3 +369,29 @@ class Heard:
         self.queue.put_nowait(message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None: ...
+
+
+async def test_who_keeps_the_connections_of_earlier_tests_open_is_told_to_let_them_go(run: Run) -> None:
+    end = await run.serve()
+    async with contextlib.AsyncExitStack() as kept:
+        measuring = await run.linked()
+        stack = await kept.enter_async_context(contextlib.AsyncExitStack())
+
+        async def keep_open(number: int) -> None:
+            asked = wish(number, is_asker_sending=True, span_ns=1, bytes_max=1, plain_connections=1)
+            exchange = await stack.enter_async_context(measuring._asking._exchange("b", number))
+            measuring.transport.send("b", asked)
+            ready = await exchange.answer(msg.MeasurementReady, DEADLINE_S)
+            connections = await stack.enter_async_context(dialed("b", "127.0.0.1", ready.plain, 1))
+            await connections.transfer("b", msg.Probe(number), memoryview(b"x"))
+            await exchange.answer(msg.MeasurementReceived, DEADLINE_S)
+
+        for number in range(SERVING_MAX):
+            await keep_open(number)
+        with pytest.raises(PeerError, match=f"connections of {SERVING_MAX} measurements of a are open"):
+            await keep_open(SERVING_MAX)
+    async with asyncio.timeout(DEADLINE_S):
+        while end._answering._serving:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+    found = await (await run.linked()).flow(wanted(plain_connections=1))
+    assert found.received.mean > 0
