@@ -341,6 +341,22 @@ async def test_strangers_at_the_plain_port_are_shut_out_and_the_peer_gets_in(mon
                 raise AssertionError("nobody else is let in")
 
 
+@pytest.mark.parametrize("turns", [0, 1, 3, 4, 5, 6])  # after two asyncio loses it itself, until garbage is collected
+async def test_a_plain_connection_that_comes_in_while_its_listener_closes_is_closed(turns: int) -> None:
+    with socket.socket() as late:
+        async with listening("b", "127.0.0.1", 0, 1) as listener:
+            late.connect(("127.0.0.1", listener.where.port))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        with contextlib.suppress(ConnectionError):
+            late.sendall(listener.where.token)
+        late.setblocking(False)
+        async with asyncio.timeout(5.0):
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.get_running_loop().sock_recv(late, 1) == b"", "it is closed"
+        assert listener._joined == []
+
+
 async def test_more_bytes_than_agreed_over_plain_tcp_are_a_strike(run: Run) -> None:
     end = await run.serve()
     async with measuring_end(run.identity("a"), {"b": run.addresses["b"]}, times=LINKS) as other:
