@@ -398,6 +398,7 @@ async def test_who_keeps_the_connections_of_earlier_tests_open_is_told_to_let_th
             exchange = await stack.enter_async_context(measuring._asking._exchange("b", number))
             measuring.transport.send("b", asked)
             ready = await exchange.answer(msg.MeasurementReady, DEADLINE_S)
+            assert ready.plain is not None
             connections = await stack.enter_async_context(dialed("b", "127.0.0.1", ready.plain, 1))
             await connections.transfer("b", msg.Probe(number), memoryview(b"x"))
             await exchange.answer(msg.MeasurementReceived, DEADLINE_S)
