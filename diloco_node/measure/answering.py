@@ -81,7 +81,7 @@ class AnsweringPeers:
 
     def begin(self, peer: str, asked: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
         """A peer asks. Raises ProtocolViolation: for more than the limits, or twice for the same."""
-        msg.check_request(asked)
+        msg.check_request(asked, is_daemon=self._gate.is_bounded)
         key = (peer, asked.measurement)
         if key in self._serving:
             raise ProtocolViolation(f"{peer} asks twice for measurement {asked.measurement}")

@@ -16,7 +16,7 @@ from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import echoes, probes
 from diloco_node.measure.asking import FlowMeasured, FlowRequest
-from diloco_node.measure.command import DAEMON_BYTES_MAX, parse_request
+from diloco_node.measure.command import parse_request
 from diloco_node.measure.gate import ECHOES_SAVED_MAX
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.transport.kernel.congestion import own_congestion_controls
@@ -327,7 +327,7 @@ async def test_more_probes_than_agreed_cost_the_peer_its_link(regions: Regions) 
     "asked",
     [
         wish(5, span_ns=msg.SPAN_NS_MAX + 1),
-        wish(5, bytes_max=msg.BYTES_MAX + 1),
+        wish(5, bytes_max=msg.DAEMON_BYTES_MAX + 1),
         msg.LinkTestRequested(5, "c", 0, 0, 1000, 1000, False),
     ],
     ids=["seconds", "bytes", "probes"],
@@ -531,7 +531,7 @@ async def test_one_command_at_a_time(regions: Regions) -> None:
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"warm_up_seconds": 31}, "warm_up_seconds is 31"),
         ({"bytes_max": 5}, "bytes_max is 5"),
-        ({"bytes_max": DAEMON_BYTES_MAX + 1}, "bytes_max is"),
+        ({"bytes_max": msg.DAEMON_BYTES_MAX + 1}, "bytes_max is"),
         ({"load": 1}, "load is 1: true or false"),
         ({"speed": 1}, "'speed' is no part of a measurement"),
         ({"plain": 1}, "plain is 1: true or false"),
