@@ -89,14 +89,16 @@ class DiskEffects:
         self.fetcher.stored(fragment, version)
         self.post(ev.PayloadStored(fragment, version, digest))
 
-    async def store_initial_state(self, version_area: VersionArea) -> None:
+    async def store_initial_state(self, version_area: VersionArea, generation: int) -> None:
         """Write Theta_0 of the whole model: this region can propose genesis then.
 
         Args:
             version_area: the learner's Theta_0 is read where it lies; nothing is offered there before `initial_taken`.
+            generation: of the learner that has written it there; in a later one another learner may be writing.
         """
         async with self._initial_lock:
-            generation = version_area.generation
+            if version_area.generation != generation:
+                return
             manifest = self.parameters.manifest
             given = None
             if self.init is not None:

@@ -320,7 +320,8 @@ class Node:
             case learner_link.OfferApplied():
                 self.learner.applied(message)
             case learner_link.InitialState():
-                work = self.effects.disk.store_initial_state(self.learner.version_area)
+                area = self.learner.version_area
+                work = self.effects.disk.store_initial_state(area, area.generation)
                 self._runtime.spawn(work, "initial state")
             case learner_link.Done():
                 self.learner.finished(message)

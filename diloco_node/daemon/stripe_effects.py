@@ -72,6 +72,7 @@ class StripeEffects:
             return self.learner.contribution_bytes(fragment, stripe.block_start, stripe.block_stop).copy()
 
         copies = [in_thread(self.pool, copy, stripe) for _, stripe in missing]
+        own: list[tuple[ContributionStripe, U8]] = []
         for (index, stripe), copied in zip(missing, copies, strict=True):
             body = await copied
             if self.learner.has_restarted_since(contribution.incarnation):
@@ -80,9 +81,10 @@ class StripeEffects:
             start, stop = stripe.block_start, stripe.block_stop
             header = ContributionStripe(order.ballot, index, order.version, contribution, start, stop)
             if stripe.reducer == self.region:
-                await self.contribution_arrived(header, body)
+                own.append((header, body))
             else:
                 self.sending.send(stripe.reducer, header, body)
+        await asyncio.gather(*(self.contribution_arrived(header, body) for header, body in own))
 
     async def contribution_arrived(self, header: ContributionStripe, body: U8) -> None:
         """Check a stripe of a contribution and keep it for the reduction.

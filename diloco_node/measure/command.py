@@ -28,8 +28,6 @@ from diloco_node.wire.measure_messages import NS_PER_S
 
 MESH_PROBES_NS_MAX: Final = 3 * NS_PER_S // 2
 SECONDS_MIN: Final = 0.1
-DAEMON_BYTES_MAX: Final = 4 * 2**30
-"""Of one test through a daemon, warm-up included: 6.9 s of 5 Gbit/s."""
 
 LOADED_MORE_NS: Final = NS_PER_S
 """The flow goes on for longer than the echoes, so that the last of them meets it too."""
@@ -93,10 +91,10 @@ def parse_request(
     warm_up = document.get("warm_up_seconds")
     if warm_up is not None:
         warm_up = _number(document, "warm_up_seconds", 0, msg.WARM_UP_NS_MAX / NS_PER_S)
-    limit = DAEMON_BYTES_MAX if is_daemon else msg.BYTES_MAX
-    bytes_max = document.get("bytes_max", limit)
-    if type(bytes_max) is not int or not msg.BODY_BYTES_MAX <= bytes_max <= limit:
-        raise ConfigError(f"bytes_max is {bytes_max!r}: {msg.BODY_BYTES_MAX} to {limit} bytes for each test")
+    most = msg.DAEMON_BYTES_MAX if is_daemon else msg.BYTES_MAX
+    bytes_max = document.get("bytes_max", most)
+    if type(bytes_max) is not int or not msg.BODY_BYTES_MAX <= bytes_max <= most:
+        raise ConfigError(f"bytes_max is {bytes_max!r}: {msg.BODY_BYTES_MAX} to {most} bytes for each test")
     flags = {name: document.get(name, False) for name in ("load", "reverse", "plain")}
     for name, value in flags.items():
         if type(value) is not bool:

@@ -40,7 +40,7 @@ class MeasuringGate:
     """
 
     def __init__(self, peers: tuple[str, ...], *, is_bounded: bool, now_ns: int) -> None:
-        self._is_bounded = is_bounded
+        self.is_bounded = is_bounded
         self._bytes = {
             peer: TokenBucket(REQUEST_BYTES_PER_S, burst=REQUEST_BYTES_SAVED_MAX, now_ns=now_ns) for peer in peers
         }
@@ -56,7 +56,7 @@ class MeasuringGate:
         """
         if self._running is not None:
             return f"busy with another measurement: {self.describe(now_ns=now_ns)}; try again"
-        if requester is not None and self._is_bounded and not self._may_take(requester, bytes_max, now_ns):
+        if requester is not None and self.is_bounded and not self._may_take(requester, bytes_max, now_ns):
             return (
                 f"{requester} has asked for too many bytes lately: a peer may have {REQUEST_BYTES_SAVED_MAX} bytes "
                 f"measured at once, and {REQUEST_BYTES_PER_S} bytes/s in the long run; wait, or measure for less time"
@@ -72,7 +72,7 @@ class MeasuringGate:
         """It is over; of its bytes so many were used."""
         assert self._running is not None, "a measurement that has not begun can't end"
         running, self._running = self._running, None
-        if running.requester is not None and self._is_bounded:
+        if running.requester is not None and self.is_bounded:
             self._bytes[running.requester].refund(max(0, running.bytes_max - used_bytes))
 
     def describe(self, *, now_ns: int) -> str:

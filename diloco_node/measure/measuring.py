@@ -254,6 +254,8 @@ class Measuring:
                 return await other.link(request.region, request), 0
         if request.region not in self.peers:
             raise ConfigError(f"{request.region} is no peer of {self.region}")
+        if request.is_plain_too:  # outside the budget, and to a port that the far end names
+            raise PeerError("it dials no plain TCP for others: only `measure serve` does")
         return await self._link(request.region, request, is_sending=True)
 
     @contextlib.contextmanager

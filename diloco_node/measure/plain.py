@@ -144,7 +144,8 @@ class PlainListener:
         return PlainConnections(self._peer, self._joined)
 
     def close(self) -> None:
-        """End the listener and all its connections."""
+        """End the listener and all its connections; one that is just coming in is shut out."""
+        self._is_full.set()
         if self._server is not None:
             self._server.close()
         for writer in self._writers:

@@ -258,18 +258,14 @@ class ProbeReceiver:
             self._buffer = memoryview(bytearray(raw_bytes))
         return self._buffer[:raw_bytes]
 
-    def arrived(self, size: int) -> None:
-        """Bytes that are no transfer have arrived."""
-        self._begin()
-        self.closed(size)
-
     def _begin(self) -> None:
         if not self._marks:
             self._marks.append((self._now_ns(), 0))
             self._begun.set()
 
     def closed(self, raw_bytes: int) -> None:
-        """A transfer has arrived whole."""
+        """A transfer has arrived whole, or bytes that are none; it may have begun before this receiver was there."""
+        self._begin()
         at_ns, total = self._now_ns(), self._marks[-1][1] + raw_bytes
         if len(self._marks) > 1 and at_ns - self._marks[-1][0] < MARK_NS:
             self._marks[-1] = (self._marks[-1][0], total)  # a peer that sends tiny ones must not fill our memory
@@ -374,4 +370,4 @@ class ProbeReceivers:
         self._expected[peer].arrive(measurement, size)
         receiver = self._receivers.get((peer, measurement))
         if receiver is not None:
-            receiver.arrived(size)
+            receiver.closed(size)

@@ -21,6 +21,9 @@ from diloco_node.wire.measure_messages import MeasureMessage
 
 REASON_CHARS_MAX: Final = 500
 
+SERVING_MAX: Final = 3
+"""Measurements of one peer whose plain connections are still open: each takes descriptors, and it closes them."""
+
 LINGER_S: Final = 5.0
 """Plain connections stay open so long for the sender to be told that it is over, and to close them."""
 
@@ -34,10 +37,12 @@ class _Serving:
     """A peer's request, while it is carried out.
 
     Attributes:
-        used_bytes: that flowed. stack: what lives as long. reading: takes what arrives over plain connections.
+        used_bytes: that flowed. is_admitted: the gate has not been told of its end yet.
+        stack: what lives as long. reading: takes what arrives over plain connections.
     """
 
     used_bytes: int = 0
+    is_admitted: bool = True
     stack: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     reading: asyncio.Task[None] | None = None
 
@@ -76,10 +81,14 @@ class MeasurementResponder:
 
     def begin(self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
         """A peer asks. Raises ProtocolViolation: for more than the limits, or twice for the same."""
-        msg.check_request(request)
+        msg.check_request(request, is_daemon=self._gate.is_bounded)
         key = (peer, request.measurement)
         if key in self._serving:
             raise ProtocolViolation(f"{peer} asks twice for measurement {request.measurement}")
+        if sum(name == peer for name, _ in self._serving) >= SERVING_MAX:
+            reason = f"connections of {SERVING_MAX} measurements of {peer} are open: close them"
+            self._transport.send(peer, msg.MeasurementDeclined(request.measurement, reason))
+            return
         if isinstance(request, msg.LinkTestRequested):
             what = f"the link to {request.region}"
         else:
@@ -88,9 +97,14 @@ class MeasurementResponder:
         if reason:
             self._transport.send(peer, msg.MeasurementDeclined(request.measurement, reason[:REASON_CHARS_MAX]))
             return
-        task = self._spawn(self._serve(peer, request), f"measurement for {peer}")
-        self._serving[key] = task
-        task.add_done_callback(lambda _: self._serving.pop(key, None))
+        serving = _Serving()
+
+        def is_over(_: asyncio.Task[None]) -> None:
+            del self._serving[key]
+            self._release(serving)  # a task that is cancelled before its first step runs nothing of its own
+
+        task = self._serving[key] = self._spawn(self._serve(peer, request, serving), f"measurement for {peer}")
+        task.add_done_callback(is_over)
 
     def stop(self, peer: str, measurement: int) -> None:
         """A peer has enough, or gives up."""
@@ -106,9 +120,15 @@ class MeasurementResponder:
             if key[0] == peer:
                 task.cancel()
 
-    async def _serve(self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested) -> None:
-        """Carry out a peer's request, and report it; what goes wrong is reported, too."""
-        serving = _Serving()
+    def _release(self, serving: _Serving) -> None:
+        if serving.is_admitted:
+            serving.is_admitted = False
+            self._gate.end(used_bytes=serving.used_bytes)
+
+    async def _serve(
+        self, peer: str, request: msg.MeasurementRequested | msg.LinkTestRequested, serving: _Serving
+    ) -> None:
+        """Do what a peer asked for, and report it; what goes wrong is reported, too."""
         answer: MeasureMessage
         async with serving.stack:
             try:
@@ -123,7 +143,7 @@ class MeasurementResponder:
                 answer = msg.MeasurementDeclined(request.measurement, str(error)[:REASON_CHARS_MAX])
             finally:
                 # Before the answer: the peer may ask for the next one at once.
-                self._gate.end(used_bytes=serving.used_bytes)
+                self._release(serving)
             self._transport.send(peer, answer)
             if serving.reading is not None:  # until it knows, the peer sends: it must not find its connections broken
                 await asyncio.wait([serving.reading], timeout=LINGER_S)

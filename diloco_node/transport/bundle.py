@@ -36,6 +36,7 @@ class Bundle:
         self._streams = [first]
         self._free: deque[int] = deque([0])
         self._freed = asyncio.Event()
+        self._turn = asyncio.Lock()  # those who wait for a free connection, in the order in which they came
         self._first: deque[tuple[bytes, asyncio.Future[None]]] = deque()  # what waits for the first connection
         self._writes: set[asyncio.Task[None]] = set()
         self._due_s: dict[int, tuple[float, int]] = {}  # connection -> when its write must have returned, its bytes
@@ -53,10 +54,16 @@ class Bundle:
         return len(self._streams) - 1
 
     async def until_free(self) -> None:
-        """Wait until a frame could be handed over at once; somebody else may be faster."""
-        while not self._free:
-            self._freed.clear()
-            await self._freed.wait()
+        """Wait until a frame could be handed over at once, behind those who wait already.
+
+        Who waits for the budget after this may find that somebody else was faster.
+        """
+        if self._free and not self._turn.locked():
+            return
+        async with self._turn:
+            while not self._free:
+                self._freed.clear()
+                await self._freed.wait()
 
     async def write(self, frame: bytes, counts: list[int]) -> None:
         """Hand a frame to the next connection that is free; where there are several, without waiting for the write.
@@ -67,7 +74,8 @@ class Bundle:
         Raises:
             LinkLost: the write failed, where this waits for it. One that is not taken in time `until_failed` tells.
         """
-        await self.until_free()
+        while not self._free:
+            await self.until_free()
         connection = self._free.popleft()
         counts += [0] * (connection + 1 - len(counts))
         counts[connection] += 1

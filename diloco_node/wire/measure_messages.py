@@ -29,6 +29,9 @@ PROBES_NS_MAX: Final = 60 * NS_PER_S
 BYTES_MAX: Final = 2**38
 """Of one test, warm-up included: 150 s of 14 Gbit/s."""
 
+DAEMON_BYTES_MAX: Final = 4 * 2**30
+"""Of one test of training daemons, warm-up included: 6.9 s of 5 Gbit/s. Rounds use the same links."""
+
 BODY_BYTES_MAX: Final = 16 * 2**20
 """Of one transfer of probes."""
 
@@ -224,13 +227,17 @@ class CompressibleProbe:
 ProbeHeader = Probe | CompressibleProbe
 
 
-def check_request(request: MeasurementRequested | LinkTestRequested) -> None:
+def check_request(request: MeasurementRequested | LinkTestRequested, *, is_daemon: bool) -> None:
     """Refuse what is over the limits.
+
+    Args:
+        is_daemon: a training daemon is asked.
 
     Raises:
         ProtocolViolation: names the field, the value and the range.
     """
-    limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, BYTES_MAX)]
+    bytes_max = DAEMON_BYTES_MAX if is_daemon else BYTES_MAX
+    limits = [("warm_up_ns", 0, WARM_UP_NS_MAX), ("span_ns", 1, SPAN_NS_MAX), ("bytes_max", 1, bytes_max)]
     if isinstance(request, LinkTestRequested):
         limits.append(("probes_ns", 1, PROBES_NS_MAX))
     else:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import (
     AdoptState,
     ApplyVersion,
@@ -20,6 +20,7 @@ from diloco_node.core.events import (
     DigestComputed,
     Event,
     FinalWritten,
+    InitialStateStored,
     LedgerPersisted,
     MergedStripeArrived,
     Note,
@@ -321,6 +322,18 @@ async def test_bytes_of_a_learner_that_was_restarted_meanwhile_are_not_sent(benc
     bench.learner.incarnation = 2
     assert await bench.do(bench.send_order()) == []
     assert bench.transport.transfers == []
+
+
+async def test_own_stripes_are_checked_side_by_side(bench: Bench) -> None:
+    held = HeldExecutor()
+    bench.stripe_effects.pool = held
+    bench.effects.perform(bench.send_order(stripes=bench.stripes(reducers=("a", "a", "a"))))
+    await settle()
+    await held.let_go(3)  # the copies
+    assert len(held.calls) == 3, "a check for each of them"
+    await held.let_go(3)
+    await bench.tasks.finish()
+    assert [event.stripe for event in bench.posted] == [0, 1, 2]
 
 
 async def test_the_next_ballot_takes_the_place_of_the_transfers_of_the_one_before(bench: Bench) -> None:
@@ -698,6 +711,45 @@ async def test_the_rest_goes_where_it_belongs(bench: Bench) -> None:
     assert bench.learner.asked == [snapshot]
     assert bench.learner.stopped == ["end"]
     assert bench.notes == [note]
+
+
+class FakeArea:
+    """The version area with one learner's Theta_0 after the other."""
+
+    def __init__(self) -> None:
+        self.generation = 1
+        self.seed = 1
+        self.taken: list[int] = []
+
+    def place(self, fragment: int) -> np.ndarray:
+        return theta_of(fragment, self.seed)
+
+    def initial_taken(self) -> None:
+        self.taken.append(self.generation)
+
+
+async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_one_writes(bench: Bench) -> None:
+    area: Any = FakeArea()
+    disk, held = bench.effects.disk, HeldExecutor()
+    disk.pool = held
+    store = disk.store_initial_state
+    bench.tasks.spawn(store(area, area.generation), "first")
+    bench.tasks.spawn(store(area, area.generation), "told again, and waits for the first")
+    await settle()
+    area.generation, area.seed = 2, 2  # another learner begins to write
+    await held.let_go()
+    while held.calls:
+        await held.let_go()
+    assert area.taken == []
+    assert bench.posted == []
+    bench.tasks.spawn(store(area, area.generation), "second")
+    await settle()
+    while held.calls:
+        await held.let_go()
+    zeros = [np.zeros_like(theta_of(fragment)) for fragment in range(2)]
+    digests = tuple(fragment_digest(theta_of(fragment, 2), zeros[fragment]) for fragment in range(2))
+    assert bench.posted == [InitialStateStored(MANIFEST.digest, digests)]
+    assert area.taken == [2]
 
 
 async def test_the_final_model_is_written(bench: Bench) -> None:

@@ -19,12 +19,13 @@ from diloco_node.measure.ends import Dialer, measuring_end, region_at
 from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.plain import PlainListener, dialed, listening
 from diloco_node.measure.probes import FlowTimes
+from diloco_node.measure.responder import SERVING_MAX
 from diloco_node.transport.certs import Identity, init_run, load_identity
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire import tables
 from diloco_node.wire.measure_messages import NS_PER_S, PlainPort
-from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, a_flow, be_patient
+from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, a_flow, be_patient, wish
 from tests.kit.transport_kit import Recorder, expect_no_orphans
 
 FREE = ("127.0.0.1", 0)
@@ -340,6 +341,22 @@ async def test_strangers_at_the_plain_port_are_shut_out_and_the_peer_gets_in(mon
                 raise AssertionError("nobody else is let in")
 
 
+@pytest.mark.parametrize("turns", [0, 1, 3, 4, 5, 6])  # after two asyncio loses it itself, until garbage is collected
+async def test_a_plain_connection_that_comes_in_while_its_listener_closes_is_closed(turns: int) -> None:
+    with socket.socket() as late:
+        async with listening("b", "127.0.0.1", 0, 1) as listener:
+            late.connect(("127.0.0.1", listener.where.port))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+        with contextlib.suppress(ConnectionError):
+            late.sendall(listener.where.token)
+        late.setblocking(False)
+        async with asyncio.timeout(5.0):
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.get_running_loop().sock_recv(late, 1) == b"", "it is closed"
+        assert listener._joined == []
+
+
 async def test_more_bytes_than_agreed_over_plain_tcp_are_a_strike(run: Run) -> None:
     end = await run.serve()
     async with measuring_end(run.identity("a"), {"b": run.addresses["b"]}, times=LINKS) as other:
@@ -368,3 +385,30 @@ class Received:
         self.queue.put_nowait(message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None: ...
+
+
+async def test_who_keeps_the_connections_of_earlier_tests_open_is_told_to_let_them_go(run: Run) -> None:
+    end = await run.serve()
+    async with contextlib.AsyncExitStack() as kept:
+        measuring = await run.linked()
+        stack = await kept.enter_async_context(contextlib.AsyncExitStack())
+
+        async def keep_open(number: int) -> None:
+            asked = wish(number, is_requester_sending=True, span_ns=1, bytes_max=1, plain_connections=1)
+            exchange = await stack.enter_async_context(measuring._requester._exchange("b", number))
+            measuring.transport.send("b", asked)
+            ready = await exchange.answer(msg.MeasurementReady, DEADLINE_S)
+            assert ready.plain is not None
+            connections = await stack.enter_async_context(dialed("b", "127.0.0.1", ready.plain, 1))
+            await connections.transfer("b", msg.Probe(number), memoryview(b"x"))
+            await exchange.answer(msg.MeasurementReceived, DEADLINE_S)
+
+        for number in range(SERVING_MAX):
+            await keep_open(number)
+        with pytest.raises(PeerError, match=f"connections of {SERVING_MAX} measurements of a are open"):
+            await keep_open(SERVING_MAX)
+    async with asyncio.timeout(DEADLINE_S):
+        while end._answering._serving:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.01)
+    found = await (await run.linked()).flow(a_flow(plain_connections=1))
+    assert found.received.mean > 0

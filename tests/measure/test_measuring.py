@@ -15,7 +15,7 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import echoes, probes
-from diloco_node.measure.command import DAEMON_BYTES_MAX, parse_request
+from diloco_node.measure.command import parse_request
 from diloco_node.measure.gate import ECHOES_SAVED_MAX
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.measure.requester import FlowMeasured, FlowRequest
@@ -327,7 +327,7 @@ async def test_more_probes_than_agreed_cost_the_peer_its_link(regions: Regions) 
     "message",
     [
         wish(5, span_ns=msg.SPAN_NS_MAX + 1),
-        wish(5, bytes_max=msg.BYTES_MAX + 1),
+        wish(5, bytes_max=msg.DAEMON_BYTES_MAX + 1),
         msg.LinkTestRequested(5, "c", 0, 0, 1000, 1000, False),
     ],
     ids=["seconds", "bytes", "probes"],
@@ -357,6 +357,30 @@ async def test_who_asks_twice_for_the_same_breaks_the_protocol(regions: Regions)
         a.transport.send("b", wish(5, span_ns=60 * NS_PER_S, bytes_max=10**9))
     await b.until(lambda: ("a", "protocol") in b.transport.rejections)
     await idle(b)
+
+
+@pytest.mark.parametrize("end", ["stopped", "link lost"])
+async def test_a_request_that_is_over_before_it_has_begun_leaves_the_end_free(regions: Regions, end: str) -> None:
+    _, b = await regions.start()
+    for number in range(2):
+        b.measuring.control_arrived("a", wish(number))
+        assert b.measuring.describe().startswith("bandwidth to a"), number
+        if end == "stopped":
+            b.measuring.control_arrived("a", msg.MeasurementStopped(number))
+        else:
+            b.measuring.link_changed("a", is_up=False)
+        await idle(b)
+
+
+async def test_a_transfer_of_a_measurement_before_is_no_error_in_one_of_the_same_number(regions: Regions) -> None:
+    _, b = await regions.start()
+    asked = wish(7, is_requester_sending=True, span_ns=60 * NS_PER_S, bytes_max=10**6)
+    with b.measuring._receivers.receiver("a", asked):
+        buffer = b.measuring.transfer_opened("a", Probe(7), 1000)
+    assert buffer is not None
+    with b.measuring._receivers.receiver("a", asked) as again:
+        b.measuring.transfer_closed("a", Probe(7), buffer, is_whole=True)
+        assert again.used_bytes == 1000
 
 
 async def test_a_flood_of_echoes_is_answered_up_to_a_limit(regions: Regions) -> None:
@@ -462,6 +486,16 @@ async def test_what_fails_late_in_a_series_leaves_what_was_measured(
     assert kept[-1] == found
 
 
+async def test_a_daemon_dials_no_plain_tcp_for_a_peer(regions: Regions) -> None:
+    a, b = await regions.start()
+    a.transport.send("b", msg.LinkTestRequested(7, "a", NS_PER_S // 10, 1, NS_PER_S // 10, 10**6, True))
+    answers = (msg.LinkMeasured, msg.MeasurementDeclined)
+    await a.until(lambda: any(isinstance(one, answers) for _, one in a.heard))
+    assert not any(isinstance(one, msg.MeasurementRequested) and one.plain_connections for _, one in a.heard)
+    assert any("plain TCP" in one.reason for _, one in a.heard if isinstance(one, msg.MeasurementDeclined))
+    await idle(b)
+
+
 async def test_a_daemon_opens_no_port_for_plain_tcp(regions: Regions) -> None:
     a, b = await regions.start()
     with pytest.raises(PeerError, match="b can't: it takes no plain TCP: only `measure serve` does"):
@@ -497,7 +531,7 @@ async def test_one_command_at_a_time(regions: Regions) -> None:
         ({"seconds": float("nan")}, "seconds is nan"),
         ({"warm_up_seconds": 31}, "warm_up_seconds is 31"),
         ({"bytes_max": 5}, "bytes_max is 5"),
-        ({"bytes_max": DAEMON_BYTES_MAX + 1}, "bytes_max is"),
+        ({"bytes_max": msg.DAEMON_BYTES_MAX + 1}, "bytes_max is"),
         ({"load": 1}, "load is 1: true or false"),
         ({"speed": 1}, "'speed' is no part of a measurement"),
         ({"plain": 1}, "plain is 1: true or false"),

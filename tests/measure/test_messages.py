@@ -100,13 +100,13 @@ def test_a_region_that_is_none_is_refused_on_the_wire(name: str) -> None:
 def test_a_measurement_over_the_limits_is_refused(field: str, value: int) -> None:
     for request in (ASKED, LINK) if hasattr(ASKED, field) else (LINK,):
         with pytest.raises(ProtocolViolation, match=rf"{field} {value}"):
-            g.check_request(dataclasses.replace(request, **{field: value}))  # type: ignore[arg-type]
+            g.check_request(dataclasses.replace(request, **{field: value}), is_daemon=False)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [-1, g.CONNECTIONS_MAX + 1])
 def test_plain_connections_that_cannot_be_are_refused(count: int) -> None:
     with pytest.raises(ProtocolViolation, match=f"plain_connections {count}; 0 to 8"):
-        g.check_request(dataclasses.replace(ASKED, plain_connections=count))
+        g.check_request(dataclasses.replace(ASKED, plain_connections=count), is_daemon=False)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,12 @@ def test_a_link_with_plain_tcp_beside_it_may_take_twice_the_bytes() -> None:
 
 def test_a_measurement_at_the_limits_is_taken() -> None:
     most = {"warm_up_ns": g.WARM_UP_NS_MAX, "span_ns": g.SPAN_NS_MAX, "bytes_max": g.BYTES_MAX}
-    g.check_request(dataclasses.replace(ASKED, plain_connections=g.CONNECTIONS_MAX, **most))  # type: ignore[arg-type]
-    g.check_request(dataclasses.replace(LINK, probes_ns=g.PROBES_NS_MAX, **most))
-    g.check_request(dataclasses.replace(LINK, warm_up_ns=0, span_ns=1, bytes_max=1, probes_ns=1))
+    flow = dataclasses.replace(ASKED, plain_connections=g.CONNECTIONS_MAX, **most)  # type: ignore[arg-type]
+    link = dataclasses.replace(LINK, probes_ns=g.PROBES_NS_MAX, **most)
+    least = dataclasses.replace(LINK, warm_up_ns=0, span_ns=1, bytes_max=1, probes_ns=1)
+    for asked in (flow, link, least):
+        g.check_request(asked, is_daemon=False)
+    for asked in (flow, link):
+        g.check_request(dataclasses.replace(asked, bytes_max=g.DAEMON_BYTES_MAX), is_daemon=True)
+        with pytest.raises(ProtocolViolation, match="bytes_max"):
+            g.check_request(dataclasses.replace(asked, bytes_max=g.DAEMON_BYTES_MAX + 1), is_daemon=True)

@@ -115,7 +115,7 @@ async def test_bytes_that_are_used_up_early_count_in_the_second_half_of_their_ti
     end = ProbeReceiver(wish(7, warm_up_ns=NS_PER_S, span_ns=NS_PER_S, bytes_max=1000), now_ns=lambda: at_ns[0])
     for arrived_ns in (0, 200_000_000, 400_000_000):  # 250 bytes, 250, 500: over long before the warm-up
         at_ns[0] = arrived_ns
-        end.arrived(500 if arrived_ns == 400_000_000 else 250)
+        end.closed(500 if arrived_ns == 400_000_000 else 250)
     found = await asyncio.wait_for(end.run(), DEADLINE_S)
     assert end.used_bytes == 1000
     assert found.span_ns == 200_000_000

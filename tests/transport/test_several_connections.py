@@ -566,6 +566,33 @@ async def test_what_is_handed_to_the_first_connection_keeps_its_order(count: int
     await made.close()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+async def test_who_waits_for_a_connection_is_not_passed_over_by_who_has_it(count: int) -> None:
+    pipes = [Pipe(0) for _ in range(count)]
+    made = Bundle("b", pipes[0])
+    for pipe in pipes[1:]:
+        made.add(pipe)
+    order: list[str] = []
+
+    async def send(name: str, frames: int) -> None:
+        for _ in range(frames):
+            await made.until_free()
+            await made.write(name.encode(), [])
+            order.append(name)
+
+    busy = asyncio.create_task(send("busy", 100))
+    await asyncio.sleep(0)
+    late = asyncio.create_task(send("late", 1))
+    await asyncio.sleep(0)
+    for _ in range(101):
+        for pipe in pipes:
+            pipe.room.release()
+        await asyncio.sleep(0)
+    await asyncio.wait_for(asyncio.gather(busy, late), DEADLINE_S)
+    assert order.index("late") <= 2 * count
+    await made.close()
+
+
 async def test_a_cancelled_wait_for_a_connection_takes_none() -> None:
     pipe = Pipe(0)
     made = Bundle("b", pipe)
