@@ -408,7 +408,7 @@ async def test_who_keeps_the_connections_of_earlier_tests_open_is_told_to_let_th
         with pytest.raises(PeerError, match=f"connections of {SERVING_MAX} measurements of a are open"):
             await keep_open(SERVING_MAX)
     async with asyncio.timeout(DEADLINE_S):
-        while end._answering._serving:  # noqa: ASYNC110 - nothing tells
+        while end._responder._serving:  # noqa: ASYNC110 - nothing tells
             await asyncio.sleep(0.01)
     found = await (await run.linked()).flow(a_flow(plain_connections=1))
     assert found.received.mean > 0

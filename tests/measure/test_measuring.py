@@ -490,9 +490,9 @@ async def test_a_daemon_dials_no_plain_tcp_for_a_peer(regions: Regions) -> None:
     a, b = await regions.start()
     a.transport.send("b", msg.LinkTestRequested(7, "a", NS_PER_S // 10, 1, NS_PER_S // 10, 10**6, True))
     answers = (msg.LinkMeasured, msg.MeasurementDeclined)
-    await a.until(lambda: any(isinstance(one, answers) for _, one in a.heard))
-    assert not any(isinstance(one, msg.MeasurementRequested) and one.plain_connections for _, one in a.heard)
-    assert any("plain TCP" in one.reason for _, one in a.heard if isinstance(one, msg.MeasurementDeclined))
+    await a.until(lambda: any(isinstance(one, answers) for _, one in a.received))
+    assert not any(isinstance(one, msg.MeasurementRequested) and one.plain_connections for _, one in a.received)
+    assert any("plain TCP" in one.reason for _, one in a.received if isinstance(one, msg.MeasurementDeclined))
     await idle(b)
 
 
