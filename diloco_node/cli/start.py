@@ -136,7 +136,7 @@ def warnings(config: NodeConfig) -> list[str]:
     count = len(config.regions)
     if count == 2:
         return [
-            "with two regions merging stops when either is gone (training goes on); use three, or a witness",
+            "with two regions merging stops when either is gone (training goes on); use three",
         ]
     return []
 

@@ -404,7 +404,9 @@ def run_supervisor(spec: SupervisorSpec) -> int:
         spec.state_dir.mkdir(parents=True, exist_ok=True)
         lock = (spec.state_dir / "supervisor.lock").open("a+b")
     except OSError as error:
-        raise StorageError(f"state folder {spec.state_dir}: {error.strerror}; choose another with --state") from error
+        raise StorageError(
+            f"state folder {spec.state_dir}: {error.strerror}; choose another with --state-dir"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

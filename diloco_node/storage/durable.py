@@ -25,7 +25,7 @@ _REMEDIES: Final = {
     errno.EROFS: "the file system is read-only: remount it (a disk that fails is often remounted so) and look at dmesg",
     errno.EACCES: "permission denied: the folder must belong to the user that runs diloco-node",
     errno.EPERM: "permission denied: the folder must belong to the user that runs diloco-node",
-    errno.EIO: "the disk reports an error: look at dmesg, replace the disk, and start the region with an empty folder",
+    errno.EIO: "the disk reports an error: look at dmesg, copy the state folder to a good disk, and start again",
     errno.ENOENT: "it is gone: another program has removed it; restart the daemon",
 }
 

@@ -607,7 +607,12 @@ def refusing_any(code: int) -> Callable[..., object]:
 
 
 @pytest.mark.parametrize(
-    ("code", "advice"), [(errno.ENOSPC, "free some space"), (errno.EROFS, "read-only"), (errno.EIO, "replace the disk")]
+    ("code", "advice"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EROFS, "read-only"),
+        (errno.EIO, "copy the state folder to a good disk"),
+    ],
 )
 def test_a_refused_write_says_what_to_do_and_loses_nothing(
     folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch, code: int, advice: str
@@ -708,7 +713,7 @@ def test_after_a_failed_fdatasync_the_log_goes_on_in_a_new_file(folder: Path, mo
     store.persist(1, "a", 0, entries[:1])
     platter.is_failing = True
     for _ in range(3):
-        with pytest.raises(StorageError, match="replace the disk"):
+        with pytest.raises(StorageError, match="copy the state folder to a good disk"):
             store.persist(1, "a", 0, entries[1:3])
     platter.is_failing = False
     store.persist(1, "a", 0, entries[1:3])
