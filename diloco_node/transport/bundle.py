@@ -36,7 +36,7 @@ class Bundle:
         self._streams = [first]
         self._free: deque[int] = deque([0])
         self._freed = asyncio.Event()
-        self._turn = asyncio.Lock()  # those who wait for a free connection, in the order in which they came
+        self._waiters = asyncio.Lock()  # those who wait for a free connection, in the order in which they came
         self._first: deque[tuple[bytes, asyncio.Future[None]]] = deque()  # what waits for the first connection
         self._writes: set[asyncio.Task[None]] = set()
         self._due_s: dict[int, tuple[float, int]] = {}  # connection -> when its write must have returned, its bytes
@@ -58,9 +58,9 @@ class Bundle:
 
         Who waits for the budget after this may find that somebody else was faster.
         """
-        if self._free and not self._turn.locked():
+        if self._free and not self._waiters.locked():
             return
-        async with self._turn:
+        async with self._waiters:
             while not self._free:
                 self._freed.clear()
                 await self._freed.wait()

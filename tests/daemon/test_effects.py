@@ -738,8 +738,11 @@ async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_
     await settle()
     area.generation, area.seed = 2, 2  # another learner begins to write
     await held.let_go()
+    fragments = 1
     while held.calls:
         await held.let_go()
+        fragments += 1
+    assert fragments == 2, "the first goes on; who waited reads and writes nothing"
     assert area.taken == []
     assert bench.posted == []
     bench.tasks.spawn(store(area, area.generation), "second")

@@ -21,6 +21,7 @@ from diloco_node.wire.tables import (
     HEADERS,
     MESSAGES,
     PROTOCOL_VERSION,
+    BudgetLane,
     ControlMessage,
     TransferHeader,
 )
@@ -97,6 +98,18 @@ def test_every_member_of_a_union_has_a_tag(union: object, table: dict[int, type]
 
 def test_every_transfer_has_a_lane_of_the_budget() -> None:
     assert BULK_LANES.keys() == set(BULK_HEADERS.values())
+
+
+def test_rounds_go_before_recovery_and_measurements_go_last() -> None:
+    lanes: dict[str, set[type]] = {}
+    for header, lane in BULK_LANES.items():
+        lanes.setdefault(lane.name, set()).add(header)
+    assert lanes == {
+        "ROUNDS": {m.ContributionStripe, m.MergedStripe},
+        "RECOVERY": {m.Payload, m.State},
+        "MEASUREMENT": {g.Probe, g.CompressibleProbe},
+    }
+    assert [lane.name for lane in sorted(BudgetLane)] == ["CONTROL", "ROUNDS", "RECOVERY", "MEASUREMENT"]
 
 
 def test_the_examples_cover_every_message() -> None:
