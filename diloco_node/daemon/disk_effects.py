@@ -17,10 +17,10 @@ from diloco_node.daemon.fetch import Fetcher
 from diloco_node.daemon.initial import InitialStates, read_initial
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.stripes import MergedPart, is_contiguous
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import LedgerLost, StorageError
+from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
 
 T = TypeVar("T")
@@ -38,11 +38,12 @@ class DiskEffects:
 
     Args:
         init: a file with Theta_0; None: it is the learner's.
+        write_final_file: makes the final model durable, by tensor name; raises StorageError.
         pool: for everything but the ledger. disk: one thread, for the ledger.
     """
 
-    state_dir: Path
     init: Path | None
+    write_final_file: Callable[[dict[str, F32]], None]
     parameters: Parameters
     store: RegionStore
     drafts: Drafts
@@ -116,7 +117,7 @@ class DiskEffects:
     async def write_final(self) -> None:
         """Write final.safetensors."""
         await self._until_written(
-            "final.safetensors", self.pool, lambda: write_final(self.state_dir, self.parameters.full_tensors())
+            "final.safetensors", self.pool, lambda: self.write_final_file(self.parameters.full_tensors())
         )
         self.post(ev.FinalWritten())
 

@@ -1,22 +1,41 @@
-"""Which part of the daemon carries out what the core orders, and takes what peers send in bulk."""
+"""Which part of the daemon carries out what the core orders, and takes what peers send."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import assert_never
 
 import numpy as np
 
 from diloco_node.core import events as ev
-from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Payload, State
+from diloco_node.core.messages import (
+    BulkHeader,
+    ContributionStripe,
+    MergedStripe,
+    Message,
+    Payload,
+    PayloadRequested,
+    Refused,
+    State,
+    StateRequested,
+)
+from diloco_node.core.types import RunSettings
 from diloco_node.daemon.disk_effects import DiskEffects
+from diloco_node.daemon.drafts import Drafts
 from diloco_node.daemon.fetch import Fetcher
+from diloco_node.daemon.initial import InitialStates
 from diloco_node.daemon.learner.proxy import LearnerProxy
-from diloco_node.daemon.sending import Transport
+from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.sending import Sending, Transport
 from diloco_node.daemon.stripe_effects import StripeEffects
+from diloco_node.daemon.stripes import StripeTable
 from diloco_node.daemon.version_effects import VersionEffects
-from diloco_node.daemon.work import Spawn
+from diloco_node.daemon.work import Spawn, Threads
+from diloco_node.errors import PeerError
+from diloco_node.numeric import F32
+from diloco_node.storage.store import RegionStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +49,7 @@ class Effects:
     learner: LearnerProxy
     transport: Transport
     spawn: Spawn
+    post: Callable[[ev.Event], None]
     note: Callable[[ev.Note], None]
 
     def perform(self, effect: ev.Effect) -> None:  # noqa: C901, PLR0912 - one arm per effect: the seam
@@ -70,6 +90,26 @@ class Effects:
             case _:
                 assert_never(effect)
 
+    def control_arrived(self, peer: str, message: Message) -> None:
+        """Requests for bytes are the daemon's business, everything else the core's."""
+        match message:
+            case PayloadRequested() | StateRequested():
+                self.fetcher.requested(peer, message)
+            case Refused():
+                self.fetcher.refused(peer, message)
+            case _:
+                try:
+                    self.post(ev.MessageArrived(peer, message))
+                except PeerError as error:
+                    self.note(ev.Note("peer", f"{peer}: {error}", is_alarm=True))
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """Both connections to a peer are there, or one is gone."""
+        # The core first: it must not ask this peer again for what has just failed.
+        self.post(ev.LinkChanged(peer, is_up))
+        if not is_up:
+            self.fetcher.peer_lost(peer)
+
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
         """A buffer for a transfer that makes sense, or None to skip its bytes."""
         match header:
@@ -92,3 +132,74 @@ class Effects:
                 self.spawn(self.stripes.merged_arrived(peer, header, body), f"merged from {peer}")
             case Payload() | State():
                 self.spawn(self.fetcher.arrived(peer, header, body, is_whole=is_whole), f"fetched from {peer}")
+
+
+def build_effects(
+    *,
+    region: str,
+    settings: RunSettings,
+    init: Path | None,
+    parameters: Parameters,
+    store: RegionStore,
+    transport: Transport,
+    learner: LearnerProxy,
+    threads: Threads,
+    spawn: Spawn,
+    post: Callable[[ev.Event], None],
+    note: Callable[[ev.Note], None],
+    write_final_file: Callable[[dict[str, F32]], None],
+) -> Effects:
+    """All of them, over this process's disk, links, learner and threads.
+
+    Args:
+        region: our name. init: a file with Theta_0; None: it is the learner's.
+        write_final_file: makes the final model durable, by tensor name; raises StorageError.
+    """
+    pool = threads.pool
+    table, drafts = StripeTable(), Drafts(store, pool, spawn)
+    initial = InitialStates(len(parameters.manifest.fragments), store)
+    fetcher = Fetcher(
+        parameters=parameters,
+        store=store,
+        transport=transport,
+        pool=pool,
+        post=post,
+        spawn=spawn,
+        initial=initial,
+    )
+    disk = DiskEffects(
+        init=init,
+        write_final_file=write_final_file,
+        parameters=parameters,
+        store=store,
+        drafts=drafts,
+        fetcher=fetcher,
+        initial=initial,
+        pool=pool,
+        disk=threads.disk,
+        post=post,
+        note=note,
+    )
+    stripes = StripeEffects(
+        region=region,
+        keeps_residual=settings.error_feedback,
+        parameters=parameters,
+        learner=learner,
+        table=table,
+        drafts=drafts,
+        sending=Sending(transport, spawn),
+        pool=pool,
+        post=post,
+        note=note,
+    )
+    versions = VersionEffects(
+        checkpoint_versions=settings.checkpoint_versions,
+        parameters=parameters,
+        store=store,
+        table=table,
+        version_area=learner.version_area,
+        pool=pool,
+        post=post,
+        note=note,
+    )
+    return Effects(disk, stripes, versions, fetcher, learner, transport, spawn, post, note)

@@ -7,36 +7,30 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, assert_never
 
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.messages import BulkHeader, Message, PayloadRequested, Refused, StateRequested
+from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
 from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.status import NoteBook, region_status
 from diloco_node.daemon.budget import LOOK_S, BudgetWatch
-from diloco_node.daemon.disk_effects import DiskEffects
-from diloco_node.daemon.drafts import Drafts
-from diloco_node.daemon.effects import Effects
-from diloco_node.daemon.fetch import Fetcher
-from diloco_node.daemon.initial import InitialStates
+from diloco_node.daemon.effects import build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.daemon.manifest_file import describe_difference
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.pump import Pump
-from diloco_node.daemon.run_end import Linger
-from diloco_node.daemon.sending import Sending
+from diloco_node.daemon.run_end import Linger, write_final
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.daemon.stripe_effects import StripeEffects
-from diloco_node.daemon.stripes import StripeTable
-from diloco_node.daemon.version_effects import VersionEffects
 from diloco_node.daemon.work import Spawn, Threads, in_thread
-from diloco_node.errors import PeerError, ProtocolViolation, StorageError
+from diloco_node.errors import ProtocolViolation, StorageError
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import Measuring
+from diloco_node.shared_memory import request_area
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import allot_incarnation, read_trained
 from diloco_node.transport.certs import load_identity
@@ -96,7 +90,7 @@ class Node:
             manifest=manifest,
             settings=spec.settings,
             parameters=self.parameters,
-            memory_socket=spec.supervisor_socket,
+            memory=partial(request_area, spec.supervisor_socket),
             send=runtime.learner_server.send,
             post=self._post,
             spawn=spawn,
@@ -129,63 +123,26 @@ class Node:
         self.measure = MeasureCommand(
             spec.region, self._measuring.peers, lambda _peers, _connections: self._measuring.linked(), self._limit_to
         ).run
-        self._fetcher, self.effects = self._build_effects()
+        self.effects = build_effects(
+            region=spec.region,
+            settings=spec.settings,
+            init=spec.init,
+            parameters=self.parameters,
+            store=runtime.store,
+            transport=self.transport,
+            learner=self.learner,
+            threads=threads,
+            spawn=spawn,
+            post=self._post,
+            note=self._note,
+            write_final_file=partial(write_final, spec.state_dir),
+        )
         self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._posted_limits = NO_LIMITS
         self._is_lingering = False
         self._no_longer_leader = asyncio.Event()
         self.rounds_in_flight_max = 0
-
-    def _build_effects(self) -> tuple[Fetcher, Effects]:
-        spec, store, pool, spawn = self._spec, self._runtime.store, self._runtime.threads.pool, self._runtime.spawn
-        table, drafts = StripeTable(), Drafts(store, pool, spawn)
-        initial = InitialStates(len(self._manifest.fragments), store)
-        fetcher = Fetcher(
-            parameters=self.parameters,
-            store=store,
-            transport=self.transport,
-            pool=pool,
-            post=self._post,
-            spawn=spawn,
-            initial=initial,
-        )
-        disk = DiskEffects(
-            state_dir=spec.state_dir,
-            init=spec.init,
-            parameters=self.parameters,
-            store=store,
-            drafts=drafts,
-            fetcher=fetcher,
-            initial=initial,
-            pool=pool,
-            disk=self._runtime.threads.disk,
-            post=self._post,
-            note=self._note,
-        )
-        stripes = StripeEffects(
-            region=spec.region,
-            keeps_residual=spec.settings.error_feedback,
-            parameters=self.parameters,
-            learner=self.learner,
-            table=table,
-            drafts=drafts,
-            sending=Sending(self.transport, spawn),
-            pool=pool,
-            post=self._post,
-            note=self._note,
-        )
-        versions = VersionEffects(
-            checkpoint_versions=spec.settings.checkpoint_versions,
-            parameters=self.parameters,
-            store=store,
-            table=table,
-            version_area=self.learner.version_area,
-            pool=pool,
-            post=self._post,
-            note=self._note,
-        )
-        return fetcher, Effects(disk, stripes, versions, fetcher, self.learner, self.transport, spawn, self._note)
 
     async def start(self) -> None:
         """Bind the port between regions and start the core's clockwork.
@@ -248,7 +205,7 @@ class Node:
         while not linger.is_over(  # noqa: ASYNC110 - most of what it looks at announces no change
             [peer.applied_index for peer in self.view().peers],
             learner_is_done=self.learner.status is None or self.learner.done is not None,
-            serves=self._fetcher.serves,
+            serves=self.effects.fetcher.serves,
             now_s=loop.time(),
         ):
             await asyncio.sleep(LINGER_POLL_S)
@@ -261,24 +218,12 @@ class Node:
         return self.core.view()
 
     def control_arrived(self, peer: str, message: Message) -> None:
-        """Requests for bytes are the daemon's business, everything else the core's."""
-        match message:
-            case PayloadRequested() | StateRequested():
-                self._fetcher.requested(peer, message)
-            case Refused():
-                self._fetcher.refused(peer, message)
-            case _:
-                try:
-                    self._post(ev.MessageArrived(peer, message))
-                except PeerError as error:
-                    self._note(ev.Note("peer", f"{peer}: {error}", is_alarm=True))
+        """See TransportHandler."""
+        self.effects.control_arrived(peer, message)
 
     def link_changed(self, peer: str, *, is_up: bool) -> None:
-        """Both connections to a peer are there, or one is gone."""
-        # The core first: it must not ask this peer again for what has just failed.
-        self._post(ev.LinkChanged(peer, is_up))
-        if not is_up:
-            self._fetcher.peer_lost(peer)
+        """See TransportHandler."""
+        self.effects.link_changed(peer, is_up=is_up)
 
     def transfer_opened(self, peer: str, header: BulkHeader, raw_bytes: int) -> memoryview | None:
         """See TransportHandler."""

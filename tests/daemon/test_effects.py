@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from diloco_node.core.events import (
     ContributionStripeArrived,
     DigestComputed,
     Event,
+    FetchFailed,
+    FetchState,
     FinalWritten,
     InitialStateStored,
     LedgerPersisted,
+    LinkChanged,
     MergedStripeArrived,
     Note,
     OfferVersion,
@@ -48,6 +52,7 @@ from diloco_node.daemon.effects import Effects
 from diloco_node.daemon.fetch import Fetcher
 from diloco_node.daemon.initial import InitialStates
 from diloco_node.daemon.parameters import Parameters
+from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.sending import Sending
 from diloco_node.daemon.stripe_effects import StripeEffects
 from diloco_node.daemon.stripes import StripeTable
@@ -173,8 +178,8 @@ class Bench:
             initial=initial,
         )
         disk = DiskEffects(
-            state_dir=folder,
             init=None,
+            write_final_file=partial(write_final, folder),
             parameters=parameters,
             store=flaky,
             drafts=drafts,
@@ -215,6 +220,7 @@ class Bench:
             learner,
             self.transport,
             self.tasks.spawn,
+            self.posted.append,
             self.notes.append,
         )
 
@@ -781,3 +787,10 @@ async def test_the_loop_is_not_held_up_by_copies_and_checks(bench: Bench) -> Non
     assert len(bench.posted) == 1
     await held.let_go()
     assert len(bench.posted) == 2
+
+
+async def test_the_core_hears_of_a_lost_link_before_the_fetches_that_fail_with_it(bench: Bench) -> None:
+    bench.effects.perform(FetchState("b", 0, 1))
+    bench.effects.link_changed("b", is_up=False)
+    told = [type(event) for event in bench.posted]
+    assert told == [LinkChanged, FetchFailed], "else it asks b again, which fails at once, and again"

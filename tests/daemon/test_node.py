@@ -101,7 +101,7 @@ class World:
             view = region.node.view()
             assert view.digest_differences == 0
             assert region.node.effects.stripes.table.buffered_bytes() == 0
-            assert region.node._fetcher.serves == 0
+            assert region.node.effects.fetcher.serves == 0
             # What a learner was given last is what the region holds.
             for fragment in range(len(MANIFEST.fragments)):
                 if region.learner.positions[fragment].base_version == view.versions[fragment]:
@@ -261,13 +261,3 @@ def test_a_daemon_that_finds_files_missing_fetches_them_and_goes_on_with_the_sam
         assert region.learner.step >= STEPS - 5
 
     play(scenario)
-
-
-def test_the_core_hears_of_a_lost_link_before_the_fetches_that_fail_with_it() -> None:
-    told: list[str] = []
-    node = node_module.Node.__new__(node_module.Node)
-    node._post = lambda event: told.append(type(event).__name__)
-    node._fetcher = SimpleNamespace(peer_lost=lambda peer: told.append(f"fetches from {peer} fail"))
-    node._measuring = SimpleNamespace(link_lost=lambda peer: None)
-    node.link_changed("b", is_up=False)
-    assert told == ["LinkChanged", "fetches from b fail"], "else it asks b again, which fails at once, and again"

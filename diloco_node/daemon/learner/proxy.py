@@ -12,7 +12,6 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -26,7 +25,6 @@ from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
 from diloco_node.numeric import U8
-from diloco_node.shared_memory import request_area
 from diloco_node.wire import learner_link
 
 REPORT_EVERY_NS: Final = 20_000_000
@@ -58,7 +56,12 @@ class LearnerFacts:
 
 
 class LearnerProxy:
-    """One region's learner as the daemon sees it. All methods run on the event loop."""
+    """One region's learner as the daemon sees it. All methods run on the event loop.
+
+    Args:
+        memory: maps the area of this name and size in bytes, as `shared_memory.request_area` does.
+        send: to the learner; False if it is gone.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class LearnerProxy:
         manifest: Manifest,
         settings: RunSettings,
         parameters: Parameters,
-        memory_socket: Path,
+        memory: Callable[[str, int], mmap.mmap],
         send: Callable[[learner_link.ToLearner], bool],
         post: Callable[[ev.Event], None],
         spawn: Spawn,
@@ -88,10 +91,8 @@ class LearnerProxy:
         self._post = post
         self._now_ns = now_ns
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
-        self._version_area: mmap.mmap = request_area(memory_socket, learner_link.VERSION_AREA, 4 * manifest.size)
-        self._contribution_area: mmap.mmap = request_area(
-            memory_socket, learner_link.CONTRIBUTION_AREA, self._offsets[-1]
-        )
+        self._version_area = memory(learner_link.VERSION_AREA, 4 * manifest.size)
+        self._contribution_area = memory(learner_link.CONTRIBUTION_AREA, self._offsets[-1])
         self._contributions = np.frombuffer(self._contribution_area, np.uint8)
         self.version_area = VersionArea(
             np.frombuffer(self._version_area, np.float32),

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ class Bench:
             manifest=MANIFEST,
             settings=SETTINGS,
             parameters=None,  # type: ignore[arg-type] - nothing is offered here
-            memory_socket=memory,
+            memory=partial(request_area, memory),
             send=lambda message: self.said.append(message) is None,
             post=self.posted.append,
             spawn=Tasks().spawn,
