@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -19,12 +20,17 @@ def run(
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     fault: Annotated[str | None, typer.Option("--fault", help="Plant this bug, to see that it is found.")] = None,
+    effects: Annotated[str, typer.Option("--effects", help="fast: fakes. daemon: the daemon's own code.")] = "fast",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Real region cores in a fake world: crashes, cuts, loss. Exit code 1 if a promise was broken."""
+    import structlog
+
     from diloco_node.sim.run import format_report, simulate
 
-    report = simulate(seed, regions=regions, events=events, fault=fault)
+    # What the daemon's code would log is in the trace, at its virtual time.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    report = simulate(seed, regions=regions, events=events, fault=fault, effects=effects)
     typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else format_report(report))
     if not report.is_good:
         raise typer.Exit(1)

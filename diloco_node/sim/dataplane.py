@@ -7,12 +7,12 @@ complains.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.events import CloseBallot, ReduceStripe, ReductionDone, StorePayload
 from diloco_node.core.merge.outer import outer_of, outer_step
 from diloco_node.core.messages import ContributionStripe, MergedStripe
@@ -105,7 +105,7 @@ class DataPlane:
 
     def keep_merged(self, header: MergedStripe, body: bytes) -> bool:
         """Keep a merged stripe; False if its bytes are not those of its digest."""
-        if hashlib.sha256(body).digest() != header.digest:
+        if stripe_digest(body) != header.digest:
             self._complain(f"merged stripe with other bytes than its digest: {header}")
             return False
         part = MergedBlocks(header.block_start, header.block_stop, body)
@@ -145,7 +145,7 @@ class DataPlane:
             stripe=effect.stripe,
             squared_norms=layout.squared_norms(reduced.decoded, *blocks),
             contribution_norms=tuple(layout.squared_norms(part, *blocks) for part in parts),
-            digest=hashlib.sha256(reduced.encoded).digest(),
+            digest=stripe_digest(reduced.encoded),
         )
 
     def close(self, effect: CloseBallot) -> None:

@@ -179,13 +179,15 @@ class Host:
             return
         incarnation = max(self.disk.counters, default=0) + 1
         self.disk.counters[incarnation] = (0, 0)
-        self.learner = FakeLearner(
-            self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool
-        )
+        self.learner = self.make_learner(incarnation)
         self.world.note(self.name, f"learner {incarnation} started", b"learner")
         if not self.disk.states:
             self.world.after(self.fsync_ns(), self.learner.life, self._store_initial)
         self._attach_learner()
+
+    def make_learner(self, incarnation: int) -> FakeLearner:
+        """A learner process of this region."""
+        return FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
 
     def kill_learner(self, *, is_power_cut: bool = False) -> None:
         """The learner process dies; its counters live in the supervisor's memory unless the power is cut."""

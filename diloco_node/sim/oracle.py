@@ -7,13 +7,13 @@ order of learner names. What regions hold must be these very bits.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.outer import outer_of, outer_step
@@ -132,7 +132,7 @@ class Oracle:
         parts: list[tensors.Reduced] = []
         for index, stripe in enumerate(body.stripes):
             parts.append(self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows))
-        digest = hashlib.sha256(b"".join(hashlib.sha256(part.encoded).digest() for part in parts)).digest()
+        digest = payload_digest(stripe_digest(part.encoded) for part in parts)
         if digest != body.payload_digest:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diloco_node.core.events import FinishOrdered
+from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
 from diloco_node.sim import faults
 from diloco_node.sim.chaos import Chaos
 from diloco_node.sim.checkers import Checkers
+from diloco_node.sim.daemon_host import DaemonHost
 from diloco_node.sim.faults import Fault
 from diloco_node.sim.host import CoreFactory, Host
 from diloco_node.sim.learner import update_pool
@@ -40,13 +42,17 @@ ENDS_UNDER_FAULTS = 0.2
 COMMITS_AFTER_HEALING = 2
 """New versions of every fragment that phase two waits for."""
 
+FAST = "fast"
+HOSTS: dict[str, type[Host]] = {FAST: Host, "daemon": DaemonHost}
+"""Who carries out what the cores want: fakes that are quick, or the daemon's own effects over a fake disk and links."""
+
 
 @dataclass(frozen=True, slots=True)
 class SimReport:
     """What one seed did.
 
     Attributes:
-        seed, regions, events_wanted, fault: what was run; `fault` is the planted one, or empty.
+        seed, regions, events_wanted, fault, effects: what was run; `fault` is the planted one, or empty.
         events: facts given to cores in both phases; events_under_faults: in phase one.
         commits: committed rounds. faults: injected, by kind.
         virtual_seconds: of both phases; heal_seconds: of phase two.
@@ -59,6 +65,7 @@ class SimReport:
     regions: int
     events_wanted: int
     fault: str
+    effects: str
     events: int
     events_under_faults: int
     commits: int
@@ -80,6 +87,7 @@ class SimReport:
         """How to run this again by hand."""
         more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
         more += f" --fault {self.fault}" if self.fault else ""
+        more += f" --effects {self.effects}" if self.effects != FAST else ""
         return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
 
 
@@ -90,7 +98,9 @@ class Simulation:
         world, network, setup, hosts, checkers.
     """
 
-    def __init__(self, seed: int, *, regions: int = 0, fault: Fault | None = None) -> None:
+    def __init__(
+        self, seed: int, *, regions: int = 0, fault: Fault | None = None, host_type: type[Host] = Host
+    ) -> None:
         self.world = World(seed)
         rng = self.world.rng
         self.setup = draw_setup(rng, regions)
@@ -104,7 +114,7 @@ class Simulation:
         self.hosts: dict[str, Host] = {}
         for name in self.setup.regions:
             theta = shared if self.setup.is_theta_shared else _theta(rng, self.setup)
-            host = Host(
+            host = host_type(
                 name,
                 setup=self.setup,
                 world=self.world,
@@ -164,6 +174,7 @@ def simulate(
     regions: int = 0,
     events: int = EVENTS,
     fault: str | None = None,
+    effects: str = FAST,
     commits_min: int = COMMITS_MIN,
     faults_min: int = FAULTS_MIN,
 ) -> SimReport:
@@ -175,13 +186,16 @@ def simulate(
         events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
             EVENTS_STRETCH times as many.
         fault: the name of a fault to plant (`faults.FAULTS`), or None.
+        effects: who carries out what the cores want (`HOSTS`).
         commits_min, faults_min: of phase one.
 
     Raises:
-        ConfigError: there is no such fault.
+        ConfigError: there is no such fault, or are no such effects.
     """
+    if effects not in HOSTS:
+        raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")
     planted = faults.find(fault) if fault else None
-    simulation = Simulation(seed, regions=regions, fault=planted)
+    simulation = Simulation(seed, regions=regions, fault=planted, host_type=HOSTS[effects])
     world, checkers = simulation.world, simulation.checkers
     simulation.start()
     chaos = Chaos(world, simulation.network, simulation.hosts, mean_gap_events=world.rng.choice((150, 250, 400)))
@@ -215,6 +229,7 @@ def simulate(
         regions=len(simulation.setup.regions),
         events_wanted=events,
         fault=fault or "",
+        effects=effects,
         events=world.events,
         events_under_faults=events_under_faults,
         commits=checkers.commits,

@@ -6,12 +6,12 @@ for such a model. bf16 is lossy, so residuals are not zero; fp32 shows every bit
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from diloco_node.codec import digest
 from diloco_node.core.types import BLOCK_VALUES, Codec
 from diloco_node.numeric import F32
 
@@ -113,19 +113,14 @@ def reduce_stripe(parts: Sequence[F32], coefficients: Sequence[F32], residual: F
 
 
 def state_digest(theta: F32, momentum: F32) -> bytes:
-    """First 16 bytes of SHA-256 over parameters and momentum."""
-    digest = hashlib.sha256(theta.tobytes())
-    digest.update(momentum.tobytes())
-    return digest.digest()[:16]
+    """What regions compare: the codec's digest of a fragment."""
+    return digest.fragment_digest(theta, momentum)
 
 
 def payload_digest(data: bytes, layout: FragmentLayout, ranges: Sequence[tuple[int, int]], codec: Codec) -> bytes:
-    """SHA-256 over the SHA-256 digests of the merged stripes in block order."""
-    digest = hashlib.sha256()
-    for block_start, block_stop in ranges:
-        low, high = layout.byte_range(block_start, block_stop, codec)
-        digest.update(hashlib.sha256(data[low:high]).digest())
-    return digest.digest()
+    """The codec's digest of a payload whose stripes have these block ranges."""
+    cuts = (layout.byte_range(block_start, block_stop, codec) for block_start, block_stop in ranges)
+    return digest.payload_digest(digest.stripe_digest(data[low:high]) for low, high in cuts)
 
 
 def split_state(data: bytes) -> tuple[F32, F32]:

@@ -12,9 +12,11 @@ import pytest
 from diloco_node.core.merge import stripes
 from diloco_node.errors import ConfigError
 from diloco_node.sim.faults import FAULTS
-from diloco_node.sim.run import COMMITS_MIN, FAULTS_MIN, format_report, simulate
+from diloco_node.sim.run import COMMITS_MIN, FAULTS_MIN, HOSTS, format_report, simulate
 
 CLEAN_SEEDS = range(40)
+
+DAEMON_SEEDS = range(12)
 
 SEEDS_MAX = 24
 """A planted fault must be found within so many seeds."""
@@ -40,6 +42,15 @@ def test_a_seed_keeps_every_promise_under_faults_and_makes_progress_after_healin
     assert report.events >= 3000, format_report(report)
     assert report.commits >= COMMITS_MIN, format_report(report)
     assert sum(report.faults.values()) >= FAULTS_MIN, format_report(report)
+
+
+@pytest.mark.parametrize("seed", DAEMON_SEEDS)
+def test_the_daemons_own_effects_keep_every_promise_and_make_progress_after_healing(seed: int) -> None:
+    report = simulate(seed, effects="daemon")
+    assert report.is_good, format_report(report)
+    assert report.commits >= COMMITS_MIN, format_report(report)
+    assert sum(report.faults.values()) >= FAULTS_MIN, format_report(report)
+    assert report.command.endswith("--effects daemon")
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
@@ -76,11 +87,19 @@ def test_the_command_of_a_report_runs_the_same_again() -> None:
 def test_an_unknown_fault_is_refused_with_those_that_exist() -> None:
     with pytest.raises(ConfigError, match="kept-residual"):
         simulate(1, fault="no-such")
+    with pytest.raises(ConfigError, match="daemon, fast"):
+        simulate(1, effects="no-such")
 
 
-def test_the_same_seed_gives_the_same_trace_under_another_hash_seed() -> None:
-    code = "from diloco_node.sim.run import simulate; print(simulate(6, events=1500).trace_digest)"
-    digests = {simulate(6, events=1500).trace_digest}
+@pytest.mark.parametrize("effects", sorted(HOSTS))
+def test_the_same_seed_gives_the_same_trace_under_another_hash_seed(effects: str) -> None:
+    code = f"""
+import structlog
+from diloco_node.sim.run import simulate
+structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+print(simulate(6, events=1500, effects="{effects}").trace_digest)
+"""
+    digests = {simulate(6, events=1500, effects=effects).trace_digest}
     for hash_seed in ("1", "2"):
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -1,0 +1,184 @@
+"""The links of one simulated daemon: `daemon.sending.Transport` over the fake network, and its receiving half.
+
+A transfer begins, takes the time that the link's rate asks for, and ends; when the link goes down, the sender gives it
+up or the network breaks it, the receiver is told that it is not whole. Control messages are dropped while the link is
+down, and when the queue of a link is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco_node.core.messages import BulkHeader, Message, Payload, State
+from diloco_node.errors import LinkLost
+from diloco_node.sim.world import MS, SECOND
+from diloco_node.wire.envelope import TransferBegin, decode_bulk, encode_begin, encode_control
+from diloco_node.wire.measure_messages import CompressibleProbe, Probe
+
+if TYPE_CHECKING:
+    from diloco_node.sim.daemon_host import DaemonHost
+
+RETRY_NS = 100 * MS
+"""While a direction is cut and nobody has noticed, what is on the way is sent again so often."""
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One body on its way.
+
+    Attributes:
+        gate: done when the last byte has left, or the link is lost.
+        link: which connection it is on, counted at the sender.
+    """
+
+    header: BulkHeader
+    body: memoryview
+    gate: asyncio.Future[None]
+    link: int
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A transfer that has begun here; the buffer is None if nobody wants it."""
+
+    header: BulkHeader
+    buffer: memoryview | None
+
+
+class FakeTransport:
+    """One daemon's links.
+
+    Attributes:
+        is_queue_full: a fault: every control message is dropped.
+    """
+
+    def __init__(self, host: DaemonHost) -> None:
+        self._host = host
+        self._network = host.network
+        self._world = host.world
+        self._up: dict[str, int] = {}
+        self._links = 0
+        self._numbers = 0
+        self._turns: dict[tuple[str, bool], asyncio.Lock] = {}
+        self._outgoing: dict[int, tuple[str, Transfer]] = {}
+        self._incoming: dict[tuple[str, int], Incoming] = {}
+        self.is_queue_full = False
+
+    def send(self, peer: str, message: Message) -> bool:
+        """See Transport."""
+        if peer not in self._up or self.is_queue_full:
+            return False
+        self._network.send(self._host.name, peer, encode_control(message))
+        return True
+
+    async def transfer(self, peer: str, header: BulkHeader, body: memoryview) -> None:
+        """See Transport. One at a time of each lane: rounds, and recovery."""
+        lane = (peer, isinstance(header, (Payload, State)))
+        async with self._turns.setdefault(lane, asyncio.Lock()):
+            if peer not in self._up:
+                raise LinkLost(f"{peer}: down")
+            self._numbers += 1
+            number = self._numbers
+            transfer = Transfer(header, body, asyncio.get_running_loop().create_future(), self._up[peer])
+            self._outgoing[number] = (peer, transfer)
+            try:
+                self._begin(peer, number, transfer)
+                await transfer.gate
+            except asyncio.CancelledError:
+                self._carry(peer, number, transfer, is_whole=False)
+                raise
+            finally:
+                del self._outgoing[number]
+
+    def _begin(self, peer: str, number: int, transfer: Transfer) -> None:
+        link = self._network.links[self._host.name, peer]
+        frame = encode_begin(number, transfer.header, transfer.body.nbytes)
+        takes_ns = transfer.body.nbytes * SECOND // link.rate_bytes_per_s
+        start_ns = max(link.free_at_ns, self._world.now_ns)
+        link.free_at_ns = start_ns + takes_ns
+        wait_ns = link.free_at_ns - self._world.now_ns
+        self._deliver(peer, start_ns - self._world.now_ns + link.delay_ns, transfer, "transfer_begun", number, frame)
+        if self._world.rng.random() < link.loss:
+            self._network.dropped += 1
+            self._host.after(self._world.draw_ns(0, wait_ns), self._break, peer, number)
+        else:
+            self._host.after(wait_ns, self._sent, peer, number)
+
+    def _sent(self, peer: str, number: int) -> None:
+        """The last byte leaves, if it has not been given up."""
+        if number in self._outgoing:
+            transfer = self._outgoing[number][1]
+            self._carry(peer, number, transfer, is_whole=True)
+            self._host.loop.enter(_open, transfer.gate, None)
+
+    def _break(self, peer: str, number: int) -> None:
+        """The network breaks it half-way."""
+        if number in self._outgoing:
+            transfer = self._outgoing[number][1]
+            self._carry(peer, number, transfer, is_whole=False)
+            self._host.loop.enter(_open, transfer.gate, LinkLost(f"{peer}: broke off"))
+
+    def _carry(self, peer: str, number: int, transfer: Transfer, *, is_whole: bool) -> None:
+        link = self._network.links[self._host.name, peer]
+        delay_ns = link.delay_ns + self._world.rng.randint(0, link.jitter_ns)
+        body = bytes(transfer.body) if is_whole else None
+        self._deliver(peer, delay_ns, transfer, "transfer_ended", number, body)
+
+    def _deliver(self, peer: str, delay_ns: int, transfer: Transfer, what: str, *args: object) -> None:
+        life = self._network.places[peer].daemon_life
+        if life is not None:
+            self._world.after(delay_ns, life, self._arrive, peer, transfer, what, args)
+
+    def _arrive(self, peer: str, transfer: Transfer, what: str, args: tuple[object, ...]) -> None:
+        """At the receiver, unless the connection it came on is gone; what meets a cut waits for its end."""
+        if self._host.daemon_life is None or self._up.get(peer) != transfer.link:
+            return
+        if self._network.links[self._host.name, peer].cuts:
+            self._deliver(peer, RETRY_NS, transfer, what, *args)
+            return
+        getattr(self._network.places[peer], what)(self._host.name, *args)
+
+    # ---- the receiving half; all on the loop -------------------------------------------------------------------------
+
+    def begun(self, peer: str, number: int, frame: bytes) -> None:
+        """A transfer begins."""
+        begin = decode_bulk(frame)
+        assert isinstance(begin, TransferBegin)
+        assert not isinstance(begin.header, (Probe, CompressibleProbe))
+        self._world.note(self._host.name, begin.header, frame)
+        if peer in self._up:
+            buffer = self._host.hands.transfer_opened(peer, begin.header, begin.raw_bytes)
+            self._incoming[peer, number] = Incoming(begin.header, buffer)
+
+    def ended(self, peer: str, number: int, body: bytes | None) -> None:
+        """A transfer is whole, or (no body) broke off."""
+        incoming = self._incoming.pop((peer, number), None)
+        if incoming is None or incoming.buffer is None:
+            return
+        if body is not None:
+            incoming.buffer[:] = body
+        self._host.hands.transfer_closed(peer, incoming.header, incoming.buffer, is_whole=body is not None)
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """The connection came up or went down: what was on it breaks."""
+        if is_up:
+            self._links += 1
+            self._up[peer] = self._links
+        else:
+            self._up.pop(peer, None)
+            for _, transfer in [one for one in self._outgoing.values() if one[0] == peer]:
+                _open(transfer.gate, LinkLost(f"{peer}: link lost"))
+            for key in sorted(key for key in self._incoming if key[0] == peer):
+                self.ended(*key, None)
+        self._host.hands.link_changed(peer, is_up=is_up)
+
+
+def _open(gate: asyncio.Future[None], error: LinkLost | None) -> None:
+    if gate.done():
+        return
+    if error is None:
+        gate.set_result(None)
+    else:
+        gate.set_exception(error)
