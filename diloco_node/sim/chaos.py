@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from diloco_node.sim import view
 from diloco_node.sim.host import Host
+from diloco_node.sim.troubles import Troubles
 from diloco_node.sim.world import MS, SECOND, FakeNetwork, World
 
 SLOW_FACTOR = 60
@@ -58,6 +59,7 @@ class Chaos:
             ("flaky links", 3, self._flaky),
             ("slow links", 2, self._slow_links),
             ("slow disk", 2, self._slow_disk),
+            *Troubles.of(world, hosts),
         )
         self._draw_next()
 

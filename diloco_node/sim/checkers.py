@@ -267,9 +267,11 @@ class Checkers:
             elif isinstance(entry.body, GenesisBody):
                 self._check_theta_0(host, entry.body, why)
         for fragment in sorted(wanted):
-            held = disk.states[fragment].version if fragment in disk.states else 0
+            rotten = [key[1] for key in disk.rotten if len(key) == 2 and key[0] == fragment]
+            held = max([disk.states[fragment].version if fragment in disk.states else 0, *rotten])
             for version, digest in sorted(wanted[fragment].items()):
-                if version > held and (fragment, version, digest) not in disk.payloads:
+                key = (fragment, version, digest)
+                if version > held and key not in disk.payloads and key not in disk.rotten:
                     self.violate(
                         f"durable: {why}: {host.name} can't produce {fragment}/{version} of entry {index} from its disk"
                     )
@@ -277,12 +279,14 @@ class Checkers:
 
     def _check_theta_0(self, host: Host, body: GenesisBody, why: str) -> None:
         states = host.disk.states
+        rotten = {key[0] for key in host.disk.rotten}
         missing = [
             fragment
             for fragment, digest in enumerate(body.fragment_digests)
-            if fragment not in states
+            if (fragment not in states and fragment not in rotten)
             or (
-                states[fragment].version == 0
+                fragment in states
+                and states[fragment].version == 0
                 and state_digest(states[fragment].theta, states[fragment].momentum) != digest
             )
         ]

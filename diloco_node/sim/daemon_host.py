@@ -118,7 +118,8 @@ class DaemonHost(Host):
 
     Attributes:
         loop, hands, transport: of the daemon's current life.
-        is_lying: plants a fault: the disk says that it has written what a power cut undoes.
+        folder_disk: the disk, with the faults that it can have.
+        break_chance: of each transfer, to break half-way. drop_chance: of each control message, to find the queue full.
     """
 
     loop: VirtualLoop
@@ -127,7 +128,8 @@ class DaemonHost(Host):
 
     def __init__(self, name: str, **given: Any) -> None:
         super().__init__(name, **given)
-        self.disk = FolderDisk()
+        self.disk = self.folder_disk = FolderDisk()
+        self.break_chance = self.drop_chance = 0.0
         self.observer = self._observer
         manifest, settings = self.setup.manifest, self.setup.settings
         up = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
@@ -159,7 +161,7 @@ class DaemonHost(Host):
         time = DiskTime()
         # What of a loop the daemon does not use is not there.
         self.loop = VirtualLoop(self.world, life, partial(self._broke, life))  # type: ignore[abstract]
-        store: Any = FakeStore(cast(FolderDisk, self.disk), time, self.fsync_ns, self.after)
+        store: Any = FakeStore(self.folder_disk, time, self.fsync_ns, self.after)
         store.lies_ns = SECOND // 2 if self.fsync_is_late else 0
 
         def threads(count: int, ns_max: int) -> VirtualThreads:

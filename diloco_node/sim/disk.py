@@ -15,6 +15,9 @@ from diloco_node.numeric import F32
 PayloadKey = tuple[int, int, bytes]
 """(fragment, version, digest)."""
 
+RottenKey = tuple[int, int, bytes] | tuple[int, int]
+"""A payload's (fragment, version, digest), or a state's (fragment, version)."""
+
 
 @dataclass(frozen=True, slots=True)
 class DiskPayload:
@@ -56,6 +59,7 @@ class Disk:
         late_writes: writes whose effect on the durable attributes comes with their fsync.
         votes: every vote that ever was durable, by term; no daemon reads it.
         keeps_vote: False plants a fault: the vote never reaches the disk.
+        rotten: payloads and states that were durable, and gone since their bytes changed: nobody is to blame.
     """
 
     term: int = 0
@@ -68,6 +72,7 @@ class Disk:
     late_writes: list[Callable[[], None]] = field(default_factory=list)
     votes: dict[int, str] = field(default_factory=dict)
     keeps_vote: bool = True
+    rotten: set[RottenKey] = field(default_factory=set)
 
     def fsync_ledger(self) -> None:
         """The oldest ledger write becomes durable."""

@@ -17,7 +17,7 @@ import numpy as np
 from diloco_node.core.types import Entry, Recovered
 from diloco_node.errors import StorageError
 from diloco_node.numeric import F32, U8
-from diloco_node.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite, PayloadKey
+from diloco_node.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite, PayloadKey, RottenKey
 from diloco_node.storage.tensor_files import DamagedFile
 
 STATES_KEPT = 2
@@ -65,7 +65,7 @@ class FolderDisk(Disk):
     """
 
     folder: dict[tuple[int, int], DiskState] = field(default_factory=dict)
-    damaged: set[tuple[int, int, bytes] | tuple[int, int]] = field(default_factory=set)
+    damaged: set[RottenKey] = field(default_factory=set)
     is_full: bool = False
     fsync_failures: int = 0
 
@@ -73,18 +73,32 @@ class FolderDisk(Disk):
         """A state file is there."""
         self.folder[fragment, state.version] = state
         self.damaged.discard((fragment, state.version))
+        self.rotten.discard((fragment, state.version))
         self.find_newest(fragment)
 
     def put_payload(self, key: PayloadKey, payload: DiskPayload) -> None:
         """A payload file is there."""
         self.payloads[key] = payload
         self.damaged.discard(key)
+        self.rotten.discard(key)
 
     def drop_state(self, fragment: int, version: int) -> None:
         """A state file is gone."""
         self.folder.pop((fragment, version), None)
         self.damaged.discard((fragment, version))
         self.find_newest(fragment)
+
+    def set_aside_state(self, fragment: int, version: int) -> None:
+        """A damaged state file was found, or none."""
+        if (fragment, version) in self.damaged:
+            self.rotten.add((fragment, version))
+        self.drop_state(fragment, version)
+
+    def set_aside_payload(self, key: PayloadKey) -> None:
+        """A damaged payload file was found, or none."""
+        if key in self.damaged:
+            self.rotten.add(key)
+        self.drop_payload(key)
 
     def drop_payload(self, key: PayloadKey) -> None:
         """A payload file is gone."""
@@ -175,11 +189,11 @@ class FakeStore:
             for version in reversed(disk.versions(fragment)):
                 if (fragment, version) not in disk.damaged:
                     break
-                disk.drop_state(fragment, version)
+                disk.set_aside_state(fragment, version)
         newest = {fragment: state.version for fragment, state in disk.states.items()}
         for key in sorted(disk.payloads):
             if key in disk.damaged and key[1] > newest.get(key[0], -1):
-                disk.drop_payload(key)
+                disk.set_aside_payload(key)
         return disk.recovered(fragments)
 
     def persist(self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry]) -> None:
@@ -235,7 +249,7 @@ class FakeStore:
         key = (fragment, version, digest)
         stored = self._disk.payloads.get(key)
         if stored is None or key in self._disk.damaged:
-            self._disk.drop_payload(key)
+            self._disk.set_aside_payload(key)
             raise DamagedFile(f"payload {fragment}.{version}: fetch it from a peer")
         return np.frombuffer(stored.data, np.uint8).copy()
 
@@ -249,7 +263,7 @@ class FakeStore:
         """See RegionStore."""
         state = self._disk.folder.get((fragment, version))
         if state is None or (fragment, version) in self._disk.damaged:
-            self._disk.drop_state(fragment, version)
+            self._disk.set_aside_state(fragment, version)
             raise DamagedFile(f"state {fragment}.{version}: fetch it from a peer")
         return state.theta.copy(), state.momentum.copy()
 

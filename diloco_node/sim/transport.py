@@ -25,7 +25,7 @@ RETRY_NS = 100 * MS
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class OutgoingBody:
     """One body on its way.
 
     Attributes:
@@ -48,11 +48,7 @@ class Incoming:
 
 
 class FakeTransport:
-    """One daemon's links.
-
-    Attributes:
-        is_queue_full: a fault: every control message is dropped.
-    """
+    """One daemon's links."""
 
     def __init__(self, host: DaemonHost) -> None:
         self._host = host
@@ -62,13 +58,15 @@ class FakeTransport:
         self._links = 0
         self._numbers = 0
         self._turns: dict[tuple[str, bool], asyncio.Lock] = {}
-        self._outgoing: dict[int, tuple[str, Transfer]] = {}
+        self._outgoing: dict[int, tuple[str, OutgoingBody]] = {}
         self._incoming: dict[tuple[str, int], Incoming] = {}
-        self.is_queue_full = False
 
     def send(self, peer: str, message: Message) -> bool:
         """See Transport."""
-        if peer not in self._up or self.is_queue_full:
+        if peer not in self._up:
+            return False
+        if self._host.drop_chance and self._world.rng.random() < self._host.drop_chance:
+            self._network.dropped += 1
             return False
         self._network.send(self._host.name, peer, encode_control(message))
         return True
@@ -81,7 +79,7 @@ class FakeTransport:
                 raise LinkLost(f"{peer}: down")
             self._numbers += 1
             number = self._numbers
-            transfer = Transfer(header, body, asyncio.get_running_loop().create_future(), self._up[peer])
+            transfer = OutgoingBody(header, body, asyncio.get_running_loop().create_future(), self._up[peer])
             self._outgoing[number] = (peer, transfer)
             try:
                 self._begin(peer, number, transfer)
@@ -92,7 +90,7 @@ class FakeTransport:
             finally:
                 del self._outgoing[number]
 
-    def _begin(self, peer: str, number: int, transfer: Transfer) -> None:
+    def _begin(self, peer: str, number: int, transfer: OutgoingBody) -> None:
         link = self._network.links[self._host.name, peer]
         frame = encode_begin(number, transfer.header, transfer.body.nbytes)
         takes_ns = transfer.body.nbytes * SECOND // link.rate_bytes_per_s
@@ -100,7 +98,7 @@ class FakeTransport:
         link.free_at_ns = start_ns + takes_ns
         wait_ns = link.free_at_ns - self._world.now_ns
         self._deliver(peer, start_ns - self._world.now_ns + link.delay_ns, transfer, "transfer_begun", number, frame)
-        if self._world.rng.random() < link.loss:
+        if self._world.rng.random() < max(link.loss, self._host.break_chance):
             self._network.dropped += 1
             self._host.after(self._world.draw_ns(0, wait_ns), self._break, peer, number)
         else:
@@ -120,18 +118,18 @@ class FakeTransport:
             self._carry(peer, number, transfer, is_whole=False)
             self._host.loop.enter(_open, transfer.gate, LinkLost(f"{peer}: broke off"))
 
-    def _carry(self, peer: str, number: int, transfer: Transfer, *, is_whole: bool) -> None:
+    def _carry(self, peer: str, number: int, transfer: OutgoingBody, *, is_whole: bool) -> None:
         link = self._network.links[self._host.name, peer]
         delay_ns = link.delay_ns + self._world.rng.randint(0, link.jitter_ns)
         body = bytes(transfer.body) if is_whole else None
         self._deliver(peer, delay_ns, transfer, "transfer_ended", number, body)
 
-    def _deliver(self, peer: str, delay_ns: int, transfer: Transfer, what: str, *args: object) -> None:
+    def _deliver(self, peer: str, delay_ns: int, transfer: OutgoingBody, what: str, *args: object) -> None:
         life = self._network.places[peer].daemon_life
         if life is not None:
             self._world.after(delay_ns, life, self._arrive, peer, transfer, what, args)
 
-    def _arrive(self, peer: str, transfer: Transfer, what: str, args: tuple[object, ...]) -> None:
+    def _arrive(self, peer: str, transfer: OutgoingBody, what: str, args: tuple[object, ...]) -> None:
         """At the receiver, unless the connection it came on is gone; what meets a cut waits for its end."""
         if self._host.daemon_life is None or self._up.get(peer) != transfer.link:
             return

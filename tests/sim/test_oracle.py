@@ -1,12 +1,12 @@
 """The witnesses of the simulator find what they are there for: the oracle's bits and the audit's intervals."""
 
 import dataclasses
-import hashlib
 import random
 
 import numpy as np
 import pytest
 
+from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge import weights
 from diloco_node.core.types import (
@@ -71,7 +71,7 @@ class Bench:
             decoded = [tensors.decode(self.offered[made[at]][low:high], Codec.BF16) for at in order]
             spreads = [self.layout.spread(rows[at], stripe.block_start, stripe.block_stop) for at in order]
             parts.append(tensors.reduce_stripe(decoded, spreads, None, Codec.FP32))
-        digest = hashlib.sha256(b"".join(hashlib.sha256(part.encoded).digest() for part in parts)).digest()
+        digest = payload_digest(stripe_digest(part.encoded) for part in parts)
         norms = self.layout.squared_norms(np.concatenate([part.decoded for part in parts]), 0, self.layout.blocks)
         factors = weights.factors(made, raw, rules, [(1.0,) * len(rules)] * len(made), norms, share=1.0)
         members = tuple(Member(one, value) for one, value in zip(made, raw, strict=True))

@@ -1,0 +1,106 @@
+"""What may go wrong around the daemon's own effects besides crashes and cuts: disks, loops that stand still, links.
+
+Each fault keeps to what the protocol promises to survive: rot never takes the last good copy of anything, and what a
+disk refuses, or a link loses, comes through when it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import cast
+
+from diloco_node.sim.daemon_host import DaemonHost
+from diloco_node.sim.disk import RottenKey
+from diloco_node.sim.host import Host
+from diloco_node.sim.store import FolderDisk
+from diloco_node.sim.world import MS, SECOND, World
+
+STALL_NS_MAX = 4 * SECOND
+"""A loop that stands still for longer counts as dead for everybody."""
+
+FSYNC_FAILURES_MAX = 6
+BREAK_CHANCE = 0.5
+DROP_CHANCE = 0.6
+
+Undo = Callable[[], None]
+Kind = tuple[str, int, Callable[[], Undo | None]]
+"""Name, weight, and what begins it: gives what ends it, or None if it could not begin."""
+
+
+class Troubles:
+    """Faults of hosts with the daemon's own effects."""
+
+    def __init__(self, world: World, hosts: Mapping[str, Host]) -> None:
+        self._world = world
+        self._hosts = {name: cast(DaemonHost, hosts[name]) for name in sorted(hosts)}
+        self.kinds: tuple[Kind, ...] = (
+            ("disk full", 3, self._fill_disk),
+            ("fsync fails", 4, self._fail_fsync),
+            ("rot", 4, self._rot),
+            ("loop stalled", 4, self._stall),
+            ("broken transfers", 4, self._break_transfers),
+            ("full queues", 3, self._fill_queues),
+        )
+
+    @classmethod
+    def of(cls, world: World, hosts: Mapping[str, Host]) -> tuple[Kind, ...]:
+        """The kinds of fault that these hosts can have."""
+        return cls(world, hosts).kinds if all(isinstance(host, DaemonHost) for host in hosts.values()) else ()
+
+    def _pick(self) -> DaemonHost:
+        return self._hosts[self._world.rng.choice(list(self._hosts))]
+
+    def _fill_disk(self) -> Undo | None:
+        disk = self._pick().folder_disk
+        if disk.is_full:
+            return None
+        disk.is_full = True
+        return partial(setattr, disk, "is_full", False)
+
+    def _fail_fsync(self) -> Undo | None:
+        disk = self._pick().folder_disk
+        if disk.fsync_failures:
+            return None
+        disk.fsync_failures = self._world.rng.randint(1, FSYNC_FAILURES_MAX)
+        return partial(setattr, disk, "fsync_failures", 0)
+
+    def _rot(self) -> Undo | None:
+        """Bytes of a payload or state change; found when they are read. Every region but this one has it whole."""
+        here = self._pick()
+        disk = here.folder_disk
+        others = [host.folder_disk for host in self._hosts.values() if host is not here]
+        payloads = [key for key in sorted(disk.payloads) if _is_safe(others, key)]
+        states = [key for key in sorted(disk.folder) if _is_safe(others, key)]
+        if disk.damaged or not payloads + states:
+            return None
+        keys: list[RottenKey] = [*payloads, *states]
+        disk.damaged.add(self._world.rng.choice(keys))
+        return _nothing
+
+    def _stall(self) -> Undo | None:
+        host = self._pick()
+        if host.core is None:
+            return None
+        host.loop.stall(self._world.draw_ns(50 * MS, STALL_NS_MAX))
+        return _nothing
+
+    def _break_transfers(self) -> Undo | None:
+        host = self._pick()
+        host.break_chance = BREAK_CHANCE
+        return partial(setattr, host, "break_chance", 0.0)
+
+    def _fill_queues(self) -> Undo | None:
+        host = self._pick()
+        host.drop_chance = DROP_CHANCE
+        return partial(setattr, host, "drop_chance", 0.0)
+
+
+def _is_safe(others: list[FolderDisk], key: RottenKey) -> bool:
+    """The others can stand in for it: nothing of this fragment is damaged there, and they have a state of it."""
+    fragment = key[0]
+    return all(fragment in disk.states and not any(one[0] == fragment for one in disk.damaged) for disk in others)
+
+
+def _nothing() -> None:
+    pass
