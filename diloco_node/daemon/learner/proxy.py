@@ -217,7 +217,9 @@ class LearnerProxy:
         if self.status is None:
             return
         positions = list(self.status.positions)
-        positions[message.fragment] = message.position
+        if message.position.base_version >= positions[message.fragment].base_version:
+            # Else it is late, of a version before the one that the learner attached with.
+            positions[message.fragment] = message.position
         self.status = replace(self.status, positions=tuple(positions))
         if message.carry_factor < 1.0:
             self.facts.discounted_versions += 1

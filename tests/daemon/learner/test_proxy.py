@@ -236,6 +236,15 @@ def test_the_next_learner_is_not_asked_what_the_one_before_was(bench: Bench) -> 
 # ---- versions and the end --------------------------------------------------------------------------------------------
 
 
+def test_a_late_word_of_an_older_version_does_not_move_the_position_back(bench: Bench) -> None:
+    """A thread of the learner may say it when the next daemon is attached already."""
+    bench.side.attached(attach(), 3, ())
+    bench.side.applied(OfferApplied(0, 4, FragmentPosition(4, 9, 9, 900), 1.0, 0))
+    bench.side.applied(OfferApplied(0, 3, FragmentPosition(3, 7, 7, 700), 1.0, 0))
+    assert bench.side.status is not None
+    assert bench.side.status.positions[0] == FragmentPosition(4, 9, 9, 900)
+
+
 def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench) -> None:
     bench.side.attached(attach(), 1, ())
     bench.take()
