@@ -55,11 +55,16 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def abandon(self) -> None:
         """The process is dead: its tasks are closed where they stand, and nobody hears of them."""
         self._ready.clear()
-        for task in list(self._tasks):
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            work = task.get_coro()
-            assert isinstance(work, Coroutine)
-            work.close()
+        before = events._get_running_loop()
+        events._set_running_loop(self)
+        try:
+            for task in list(self._tasks):
+                task._log_destroy_pending = False  # type: ignore[attr-defined]
+                work = task.get_coro()
+                assert isinstance(work, Coroutine)
+                work.close()
+        finally:
+            events._set_running_loop(before)
         self._tasks.clear()
 
     def _turn(self) -> None:
