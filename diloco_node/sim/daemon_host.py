@@ -51,10 +51,11 @@ class LinkedLearner(FakeLearner):
     """A learner that takes versions out of the version area and says so."""
 
     def _apply(self, offer: Offer) -> None:
+        port = cast(DaemonHost, self._port)
+        port.check_lent(offer)
         super()._apply(replace(offer, theta=offer.theta.copy()))
         position = self.parts[offer.fragment].position
         applied = learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0)
-        port = cast(DaemonHost, self._port)
         if self._setup.settings.carry is CarryMode.OVERWRITE:
             # What was thrown away is booked: the counters behind it must survive a power cut.
             port.persist_counters(self.incarnation, self.step, self.tokens, partial(port.say, applied))
@@ -119,6 +120,7 @@ class DaemonHost(Host):
     Attributes:
         loop, hands, transport: of the daemon's current life.
         folder_disk: the disk, with the faults that it can have.
+        spoil_effects: plants a fault into the effects of each daemon.
         break_chance: of each transfer, to break half-way. drop_chance: of each control message, to find the queue full.
     """
 
@@ -130,6 +132,8 @@ class DaemonHost(Host):
         super().__init__(name, **given)
         self.disk = self.folder_disk = FolderDisk()
         self.break_chance = self.drop_chance = 0.0
+        self.spoil_effects: Callable[[Effects], None] = lambda _: None
+        self._lent: dict[int, tuple[int, bytes]] = {}
         self.observer = self._observer
         manifest, settings = self.setup.manifest, self.setup.settings
         up = [FragmentBlocks(fragment.piece_sizes, settings.codec_up) for fragment in manifest.fragments]
@@ -172,7 +176,7 @@ class DaemonHost(Host):
         parameters = Parameters(manifest, settings, store, pools.pool, pools.background)
         self.plane = cast(Any, RealPlane(parameters))
         self.core = self._make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
-        self.transport = FakeTransport(self)
+        self.transport = FakeTransport(self, life, self._lives)
         self._proxy = LearnerProxy(
             manifest=manifest,
             settings=settings,
@@ -197,6 +201,7 @@ class DaemonHost(Host):
             note=self._noted,
             write_final_file=lambda _: store.write_final(partial(setattr, self, "has_final", True)),
         )
+        self.spoil_effects(self.hands)
         observed = cast(RegionCore, ObservedCore(self.core, self))
         self._pump = Pump(observed, self.hands.perform, self._now_ns, on_fault=partial(self._broke, life))
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
@@ -330,7 +335,7 @@ class DaemonHost(Host):
         """The learner lays its own parameters into the version area."""
         if not life.is_over:
             for fragment, theta in enumerate(self.theta_0):
-                self._versions[self._offsets[fragment] : self._offsets[fragment + 1]] = theta
+                self._place(fragment)[:] = theta
             self.say(learner_link.InitialState())
 
     def _store_initial(self) -> None:
@@ -388,8 +393,19 @@ class DaemonHost(Host):
     def _to_learner(self, life: Life, message: learner_link.ToLearner) -> bool:
         if self.learner is None:
             return False
+        if isinstance(message, learner_link.VersionOffered):
+            self._lent[message.fragment] = (message.version, self._place(message.fragment).tobytes())
         self.world.after(LOCAL_NS, self.learner.life, self._learner_hears, self.learner, life, message)
         return True
+
+    def check_lent(self, offer: Offer) -> None:
+        """From the offer until it is applied nobody writes into its place."""
+        version, lent = self._lent.get(offer.fragment, (offer.version, b""))
+        if version == offer.version and lent != offer.theta.tobytes():
+            self.complain(f"version area: {offer.fragment}/{version} was written over before the learner took it")
+
+    def _place(self, fragment: int) -> F32:
+        return self._versions[self._offsets[fragment] : self._offsets[fragment + 1]]
 
     def _learner_hears(self, learner: FakeLearner, life: Life, message: learner_link.ToLearner) -> None:
         if life.is_over:
@@ -398,7 +414,7 @@ class DaemonHost(Host):
             case learner_link.SnapshotRequested():
                 learner.ask_snapshot(ev.TakeSnapshot(message.fragment, message.version, message.base_version))
             case learner_link.VersionOffered():
-                place: F32 = self._versions[self._offsets[message.fragment] : self._offsets[message.fragment + 1]]
+                place = self._place(message.fragment)
                 learner.offer(Offer(message.fragment, message.version, message.included_snapshot, place))
             case learner_link.Stop():
                 learner.stop(message.reason)

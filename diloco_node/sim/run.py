@@ -18,7 +18,7 @@ import numpy as np
 from diloco_node.core.events import FinishOrdered
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
-from diloco_node.sim import faults
+from diloco_node.sim import daemon_faults, faults
 from diloco_node.sim.chaos import Chaos
 from diloco_node.sim.checkers import Checkers
 from diloco_node.sim.daemon_host import DaemonHost
@@ -194,7 +194,8 @@ def simulate(
     """
     if effects not in HOSTS:
         raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")
-    planted = faults.find(fault) if fault else None
+    find = faults.find if effects == FAST else daemon_faults.find
+    planted = find(fault) if fault else None
     simulation = Simulation(seed, regions=regions, fault=planted, host_type=HOSTS[effects])
     world, checkers = simulation.world, simulation.checkers
     simulation.start()

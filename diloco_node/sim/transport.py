@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from diloco_node.core.messages import BulkHeader, Message, Payload, State
 from diloco_node.errors import LinkLost
-from diloco_node.sim.world import MS, SECOND
+from diloco_node.sim.world import MS, SECOND, Life
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, encode_begin, encode_control
 from diloco_node.wire.measure_messages import CompressibleProbe, Probe
 
 if TYPE_CHECKING:
     from diloco_node.sim.daemon_host import DaemonHost
+
+WATCH_NS = 500 * MS
+"""So long after a sender has died, or lost its end of a connection, the receiver sees that its transfer broke."""
+
+NUMBERS_PER_LIFE = 1_000_000
+"""The numbers of a daemon's transfers differ from those of the daemons before it."""
 
 RETRY_NS = 100 * MS
 """While a direction is cut and nobody has noticed, what is on the way is sent again so often."""
@@ -31,12 +37,14 @@ class OutgoingBody:
     Attributes:
         gate: done when the last byte has left, or the link is lost.
         link: which connection it is on, counted at the sender.
+        is_lost: the connection is gone.
     """
 
     header: BulkHeader
     body: memoryview
     gate: asyncio.Future[None]
     link: int
+    is_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -50,13 +58,14 @@ class Incoming:
 class FakeTransport:
     """One daemon's links."""
 
-    def __init__(self, host: DaemonHost) -> None:
+    def __init__(self, host: DaemonHost, life: Life, lives: int) -> None:
         self._host = host
+        self._life = life
         self._network = host.network
         self._world = host.world
         self._up: dict[str, int] = {}
         self._links = 0
-        self._numbers = 0
+        self._numbers = lives * NUMBERS_PER_LIFE
         self._turns: dict[tuple[str, bool], asyncio.Lock] = {}
         self._outgoing: dict[int, tuple[str, OutgoingBody]] = {}
         self._incoming: dict[tuple[str, int], Incoming] = {}
@@ -98,11 +107,22 @@ class FakeTransport:
         link.free_at_ns = start_ns + takes_ns
         wait_ns = link.free_at_ns - self._world.now_ns
         self._deliver(peer, start_ns - self._world.now_ns + link.delay_ns, transfer, "transfer_begun", number, frame)
+        life = self._network.places[peer].daemon_life
+        if life is not None:
+            self._world.after(WATCH_NS, life, self._watch, life, peer, number, transfer)
         if self._world.rng.random() < max(link.loss, self._host.break_chance):
             self._network.dropped += 1
             self._host.after(self._world.draw_ns(0, wait_ns), self._break, peer, number)
         else:
             self._host.after(wait_ns, self._sent, peer, number)
+
+    def _watch(self, life: Life, peer: str, number: int, transfer: OutgoingBody) -> None:
+        """At the receiver: whether the sender is still there."""
+        if self._life.is_over or transfer.is_lost:
+            place = cast("DaemonHost", self._network.places[peer])
+            place.transfer_ended(self._host.name, number, None)
+        elif number in self._outgoing:
+            self._world.after(WATCH_NS, life, self._watch, life, peer, number, transfer)
 
     def _sent(self, peer: str, number: int) -> None:
         """The last byte leaves, if it has not been given up."""
@@ -131,7 +151,7 @@ class FakeTransport:
 
     def _arrive(self, peer: str, transfer: OutgoingBody, what: str, args: tuple[object, ...]) -> None:
         """At the receiver, unless the connection it came on is gone; what meets a cut waits for its end."""
-        if self._host.daemon_life is None or self._up.get(peer) != transfer.link:
+        if self._life.is_over or self._up.get(peer) != transfer.link:
             return
         if self._network.links[self._host.name, peer].cuts:
             self._deliver(peer, RETRY_NS, transfer, what, *args)
@@ -167,6 +187,7 @@ class FakeTransport:
         else:
             self._up.pop(peer, None)
             for _, transfer in [one for one in self._outgoing.values() if one[0] == peer]:
+                transfer.is_lost = True
                 _open(transfer.gate, LinkLost(f"{peer}: link lost"))
             for key in sorted(key for key in self._incoming if key[0] == peer):
                 self.ended(*key, None)

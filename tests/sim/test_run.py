@@ -11,6 +11,7 @@ import pytest
 
 from diloco_node.core.merge import stripes
 from diloco_node.errors import ConfigError
+from diloco_node.sim.daemon_faults import DAEMON_FAULTS
 from diloco_node.sim.faults import FAULTS
 from diloco_node.sim.run import COMMITS_MIN, FAULTS_MIN, HOSTS, format_report, simulate
 
@@ -20,6 +21,16 @@ DAEMON_SEEDS = range(12)
 
 SEEDS_MAX = 24
 """A planted fault must be found within so many seeds."""
+
+DAEMON_SEEDS_MAX = 8
+"""These runs take twice as long."""
+
+DAEMON_SIGNS = {
+    "kept-residual": "not the sum of its members",
+    "lent-place": "written over before the learner took it",
+    "refused-write": "its disk has",
+    "uncopied-contribution": "not the sum of its members",
+}
 
 SIGNS = {
     # what a checker says of each
@@ -62,6 +73,24 @@ def test_a_planted_fault_is_found(name: str) -> None:
             assert report.command in format_report(report)
             return
     raise AssertionError(f"{name}: {FAULTS[name].breaks}; no seed below {SEEDS_MAX} finds that this is broken")
+
+
+@pytest.mark.parametrize("name", sorted(DAEMON_FAULTS))
+def test_a_fault_planted_into_the_daemons_effects_is_found(name: str) -> None:
+    for seed in range(DAEMON_SEEDS_MAX):
+        report = simulate(seed, fault=name, effects="daemon")
+        if any(DAEMON_SIGNS[name] in violation for violation in report.violations):
+            print(f"found by: {report.command}")
+            return
+    raise AssertionError(f"{name}: {DAEMON_FAULTS[name].breaks}; no seed below {DAEMON_SEEDS_MAX} finds it")
+
+
+@pytest.mark.parametrize("name", ["no-fsync", "no-payload", "arrival-order"])
+def test_a_planted_fault_is_found_around_the_daemons_effects_too(name: str) -> None:
+    for seed in range(DAEMON_SEEDS_MAX):
+        if any(SIGNS[name] in text for text in simulate(seed, fault=name, effects="daemon").violations):
+            return
+    raise AssertionError(f"{name}: no seed below {DAEMON_SEEDS_MAX} finds it")
 
 
 @pytest.mark.parametrize("seed", range(6))
