@@ -144,7 +144,7 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
-        self._replacement = DiskReplacement(self.ledger)
+        self._replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
         self._digests = DigestWatch(fragments, self._effects)
         self._next_beat_ns = now_ns

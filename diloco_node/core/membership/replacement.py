@@ -7,16 +7,17 @@ from typing import Final
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.types import DiskNamedBody
 
-REPLACED_REST_NS: Final = 10_000_000_000
-"""After a region's folder was named, the next change of the same region waits for so long. A folder is lost once in
-years; a region that tells another id each time must not fill the ledger."""
+REST_HEARTBEATS: Final = 50
+"""After a region's folder was named, the next change of the same region waits for so long: 10 s by default. A folder is
+lost once in years; a region that tells another id each time must not fill the ledger."""
 
 
 class DiskReplacement:
     """The leader's side: which change of the view is due. Asked with each heartbeat."""
 
-    def __init__(self, ledger: LedgerCore) -> None:
+    def __init__(self, ledger: LedgerCore, *, heartbeat_ns: int) -> None:
         self._ledger = ledger
+        self._rest_ns = REST_HEARTBEATS * heartbeat_ns
         self._named_at_ns: dict[str, int] = {}
         self._commit_index_before = 0
 
@@ -30,7 +31,7 @@ class DiskReplacement:
             named = disks.named(region)
             if disk == named:
                 continue
-            if now_ns - self._named_at_ns.get(region, -REPLACED_REST_NS) < REPLACED_REST_NS:
+            if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:
                 continue
             if named:
                 return DiskNamedBody(region, b"")

@@ -9,7 +9,7 @@ from diloco_node.core.events import (
     PersistLedger,
     TimerFired,
 )
-from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.election import Role, ballot_paper
 from diloco_node.core.ledger.write_gate import PENDING_MESSAGES_MAX
 from diloco_node.core.messages import (
     RequestVoteReply,
@@ -25,6 +25,7 @@ from tests.kit.ledger_kit import (
     append_entries,
     arrive,
     chain,
+    disk_of,
     sends,
     vote,
     vote_request,
@@ -130,7 +131,7 @@ def test_pre_votes_are_no_votes_and_the_other_way_round() -> None:
 
 def test_a_candidate_asks_only_when_term_and_own_vote_are_on_disk() -> None:
     core, effects = a_candidate()
-    assert writes(effects) == [PersistLedger(1, 1, "a", 0, ())]
+    assert writes(effects) == [PersistLedger(1, 1, ballot_paper("a", disk_of("a")), 0, ())]
     assert sends(effects) == []
     effects = core.handle(LedgerPersisted(1), now_ns=0)
     assert sends(effects) == [(peer, vote_request(1, False, 0, 0)) for peer in ("b", "c")]
@@ -139,7 +140,7 @@ def test_a_candidate_asks_only_when_term_and_own_vote_are_on_disk() -> None:
 def test_a_vote_is_sent_only_when_it_is_on_disk() -> None:
     core = a_core()
     effects = arrive(core, "b", vote_request(4, False, 0, 0))
-    assert writes(effects) == [PersistLedger(1, 4, "b", 0, ())]
+    assert writes(effects) == [PersistLedger(1, 4, ballot_paper("b", disk_of("b")), 0, ())]
     assert sends(effects) == []
     assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", vote(4, False, True))]
 
@@ -176,7 +177,7 @@ def test_one_vote_per_term_first_come_first_served() -> None:
 def test_a_vote_in_a_term_that_is_known_already_is_written_too() -> None:
     core = a_core(term=1)
     effects = arrive(core, "b", vote_request(1, False, 0, 0))
-    assert (writes(effects), sends(effects)) == ([PersistLedger(1, 1, "b", 0, ())], [])
+    assert (writes(effects), sends(effects)) == ([PersistLedger(1, 1, ballot_paper("b", disk_of("b")), 0, ())], [])
 
 
 def test_a_candidate_of_an_older_term_gets_no_vote() -> None:
@@ -194,7 +195,7 @@ def test_a_vote_that_comes_before_the_own_one_is_on_disk_has_to_wait_for_it() ->
 
 
 def test_the_vote_survives_a_restart() -> None:
-    core = a_core(term=1, voted_for="b")
+    core = a_core(term=1, voted_for=ballot_paper("b", disk_of("b")))
     assert sends(arrive(core, "c", vote_request(1, False, 0, 0))) == [("c", vote(1, False, False))]
     assert sends(arrive(core, "b", vote_request(1, False, 0, 0))) == [("b", vote(1, False, True))]
 

@@ -146,7 +146,7 @@ def test_a_write_under_way_of_a_forgotten_entry_acknowledges_nothing() -> None:
     old = chain(1, 1, 1)
     first = arrive(core, "b", append_entries(old, 1, 3, term=1))
     new = chain(1, 2)
-    second = arrive(core, "c", append_entries(new, 2, 2, term=2))
+    second = arrive(core, "c", append_entries(new, 2, 2, term=2), now_ns=TIMEOUT_NS)
     assert writes(second) == [PersistLedger(2, 2, "", 2, new[1:])]
     core.handle(LedgerPersisted(writes(first)[0].token), now_ns=0)
     assert core.durable_indexes == {"a": 1}
@@ -169,7 +169,7 @@ def test_what_is_committed_is_never_forgotten_whoever_asks() -> None:
     core = a_core(entries=chain(1, 1))
     arrive(core, "b", append_entries(chain(1, 1), 2, 2, term=1, commit=2))
     for term, other in ((2, append_entries(chain(2), 1, 1, term=2)), (3, append_entries(chain(1, 3), 2, 2, term=3))):
-        effects = arrive(core, "c", other)
+        effects = arrive(core, "c", other, now_ns=TIMEOUT_NS)
         assert "committed here" in alarms(effects)[0]
         assert (core.term, core.entries) == (term, chain(1, 1))
 

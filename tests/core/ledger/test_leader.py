@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from diloco_node.core.events import (
@@ -13,6 +15,8 @@ from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendEntries,
+    AppendEntriesReply,
+    Message,
 )
 from diloco_node.core.types import LeaderBody, RoundBody
 from tests.kit.ledger_kit import (
@@ -179,10 +183,10 @@ def test_an_acknowledgement_ends_the_search() -> None:
     assert message.previous_index == 150
 
 
-def test_acknowledgements_never_go_back_and_never_beyond_the_log() -> None:
+def test_acknowledgements_never_go_back() -> None:
     core, effects, now_ns = a_leader(entries=chain(1))
     write_all(core, effects, now_ns)
-    arrive(core, "b", ack(2, 1, True, 999), now_ns)
+    arrive(core, "b", ack(2, 1, True, 2), now_ns)
     assert core.durable_indexes["b"] == 2
     arrive(core, "b", ack(2, 1, True, 1), now_ns)
     assert core.durable_indexes["b"] == 2
@@ -237,17 +241,50 @@ def test_only_a_leader_proposes_and_only_what_its_disk_can_apply() -> None:
         core.propose(a_round(1), now_ns=now_ns)
 
 
-def test_a_leader_that_sees_a_newer_term_follows() -> None:
-    for message in (
-        vote_request(9, False, 0, 0),
-        vote(9, False, False),
-        ack(9, 1, False, 0),
-        append_entries(chain(9), 1, 1, term=9),
-    ):
-        core, _, now_ns = a_leader()
-        effects = arrive(core, "c", message, now_ns)
-        assert (core.role, core.term) == (Role.FOLLOWER, 9)
-        assert writes(effects)[0].term == 9
+NEWER = (
+    vote_request(9, False, 0, 0),
+    vote(9, False, False),
+    ack(9, 1, False, 0),
+    append_entries(chain(9), 1, 1, term=9),
+)
+
+
+@pytest.mark.parametrize("message", NEWER)
+def test_a_leader_without_a_majority_that_sees_a_newer_term_follows(message: Message) -> None:
+    core, _, now_ns = a_leader()
+    effects = arrive(core, "c", message, now_ns + TIMEOUT_NS)
+    assert (core.role, core.term) == (Role.FOLLOWER, 9)
+    assert writes(effects)[0].term == 9
+
+
+@pytest.mark.parametrize("message", NEWER)
+def test_a_leader_that_hears_a_majority_heeds_a_newer_term_only_of_a_follower_that_can_not_follow(
+    message: Message,
+) -> None:
+    core, _, now_ns = a_leader()
+    arrive(core, "c", message, now_ns)
+    assert core.is_leader != isinstance(message, AppendEntriesReply)
+
+
+def test_a_follower_that_claims_newer_terms_again_and_again_is_heeded_ever_less_often() -> None:
+    core, effects, now_ns = a_leader()
+    lost: list[int] = []
+    for _ in range(400):
+        now_ns += HEARTBEAT_NS
+        if core.is_leader:
+            arrive(core, "b", ack(core.term, 1, True, 0), now_ns)
+            arrive(core, "c", ack(core.term + 1, 1, False, 0), now_ns)
+            if not core.is_leader:
+                lost.append(now_ns)
+        if not core.is_leader:
+            core.handle(TimerFired(), now_ns=max(now_ns, core.wake_at_ns))
+            effects = arrive(core, "b", vote(core.term + 1, True, True), now_ns)
+            write_all(core, effects, now_ns)
+            arrive(core, "b", vote(core.term, False, True), now_ns)
+            assert core.is_leader
+    pauses = [after - before for before, after in itertools.pairwise(lost)]
+    assert len(lost) < 8, lost
+    assert pauses == sorted(pauses)
 
 
 def test_two_leaders_in_one_term_are_an_alarm() -> None:

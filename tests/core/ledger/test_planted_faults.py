@@ -12,6 +12,7 @@ from diloco_node.core.events import (
     PersistLedger,
     TimerFired,
 )
+from diloco_node.core.ledger.election import ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.types import Entry
 from tests.kit.ledger_kit import (
@@ -21,6 +22,7 @@ from tests.kit.ledger_kit import (
     append_entries,
     arrive,
     chain,
+    disk_of,
     sends,
     vote,
     vote_request,
@@ -131,7 +133,7 @@ def test_figure_8_an_old_entry_on_a_majority_is_not_committed_for_it_may_be_over
     effects = arrive(voter, "e", vote_request(5, False, 2, 3))
     assert sends(write_all(voter, effects)) == [("e", vote(5, False, True))]
     effects = arrive(voter, "e", append_entries(chain(1, 3, 5), 2, 3, term=5))
-    assert writes(effects) == [PersistLedger(2, 5, "e", 2, chain(1, 3, 5)[1:])]
+    assert writes(effects) == [PersistLedger(2, 5, ballot_paper("e", disk_of("e")), 2, chain(1, 3, 5)[1:])]
 
 
 def test_a_disk_that_answers_before_it_has_written_is_found() -> None:

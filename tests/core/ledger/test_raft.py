@@ -8,7 +8,7 @@ from diloco_node.core.events import (
     LearnerDetached,
     TimerFired,
 )
-from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.election import Role, ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
     Refused,
@@ -26,6 +26,7 @@ from tests.kit.ledger_kit import (
     append_entries,
     arrive,
     chain,
+    disk_of,
     sends,
     vote,
     vote_request,
@@ -47,6 +48,7 @@ def test_settings_that_can_not_work_are_refused() -> None:
     with pytest.raises(ValueError, match="election timeout"):
         LedgerCore(
             region="a",
+            disk=disk_of("a"),
             voters=("a",),
             heartbeat_ns=500,
             election_timeout_ns=999,
@@ -82,9 +84,9 @@ def test_who_is_offered_the_lead_by_its_leader_stands_at_once() -> None:
     core = a_core(term=1)
     arrive(core, "b", append_entries(chain(1), 1, 0, term=1))
     for peer, term in (("c", 1), ("b", 0), ("b", 2)):
-        arrive(core, peer, TimeoutNow(term))
+        arrive(core, peer, TimeoutNow(term, "a"))
         assert core.role is Role.FOLLOWER
-    effects = arrive(core, "b", TimeoutNow(1))
+    effects = arrive(core, "b", TimeoutNow(1, "a"))
     assert (core.role, core.term) == (Role.CANDIDATE, 2)
     assert sends(write_all(core, effects))[0] == ("b", vote_request(2, False, 0, 0))
 
@@ -93,7 +95,7 @@ def test_a_leader_that_stops_hands_over_to_who_has_most() -> None:
     core, effects, now_ns = a_leader()
     write_all(core, effects, now_ns)
     arrive(core, "c", ack(1, 2, True, 1), now_ns)
-    assert sends(core.hand_over(now_ns=now_ns)) == [("c", TimeoutNow(1))]
+    assert sends(core.hand_over(now_ns=now_ns)) == [(peer, TimeoutNow(1, "c")) for peer in ("b", "c")]
 
 
 def test_a_leader_does_not_hand_over_to_who_is_silent() -> None:
@@ -101,7 +103,7 @@ def test_a_leader_does_not_hand_over_to_who_is_silent() -> None:
     write_all(core, effects, now_ns)
     arrive(core, "c", ack(1, 2, True, 1), now_ns)
     arrive(core, "b", ack(1, 1, True, 0), now_ns + TIMEOUT_NS)
-    assert sends(core.hand_over(now_ns=now_ns + TIMEOUT_NS)) == [("b", TimeoutNow(1))]
+    assert sends(core.hand_over(now_ns=now_ns + TIMEOUT_NS)) == [(peer, TimeoutNow(1, "b")) for peer in ("b", "c")]
 
 
 def test_after_handing_over_a_voter_never_stands_again_but_votes() -> None:
@@ -110,9 +112,9 @@ def test_after_handing_over_a_voter_never_stands_again_but_votes() -> None:
     assert core.handle(TimerFired(), now_ns=core.wake_at_ns) == []
     assert core.role is Role.FOLLOWER
     arrive(core, "b", append_entries(chain(1), 1, 0, term=1))
-    arrive(core, "b", TimeoutNow(1))
+    arrive(core, "b", TimeoutNow(1, "a"))
     assert core.role is Role.FOLLOWER
-    assert writes(arrive(core, "c", vote_request(2, False, 0, 0)))[0].voted_for == "c"
+    assert writes(arrive(core, "c", vote_request(2, False, 0, 0)))[0].voted_for == ballot_paper("c", disk_of("c"))
 
 
 def test_a_hand_over_takes_a_few_delays_and_no_timeout() -> None:
