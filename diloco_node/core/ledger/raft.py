@@ -226,8 +226,8 @@ class LedgerCore:
         needed = majority_of(len(self._voters))
         if self.disks.has_view and not self.disks.counts(self._region, self._disk):
             return f"its folder is not the one that the ledger names: it catches up from {self.leader or 'nobody yet'}"
-        if not self.disks.has_view and self.role in (Role.ASKING, Role.CANDIDATE):
-            silent = [name for name in self._voters if name not in self._election.granted]
+        if not self.disks.has_view and not self.leader:
+            silent = [name for name in self._peers if name not in self._election.granted]
             return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"
         if self.is_leader:
             state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
