@@ -19,7 +19,7 @@ from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.stripes import MergedPart, is_contiguous
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import LedgerLost, StorageError
+from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
 
@@ -126,7 +126,7 @@ class DiskEffects:
         while True:
             try:
                 written = await in_thread(executor, write)
-            except LedgerLost:
+            except (LedgerLost, LedgerGone):
                 raise  # the daemon ends with it
             except StorageError as error:
                 if tries % STORAGE_RETRIES_SILENT == 0:
