@@ -164,7 +164,8 @@ class Checkers:
             self.violate(f"chain: entry {entry.index} at {host.name} does not follow the committed history")
         self.history.append(entry)
         holders = [name for name in sorted(self.hosts) if _holds(self.hosts[name].disk, entry)]
-        if 2 * len(holders) <= len(self._setup.regions):
+        held = [name for name in sorted(self.hosts) if self.hosts[name].disk.held(entry)]
+        if 2 * len(held) <= len(self._setup.regions):
             self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
         body = entry.body
         if isinstance(body, GenesisBody):
@@ -176,7 +177,7 @@ class Checkers:
             for name in holders:
                 self._check_producible(self.hosts[name], entry.index, "commit")
             self.oracle.round_committed(body)
-        counters = {name: self.hosts[name].disk.counters for name in self.hosts}
+        counters = {name: self.hosts[name].disk.all_counters for name in self.hosts}
         self.audit.committed(body, counters)
 
     def _send(self, host: Host, effect: ev.Send) -> None:

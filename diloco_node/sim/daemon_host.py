@@ -21,7 +21,7 @@ from diloco_node.codec.digest import fragment_digest
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import CarryMode
+from diloco_node.core.types import DISK_ID_BYTES, CarryMode
 from diloco_node.daemon.effects import Effects, build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
@@ -130,7 +130,7 @@ class DaemonHost(Host):
 
     def __init__(self, name: str, **given: Any) -> None:
         super().__init__(name, **given)
-        self.disk = self.folder_disk = FolderDisk()
+        self.disk = self.folder_disk = FolderDisk(id=self.disk.id)
         self.break_chance = self.drop_chance = 0.0
         self.spoil_effects: Callable[[Effects], None] = lambda _: None
         self._lent: dict[int, tuple[int, bytes]] = {}
@@ -144,6 +144,7 @@ class DaemonHost(Host):
         self._contributions = np.frombuffer(
             self._area(learner_link.CONTRIBUTION_AREA, self._contribution_offsets[-1]), np.uint8
         )
+        self._unwelcome: FakeLearner | None = None
         self._pump: Pump
         self._proxy: LearnerProxy
 
@@ -161,6 +162,7 @@ class DaemonHost(Host):
             return
         self._lives += 1
         self._life = life = Life()
+        self._unwelcome = None
         manifest, settings = self.setup.manifest, self.setup.settings
         time = DiskTime()
         # What of a loop the daemon does not use is not there.
@@ -217,6 +219,13 @@ class DaemonHost(Host):
         if loop is not None:
             loop.abandon()
 
+    def lose_disk(self) -> None:
+        """The machine is lost with everything on it; the next daemon finds an empty folder."""
+        self.kill_daemon(is_power_cut=True)
+        self.kill_learner(is_power_cut=True)
+        self.disk = self.folder_disk = FolderDisk(id=self.world.rng.randbytes(DISK_ID_BYTES), lost=self.folder_disk)
+        self.has_final = False
+
     def stop_daemon(self) -> None:
         """See Host."""
         if self._life is not None:
@@ -267,6 +276,9 @@ class DaemonHost(Host):
         elif isinstance(event, ev.DigestComputed):
             self.world.note(self.name, f"version {event.fragment}/{event.version}", event.digest)
         self._pump.post(event)
+        if self._unwelcome is not None and self.core.may_allot_incarnation:
+            learner, self._unwelcome = self._unwelcome, None
+            self._welcome(learner)
 
     def frame_arrived(self, peer: str, frame: bytes) -> None:
         """An encoded control message."""
@@ -293,9 +305,20 @@ class DaemonHost(Host):
 
     # ---- the learner -------------------------------------------------------------------------------------------------
 
-    def make_learner(self, incarnation: int) -> FakeLearner:
-        """See Host."""
-        return LinkedLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
+    def start_learner(self) -> None:
+        """A new process, which is told by the daemon which incarnation it is."""
+        if self.learner is not None:
+            return
+        self.learner = LinkedLearner(
+            self.world, self.setup, self, region=self.name, incarnation=learner_link.NEW_PROCESS, pool=self._pool
+        )
+        self.world.note(self.name, "learner started", b"learner")
+        self._attach_learner()
+
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
+        """See LearnerPort. A process that was not welcomed has no counters."""
+        if incarnation != learner_link.NEW_PROCESS:
+            super().persist_counters(incarnation, steps, tokens, done)
 
     def _attach_learner(self) -> None:
         if self.learner is not None and self._life is not None:
@@ -308,6 +331,13 @@ class DaemonHost(Host):
         """As `daemon.node` welcomes a learner, with counters that are in memory."""
         if learner is not self.learner:
             return
+        if learner.incarnation == learner_link.NEW_PROCESS:
+            if not self.core.may_allot_incarnation:
+                self._unwelcome = learner
+                return
+            newest = max(max(self.disk.counters, default=0), self.core.history.incarnation(self.name))
+            learner.incarnation = newest + 1
+            self.disk.counters[learner.incarnation] = (0, 0)
         current = learner.incarnation
         before = tuple(
             (number, *self.disk.counters[number]) for number in sorted(self.disk.counters) if number < current
@@ -368,6 +398,8 @@ class DaemonHost(Host):
     def tell_daemon(self, event: ev.Event) -> None:
         """What the fake learner says to its daemon, in the words of the link."""
         match event:
+            case ev.LearnerReported(status=status) if status.incarnation == learner_link.NEW_PROCESS:
+                return
             case ev.LearnerReported(status=status) if status.finished:
                 self.say(learner_link.Done(status.step, status.tokens, None, None, 0))
             case ev.LearnerReported(status=status):

@@ -60,6 +60,7 @@ class Disk:
         votes: every vote that ever was durable, by term; no daemon reads it.
         id: of the folder, random; a lost one comes back with another.
         keeps_vote: False plants a fault: the vote never reaches the disk.
+        lost: the disk that was in its place before, and was lost with everything on it.
         rotten: payloads and states that were durable, and gone since their bytes changed: nobody is to blame.
     """
 
@@ -74,7 +75,19 @@ class Disk:
     votes: dict[int, str] = field(default_factory=dict)
     id: bytes = bytes(DISK_ID_BYTES)
     keeps_vote: bool = True
+    lost: Disk | None = None
     rotten: set[RottenKey] = field(default_factory=set)
+
+    @property
+    def all_counters(self) -> dict[int, tuple[int, int]]:
+        """Also those that were lost with the disks before."""
+        return {**self.lost.all_counters, **self.counters} if self.lost is not None else self.counters
+
+    def held(self, entry: Entry) -> bool:
+        """Whether the entry is on this disk, or was on one that was lost: what it acknowledged counted."""
+        if len(self.entries) >= entry.index and self.entries[entry.index - 1].hash == entry.hash:
+            return True
+        return self.lost is not None and self.lost.held(entry)
 
     def fsync_ledger(self) -> None:
         """The oldest ledger write becomes durable."""

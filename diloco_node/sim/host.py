@@ -197,7 +197,7 @@ class Host:
         learner.life.is_over = True
         if is_power_cut:
             self.contribution_area.clear()
-        else:
+        elif learner.incarnation:
             self.disk.counters[learner.incarnation] = (learner.step, learner.tokens)
         self.world.note(self.name, "learner died", b"learner-kill")
         self.tell_daemon(ev.LearnerDetached())

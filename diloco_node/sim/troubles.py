@@ -6,10 +6,12 @@ disk refuses, or a link loses, comes through when it is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
+from diloco_node.core.types import DiskNamedBody, Entry, GenesisBody
+from diloco_node.sim import view
 from diloco_node.sim.daemon_host import DaemonHost
 from diloco_node.sim.disk import RottenKey
 from diloco_node.sim.host import Host
@@ -22,6 +24,9 @@ STALL_NS_MAX = 4 * SECOND
 FSYNC_FAILURES_MAX = 6
 BREAK_CHANCE = 0.5
 DROP_CHANCE = 0.6
+
+MAJORITY_NEEDS = 3
+"""Of fewer regions none may lose its folder."""
 
 Undo = Callable[[], None]
 Kind = tuple[str, int, Callable[[], Undo | None]]
@@ -38,6 +43,7 @@ class Troubles:
             ("disk full", 3, self._fill_disk),
             ("fsync fails", 4, self._fail_fsync),
             ("rot", 4, self._rot),
+            ("disk lost", 3, self._lose_disk),
             ("loop stalled", 4, self._stall),
             ("broken transfers", 4, self._break_transfers),
             ("full queues", 3, self._fill_queues),
@@ -78,6 +84,25 @@ class Troubles:
         disk.damaged.add(self._world.rng.choice(keys))
         return _nothing
 
+    def _lose_disk(self) -> Undo | None:
+        """One folder at a time: all the others hold what is committed, and every region's present folder is named."""
+        hosts = list(self._hosts.values())
+        if len(hosts) < MAJORITY_NEEDS or any(host.core is None for host in hosts):
+            return None
+        last = max((view.cluster_commit_index(host.core), host.name) for host in hosts)
+        entries = view.ledger(self._hosts[last[1]].core).entries[: last[0]]
+        named = _named_disks(entries)
+        if any(named.get(host.name) != host.disk.id or not _holds_all(host, entries) for host in hosts):
+            return None
+        host = self._pick()
+        host.lose_disk()
+
+        def start() -> None:
+            host.start_daemon()
+            host.start_learner()
+
+        return start
+
     def _stall(self) -> Undo | None:
         host = self._pick()
         if host.core is None:
@@ -100,6 +125,21 @@ def _is_safe(others: list[FolderDisk], key: RottenKey) -> bool:
     """The others can stand in for it: nothing of this fragment is damaged there, and they have a state of it."""
     fragment = key[0]
     return all(fragment in disk.states and not any(one[0] == fragment for one in disk.damaged) for disk in others)
+
+
+def _named_disks(entries: Sequence[Entry]) -> dict[str, bytes]:
+    named: dict[str, bytes] = {}
+    for entry in entries:
+        if isinstance(entry.body, GenesisBody):
+            named.update(zip(entry.body.regions, entry.body.disks, strict=True))
+        elif isinstance(entry.body, DiskNamedBody):
+            named[entry.body.region] = entry.body.disk
+    return named
+
+
+def _holds_all(host: DaemonHost, entries: Sequence[Entry]) -> bool:
+    held = host.disk.entries
+    return len(held) >= len(entries) and (not entries or held[len(entries) - 1].hash == entries[-1].hash)
 
 
 def _nothing() -> None:
