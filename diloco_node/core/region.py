@@ -19,7 +19,7 @@ from diloco_node.core.events import Effect, Event
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
-from diloco_node.core.membership.replacement import DiskReplacement
+from diloco_node.core.membership.replacement import DiskReplacement, incarnation_min
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.recovery.digest_watch import DigestWatch
@@ -220,6 +220,11 @@ class RegionCore:
     def may_allot_incarnation(self) -> bool:
         """Whether this region's folder knows which incarnations of its learner there were; see `is_own_disk_sound`."""
         return self.ledger.is_own_disk_sound
+
+    @property
+    def incarnation_min(self) -> int:
+        """The least number for a new life of this region's learner, whatever lives its folder knows of."""
+        return incarnation_min(self.history.incarnation(self._region), self.ledger.disks.replaced(self._region))
 
     @property
     def wants_initial_state(self) -> bool:

@@ -299,7 +299,7 @@ class Node:
         try:
             incarnation = attach.incarnation
             if incarnation == learner_link.NEW_PROCESS:
-                incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=self.known_incarnation + 1)
+                incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=self.core.incarnation_min)
             before = tuple(one for one in read_trained(self._spec.state_dir) if one.incarnation < incarnation)
         except StorageError as error:
             self._note(ev.Note("disk", f"no counters for a new learner: {error}", is_alarm=True))

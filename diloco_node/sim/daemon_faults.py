@@ -10,7 +10,7 @@ from diloco_node.core.types import Ballot, Codec
 from diloco_node.daemon.effects import Effects
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.errors import StorageError
-from diloco_node.numeric import F32, U8
+from diloco_node.numeric import F32
 from diloco_node.sim import faults
 from diloco_node.sim.daemon_host import DaemonHost
 from diloco_node.sim.faults import MIN_DEADLINE_NS, Fault
@@ -39,22 +39,6 @@ def _with_residuals(setup: Setup) -> Setup:
         setup.settings, error_feedback=True, codec_down=Codec.BF16, ballot_deadline_min_ns=MIN_DEADLINE_NS
     )
     return replace(setup, settings=settings)
-
-
-class _Uncopied:
-    """The learner's own memory, which says of itself that it is a copy."""
-
-    def __init__(self, bytes_there: U8) -> None:
-        self._there = bytes_there
-
-    def copy(self) -> U8:
-        return self._there
-
-
-def _send_uncopied(hands: Effects) -> None:
-    learner: Any = hands.learner
-    there = learner.contribution_bytes
-    learner.contribution_bytes = lambda *place: _Uncopied(there(*place))
 
 
 class _Lavish:
@@ -107,11 +91,6 @@ DAEMON_FAULTS: dict[str, Fault] = {
             "the residual of an abandoned ballot is dropped",
             plant=_spoil(_keep_any_residual),
             adapt=_with_residuals,
-        ),
-        Fault(
-            "uncopied-contribution",
-            "a contribution is copied before the learner may write over it",
-            plant=_spoil(_send_uncopied),
         ),
         Fault(
             "lent-place",

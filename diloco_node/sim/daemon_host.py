@@ -335,8 +335,7 @@ class DaemonHost(Host):
             if not self.core.may_allot_incarnation:
                 self._unwelcome = learner
                 return
-            newest = max(max(self.disk.counters, default=0), self.core.history.incarnation(self.name))
-            learner.incarnation = newest + 1
+            learner.incarnation = max(max(self.disk.counters, default=0) + 1, self.core.incarnation_min)
             self.disk.counters[learner.incarnation] = (0, 0)
         current = learner.incarnation
         before = tuple(

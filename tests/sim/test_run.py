@@ -29,7 +29,6 @@ DAEMON_SIGNS = {
     "kept-residual": "not the sum of its members",
     "lent-place": "written over before the learner took it",
     "refused-write": "its disk has",
-    "uncopied-contribution": "not the sum of its members",
 }
 
 SIGNS = {

@@ -18,6 +18,7 @@ size of the majority, so that two majorities always meet in a folder that has lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Final
 
 from diloco_node.core.types import DiskNamedBody, Entry, GenesisBody
@@ -60,6 +61,12 @@ class DiskView:
     def counts(self, region: str, disk: bytes) -> bool:
         """Whether this folder is the one of its region that counts."""
         return disk != NO_DISK and self.named(region) == disk
+
+    def replaced(self, region: str) -> int:
+        """How often the log has named another folder of the region, in place of one that was lost."""
+        ids = [view.get(region, NO_DISK) for view in (self._base, *(view for _, view in self._changes))]
+        named = [disk for disk in ids if disk != NO_DISK]
+        return sum(before != after for before, after in pairwise(named))
 
     def follow(self, entries: Iterable[Entry]) -> None:
         """Take the entries that were added to the log."""

@@ -11,6 +11,21 @@ REST_HEARTBEATS: Final = 50
 """After a region's folder was named, the next change of the same region waits for so long: 10 s by default. A folder is
 lost once in years; a region that tells another id each time must not fill the ledger."""
 
+LIVES_UNKNOWN_MAX: Final = 1000
+"""Lives that a learner may have had in one folder without an entry that names any of them."""
+
+
+def incarnation_min(known: int, replaced: int) -> int:
+    """The least number for a new life of a region's learner, whatever lives the region's folder knows of.
+
+    A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what those
+    lives contributed. So each folder begins well above what the ledger knows.
+
+    Args:
+        known: the newest life in the ledger, -1 if there is none. replaced: how often another folder was named.
+    """
+    return known + 1 + LIVES_UNKNOWN_MAX * replaced
+
 
 class DiskReplacement:
     """The leader's side: which change of the view is due. Asked with each heartbeat."""

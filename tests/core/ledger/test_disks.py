@@ -10,7 +10,7 @@ from diloco_node.core.events import TimerFired
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import TERM_STEP_MAX, Role
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.membership.replacement import REST_HEARTBEATS
+from diloco_node.core.membership.replacement import REST_HEARTBEATS, incarnation_min
 from diloco_node.core.messages import AppendEntriesReply, RequestVoteReply
 from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, GenesisBody
 from tests.kit.ledger_kit import (
@@ -58,6 +58,7 @@ def test_the_view_follows_the_log_and_goes_back_with_it() -> None:
     view.follow(log)
     assert (view.last_change_index, view.named("b")) == (4, OTHER)
     assert view.counts("a", disk_of("a"))
+    assert (view.replaced("a"), view.replaced("b")) == (0, 1)
     view.truncated(4)
     assert view.named("b") == b""
     assert not view.counts("b", b""), "no folder is not a folder"
@@ -295,3 +296,10 @@ def test_changes_of_one_region_are_told_apart_by_a_rest() -> None:
     changes = sum(isinstance(entry.body, DiskNamedBody) for entry in network.truth)
     rests = 60 * TIMEOUT_NS / (REST_HEARTBEATS * HEARTBEAT_NS)
     assert 1 <= changes <= 2 * (rests + 1), "each folder takes two entries"
+
+
+def test_each_folder_hands_out_numbers_of_lives_that_none_before_it_has() -> None:
+    """The first folder's third life contributed, and no entry says so: its bytes are in other regions' memory."""
+    assert incarnation_min(-1, 0) == 0
+    assert incarnation_min(-1, 1) > 3
+    assert incarnation_min(7, 2) > incarnation_min(7, 1) + 3
