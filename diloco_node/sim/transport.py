@@ -37,7 +37,7 @@ class OutgoingBody:
     Attributes:
         gate: done when the last byte has left, or the link is lost.
         link: which connection it is on, counted at the sender.
-        is_lost: the connection is gone.
+        is_lost: the connection is gone. has_begun: its beginning has reached the receiver, so its end may.
     """
 
     header: BulkHeader
@@ -45,6 +45,7 @@ class OutgoingBody:
     gate: asyncio.Future[None]
     link: int
     is_lost: bool = False
+    has_begun: bool = False
 
 
 @dataclass(slots=True)
@@ -150,12 +151,14 @@ class FakeTransport:
             self._world.after(delay_ns, life, self._arrive, peer, transfer, what, args)
 
     def _arrive(self, peer: str, transfer: OutgoingBody, what: str, args: tuple[object, ...]) -> None:
-        """At the receiver, unless the connection it came on is gone; what meets a cut waits for its end."""
+        """At the receiver, unless the connection it came on is gone; what meets a cut, or overtakes, waits."""
         if self._life.is_over or self._up.get(peer) != transfer.link:
             return
-        if self._network.links[self._host.name, peer].cuts:
+        is_early = what == "transfer_ended" and not transfer.has_begun
+        if self._network.links[self._host.name, peer].cuts or is_early:
             self._deliver(peer, RETRY_NS, transfer, what, *args)
             return
+        transfer.has_begun = True
         getattr(self._network.places[peer], what)(self._host.name, *args)
 
     # ---- the receiving half; all on the loop -------------------------------------------------------------------------

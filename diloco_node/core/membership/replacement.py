@@ -18,8 +18,8 @@ LIVES_UNKNOWN_MAX: Final = 1000
 def incarnation_min(known: int, replaced: int) -> int:
     """The least number for a new life of a region's learner, whatever lives the region's folder knows of.
 
-    A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what those
-    lives contributed. So each folder begins well above what the ledger knows.
+    A folder that was lost may have handed out numbers that no entry names yet, while other regions still hold what
+    those lives contributed. So each folder begins well above what the ledger knows.
 
     Args:
         known: the newest life in the ledger, -1 if there is none. replaced: how often another folder was named.
