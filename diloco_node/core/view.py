@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.messages import LeftOut
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
@@ -80,6 +81,7 @@ class RegionView:
         committed_versions: per fragment, by the ledger. versions: per fragment, applied here; -1: none yet.
         digests: per fragment (version, first bytes of the digest) of the last one computed here.
         learner: this region's learner.
+        left_out: whom the leader leaves out of its ballots for a while, in which part, and why.
         waiting: why no (further) round is open, or what this region waits for; in words.
         fetching: (fragment, version, peer).
         rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
@@ -103,6 +105,7 @@ class RegionView:
     rounds: tuple[RoundView, ...]
     peers: tuple[PeerView, ...]
     participation: tuple[ParticipationView, ...]
+    left_out: tuple[LeftOut, ...]
     waiting: str
     fetching: tuple[tuple[int, int, str], ...]
     rounds_committed: int
