@@ -142,10 +142,11 @@ class BallotClock:
 
         Args:
             usual: what a ballot with these members is given; never more than that.
-            doublings: how often the region was tried in vain. Who is slow and not broken gets there in the end.
+            doublings: how often the region was tried in vain; the time doubles with every second one, as the pause does
+                with each. Who is slow and not broken gets there in the end.
         """
         shortest_ns = max(PROBE_HEARTBEATS * self._settings.heartbeat_ns, PROBE_MARGIN * self._usual_ns(fragment))
-        duration_ns = min(usual.duration_ns, shortest_ns << doublings)
+        duration_ns = min(usual.duration_ns, shortest_ns << doublings // 2)
         return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who was left out, of {usual.derivation}")
 
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
