@@ -478,7 +478,6 @@ class RegionCore:
             rounds=round_views(self.leader, self.participant),
             peers=peer_views(self.liveness, now_ns=now_ns),
             participation=self._participation.view(),
-            left_out=self.leader.left_out if self.leader.is_acting else self.participant.left_out,
             waiting=self.leader.reason if self.leader.is_acting else ledger.reason,
             fetching=self._fetches.in_flight(),
             rounds_committed=history.rounds_committed,
@@ -487,4 +486,5 @@ class RegionCore:
             is_ending=self.leader.is_ending,
             finished="" if history.finished is None else history.finished.reason,
             is_final=self._is_final,
+            left_out=self.leader.left_out if self.leader.is_acting else self.participant.left_out,
         )

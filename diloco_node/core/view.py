@@ -81,13 +81,13 @@ class RegionView:
         committed_versions: per fragment, by the ledger. versions: per fragment, applied here; -1: none yet.
         digests: per fragment (version, first bytes of the digest) of the last one computed here.
         learner: this region's learner.
-        left_out: whom the leader leaves out of its ballots for a while, in which part, and why.
         waiting: why no (further) round is open, or what this region waits for; in words.
         fetching: (fragment, version, peer).
         rounds_committed, tokens_merged: since genesis; tokens are the mean over the fragments.
         digest_differences: alarms about unequal bytes at equal versions; must be 0.
         is_ending: last rounds are being held. finished: the reason, once the run's end is committed, else empty.
         is_final: every fragment is at its final version and written.
+        left_out: whom the leader leaves out of its ballots for a while, in which part, and why.
     """
 
     region: str
@@ -105,7 +105,6 @@ class RegionView:
     rounds: tuple[RoundView, ...]
     peers: tuple[PeerView, ...]
     participation: tuple[ParticipationView, ...]
-    left_out: tuple[LeftOut, ...]
     waiting: str
     fetching: tuple[tuple[int, int, str], ...]
     rounds_committed: int
@@ -114,6 +113,7 @@ class RegionView:
     is_ending: bool
     finished: str
     is_final: bool
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class Participation:

@@ -10,7 +10,7 @@ from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.plausible import is_plausible_incarnation
-from diloco_node.core.rounds.suspicion import Part, SuspicionBook
+from diloco_node.core.rounds.suspicion import BallotPart, SuspicionBook
 from diloco_node.core.types import LearnerStatus
 
 STALLED_STEPS: Final = 8
@@ -200,14 +200,14 @@ class Eligibility:
         Args:
             probed: the region that is tried again, if its pause is over.
         """
-        reducers = self._book.held_back(Part.REDUCER, probed=probed, now_ns=now_ns)
+        reducers = self._book.held_back(BallotPart.REDUCER, probed=probed, now_ns=now_ns)
         return assess_reachability(
             self._region,
             self._regions,
             self._liveness,
             now_ns=now_ns,
             excluded={*excluded, *reducers},
-            left_out=self._book.held_back(Part.MEMBER, probed=probed, now_ns=now_ns),
+            left_out=self._book.held_back(BallotPart.MEMBER, probed=probed, now_ns=now_ns),
         )
 
     def members(

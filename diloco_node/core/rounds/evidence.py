@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from diloco_node.core.rounds.open_round import OpenRound, Questioned, is_same_norm
-from diloco_node.core.rounds.suspicion import Blame, Part
+from diloco_node.core.rounds.suspicion import BallotPart, Blame
 
 Pair = tuple[str, str]
 """(who gives, who takes)."""
@@ -69,7 +69,7 @@ def late_parts(one: OpenRound) -> Findings:
     """Whose part is missing when the deadline of a ballot has passed."""
     if one.decision is None:
         missing = one.missing_members()
-        return Findings(tuple(Blame(name, Part.MEMBER, "its contribution did not come") for name in missing))
+        return Findings(tuple(Blame(name, BallotPart.MEMBER, "its contribution did not come") for name in missing))
     if not one.is_merged:
         return Findings(tuple(sorted(_late_stripes(one), key=lambda blame: (blame.region, blame.part))))
     return _late_payload(one)
@@ -90,18 +90,18 @@ def _late_stripes(one: OpenRound) -> list[Blame]:
     blames = []
     for name, at in found.givers.items():
         reason = f"its contribution did not reach {', '.join(at)}"
-        blames.append(Blame(name, Part.MEMBER, reason))
+        blames.append(Blame(name, BallotPart.MEMBER, reason))
         if name in one.reducers:
             # What it merges would not reach anybody either.
-            blames.append(Blame(name, Part.REDUCER, reason))
+            blames.append(Blame(name, BallotPart.REDUCER, reason))
     lacking = found.takers | {
         reducer: sorted(member for member, at in found.rest if at == reducer) for _, reducer in sorted(found.rest)
     }
     for name, of in lacking.items():
-        blames.append(Blame(name, Part.REDUCER, f"contributions of {', '.join(of)} did not reach it"))
+        blames.append(Blame(name, BallotPart.REDUCER, f"contributions of {', '.join(of)} did not reach it"))
     for name in late:
         if name not in lacking and not any(reducer == name for _, reducer in pairs):
-            blames.append(Blame(name, Part.REDUCER, "it has all contributions and did not merge them"))
+            blames.append(Blame(name, BallotPart.REDUCER, "it has all contributions and did not merge them"))
     return blames
 
 
@@ -122,7 +122,7 @@ def _late_payload(one: OpenRound) -> Findings:
     blames = []
     for reducer, at in sorted(lacking.items()):
         reason = f"its merged stripe did not reach {', '.join(at)}"
-        blames.append(_disputed(one, reducer, len(observers - {reducer})) or Blame(reducer, Part.REDUCER, reason))
+        blames.append(_disputed(one, reducer, len(observers - {reducer})) or Blame(reducer, BallotPart.REDUCER, reason))
     return Findings(tuple(blames), frozenset(found.givers))
 
 
@@ -141,7 +141,7 @@ def _disputed(one: OpenRound, reducer: str, others: int) -> Blame | None:
     if 2 * len(against) <= others:
         return None
     reason = f"it told another digest of its merged stripe than {', '.join(against)} got from it"
-    return Blame(reducer, Part.REDUCER, reason, is_proved=True)
+    return Blame(reducer, BallotPart.REDUCER, reason, is_proved=True)
 
 
 def differing_norms(before: Questioned, one: OpenRound) -> set[Pair]:
@@ -178,8 +178,8 @@ def blame_norms(pairs: Collection[Pair], disputes: Mapping[str, Collection[str]]
         is_member = reducers > members or (reducers == members and set(disputes.get(member, ())) - {reducer})
         if is_member:
             reason = "reducers got other bytes of its contribution than the leader"
-            blames[member, Part.MEMBER] = Blame(member, Part.MEMBER, reason, is_proved=True)
+            blames[member, BallotPart.MEMBER] = Blame(member, BallotPart.MEMBER, reason, is_proved=True)
         else:
             reason = "the norms that it reports are not those which the leader finds"
-            blames[reducer, Part.REDUCER] = Blame(reducer, Part.REDUCER, reason, is_proved=True)
+            blames[reducer, BallotPart.REDUCER] = Blame(reducer, BallotPart.REDUCER, reason, is_proved=True)
     return tuple(blames[key] for key in sorted(blames))

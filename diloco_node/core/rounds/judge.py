@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.rounds.evidence import Pair, blame_norms, differing_norms, disputed_reducers, late_parts
 from diloco_node.core.rounds.open_round import OpenRound, Questioned
-from diloco_node.core.rounds.suspicion import Blame, Part, SuspicionBook
+from diloco_node.core.rounds.suspicion import BallotPart, Blame, SuspicionBook
 from diloco_node.numeric import NS_PER_S
 
 
@@ -51,7 +51,7 @@ class Judge:
     def renamed(self, one: OpenRound, *, now_ns: int) -> str:
         """Members that gave their contribution another name: it never arrives whole. Why, in words."""
         reason = "it gave its contribution another name in the same round"
-        blames = [Blame(name, Part.MEMBER, reason, is_proved=True) for name in sorted(one.renamed)]
+        blames = [Blame(name, BallotPart.MEMBER, reason, is_proved=True) for name in sorted(one.renamed)]
         one.renamed.clear()
         self._blame_all(one, blames, now_ns=now_ns)
         return _listed(blames)
@@ -72,7 +72,7 @@ class Judge:
             one.questioned = Questioned(one.stripes, reports, one.decision.contributions)
             self._note(one, f"norms of {', '.join(mismatched)} do not add up: the leader reduces all stripes itself")
             return ""
-        blames = [Blame(name, Part.MEMBER, fault, is_proved=True) for name in mismatched]
+        blames = [Blame(name, BallotPart.MEMBER, fault, is_proved=True) for name in mismatched]
         self._blame_all(one, blames, now_ns=now_ns)
         return _listed(blames)
 
@@ -92,8 +92,8 @@ class Judge:
     def committed(self, one: OpenRound) -> None:
         """A ballot led to a commit: each of its members and reducers did its part."""
         assert one.decision is not None
-        members = [(offered.learner, Part.MEMBER) for offered in one.decision.contributions]
-        for name, part in [*members, *((name, Part.REDUCER) for name in one.reducers)]:
+        members = [(offered.learner, BallotPart.MEMBER) for offered in one.decision.contributions]
+        for name, part in [*members, *((name, BallotPart.REDUCER) for name in one.reducers)]:
             if self.book.did(name, part):
                 self._effects.note("suspects", f"{name} takes part as {part} again")
 
@@ -103,9 +103,9 @@ class Judge:
 
     def tried_parts(
         self, probed: str, members: Collection[str], reducers: Collection[str], *, now_ns: int
-    ) -> tuple[tuple[str, Part], ...]:
+    ) -> tuple[tuple[str, BallotPart], ...]:
         """In which parts that it was left out of a region takes part in a new ballot."""
-        chosen = {Part.MEMBER: members, Part.REDUCER: reducers}
+        chosen = {BallotPart.MEMBER: members, BallotPart.REDUCER: reducers}
         return tuple(
             (probed, part)
             for part, names in chosen.items()
@@ -118,7 +118,7 @@ class Judge:
 
     def _blame_all(self, one: OpenRound, blames: Sequence[Blame], *, now_ns: int) -> None:
         for blame in blames:
-            if blame.part is Part.REDUCER:
+            if blame.part is BallotPart.REDUCER:
                 one.excluded.add(blame.region)
             else:
                 one.rejected[blame.region] = blame.reason

@@ -10,7 +10,7 @@ from typing import Final
 from diloco_node.core.merge.outliers import Clips
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported
-from diloco_node.core.rounds.suspicion import Part
+from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 NORM_TOLERANCE: Final = 1e-3
@@ -99,7 +99,7 @@ class OpenRound:
     holders: dict[str, bytes] = field(default_factory=dict)
     received_merged: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
     questioned: Questioned | None = None
-    tried: tuple[tuple[str, Part], ...] = ()
+    tried: tuple[tuple[str, BallotPart], ...] = ()
     renamed: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
     excluded: set[str] = field(default_factory=set)

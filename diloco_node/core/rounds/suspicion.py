@@ -33,7 +33,7 @@ REASON_SHOWN_MAX: Final = 160
 """What a ballot says of those that are left out stays short."""
 
 
-class Part(StrEnum):
+class BallotPart(StrEnum):
     """What a region does in a ballot."""
 
     MEMBER = "member"
@@ -50,7 +50,7 @@ class Blame:
     """
 
     region: str
-    part: Part
+    part: BallotPart
     reason: str
     is_proved: bool = False
 
@@ -83,7 +83,7 @@ class SuspicionBook:
 
     def __init__(self, *, ballot_ns: int) -> None:
         self._pause_ns = PAUSE_BALLOTS * ballot_ns
-        self._suspects: dict[tuple[str, Part], _Suspect] = {}
+        self._suspects: dict[tuple[str, BallotPart], _Suspect] = {}
 
     def blame(self, blame: Blame, *, opened_at_ns: int, now_ns: int) -> int | None:
         """A region failed its part in a ballot that was opened then.
@@ -104,7 +104,7 @@ class SuspicionBook:
         one.until_ns = now_ns + pause_ns
         return pause_ns
 
-    def did(self, region: str, part: Part) -> bool:
+    def did(self, region: str, part: BallotPart) -> bool:
         """A ballot committed in which the region did its part; returns whether it was left out before."""
         one = self._suspects.get((region, part))
         if one is None:
@@ -120,13 +120,13 @@ class SuspicionBook:
     def begin(self, left_out: Iterable[LeftOut], regions: Iterable[str]) -> None:
         """This region leads now: whom the leader before left out has failed once here. Its next failure counts."""
         self._suspects.clear()
-        known = {(name, part) for name in regions for part in Part}
+        known = {(name, part) for name in regions for part in BallotPart}
         for one in left_out:
             if (one.region, one.part) in known:
                 reason = f"{one.reason[:REASON_SHOWN_MAX]}, said the leader before"
-                self._suspects[one.region, Part(one.part)] = _Suspect(reason, failures=1)
+                self._suspects[one.region, BallotPart(one.part)] = _Suspect(reason, failures=1)
 
-    def held_back(self, part: Part, *, probed: str = "", now_ns: int) -> dict[str, str]:
+    def held_back(self, part: BallotPart, *, probed: str = "", now_ns: int) -> dict[str, str]:
         """Who is left out, and why.
 
         Args:
