@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -539,16 +540,20 @@ def test_a_member_that_renames_its_contribution_is_left_out_at_once() -> None:
 
 def test_a_region_that_fails_twice_is_left_out_and_tried_again_with_a_short_deadline() -> None:
     office = Office()
+    steps = itertools.count(4)
+
+    def report() -> None:
+        office.report(status(next(steps)))
 
     def fail() -> BallotOpened:
         """A round in which b does not contribute in time, and then without it."""
-        office.report(DUE)
+        report()
         opened = ballots(office.go())[0]
         office.contribute(opened, set(opened.members) - {"b"})
         office.hold(opened, "ac")
         while office.now_ns < office.leader.rounds[0].deadline_ns:
             office.now_ns += 200 * MS
-            office.report(DUE)
+            report()
         again = next(one for one in ballots(office.go()) if one.ballot != opened.ballot)
         assert again.members == ("a", "c")
         return opened
@@ -560,12 +565,12 @@ def test_a_region_that_fails_twice_is_left_out_and_tried_again_with_a_short_dead
     assert fail().members == REGIONS, "the word of the leader before is a first strike"
     assert [(one.region, one.part) for one in office.leader.left_out] == [("b", "member")]
     office.leader.rounds.clear()
-    office.report(DUE)
+    report()
     opened = ballots(office.go(SECOND // 2))[0]
     assert opened.members == ("a", "c"), "the others do not wait for it"
     office.leader.rounds.clear()
     office.now_ns += PAUSE_BALLOTS * SETTINGS.ballot_deadline_min_ns
-    office.report(DUE)
+    report()
     opened = ballots(office.go())[0]
     assert opened.members == REGIONS
     one = office.leader.rounds[0]
