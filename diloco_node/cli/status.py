@@ -195,6 +195,11 @@ def detail_lines(document: dict[str, Any]) -> list[str]:
         what = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
         ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
         lines.append(f"{region}: {what}{ballot}: {entry.get('reason') or 'open'}")
+    if document.get("role") == "leader":
+        # Every region knows it from the ballots; once is enough.
+        for one in _tables(document, "left_out"):
+            what = f"{one.get('region', '?')} is left out as {one.get('part', '?')}"
+            lines.append(f"{region}: {what}: {one.get('reason') or 'no reason'}")
     for peer in _tables(document, "peers"):
         if peer.get("link", "up") != "up":
             error = f": {peer['error']}" if peer.get("error") else ""

@@ -220,6 +220,11 @@ def test_details_name_links_that_are_down_and_the_last_alarm() -> None:
 
 
 def test_details_read_only_what_is_there() -> None:
+    left_out = [{"region": "ap", "part": "reducer", "reason": "its merged stripe did not reach sa"}, "junk"]
+    assert detail_lines({"region": "eu", "role": "leader", "left_out": left_out}) == [
+        "eu: ap is left out as reducer: its merged stripe did not reach sa"
+    ]
+    assert detail_lines({"region": "eu", "role": "follower", "left_out": left_out}) == [], "the leader says it once"
     assert detail_lines({"region": "eu"}) == []
     assert detail_lines({"region": "eu", "budget_warning": "too small"}) == ["eu: too small"]
     assert detail_lines({"region": "eu", "rounds": [{"fragment": 0, "version": 1}, "junk"], "peers": None}) == [

@@ -95,6 +95,7 @@ def region_status(
         "tokens_merged": view.tokens_merged,
         "participation": own.ratio,
         "participation_of": {one.learner: one.ratio for one in view.participation},
+        "left_out": [dataclasses.asdict(one) for one in view.left_out],
         "rounds": [_round(one, now_ns) for one in view.rounds],
         "peers": [_peer(peer, links[peer.region], traffic[peer.region]) for peer in view.peers],
         "fetching": [{"fragment": f, "version": v, "peer": p} for f, v, p in view.fetching],

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from diloco_node.core.events import Note
+from diloco_node.core.messages import LeftOut
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
 from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
 from diloco_node.daemon.admin.metrics import StatusCollector
@@ -58,6 +59,7 @@ def view_of(fragments: int = 2, **changes: Any) -> RegionView:
         "is_ending": False,
         "finished": "",
         "is_final": False,
+        "left_out": (LeftOut("eu", "member", "its contribution did not come"),),
     }
     return RegionView(**fields | changes)
 
@@ -140,6 +142,7 @@ def test_the_document_is_plain_json_with_times_in_seconds() -> None:
     assert document["participation"] == 1.0
     assert document["participation_of"] == {"eu": 0.75, "us": 1.0}
     assert document["rejections"] == [{"peer": "eu", "reason": "corrupt", "count": 2}]
+    assert document["left_out"] == [{"region": "eu", "part": "member", "reason": "its contribution did not come"}]
     assert document["quarantine"] == {"eu": "in quarantine for 600 s more"}
     assert document["fetching"] == [{"fragment": 1, "version": 3, "peer": "eu"}]
     assert document["offers"] == [[1, 3, 7]]
