@@ -275,5 +275,10 @@ class Daemon:
         return await self._node.measure(document, on_progress, on_partial)
 
     def _finish(self, reason: str) -> None:
-        if self._node is not None:
-            self._node.finish(reason)
+        """Raises ConfigError: nothing has begun that could end."""
+        if self._node is None:
+            raise ConfigError(
+                f"there is no run to finish yet: {self.spec.region} {self._not_ready_reason()}. Ask again when it is "
+                "there, or stop the region"
+            )
+        self._node.finish(reason)

@@ -21,7 +21,7 @@ from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.errors import StorageError, SupersededError
+from diloco_node.errors import ConfigError, StorageError, SupersededError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import init_run
@@ -336,3 +336,9 @@ async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes
     await learner.close()
     assert not (spec.state_dir / ADMIN_PORT_NAME).exists()
     RegionStore(spec.state_dir).close()
+
+
+def test_an_order_to_finish_before_there_is_a_run_is_refused_with_a_reason(spec: NodeSpec) -> None:
+    daemon = Daemon(spec)
+    with pytest.raises(ConfigError, match="no run to finish yet.*learner"):
+        daemon._finish("asked by the operator")
