@@ -340,5 +340,5 @@ async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes
 
 def test_an_order_to_finish_before_there_is_a_run_is_refused_with_a_reason(spec: NodeSpec) -> None:
     daemon = Daemon(spec)
-    with pytest.raises(ConfigError, match="no run to finish yet.*learner"):
+    with pytest.raises(ConfigError, match=r"no run to finish yet.*learner"):
         daemon._finish("asked by the operator")

@@ -23,6 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from diloco_node.errors import BindError, ConfigError, DilocoError
+from diloco_node.escaping import escaped_document
 from diloco_node.unix_sockets import socket_path
 
 TOKEN_FILE: Final = "admin.token"
@@ -257,7 +258,7 @@ async def _document(request: web.Request) -> dict[str, Any]:
 
 
 async def _write_line(answer: web.StreamResponse, line: Mapping[str, Any]) -> None:
-    await answer.write(json.dumps(line).encode() + b"\n")
+    await answer.write(json.dumps(escaped_document(line)).encode() + b"\n")
 
 
 def _outcome(done: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from diloco_node.core.types import LearnerStatus, RunSettings
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
+from diloco_node.escaping import escaped
 from diloco_node.numeric import U8
 from diloco_node.shared_memory import request_area
 from diloco_node.wire import learner_link
@@ -241,8 +242,8 @@ class LearnerProxy:
         self._send(learner_link.SnapshotRequested(order.fragment, order.version, order.base_version))
 
     def stop(self, reason: str) -> None:
-        """The run is over."""
-        self._send(learner_link.Stop(reason))
+        """The run is over; a peer may have chosen the words."""
+        self._send(learner_link.Stop(escaped(reason)))
 
     def has_restarted_since(self, incarnation: int) -> bool:
         """Whether another incarnation of the learner has begun, which may write over the contributions."""
