@@ -40,6 +40,7 @@ from diloco_node.measure.measuring import Measuring
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import allot_incarnation, read_trained
 from diloco_node.transport.certs import load_identity
+from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import learner_link
 
@@ -117,6 +118,11 @@ class Node:
             seed=spec.seed,
             budget=spec.budget,
             superseded=runtime.end,
+            messages_per_s=messages_per_s(
+                len(spec.regions),
+                rounds_in_flight=spec.settings.rounds_in_flight_max,
+                heartbeat_ns=spec.settings.heartbeat_ns,
+            ),
         )
         self._measuring = Measuring(
             region=spec.region,
