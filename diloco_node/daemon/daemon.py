@@ -57,7 +57,7 @@ class Daemon:
         self._store: RegionStore | None = None
         self._node: Node | None = None
         self._is_building = False
-        self._admission = Admission(spec.state_dir)
+        self._admission = Admission(spec.state_dir, self._threads.disk)
         self._waiting_attach: Attach | None = None
 
     async def run(self) -> int:
@@ -212,7 +212,7 @@ class Daemon:
         except ConfigError as error:
             self.learner_server.refuse(str(error), is_final=True)
             raise
-        save_manifest(self.spec.state_dir, manifest)
+        await in_thread(self._threads.disk, save_manifest, self.spec.state_dir, manifest)
         await self._build(manifest)
 
     def learner_detached(self, reason: str) -> None:
@@ -220,7 +220,7 @@ class Daemon:
         self._waiting_attach = None
         if self._node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
-            self._node.learner.detached()
+            self._node.learner_detached()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""

@@ -22,6 +22,7 @@ from diloco_node.daemon.stripes import MergedPart, is_contiguous
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import LedgerLost, StorageError
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import sync_trained
 
 T = TypeVar("T")
 
@@ -67,6 +68,11 @@ class DiskEffects:
             await self._until_written("ledger", self.disk, write)
             self._is_ledger_broken = False
             self.post(ev.LedgerPersisted(order.token))
+
+    async def sync_counters(self, incarnation: int) -> None:
+        """Wait until what an incarnation of the learner has counted is durable."""
+        sync = partial(sync_trained, self.state_dir, incarnation)
+        await self._until_written(f"the counters of incarnation {incarnation}", self.disk, sync)
 
     async def store_payload(self, order: ev.StorePayload, parts: list[MergedPart]) -> None:
         """Write a merged payload.

@@ -38,7 +38,7 @@ from diloco_node.errors import PeerError, ProtocolViolation, StorageError
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.trained import allot_incarnation, read_trained
+from diloco_node.storage.trained import Trained, allot_incarnation, read_trained
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
@@ -102,6 +102,7 @@ class Node:
             post=self._post,
             spawn=spawn,
             now_ns=now_ns,
+            sync_counters=lambda incarnation: self.effects.disk.sync_counters(incarnation),
         )
         self.transport = GrpcTransport(
             region=spec.region,
@@ -140,6 +141,9 @@ class Node:
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._posted_limits = NO_LIMITS
         self._is_lingering = False
+        self._attaches = 0
+        self._is_welcomed = False
+        self._welcome_lock = asyncio.Lock()
         self._no_longer_leader = asyncio.Event()
         self.rounds_in_flight_max = 0
 
@@ -314,9 +318,16 @@ class Node:
 
     def on_learner_message(self, message: learner_link.ToDaemon) -> None:
         """What follows from each message of the learner."""
+        if isinstance(message, learner_link.Attach):
+            self._attaches += 1
+            self._is_welcomed = False
+            self._runtime.spawn(self._welcome(message, self._attaches), "welcome")
+            return
+        if not self._is_welcomed:
+            # None does that: it knows neither its incarnation nor which versions are there.
+            self._note(ev.Note("learner", f"{type(message).__name__} before its welcome: ignored", is_alarm=True))
+            return
         match message:
-            case learner_link.Attach():
-                self._welcome(message)
             case learner_link.Report():
                 self.learner.reported(message)
             case learner_link.SnapshotReady():
@@ -336,28 +347,51 @@ class Node:
             case _:
                 assert_never(message)
 
-    def _welcome(self, attach: learner_link.Attach) -> None:
-        """Welcome the learner, or say why not."""
+    def learner_detached(self) -> None:
+        """Its connection is gone, whether or not it was welcomed."""
+        self._attaches += 1
+        self._is_welcomed = False
+        self.learner.detached()
+
+    async def _welcome(self, attach: learner_link.Attach, number: int) -> None:
+        """Welcome the learner, or say why not. Nothing is done for one that went, or was replaced, meanwhile."""
         server = self._runtime.learner_server
-        rejection_reason = self.rejection_reason(attach)  # again: the node may not have been there when it was let in
-        if rejection_reason:
-            server.refuse(rejection_reason, is_final=True)
-            return
-        attach = attach.in_fragments(len(self._manifest.fragments))
-        try:
-            incarnation = attach.incarnation
-            if incarnation == learner_link.NEW_PROCESS:
-                incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=self.known_incarnation + 1)
-            before = tuple(one for one in read_trained(self._spec.state_dir) if one.incarnation < incarnation)
-        except StorageError as error:
-            self._note(ev.Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
-            server.refuse(str(error), is_final=False)
-            return
+        async with self._welcome_lock:  # one at a time, so that a later one has the greater incarnation
+            if number != self._attaches:
+                return
+            # Again: the node may not have been there when it was let in.
+            rejection_reason = self.rejection_reason(attach)
+            if rejection_reason:
+                server.refuse(rejection_reason, is_final=True)
+                return
+            attach = attach.in_fragments(len(self._manifest.fragments))
+            try:
+                incarnation, before = await in_thread(
+                    self._runtime.threads.disk, self._counters_of, attach, self.known_incarnation
+                )
+            except StorageError as error:
+                self._note(ev.Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
+                if number == self._attaches:
+                    server.refuse(str(error), is_final=False)
+                return
+            if number == self._attaches:
+                self._welcome_as(attach, incarnation, before)
+
+    def _counters_of(self, attach: learner_link.Attach, known: int) -> tuple[int, tuple[Trained, ...]]:
+        """In the disk's thread: its incarnation, and what those before it trained, durably. Raises StorageError."""
+        incarnation = attach.incarnation
+        if incarnation == learner_link.NEW_PROCESS:
+            incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=known + 1)
+        return incarnation, tuple(one for one in read_trained(self._spec.state_dir) if one.incarnation < incarnation)
+
+    def _welcome_as(self, attach: learner_link.Attach, incarnation: int, before: tuple[Trained, ...]) -> None:
+        """The answer, and from here on what it says counts."""
         # A learner in mid-run has nothing to write, and would leave the version area to itself for ever.
         is_placed = min(position.base_version for position in attach.positions) >= 0
         wants_initial_state = self.core.wants_initial_state and not is_placed
         settings = self._spec.settings
-        server.send(
+        self._is_welcomed = True
+        self._runtime.learner_server.send(
             learner_link.Welcome(
                 region=self._spec.region,
                 region_index=self._spec.regions.index(self._spec.region),

@@ -2,7 +2,8 @@
 
 `learner/trained-<incarnation>` in the region's state folder holds inner steps and tokens of one incarnation, two
 little-endian u64. The learner writes it through a mapping at each step, which a SIGKILL does not undo. The daemon reads
-it to book what died as discarded.
+it to book what died as discarded. What is booked must not be forgotten by a power cut, so it makes the file durable
+first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.errors import StorageError
-from diloco_node.storage.durable import sync_folder
+from diloco_node.storage.durable import disk_error, make_folder, sync_folder
 
 _COUNTERS: Final = struct.Struct("<QQ")
+
+COUNT_MAX: Final = 2**62
+"""No learner counts so far; more is a damaged file. The wire's integers hold it."""
 
 
 class TrainedCounter:
@@ -68,24 +72,46 @@ class Trained:
 
 
 def read_trained(state_dir: Path) -> tuple[Trained, ...]:
-    """All counters in the state folder, by incarnation.
+    """All counters in the state folder, by incarnation. They are durable on return: what is read may be told.
 
     After a power cut one may lie behind the ledger: take the larger.
 
     Raises:
-        StorageError: a counter file has not 16 bytes.
+        StorageError: a counter file has not 16 bytes, holds no count, or the disk refuses.
     """
     found = []
     for incarnation, path in _counter_files(state_dir):
-        raw = path.read_bytes()
+        raw = _read_durable(path)
         if len(raw) != _COUNTERS.size:
             raise StorageError(f"trained counter {path} has {len(raw)} B, not {_COUNTERS.size}: the disk lost it")
-        found.append(Trained(incarnation, *_COUNTERS.unpack(raw)))
+        steps, tokens = _COUNTERS.unpack(raw)
+        if max(steps, tokens) > COUNT_MAX:
+            raise StorageError(f"trained counter {path} says {steps} steps and {tokens} tokens: it is damaged")
+        found.append(Trained(incarnation, steps, tokens))
     return tuple(found)
 
 
+def sync_trained(state_dir: Path, incarnation: int) -> None:
+    """Make what an incarnation has counted so far durable, also while it counts on. Raises StorageError."""
+    _read_durable(_counter_path(state_dir, incarnation))
+
+
+def _read_durable(path: Path) -> bytes:
+    """Read first, then fsync: a learner that lives writes on, and what was read before is on disk after."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            raw = os.read(descriptor, _COUNTERS.size + 1)
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise disk_error("read", path, error) from error
+    return raw
+
+
 def newest_incarnation(state_dir: Path) -> int:
-    """The last life that was allotted; 0 if there was none."""
+    """The last life that was allotted; 0 if there was none. Raises StorageError."""
     return max((number for number, _ in _counter_files(state_dir)), default=0)
 
 
@@ -102,7 +128,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     number = max(incarnation_min, newest_incarnation(state_dir) + 1)
     path = _counter_path(state_dir, number)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with path.open("xb") as file:
             file.write(_COUNTERS.pack(0, 0))
             file.flush()
@@ -118,5 +144,9 @@ def _counter_path(state_dir: Path, incarnation: int) -> Path:
 
 
 def _counter_files(state_dir: Path) -> list[tuple[int, Path]]:
-    found = ((path.name.removeprefix("trained-"), path) for path in (state_dir / "learner").glob("trained-*"))
+    folder = state_dir / "learner"
+    try:
+        found = [(path.name.removeprefix("trained-"), path) for path in folder.glob("trained-*")]
+    except OSError as error:
+        raise disk_error("read", folder, error) from error
     return sorted((int(number), path) for number, path in found if number.isdecimal())

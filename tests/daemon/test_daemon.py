@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from diloco_node.core.merge.fragments import TensorSpec
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
@@ -36,6 +38,7 @@ from diloco_node.wire.learner_link import (
     Attach,
     InitialState,
     Refuse,
+    Report,
     ToLearner,
     Welcome,
     frame,
@@ -316,6 +319,90 @@ async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
     again = await Learner.attach(spec)
     assert isinstance(await again.hear(), Welcome)
     await again.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_an_attach_waits_for_the_disk_and_the_loop_does_not(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fsync on the loop's thread, none of the learners that come meanwhile is welcomed out of turn."""
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    first = await Learner.attach(spec)
+    await first.hear()
+    await first.close()
+    loop_thread, gate, waiting = threading.get_ident(), threading.Event(), threading.Event()
+    on_loop: list[str] = []
+
+    def slow(real: Callable[[int], None]) -> Callable[[int], None]:
+        def sync(descriptor: int) -> None:
+            if threading.get_ident() == loop_thread:
+                on_loop.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+            elif "trained" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                waiting.set()
+                gate.wait(120)
+            real(descriptor)
+
+        return sync
+
+    monkeypatch.setattr(os, "fsync", slow(os.fsync))
+    monkeypatch.setattr(os, "fdatasync", slow(os.fdatasync))
+    second = await Learner.attach(spec)
+    await until(waiting.is_set)
+    assert daemon.status()["learner"] is None, "the loop answers"
+    third = await Learner.attach(spec)  # a newer process: the second is refused, with its number allotted
+    refused = await second.hear()
+    assert isinstance(refused, Refuse)
+    third.say(Report(5, 50, None, 1, 0, None, None, 5))
+    await until(lambda: daemon.notes.last[-1]["text"] == "Report before its welcome: ignored")
+    assert daemon.status()["learner"] is None
+    gate.set()
+    welcome = await third.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 3, "the second one's is used up"
+    await until(lambda: daemon.status()["learner"] is not None)
+    assert daemon.status()["learner"]["incarnation"] == 3
+    assert on_loop == []
+    for learner in (second, third):
+        await learner.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_a_learner_that_goes_while_the_disk_is_slow_is_not_attached(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, waiting = threading.Event(), threading.Event()
+    real = node_module.read_trained
+
+    def slow(*args: Any) -> Any:
+        waiting.set()
+        gate.wait(120)
+        return real(*args)
+
+    monkeypatch.setattr(node_module, "read_trained", slow)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await until(waiting.is_set)
+    await learner.close()
+    await until(lambda: not daemon.learner_server.is_attached)
+    gate.set()
+    await until(lambda: not any(task.get_name() == "welcome" for task in daemon._tasks))
+    assert nodes[0].learner.status is None
+    assert await end(daemon, running) == 0
+
+
+async def test_a_region_that_lost_its_disk_uses_no_incarnation_that_the_ledger_knows(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RoundHistory, "incarnation", lambda _, region: 41 if region == "a" else 99)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    welcome = await learner.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 42
+    await learner.close()
     assert await end(daemon, running) == 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +21,7 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
-from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.core.types import CarryMode, LearnerStatus, RunSettings
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
@@ -72,6 +72,7 @@ class LearnerProxy:
         post: Callable[[ev.Event], None],
         spawn: Spawn,
         now_ns: Callable[[], int],
+        sync_counters: Callable[[int], Awaitable[None]],
     ) -> None:
         self.facts = LearnerFacts()
         self.status: LearnerStatus | None = None
@@ -88,6 +89,9 @@ class LearnerProxy:
         self._send = send
         self._post = post
         self._now_ns = now_ns
+        self._spawn = spawn
+        self._sync_counters = sync_counters
+        self._is_overwriting = settings.carry is CarryMode.OVERWRITE
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area: mmap.mmap = request_area(memory_socket, learner_link.VERSION_AREA, 4 * manifest.size)
         self._contribution_area: mmap.mmap = request_area(
@@ -213,7 +217,25 @@ class LearnerProxy:
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
     def applied(self, message: learner_link.OfferApplied) -> None:
-        """It took a version: its place in the version area is free."""
+        """It took a version: its place in the version area is free.
+
+        Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
+        """
+        if self.status is None:
+            return
+        is_over = message.position.included_step > self.status.positions[message.fragment].included_step
+        if is_over and (self._is_overwriting or message.carry_factor <= 0.0):
+            self._spawn(self._applied_when_durable(message), f"applied {message.fragment}")
+        else:
+            self._applied(message)
+
+    async def _applied_when_durable(self, message: learner_link.OfferApplied) -> None:
+        generation = self.version_area.generation
+        await self._sync_counters(self._incarnation)
+        if generation == self.version_area.generation:  # else it has said anew where it stands
+            self._applied(message)
+
+    def _applied(self, message: learner_link.OfferApplied) -> None:
         if self.status is None:
             return
         positions = list(self.status.positions)
