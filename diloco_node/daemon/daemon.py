@@ -162,6 +162,7 @@ class Daemon:
         self._is_building = True
         # In a thread: recovery reads and checks whole states.
         recovered = await in_thread(self._threads.pool, self._store.load, len(manifest.fragments))
+        self._note_damage(self._store)
         runtime = NodeRuntime(
             self.spec,
             self._store,
@@ -178,6 +179,17 @@ class Daemon:
         attach, self._waiting_attach = self._waiting_attach, None
         if attach is not None:
             node.on_learner_message(attach)
+
+    def _note_damage(self, store: RegionStore) -> None:
+        """What recovery has found on the disk and worked around: a disk that does that once may do it again."""
+        for name in store.set_aside:
+            text = (
+                f"{name} was damaged: it is set aside as {name}.damaged, and fetched if it is needed. Look at the disk"
+            )
+            self.notes.add(Note("disk", text, is_alarm=True))
+        if store.cut_bytes:
+            # After a power cut this is what is to be expected: nothing of it was ever acknowledged.
+            self.notes.add(Note("disk", f"{store.cut_bytes} bytes of an interrupted write were cut off the ledger"))
 
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""

@@ -102,7 +102,7 @@ class Node:
             post=self._post,
             spawn=spawn,
             now_ns=now_ns,
-            sync_counters=lambda incarnation: self.effects.disk.sync_counters(incarnation),
+            sync_counters=self._sync_counters,
         )
         self.transport = GrpcTransport(
             region=spec.region,
@@ -347,6 +347,9 @@ class Node:
             case _:
                 assert_never(message)
 
+    async def _sync_counters(self, incarnation: int) -> None:
+        await self.effects.disk.sync_counters(incarnation)
+
     def learner_detached(self) -> None:
         """Its connection is gone, whether or not it was welcomed."""
         self._attaches += 1
@@ -455,6 +458,10 @@ class Node:
                 "buffered_bytes": self.effects.stripes.table.buffered_bytes(),
                 "events": self._pump.events_total,
                 "manifest_digest": self._manifest.digest,
+                "disk": {
+                    "files_set_aside": len(self._runtime.store.set_aside),
+                    "ledger_cut_bytes": self._runtime.store.cut_bytes,
+                },
                 "measurement": self._measuring.describe(),
                 "parameters": self._manifest.size,
             },

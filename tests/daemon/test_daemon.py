@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diloco_node.core.merge.fragments import TensorSpec
@@ -337,8 +338,8 @@ async def test_an_attach_waits_for_the_disk_and_the_loop_does_not(
     def slow(real: Callable[[int], None]) -> Callable[[int], None]:
         def sync(descriptor: int) -> None:
             if threading.get_ident() == loop_thread:
-                on_loop.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-            elif "trained" in os.readlink(f"/proc/self/fd/{descriptor}"):
+                on_loop.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            elif "trained" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
                 waiting.set()
                 gate.wait(120)
             real(descriptor)
@@ -403,6 +404,30 @@ async def test_a_region_that_lost_its_disk_uses_no_incarnation_that_the_ledger_k
     assert isinstance(welcome, Welcome)
     assert welcome.incarnation == 42
     await learner.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_what_recovery_found_damaged_is_an_alarm_and_in_the_status(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    save_manifest(spec.state_dir, MANIFEST)
+    store = RegionStore(spec.state_dir)
+    store.load(2)
+    theta = np.zeros(MANIFEST.fragments[0].size, np.float32)
+    store.store_state(0, 0, theta, theta, b"d" * 32)
+    store.close()
+    (damaged,) = spec.state_dir.glob("state/f000*")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with (spec.state_dir / "ledger.log").open("ab") as file:
+        file.write(b"half")
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: "disk" in daemon.status())
+    assert daemon.status()["disk"] == {"files_set_aside": 1, "ledger_cut_bytes": 4}
+    told = [note for note in daemon.notes.last if note["kind"] == "disk"]
+    assert [note["is_alarm"] for note in told] == [True, False]
+    assert f"{damaged.name}.damaged" in told[0]["text"]
+    assert "4 bytes" in told[1]["text"]
     assert await end(daemon, running) == 0
 
 

@@ -19,7 +19,7 @@ def traced() -> Iterator[list[tuple[str, str]]]:
 
     def synced(real: Any) -> Any:
         def sync(descriptor: int) -> None:
-            trace.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}")))
+            trace.append(("fsync", str(Path(f"/proc/self/fd/{descriptor}").readlink())))
             real(descriptor)
 
         return sync

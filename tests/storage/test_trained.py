@@ -98,7 +98,7 @@ def test_a_disk_that_refuses_is_a_storage_error_that_says_what_to_do(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", fail)
-        with pytest.raises(StorageError, match="trained-1.*dmesg"):
+        with pytest.raises(StorageError, match=r"trained-1.*dmesg"):
             read_trained(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "glob", fail)
