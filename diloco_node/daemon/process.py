@@ -1,4 +1,4 @@
-"""Set-up of a daemon process, once and before anything else: the C library's memory, and the log.
+"""Set-up of a daemon process, once and before anything else: memory of the C library, open files, and the log.
 
 What one round frees stays in the process for the next one. A round takes and frees tens of megabytes: stripes, frames
 of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page again
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import resource
 import sys
 import time
 from typing import Any, Final
@@ -35,6 +36,13 @@ KEPT_BYTES_MAX: Final = 256 * 2**20
 """Free memory at the end of the heap that is kept."""
 
 GROWTH_BYTES: Final = 16 * 2**20
+
+DESCRIPTORS_MAX: Final = 65_536
+"""To which the limit of open files is raised where the system allows it. A daemon of 64 regions needs under a thousand;
+some systems allow a billion, and there are programs that walk through all of them."""
+
+DESCRIPTORS_LOW: Final = 512
+"""Below so many a warning: half of them are for incoming connections, some for each peer and each open file."""
 
 PEERS_MAX: Final = 1024
 """Peers whose log lines are counted; a run has fewer."""
@@ -62,6 +70,21 @@ def keep_freed_memory() -> bool:
         (_M_ARENA_MAX, 1),
     )
     return all([mallopt(name, value) == 1 for name, value in settings])  # noqa: C419 - each of them, whatever the others
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one, at most DESCRIPTORS_MAX; never lower it. Returns the limit.
+
+    The usual 1024 is for programs that use `select`: a daemon that meets it can write no payload.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = max(soft, min(hard if hard != resource.RLIM_INFINITY else DESCRIPTORS_MAX, DESCRIPTORS_MAX))
+    if wanted != soft:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        except (OSError, ValueError):
+            return soft
+    return wanted
 
 
 def set_up_logs(level: str = "info") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
@@ -96,3 +97,20 @@ def test_the_next_line_about_a_peer_says_how_many_were_held_back(monkeypatch: py
     assert again is not None
     assert again["held_back"] == "no link:4"
     assert lines(None, "", {"event": "started"}) == {"event": "started"}
+
+
+LIMITS = """
+import resource, sys
+from diloco_node.daemon.process import raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(64, 900, 900), (700, 700, 700), (128, 2**17, 2**16)])
+def test_the_limit_of_open_files_is_raised_as_far_as_it_makes_sense(soft: int, hard: int, raised: int) -> None:
+    if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
+        pytest.skip("this system allows less")
+    command = [sys.executable, "-c", LIMITS, str(soft), str(hard)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout.split() == [str(raised), str(raised), str(hard)]
