@@ -55,6 +55,8 @@ _SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 3),
+    # Every connection of a peer carries a call; one without is only a descriptor that is held.
+    ("grpc.max_connection_idle_ms", 10_000),
 ]
 
 _CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [

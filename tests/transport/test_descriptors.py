@@ -60,12 +60,12 @@ def shakes_hands(port: int, identity: Path) -> bool:
     context.load_cert_chain(identity / "node.pem", identity / "node.key")
     context.set_alpn_protocols(["h2"])
     for _ in range(10_000):
-        with contextlib.suppress(ConnectionError, ssl.SSLEOFError):
-            with (
-                socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
-                context.wrap_socket(plain, server_hostname=tls_name("b", "run1")) as secure,
-            ):
-                return secure.version() is not None
+        with (
+            contextlib.suppress(ConnectionError, ssl.SSLEOFError),
+            socket.create_connection(("127.0.0.1", port), timeout=60) as plain,
+            context.wrap_socket(plain, server_hostname=tls_name("b", "run1")) as secure,
+        ):
+            return secure.version() is not None
     return False
 
 
