@@ -49,6 +49,9 @@ DRAIN_S: Final = 5.0
 
 LINGER_POLL_S: Final = 0.1
 
+COUNTERS_S: Final = 5.0
+"""Between two times that the learner's counters are saved. Rounds save them, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRuntime:
@@ -102,7 +105,7 @@ class Node:
             post=self._post,
             spawn=spawn,
             now_ns=now_ns,
-            sync_counters=self._sync_counters,
+            save_counters=self._save_counters,
         )
         self.transport = GrpcTransport(
             region=spec.region,
@@ -207,6 +210,7 @@ class Node:
         self._pump.start()
         self._post_limits()
         self._runtime.spawn(self._watch_budget(), "budget watch")
+        self._runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self) -> None:
         """Hand leadership over if this region has it, and give the others a moment to elect another."""
@@ -223,6 +227,8 @@ class Node:
         """Close the links, drop the timer."""
         self._pump.close()
         await self.transport.stop()
+        with contextlib.suppress(StorageError):  # the memory outlives this daemon, if not its supervisor
+            await in_thread(self._runtime.threads.disk, read_trained, self._spec.state_dir, self.learner.counters)
         self.learner.close()
 
     def _post(self, event: ev.Event) -> None:
@@ -347,8 +353,15 @@ class Node:
             case _:
                 assert_never(message)
 
-    async def _sync_counters(self, incarnation: int) -> None:
-        await self.effects.disk.sync_counters(incarnation)
+    async def _save_counters(self, incarnation: int) -> None:
+        await self.effects.disk.save_counters(incarnation, self.learner.counters)
+
+    async def _keep_counters(self) -> None:
+        """So that little is forgotten when all processes of the region die at once."""
+        while True:
+            await asyncio.sleep(COUNTERS_S)
+            if self.learner.status is not None:
+                await self._save_counters(self.learner.incarnation)
 
     def learner_detached(self) -> None:
         """Its connection is gone, whether or not it was welcomed."""
@@ -385,7 +398,8 @@ class Node:
         incarnation = attach.incarnation
         if incarnation == learner_link.NEW_PROCESS:
             incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=known + 1)
-        return incarnation, tuple(one for one in read_trained(self._spec.state_dir) if one.incarnation < incarnation)
+        trained = read_trained(self._spec.state_dir, self.learner.counters)
+        return incarnation, tuple(one for one in trained if one.incarnation < incarnation)
 
     def _welcome_as(self, attach: learner_link.Attach, incarnation: int, before: tuple[Trained, ...]) -> None:
         """The answer, and from here on what it says counts."""

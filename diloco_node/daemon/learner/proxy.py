@@ -28,6 +28,7 @@ from diloco_node.daemon.work import Spawn
 from diloco_node.escaping import escaped
 from diloco_node.numeric import U8
 from diloco_node.shared_memory import request_area
+from diloco_node.storage.trained import AREA_BYTES
 from diloco_node.wire import learner_link
 
 REPORT_EVERY_NS: Final = 20_000_000
@@ -72,7 +73,7 @@ class LearnerProxy:
         post: Callable[[ev.Event], None],
         spawn: Spawn,
         now_ns: Callable[[], int],
-        sync_counters: Callable[[int], Awaitable[None]],
+        save_counters: Callable[[int], Awaitable[None]],
     ) -> None:
         self.facts = LearnerFacts()
         self.status: LearnerStatus | None = None
@@ -90,7 +91,7 @@ class LearnerProxy:
         self._post = post
         self._now_ns = now_ns
         self._spawn = spawn
-        self._sync_counters = sync_counters
+        self._save_counters = save_counters
         self._is_overwriting = settings.carry is CarryMode.OVERWRITE
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area: mmap.mmap = request_area(memory_socket, learner_link.VERSION_AREA, 4 * manifest.size)
@@ -106,9 +107,15 @@ class LearnerProxy:
             spawn=spawn,
             now_ns=now_ns,
         )
+        self.counters: mmap.mmap = request_area(memory_socket, learner_link.COUNTERS_AREA, AREA_BYTES)
         self._requested: dict[int, ev.TakeSnapshot] = {}
         self._sync_every = settings.sync_every
         self._reported_ns = -REPORT_EVERY_NS
+
+    @property
+    def incarnation(self) -> int:
+        """Of the learner that was welcomed last; 0 if none was."""
+        return self._incarnation
 
     @property
     def shown_status(self) -> LearnerStatus | None:
@@ -231,7 +238,7 @@ class LearnerProxy:
 
     async def _applied_when_durable(self, message: learner_link.OfferApplied) -> None:
         generation = self.version_area.generation
-        await self._sync_counters(self._incarnation)
+        await self._save_counters(self._incarnation)
         if generation == self.version_area.generation:  # else it has said anew where it stands
             self._applied(message)
 

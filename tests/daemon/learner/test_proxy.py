@@ -73,7 +73,7 @@ class Bench:
             post=self.posted.append,
             spawn=self.tasks.spawn,
             now_ns=lambda: self.now_ns,
-            sync_counters=self.sync,
+            save_counters=self.sync,
         )
 
     async def sync(self, incarnation: int) -> None:
