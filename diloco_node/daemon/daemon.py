@@ -35,6 +35,7 @@ from diloco_node.errors import ConfigError, PeersUnreachable, StorageError
 from diloco_node.measure.documents import OnPartial
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import set_damaged_aside
 from diloco_node.transport.certs import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
@@ -162,7 +163,8 @@ class Daemon:
         self._is_building = True
         # In a thread: recovery reads and checks whole states.
         recovered = await in_thread(self._threads.pool, self._store.load, len(manifest.fragments))
-        self._note_damage(self._store)
+        counters = await in_thread(self._threads.pool, set_damaged_aside, self.spec.state_dir)
+        self._note_damage(self._store, counters)
         runtime = NodeRuntime(
             self.spec,
             self._store,
@@ -180,12 +182,15 @@ class Daemon:
         if attach is not None:
             node.on_learner_message(attach)
 
-    def _note_damage(self, store: RegionStore) -> None:
+    def _note_damage(self, store: RegionStore, counters: tuple[str, ...]) -> None:
         """What recovery has found on the disk and worked around: a disk that does that once may do it again."""
         for name in store.set_aside:
             text = (
                 f"{name} was damaged: it is set aside as {name}.damaged, and fetched if it is needed. Look at the disk"
             )
+            self.notes.add(Note("disk", text, is_alarm=True))
+        for name in counters:
+            text = f"{name} was damaged: it is set aside, and begins with no steps. Look at the disk"
             self.notes.add(Note("disk", text, is_alarm=True))
         if store.cut_bytes:
             # After a power cut this is what is to be expected: nothing of it was ever acknowledged.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.errors import StorageError
-from diloco_node.storage.durable import disk_error, make_folder, sync_folder
+from diloco_node.storage.durable import disk_error, make_folder, replace_file, sync_folder
 
 _COUNTERS: Final = struct.Struct("<QQ")
 _SLOT: Final = struct.Struct("<QQQ")
@@ -100,6 +100,32 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
         StorageError: a counter file has not 16 bytes, holds no count, or the disk refuses.
     """
     return tuple(save_trained(state_dir, incarnation, area) for incarnation, _ in _counter_files(state_dir))
+
+
+def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
+    """Replace counters that are damaged by empty ones, once at start, before a learner attaches. Returns their names.
+
+    Their numbers stay used. What a dead life trained beyond the ledger is not known then; a living one's count is still
+    in the shared memory.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    found = []
+    for _, path in _counter_files(state_dir):
+        try:
+            if path.is_file() and _is_sound(path.read_bytes()):
+                continue
+            path.rename(path.with_name(path.name + ".damaged"))
+        except OSError as error:
+            raise disk_error("set aside", path, error) from error
+        replace_file(path, [_COUNTERS.pack(0, 0)])
+        found.append(path.name)
+    return tuple(found)
+
+
+def _is_sound(raw: bytes) -> bool:
+    return len(raw) == _COUNTERS.size and max(_COUNTERS.unpack(raw)) <= COUNT_MAX
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:

@@ -420,14 +420,22 @@ async def test_what_recovery_found_damaged_is_an_alarm_and_in_the_status(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with (spec.state_dir / "ledger.log").open("ab") as file:
         file.write(b"half")
+    (spec.state_dir / "learner").mkdir()
+    (spec.state_dir / "learner" / "trained-1").write_bytes(b"half")
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     await until(lambda: "disk" in daemon.status())
     assert daemon.status()["disk"] == {"files_set_aside": 1, "ledger_cut_bytes": 4}
     told = [note for note in daemon.notes.last if note["kind"] == "disk"]
-    assert [note["is_alarm"] for note in told] == [True, False]
+    assert [note["is_alarm"] for note in told] == [True, True, False]
     assert f"{damaged.name}.damaged" in told[0]["text"]
-    assert "4 bytes" in told[1]["text"]
+    assert "trained-1" in told[1]["text"]
+    assert "4 bytes" in told[2]["text"]
+    learner = await Learner.attach(spec)
+    welcome = await learner.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 2
+    await learner.close()
     assert await end(daemon, running) == 0
 
 

@@ -21,6 +21,7 @@ from diloco_node.storage.trained import (
     newest_incarnation,
     read_trained,
     save_trained,
+    set_damaged_aside,
 )
 from tests.kit.fsync_kit import traced
 
@@ -157,6 +158,24 @@ def test_a_disk_that_refuses_is_a_storage_error_that_says_what_to_do(
         read_trained(tmp_path)
     with pytest.raises(StorageError, match="trained-9"):
         save_trained(tmp_path, 9, None)
+
+
+@pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 16, bytes(17)])
+def test_a_damaged_counter_holds_nobody_up_and_its_number_is_not_used_again(
+    tmp_path: Path, area: mmap.mmap, damage: bytes
+) -> None:
+    numbers = [allot_incarnation(tmp_path) for _ in range(3)]
+    for number in numbers:
+        TrainedCounter(tmp_path, number, area).write(number, number)
+        save_trained(tmp_path, number, area)
+    path = tmp_path / "learner" / "trained-3"
+    path.write_bytes(damage)
+    assert set_damaged_aside(tmp_path) == ("trained-3",)
+    assert path.with_name("trained-3.damaged").read_bytes() == damage
+    assert read_trained(tmp_path) == (Trained(1, 1, 1), Trained(2, 2, 2), Trained(3, 0, 0))
+    assert read_trained(tmp_path, area)[-1] == Trained(3, 3, 3), "the memory still knows"
+    assert set_damaged_aside(tmp_path) == ()
+    assert allot_incarnation(tmp_path) == 4
 
 
 def test_counts_that_no_learner_reaches_are_damage(tmp_path: Path) -> None:
