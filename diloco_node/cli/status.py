@@ -19,6 +19,7 @@ import typer
 
 from diloco_node.cli.options import ConfigOption, load
 from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.escaping import escaped, escaped_document
 from diloco_node.unix_sockets import socket_path
 
 TIMEOUT_S: Final = 3.0
@@ -123,9 +124,10 @@ def ask(target: Target) -> dict[str, Any]:
         if not isinstance(document, dict):
             raise ValueError("the answer is no JSON object")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return {"region": target.name, "error": f"no status from 127.0.0.1:{target.port}: {error}"}
+        return {"region": target.name, "error": escaped(f"no status from 127.0.0.1:{target.port}: {error}")}
     document.setdefault("region", target.name)
-    return document
+    shown: dict[str, Any] = escaped_document(document)
+    return shown
 
 
 def connect(target: Target) -> http.client.HTTPConnection:
