@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -39,11 +40,13 @@ class DiskEffects:
     Args:
         init: a file with Theta_0; None: it is the learner's.
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
+        save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
         pool: for everything but the ledger. disk: one thread, for the ledger.
     """
 
     init: Path | None
     write_final_file: Callable[[dict[str, F32]], None]
+    save_counter_file: Callable[[int, mmap.mmap], object]
     parameters: Parameters
     store: RegionStore
     drafts: Drafts
@@ -68,6 +71,11 @@ class DiskEffects:
             await self._until_written("ledger", self.disk, write)
             self._is_ledger_broken = False
             self.post(ev.LedgerPersisted(order.token))
+
+    async def save_counters(self, incarnation: int, area: mmap.mmap) -> None:
+        """Wait until what an incarnation of the learner has counted, in the shared memory, is durable."""
+        save = partial(self.save_counter_file, incarnation, area)
+        await self._until_written(f"the counters of incarnation {incarnation}", self.disk, save)
 
     async def store_payload(self, order: ev.StorePayload, parts: list[MergedPart]) -> None:
         """Write a merged payload.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +149,14 @@ def build_effects(
     post: Callable[[ev.Event], None],
     note: Callable[[ev.Note], None],
     write_final_file: Callable[[dict[str, F32]], None],
+    save_counter_file: Callable[[int, mmap.mmap], object],
 ) -> Effects:
     """All of them, over this process's disk, links, learner and threads.
 
     Args:
         region: our name. init: a file with Theta_0; None: it is the learner's.
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
+        save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
     """
     pool = threads.pool
     table, drafts = StripeTable(), Drafts(store, pool, spawn)
@@ -170,6 +173,7 @@ def build_effects(
     disk = DiskEffects(
         init=init,
         write_final_file=write_final_file,
+        save_counter_file=save_counter_file,
         parameters=parameters,
         store=store,
         drafts=drafts,

@@ -295,10 +295,6 @@ class LearnerFragments:
         self.discounted += carry_factor < 1.0
         return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)
 
-    def when_durable(self, call: Callable[[], None]) -> None:
-        """Make the call, in another thread, when the trained counters as they are now are durable."""
-        self._encoder.when_durable(call)
-
     def _included(self, offered: VersionOffered) -> _Snapshot | None:
         if offered.included_snapshot == NO_SNAPSHOT:
             return None
@@ -379,18 +375,6 @@ class _Encoder:
                 self._announce(taken, answer)
         except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
             self._failure = error
-
-    def when_durable(self, call: Callable[[], None]) -> None:
-        """Make the call, in another thread, when the counters as they are now are on the disk."""
-
-        def wait() -> None:
-            try:
-                self._before_ready()
-                call()
-            except Exception as error:  # noqa: BLE001 - as in `_run`
-                self._failure = error
-
-        self._disk.submit(wait)
 
     def close(self) -> None:
         self._jobs.put(None)

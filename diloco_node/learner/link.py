@@ -56,21 +56,17 @@ class LearnerLink:
     Args:
         path: the daemon's socket (DILOCO_SOCKET).
         make_attach: builds the Attach; called in the link's thread, with `lock` held.
-        before_attach: called there before the Attach is sent, without the lock; may wait.
 
     Attributes:
         lock: held by the link while it starts a conversation, by the training thread while it carries out a command.
         is_up: a daemon has answered Welcome on the present connection.
     """
 
-    def __init__(
-        self, path: Path, make_attach: Callable[[], Attach], before_attach: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, path: Path, make_attach: Callable[[], Attach]) -> None:
         self.lock = threading.Lock()
         self.is_up = False
         self._path = path
         self._make_attach = make_attach
-        self._before_attach = before_attach
         self._commands: deque[ToLearner] = deque()
         self._outgoing: deque[ToDaemon] = deque()
         self._report: Report | None = None
@@ -199,7 +195,6 @@ class LearnerLink:
             self._commands.clear()
             self._outgoing.clear()
             attach = self._make_attach()
-        self._before_attach()
         connection.sendall(frame(TO_DAEMON.encode(attach)))
         received = bytearray()
         while not self._is_closing.is_set():

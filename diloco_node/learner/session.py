@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,16 +14,16 @@ import numpy as np
 
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
-from diloco_node.core.types import CarryMode
-from diloco_node.errors import LearnerError
+from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
 from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.learner.link import LearnerLink
 from diloco_node.learner.revert import RevertCheck
 from diloco_node.shared_memory import request_area
-from diloco_node.storage.trained import TrainedCounter
+from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
+    COUNTERS_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
     VERSION_AREA,
@@ -32,7 +31,6 @@ from diloco_node.wire.learner_link import (
     Done,
     Failed,
     InitialState,
-    OfferApplied,
     Report,
     SnapshotDenied,
     SnapshotRequested,
@@ -91,7 +89,7 @@ class LearnerSession:
         self._revert = RevertCheck(tensors)
         self._denied: SnapshotDenied | None = None
         self._news_step: int | None = None
-        self._link = LearnerLink(socket, self._make_attach, self._make_durable)
+        self._link = LearnerLink(socket, self._make_attach)
 
     @property
     def fragments(self) -> LearnerFragments:
@@ -171,8 +169,14 @@ class LearnerSession:
                 "the training script builds another model than the run was started with"
             )
         version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
-        counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation)
+        area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
+        counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
         self._counter = counter
+
+        def make_durable() -> None:
+            # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
+            with contextlib.suppress(StorageError):
+                counter.flush()
 
         return LearnerFragments(
             self._tensors,
@@ -189,15 +193,8 @@ class LearnerSession:
                 request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8
             ),
             answer=self._answer,
-            before_ready=self._make_durable,
+            before_ready=make_durable,
         )
-
-    def _make_durable(self) -> None:
-        """The trained counters, against a power cut. Waits for the disk."""
-        # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
-        with contextlib.suppress(OSError):
-            if self._counter is not None:
-                self._counter.flush()
 
     def stepped(self, tokens: int) -> None:
         """An inner step was made, of `tokens` tokens over all ranks: count it, durably against a kill.
@@ -253,19 +250,11 @@ class LearnerSession:
             case VersionOffered():
                 fragment = self.manifest.fragments[command.fragment]
                 self._revert.before(fragment)
-                self._tell_applied(self.fragments.apply(command))
+                self._link.send(self.fragments.apply(command))
                 self._revert.after(fragment)
                 self._note_news(self.fragments.step - 1)
             case Stop():
                 self._handle_stop([command])
-
-    def _tell_applied(self, applied: OfferApplied) -> None:
-        assert self.welcome is not None
-        if self.welcome.carry is CarryMode.OVERWRITE:
-            # What a version threw away is booked as discarded: nobody must hear of steps that a power cut undoes.
-            self.fragments.when_durable(partial(self._link.send, applied))
-        else:
-            self._link.send(applied)
 
     def _handle_stop(self, commands: list[ToLearner]) -> None:
         for command in commands:

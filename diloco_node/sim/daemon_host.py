@@ -21,7 +21,7 @@ from diloco_node.codec.digest import fragment_digest
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.region import RegionCore
-from diloco_node.core.types import DISK_ID_BYTES, CarryMode
+from diloco_node.core.types import DISK_ID_BYTES
 from diloco_node.daemon.effects import Effects, build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
@@ -56,11 +56,7 @@ class LinkedLearner(FakeLearner):
         super()._apply(replace(offer, theta=offer.theta.copy()))
         position = self.parts[offer.fragment].position
         applied = learner_link.OfferApplied(offer.fragment, position.base_version, position, 1.0, 0)
-        if self._setup.settings.carry is CarryMode.OVERWRITE:
-            # What was thrown away is booked: the counters behind it must survive a power cut.
-            port.persist_counters(self.incarnation, self.step, self.tokens, partial(port.say, applied))
-        else:
-            port.say(applied)
+        port.say(applied)
 
 
 class ObservedCore:
@@ -188,6 +184,7 @@ class DaemonHost(Host):
             post=self._post,
             spawn=self._spawn,
             now_ns=self._now_ns,
+            save_counters=self._save_counters,
         )
         self.hands = build_effects(
             region=self.name,
@@ -202,6 +199,7 @@ class DaemonHost(Host):
             post=self._post,
             note=self._noted,
             write_final_file=lambda _: store.write_final(partial(setattr, self, "has_final", True)),
+            save_counter_file=lambda incarnation, _: store.save_counters(incarnation, self._counted(incarnation)),
         )
         self.spoil_effects(self.hands)
         observed = cast(RegionCore, ObservedCore(self.core, self))
@@ -319,6 +317,15 @@ class DaemonHost(Host):
         """See LearnerPort. A process that was not welcomed has no counters."""
         if incarnation != learner_link.NEW_PROCESS:
             super().persist_counters(incarnation, steps, tokens, done)
+
+    async def _save_counters(self, incarnation: int) -> None:
+        await self.hands.disk.save_counters(incarnation, self._proxy.counters)
+
+    def _counted(self, incarnation: int) -> tuple[int, int]:
+        """Steps and tokens, as the memory that the learner writes at each step says them."""
+        learner = self.learner
+        is_living = learner is not None and learner.incarnation == incarnation
+        return (learner.step, learner.tokens) if learner is not None and is_living else (0, 0)
 
     def _attach_learner(self) -> None:
         if self.learner is not None and self._life is not None:

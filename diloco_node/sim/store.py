@@ -282,6 +282,15 @@ class FakeStore:
             if key[1] < keep_from_version and key[1] <= oldest_kept:
                 self._disk.drop_payload(key)
 
+    def save_counters(self, incarnation: int, counted: tuple[int, int]) -> None:
+        """What an incarnation of the learner has trained; it never goes back."""
+
+        def write() -> None:
+            held = self._disk.counters.get(incarnation, (0, 0))
+            self._disk.counters[incarnation] = max(held, counted)
+
+        self._write_file("save counters", write)
+
     def write_final(self, done: Callable[[], None]) -> None:
         """The final model; `done` is called when it is durable."""
         self._write_file("write the final model", done)

@@ -59,6 +59,7 @@ from diloco_node.daemon.stripes import StripeTable
 from diloco_node.daemon.version_effects import VersionEffects
 from diloco_node.errors import DilocoError, LedgerLost, StorageError
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import save_trained
 from tests.kit.node_kit import (
     MANIFEST,
     SETTINGS,
@@ -180,6 +181,7 @@ class Bench:
         disk = DiskEffects(
             init=None,
             write_final_file=partial(write_final, folder),
+            save_counter_file=partial(save_trained, folder),
             parameters=parameters,
             store=flaky,
             drafts=drafts,

@@ -230,29 +230,6 @@ def test_version_waits_until_the_encoder_is_done_with_the_base(folder: Path, mon
         np.testing.assert_allclose(daemon.decoded(0), 0.25 * taken_at, rtol=1e-5)  # against the old base
 
 
-def test_what_overwrite_throws_away_is_told_when_the_counters_behind_it_are_durable(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    toy = Toy()
-    with (
-        FakeDaemon(folder, carry=CarryMode.OVERWRITE) as daemon,
-        diloco_node.attach(toy.model, toy.optimizer) as diloco,
-    ):
-        assert diloco._session is not None
-        daemon.wait_for(OfferApplied, 2)  # both fragments at version 0
-        monkeypatch.setattr(TrainedCounter, "flush", lambda _self: gate.wait(PATIENCE_S))
-        daemon.commit(0, daemon.theta[0] + 1, -1)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while diloco._session.fragments.positions[0].base_version < 1:
-            assert time.monotonic() < deadline_s
-            toy.step(diloco)
-        toy.steps_until(diloco, daemon, Report, len([one for one in daemon.said if isinstance(one, Report)]) + 2)
-        assert len([one for one in daemon.said if isinstance(one, OfferApplied)]) == 2, "a power cut could undo it"
-        gate.set()
-        assert daemon.wait_for(OfferApplied, 3).version == 1
-
-
 def test_learner_in_mid_run_is_never_taken_for_theta_0(folder: Path) -> None:
     toy = Toy()
     with FakeDaemon(folder):

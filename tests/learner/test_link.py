@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -280,26 +278,6 @@ def test_close_sends_what_is_queued(daemon: Daemon, path: Path) -> None:
     learner.link.send(Failed("last word"))
     learner.link.close(PATIENCE_S)
     assert daemon.hear() == Failed("last word")
-
-
-def test_what_an_attach_waits_for_does_not_hold_the_lock_and_comes_before_it(daemon: Daemon, path: Path) -> None:
-    gate, waits = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        waits.set()
-        gate.wait(PATIENCE_S)
-
-    said = Attach(1, 5, (TensorSpec("w", (1,)),), 0, "", 1, 0, 0, (), ())
-    link = LearnerLink(path, lambda: said, wait)
-    daemon.connection, _ = daemon.listener.accept()
-    daemon.connection.settimeout(PATIENCE_S)
-    assert waits.wait(PATIENCE_S)
-    assert link.lock.acquire(timeout=PATIENCE_S), "the training thread goes on meanwhile"
-    link.lock.release()
-    assert not select.select([daemon.connection], [], [], 0)[0], "nothing has been said yet"
-    gate.set()
-    assert daemon.hear() == said
-    link.close(0.0)
 
 
 def test_bug_in_the_thread_is_raised_in_the_training_thread(daemon: Daemon, path: Path) -> None:
