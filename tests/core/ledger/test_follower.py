@@ -21,7 +21,7 @@ from diloco_node.core.messages import (
     RequestVote,
     RequestVoteReply,
 )
-from diloco_node.core.types import LeaderBody, RoundBody
+from diloco_node.core.types import Contribution, LeaderBody, Member, RoundBody
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
     TIMEOUT_NS,
@@ -89,7 +89,9 @@ def test_what_is_staged_is_limited_in_entries() -> None:
 
 
 def test_what_is_staged_is_limited_in_bytes() -> None:
-    body = replace(a_round(1), payload_digest=bytes(2_700_000))
+    norms = (0.5,) * 65_536
+    members = tuple(Member(Contribution(name, 1, 0, 0, 1, 0, 1, 7, norms), 1.0) for name in "abcd")
+    body = replace(a_round(1), members=members)
     log = chain(*[1] * 12, bodies=lambda index, term: replace(body, version=index))
     core = a_core(term=1, has_payload=lambda body: False)
     for index in range(1, 13):
