@@ -171,8 +171,6 @@ class Schema(Generic[T]):
 
     def _dataclass(self, cls: type, *, skip: int, depth: int) -> tuple[Check, Check]:
         """Encoder and decoder of an array of fields; `skip` (0 or 1) places are left at its front for the tag."""
-        if not dataclasses.is_dataclass(cls):
-            raise TypeError(f"{cls!r} is not a dataclass")
         if depth > DEPTH_MAX:
             raise TypeError(f"{cls.__name__} is nested deeper than {DEPTH_MAX}")
         names = [field.name for field in dataclasses.fields(cls)]

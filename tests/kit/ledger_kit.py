@@ -14,6 +14,7 @@ from diloco_node.core.events import (
     TimerFired,
 )
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
     AppendEntries,
@@ -54,6 +55,7 @@ def a_core(
     cls: type[LedgerCore] = LedgerCore,
     now_ns: int = 0,
     seed: int = 1,
+    meaning: Meaning | None = None,
 ) -> LedgerCore:
     return cls(
         region=region,
@@ -66,6 +68,7 @@ def a_core(
         seed=seed,
         now_ns=now_ns,
         has_payload=has_payload,
+        meaning=meaning,
     )
 
 

@@ -16,6 +16,7 @@ from diloco_node.core.events import (
     Send,
     TimerFired,
 )
+from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.types import Entry, EntryBody, RoundBody
 from tests.kit.ledger_kit import TIMEOUT_NS, a_core, a_discard, a_round
@@ -48,11 +49,13 @@ class Network:
         cls: type[LedgerCore] = LedgerCore,
         delay_ns: int = 23,
         fsync_ns: int = 7,
+        meaning: Callable[[str], Meaning | None] = lambda name: None,
     ) -> None:
         self.names = tuple("abcde"[:voters])
         self.rng = random.Random(seed)
         self.seed = seed
         self.cls = cls
+        self.meaning = meaning
         self.delay_ns, self.fsync_ns = delay_ns, fsync_ns
         self.loss = self.duplicates = 0.0
         self.jitter_ns = 0
@@ -83,6 +86,7 @@ class Network:
             cls=self.cls,
             now_ns=self.now_ns,
             seed=self.seed,
+            meaning=self.meaning(name),
         )
 
     def crash(self, name: str) -> None:

@@ -249,8 +249,6 @@ async def refused(mesh: Mesh, b: GrpcTransport, **changes: Any) -> None:
         ({"dial": 2}, "not up", {}),
         ({"instance_id": b"j" * 16}, "not up", {}),
         ({"connection": 2}, "not the next one", {}),
-        ({"connection": TRANSFER_CONNECTIONS_MAX}, "bulk connection 8; there are 8", {("a", "protocol"): 1}),
-        ({"connection": -1}, "bulk connection -1; there are 8", {("a", "protocol"): 1}),
         ({"region": "c"}, "identity_mismatch", {("a", "identity_mismatch"): 1}),
         ({"run_id": "run2"}, "run_id", {("a", "incompatible"): 1}),
     ],

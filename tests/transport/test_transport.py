@@ -56,11 +56,11 @@ async def test_control_messages_go_both_ways_in_order(mesh: Mesh) -> None:
     a, at_a, b, at_b = await mesh.pair()
     for term in range(300):
         a.send("b", RequestVoteReply(term, True, False))
-        b.send("a", RequestVoteReply(-term, False, True))
+        b.send("a", RequestVoteReply(300 - term, False, True))
     await at_b.until(lambda: len(at_b.messages) == 300)
     await at_a.until(lambda: len(at_a.messages) == 300)
     assert at_b.messages == [("a", RequestVoteReply(term, True, False)) for term in range(300)]
-    assert at_a.messages == [("b", RequestVoteReply(-term, False, True)) for term in range(300)]
+    assert at_a.messages == [("b", RequestVoteReply(300 - term, False, True)) for term in range(300)]
     assert a.peer_status()["b"].state is LinkState.UP
 
 

@@ -171,8 +171,9 @@ def test_a_follower_commits_what_the_leader_committed_as_far_as_it_matches_and_i
 def test_what_is_committed_is_never_forgotten_whoever_asks() -> None:
     core = a_core(entries=chain(1, 1))
     arrive(core, "b", append_entries(chain(1, 1), 2, 2, term=1, commit=2))
-    for term, other in ((2, append_entries(chain(2), 1, 1, term=2)), (3, append_entries(chain(1, 3), 2, 2, term=3))):
-        effects = arrive(core, "c", other)
+    others = (append_entries(chain(2), 1, 1, term=2), append_entries(chain(1, 3), 2, 2, term=3))
+    for term, peer, other in zip((2, 3), "cb", others, strict=True):
+        effects = arrive(core, peer, other)
         assert "committed here" in alarms(effects)[0]
         assert (core.term, core.entries) == (term, chain(1, 1))
 
