@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
 from diloco_node.storage.durable import sync_folder
 
 _COUNTERS: Final = struct.Struct("<QQ")
+_DIGITS_MAX: Final = len(str(INCARNATION_MAX))
 
 
 class TrainedCounter:
@@ -80,7 +82,10 @@ def read_trained(state_dir: Path) -> tuple[Trained, ...]:
         raw = path.read_bytes()
         if len(raw) != _COUNTERS.size:
             raise StorageError(f"trained counter {path} has {len(raw)} B, not {_COUNTERS.size}: the disk lost it")
-        found.append(Trained(incarnation, *_COUNTERS.unpack(raw)))
+        steps, tokens = _COUNTERS.unpack(raw)
+        is_possible = steps <= STEP_MAX and tokens <= TOKENS_MAX
+        # The learner writes it: what no learner can have trained is not told, or the ledger would refuse it for ever.
+        found.append(Trained(incarnation, steps, tokens) if is_possible else Trained(incarnation, 0, 0))
     return tuple(found)
 
 
@@ -119,4 +124,5 @@ def _counter_path(state_dir: Path, incarnation: int) -> Path:
 
 def _counter_files(state_dir: Path) -> list[tuple[int, Path]]:
     found = ((path.name.removeprefix("trained-"), path) for path in (state_dir / "learner").glob("trained-*"))
-    return sorted((int(number), path) for number, path in found if number.isdecimal())
+    numbered = ((int(number), path) for number, path in found if number.isdecimal() and len(number) <= _DIGITS_MAX)
+    return sorted((number, path) for number, path in numbered if number <= INCARNATION_MAX)

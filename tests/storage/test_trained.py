@@ -1,4 +1,5 @@
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import StorageError
-from diloco_node.storage.trained import Trained, TrainedCounter, allot_incarnation, read_trained
+from diloco_node.storage.trained import Trained, TrainedCounter, allot_incarnation, newest_incarnation, read_trained
 
 
 def test_incarnations_grow_and_start_at_zero(tmp_path: Path) -> None:
@@ -45,3 +46,19 @@ def test_damaged_counter_is_named(tmp_path: Path) -> None:
     (tmp_path / "learner" / f"trained-{number}").write_bytes(b"short")
     with pytest.raises(StorageError, match="trained-1 has 5 B"):
         read_trained(tmp_path)
+
+
+@pytest.mark.parametrize("counters", [(2**63 - 1, 5), (5, 2**63), (2**64 - 1, 2**64 - 1)])
+def test_a_counter_that_no_learner_can_have_reached_counts_nothing(tmp_path: Path, counters: tuple[int, int]) -> None:
+    number = allot_incarnation(tmp_path)
+    (tmp_path / "learner" / f"trained-{number}").write_bytes(struct.pack("<QQ", *counters))
+    assert read_trained(tmp_path) == (Trained(number, 0, 0),)
+
+
+@pytest.mark.parametrize("name", [2**40 + 1, 2**63 - 1, "9" * 200])
+def test_a_file_named_for_an_incarnation_that_can_not_be_is_no_counter(tmp_path: Path, name: object) -> None:
+    assert allot_incarnation(tmp_path) == 1
+    path = tmp_path / "learner" / f"trained-{name}"
+    path.write_bytes(bytes(16))
+    assert newest_incarnation(tmp_path) == 1
+    assert allot_incarnation(tmp_path) == 2

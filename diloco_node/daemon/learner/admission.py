@@ -39,6 +39,8 @@ class Admission:
         newest = max(known_incarnation, newest_incarnation(self._state_dir))
         if NEW_PROCESS < attach.incarnation < newest:
             return f"incarnation {attach.incarnation} of this learner was over when incarnation {newest} began"
+        if attach.incarnation > newest > 0:
+            return f"incarnation {attach.incarnation} of this learner was never allotted here, the newest is {newest}"
         try:
             pid, ticks, boot = self._path.read_text().split()
             holder = Process(int(pid), int(ticks), boot)
