@@ -46,6 +46,7 @@ BLOCKS_MAX: Final = (1 << 32) + PIECES
 FLOAT32_MAX: Final = 3.4028234663852886e38
 HASH_BYTES: Final = 32
 SHORT_DIGEST_BYTES: Final = 16
+DISK_BYTES: Final = 16
 DIGEST_TEXT_BYTES: Final = 128
 """A digest as hexadecimal text, with room for a longer one."""
 
@@ -87,8 +88,11 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "previous_hash": HASH,
     "hash": HASH,
     "digest": HASH,
+    "durable_hash": HASH,
     "payload_digest": HASH,
     "entries": Items(64),
+    "disk": Octets((0, DISK_BYTES)),
+    "disks": Items(REGIONS, Octets((DISK_BYTES,))),
     # Fragments and versions
     "fragment": Whole(0, FRAGMENTS - 1),
     "version": VERSION,

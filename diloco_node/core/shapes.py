@@ -17,7 +17,7 @@ REGION_PATTERN: Final = re.compile(r"[a-z0-9-]{1,63}")
 """What a region may be called: it becomes part of file names, log lines and certificate names."""
 
 REGION_FIELDS: Final = frozenset(
-    {"hears", "leader", "learner", "learners", "members", "peer", "reducer", "region", "regions"}
+    {"hears", "leader", "learner", "learners", "members", "peer", "reducer", "region", "regions", "successor"}
 )
 """Fields of type `str` or `tuple[str, ...]` with one of these names hold region names, and are checked as such."""
 

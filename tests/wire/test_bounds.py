@@ -117,7 +117,7 @@ def edges(hint: Any, bound: Bound | None, name: str) -> tuple[list[Any], list[An
         return ["x" * bound.bytes_max, "é" * (bound.bytes_max // 2)], ["x" * (bound.bytes_max + 1)]
     if isinstance(bound, Octets):
         return [bytes(length) for length in bound.lengths], [
-            bytes(length + change) for length in bound.lengths for change in (-1, 1)
+            bytes(length + change) for length in bound.lengths for change in (-1, 1) if length + change >= 0
         ]
     if isinstance(bound, Whole):
         lowest = least(leaf, bound, name)

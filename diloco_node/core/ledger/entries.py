@@ -38,6 +38,7 @@ from diloco_node.core.shapes import (
 )
 from diloco_node.core.types import (
     DiscardedBody,
+    DiskNamedBody,
     Entry,
     EntryBody,
     EntryKind,
@@ -61,6 +62,7 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.ROUND.value: RoundBody,
     EntryKind.DISCARDED.value: DiscardedBody,
     EntryKind.FINISHED.value: FinishedBody,
+    EntryKind.DISK_NAMED.value: DiskNamedBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6

@@ -127,4 +127,3 @@ class EntryGate:
             meaning.take(self._log.entry(meaning.index + 1))
         meaning.settle(min(committed_index, index))
         return _first_fault(meaning, entries)
-

@@ -3,7 +3,7 @@
 The rules are those by which an honest leader makes entries (`core.rounds`), asked of the log as it is, committed or
 not. So a leader that was captured, or is broken, can put nothing into the ledger that ends the run later.
 
-- Genesis comes once, and is this run's. Before it nothing but leaders.
+- Genesis comes once, and is this run's, with a folder for each region. Before it nothing but leaders.
 - A round takes its fragment to the next version, with members whose steps follow the account.
 - What is discarded follows the account, too.
 - After the end there are no more rounds.
@@ -23,6 +23,7 @@ from diloco_node.core.merge.weights import refusal, to_float32
 from diloco_node.core.types import (
     Contribution,
     DiscardedBody,
+    DiskNamedBody,
     Entry,
     EntryBody,
     FinishedBody,
@@ -45,19 +46,16 @@ class EntryCheck:
     Args:
         run: run_id, settings_digest, manifest_digest and regions, sorted: what all regions must agree on.
         manifest: of the model.
-        begins_with_genesis: entry 1 must be genesis, and no other may be.
     """
 
-    def __init__(
-        self, run: tuple[str, str, str, tuple[str, ...]], manifest: Manifest, *, begins_with_genesis: bool = False
-    ) -> None:
+    def __init__(self, run: tuple[str, str, str, tuple[str, ...]], manifest: Manifest) -> None:
         self.index = 0
         self._run = run
         self._regions = frozenset(run[3])
         self._fragments = manifest.fragments
         self._blocks = [block_count(fragment) for fragment in manifest.fragments]
-        self._begins_with_genesis = begins_with_genesis
         # ("genesis",), ("finished",): True. ("version", fragment). ("covered", learner, incarnation, fragment): a step.
+        # ("disk", region): the id of its folder, empty for none.
         # ("included", learner, fragment): (incarnation, version). ("incarnation", learner): the newest.
         self._facts: dict[_Key, Any] = {}
         # For each entry that may still be truncated, what its facts were before: None where there were none.
@@ -68,6 +66,7 @@ class EntryCheck:
             RoundBody: self._round_fault,
             DiscardedBody: self._discard_fault,
             FinishedBody: self._finished_fault,
+            DiskNamedBody: self._disk_fault,
         }
 
     def fault(self, entry: Entry) -> str:
@@ -76,10 +75,7 @@ class EntryCheck:
         rule = self._rules.get(type(body))
         if rule is None:
             return f"{type(body).__name__} is not known here"
-        has_begun = ("genesis",)
-        if self._begins_with_genesis and entry.index == 1 and not isinstance(body, GenesisBody):
-            return f"entry 1 is a {type(body).__name__}, not genesis"
-        if has_begun not in self._facts and not isinstance(body, (GenesisBody, LeaderBody)):
+        if ("genesis",) not in self._facts and not isinstance(body, (GenesisBody, LeaderBody)):
             return f"a {type(body).__name__} before genesis"
         return rule(body, entry)
 
@@ -112,6 +108,9 @@ class EntryCheck:
         if isinstance(body, GenesisBody):
             yield ("genesis",), True
             yield from ((("version", fragment.index), 0) for fragment in self._fragments)
+            yield from ((("disk", name), disk) for name, disk in zip(body.regions, body.disks, strict=True))
+        elif isinstance(body, DiskNamedBody):
+            yield ("disk", body.region), body.disk
         elif isinstance(body, FinishedBody):
             yield ("finished",), True
         elif isinstance(body, DiscardedBody):
@@ -127,17 +126,24 @@ class EntryCheck:
         yield ("covered", body.learner, body.incarnation, body.fragment), body.step_to
         yield ("incarnation", body.learner), max(body.incarnation, self._facts.get(("incarnation", body.learner), 0))
 
-    def _genesis_fault(self, body: GenesisBody, entry: Entry) -> str:
+    def _genesis_fault(self, body: GenesisBody, _: Entry) -> str:
         run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
         if ("genesis",) in self._facts:
             return "a second genesis"
-        if self._begins_with_genesis and entry.index != 1:
-            return f"genesis as entry {entry.index}"
         if run != self._run:
             return f"genesis of another run: {run}, here {self._run}"
         if len(body.fragment_digests) != len(self._fragments):
             return f"{len(body.fragment_digests)} digests for {len(self._fragments)} fragments"
+        if len(body.disks) != len(body.regions) or len(set(body.disks)) != len(body.disks) or b"" in body.disks:
+            return f"{len(set(body.disks))} folders for {len(body.regions)} regions"
         return ""
+
+    def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
+        """A folder's id is taken away before another one is named."""
+        named = self._facts.get(("disk", body.region), b"")
+        if bool(named) == bool(body.disk):
+            return f"{body.region}'s folder is {named.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
+        return self._region_fault(body.region)
 
     def _region_fault(self, name: str) -> str:
         return "" if name in self._regions else f"{name} is no region of the run"

@@ -26,6 +26,7 @@ from diloco_node.core.types import (
     Ballot,
     Contribution,
     DiscardedBody,
+    DiskNamedBody,
     Entry,
     EntryBody,
     EntryKind,
@@ -40,17 +41,18 @@ from diloco_node.errors import ProtocolViolation
 
 CONTRIBUTION = Contribution("us-east", 3, 7, 11, 42, 100, 124, 24 * 499, (0.5, 1.25e-7))
 BODIES: list[EntryBody] = [
-    GenesisBody("run-1", "ab" * 32, "cd" * 32, ("eu", "us-east"), (b"\x01" * 32, b"\x02" * 32)),
+    GenesisBody("run-1", "ab" * 32, "cd" * 32, ("eu", "us-east"), (b"\x01" * 32, b"\x02" * 32), (b"\x03" * 16,)),
     LeaderBody("eu"),
     RoundBody(
         7, 12, Ballot(3, 9), (Member(CONTRIBUTION, 0.1),), 0.75, (0.5, 0.125), (Stripe("eu", 0, 9),), b"\x07" * 32
     ),
     DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
     FinishedBody((12, 13), "tokens"),
+    DiskNamedBody("eu", b"\x09" * 16),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "8c7352d3fd9b3a584745c5b8b3dc2f396985e4ef0c967d1485c7852430c2ef4d"
+GOLDEN_CHAIN = "e2cecd732003cbf157afb7bbf7a7ace803a642a0ac94fe01016e8689b6ca5d75"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
@@ -78,6 +80,7 @@ stripes = st.builds(
 )
 bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(LeaderBody, names),
+    st.builds(DiskNamedBody, names, st.binary(min_size=16, max_size=16) | st.just(b"")),
     st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts),
     st.builds(
         lambda step_from, length, *rest: DiscardedBody(*rest[:3], step_from, step_from + length, *rest[3:]),

@@ -8,7 +8,6 @@ import pytest
 
 from diloco_node.core.events import LinkChanged
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
-from diloco_node.core.messages import AppendEntriesReply, RequestVote, RequestVoteReply
 from diloco_node.core.types import DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
 from diloco_node.errors import StorageError
 from tests.kit.ledger_kit import (
@@ -17,11 +16,14 @@ from tests.kit.ledger_kit import (
     a_discard,
     a_leader,
     a_round,
+    ack,
     alarms,
     append_entries,
     arrive,
     chain,
     sends,
+    vote,
+    vote_request,
     write_all,
 )
 from tests.kit.ledger_network import Network, shake
@@ -88,10 +90,10 @@ def test_who_sent_nonsense_is_not_followed_again_not_even_in_a_heartbeat() -> No
 def test_a_follower_that_refused_its_leader_grants_others_what_it_asks_itself_and_the_liar_nothing() -> None:
     core = a_core(term=1, meaning=Counting())
     arrive(core, "b", append_entries(with_nonsense_at(1), 1, 1, term=1))
-    assert sends(arrive(core, "c", RequestVote(2, True, 0, 0), now_ns=1)) == [("c", RequestVoteReply(2, True, True))]
-    assert sends(arrive(core, "b", RequestVote(2, True, 9, 1), now_ns=1)) == [("b", RequestVoteReply(1, True, False))]
-    effects = arrive(core, "b", RequestVote(2, False, 9, 1), now_ns=1)
-    assert sends(effects + write_all(core, effects)) == [("b", RequestVoteReply(2, False, False))]
+    assert sends(arrive(core, "c", vote_request(2, True, 0, 0), now_ns=1)) == [("c", vote(2, True, True))]
+    assert sends(arrive(core, "b", vote_request(2, True, 9, 1), now_ns=1)) == [("b", vote(1, True, False))]
+    effects = arrive(core, "b", vote_request(2, False, 9, 1), now_ns=1)
+    assert sends(effects + write_all(core, effects)) == [("b", vote(2, False, False))]
 
 
 def test_another_process_behind_a_new_link_is_heard_again() -> None:
@@ -99,7 +101,7 @@ def test_another_process_behind_a_new_link_is_heard_again() -> None:
     arrive(core, "b", append_entries(with_nonsense_at(1), 1, 1, term=1))
     core.handle(LinkChanged("b", True), now_ns=1)
     effects = arrive(core, "b", append_entries(chain(1), 1, 1, term=1, sequence=2), now_ns=1)
-    assert AppendEntriesReply(1, 2, True, 1) in [message for _, message in sends(effects + write_all(core, effects))]
+    assert ack(1, 2, True, 1) in [message for _, message in sends(effects + write_all(core, effects))]
 
 
 def test_each_entry_is_asked_about_once() -> None:
@@ -119,7 +121,7 @@ def test_the_check_follows_a_log_that_is_truncated_and_what_was_not_staged() -> 
         arrive(core, "b", append_entries(log, first, min(first + 63, len(log)), term=1, sequence=first))
     other = chain(1, 1, 2, 2, bodies=lambda index, term: a_round(index) if index < 3 else LeaderBody("c"))
     assert other[1] == log[1]
-    arrive(core, "c", append_entries(other, 3, 4, term=2))
+    arrive(core, "c", append_entries(other, 3, 4, term=2), now_ns=TIMEOUT_NS)
     assert meaning.taken == list(other)
 
 

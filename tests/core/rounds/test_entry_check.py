@@ -12,6 +12,7 @@ from diloco_node.core.rounds.entry_check import INCARNATIONS_SKIPPED_MAX, EntryC
 from diloco_node.core.types import (
     Ballot,
     DiscardedBody,
+    DiskNamedBody,
     Entry,
     EntryBody,
     FinishedBody,
@@ -35,8 +36,8 @@ def a_round(*learners: str, fragment: int = 0, version: int = 1, **offered: obje
     return whole(committed_round(fragment, version, members, ballot=Ballot(1, version)))
 
 
-def check_after(*bodies: EntryBody, begins_with_genesis: bool = False) -> tuple[EntryCheck, Ledger]:
-    check, ledger = EntryCheck(RUN, MANIFEST, begins_with_genesis=begins_with_genesis), Ledger()
+def check_after(*bodies: EntryBody) -> tuple[EntryCheck, Ledger]:
+    check, ledger = EntryCheck(RUN, MANIFEST), Ledger()
     for body in bodies:
         entry = ledger.add(body)
         assert check.fault(entry) == ""
@@ -44,8 +45,8 @@ def check_after(*bodies: EntryBody, begins_with_genesis: bool = False) -> tuple[
     return check, ledger
 
 
-def fault_of(body: EntryBody, *before: EntryBody, begins_with_genesis: bool = False) -> str:
-    check, ledger = check_after(*before, begins_with_genesis=begins_with_genesis)
+def fault_of(body: EntryBody, *before: EntryBody) -> str:
+    check, ledger = check_after(*before)
     return check.fault(ledger.add(body))
 
 
@@ -67,6 +68,8 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         FinishedBody((3, 1), "tokens"),
         LeaderBody("c"),
         DiscardedBody("c", 1, 0, 0, 9, 1, "died"),
+        DiskNamedBody("b", b""),
+        DiskNamedBody("b", b"x" * 16),
     )
 
 
@@ -106,6 +109,8 @@ def test_an_honest_ledger_is_accepted_whole() -> None:
         (DISCARD, "(10, 15] of b's incarnation 1 does not follow step 0"),
         (replace(DISCARD, step_from=0, step_to=0), "does not follow"),
         (replace(DISCARD, incarnation=1 << 40, step_from=0), "incarnation 1099511627776 of b after 0"),
+        (DiskNamedBody("mallory", b"x" * 16), "mallory is no region"),
+        (DiskNamedBody("b", b"x" * 16), "b's folder is 0202"),
         (FinishedBody((1, 0), "x"), "ends at versions (1, 0), the ledger is at (0, 0)"),
         (FinishedBody((0,), "x"), "ends at versions (0,)"),
     ],
@@ -123,6 +128,7 @@ def test_what_can_not_follow_genesis(body: EntryBody, says: str) -> None:
         (a_round("a", version=2, base=1, steps=(5, 20)), "(5, 20] of a's incarnation 1 does not follow step 10"),
         (a_round("a", version=2, base=1, incarnation=0, steps=(0, 9)), "incarnation 0 of a after 1 was included"),
         (replace(DISCARD, step_from=9), "does not follow step 10"),
+        (DiskNamedBody("a", b"x" * 16), "a's folder is 0101"),
     ],
 )
 def test_what_can_not_follow_a_round(body: EntryBody, says: str) -> None:
@@ -149,18 +155,14 @@ def test_nothing_merges_after_the_end(body: EntryBody) -> None:
         {"regions": ("a", "b")},
         {"regions": ("b", "a", "c")},
         {"fragment_digests": GENESIS.fragment_digests[1:]},
+        {"disks": ()},
+        {"disks": GENESIS.disks[1:]},
+        {"disks": GENESIS.disks[:1] * 3},
     ],
 )
 def test_genesis_is_of_this_run(change: dict[str, object]) -> None:
     assert fault_of(GENESIS) == ""
     assert fault_of(replace(GENESIS, **change))  # type: ignore[arg-type]
-
-
-def test_where_a_ledger_begins_with_genesis_it_is_entry_1_and_no_other() -> None:
-    assert fault_of(GENESIS, begins_with_genesis=True) == ""
-    assert "not genesis" in fault_of(LeaderBody("a"), begins_with_genesis=True)
-    check, _ = check_after(begins_with_genesis=True)
-    assert "genesis as entry 2" in check.fault(seal(2, 1, ZERO_HASH, GENESIS))
 
 
 def test_a_body_without_a_rule_is_refused() -> None:
@@ -213,3 +215,9 @@ def test_after_going_back_it_answers_as_one_that_never_went_there(seed: int) -> 
 def test_the_genesis_of_the_tests_is_of_the_run() -> None:
     assert isinstance(GENESIS, GenesisBody)
     assert (GENESIS.run_id, GENESIS.settings_digest, GENESIS.manifest_digest, GENESIS.regions) == RUN
+
+
+def test_a_folder_is_taken_away_once_and_then_named_once() -> None:
+    away = DiskNamedBody("b", b"")
+    assert "b's folder is none, named is none" in fault_of(away, GENESIS, away)
+    assert fault_of(DiskNamedBody("b", b"x" * 16), GENESIS, away) == ""
