@@ -81,6 +81,12 @@ class EntryGate:
         self._meaning = meaning
         self._distrusted: set[str] = set()
 
+    @property
+    def reason(self) -> str:
+        """Whose entries were refused, in words; empty if nobody's."""
+        counts = [f"{peer} ({count} times)" for peer, count in sorted(self.refused.items())]
+        return f"; refused entries of {', '.join(counts)}" if counts else ""
+
     def fault(self, request: AppendEntries, *, committed_index: int) -> str:
         """Why an entry of the message can't be; empty: all can, or its previous entry does not match, so that none is
         taken. Those that the log has already are not asked again.

@@ -243,7 +243,7 @@ class LedgerCore:
             granted = ", ".join(sorted(self._election.granted))
             return f"no leader; {request}: {granted}; needs {needed} of {len(self._voters)}"
         if not self.leader:
-            return f"no leader in term {self.term} yet"
+            return f"no leader in term {self.term} yet{self._entry_gate.reason}"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
         missing = self.missing_payloads()
         return state + (f"; waits for {_named(missing[0])}" if missing else "")

@@ -85,6 +85,7 @@ def test_who_sent_nonsense_is_not_followed_again_not_even_in_a_heartbeat() -> No
     assert arrive(core, "b", append_entries(log, 3, 2, term=1, sequence=3), now_ns=6) == []
     assert core.wake_at_ns == due_ns, "its timer runs on"
     assert (core.leader, core.last_index) == ("", 2)
+    assert core.reason == "no leader in term 1 yet; refused entries of b (1 times)"
 
 
 def test_a_follower_that_refused_its_leader_grants_others_what_it_asks_itself_and_the_liar_nothing() -> None:
