@@ -72,7 +72,7 @@ class Bench:
             spawn=Tasks().spawn,
             now_ns=lambda: self.now_ns,
             region="a",
-            note=lambda note: self.notes.append(note),  # noqa: PLW0108
+            note=lambda note: self.notes.append(note),
         )
 
     def offer(self, fragment: int, version: int) -> None:
