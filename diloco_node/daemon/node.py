@@ -351,6 +351,9 @@ class Node:
                 self.learner.applied(message)
             case learner_link.InitialState():
                 area = self.learner.version_area
+                if not area.is_lent:  # what it wrote over is no Theta_0, and the run has one
+                    self._note(ev.Note("learner", "Theta_0 that nobody asked for: ignored", is_alarm=True))
+                    return
                 work = self.effects.disk.store_initial_state(area, area.generation)
                 self._runtime.spawn(work, "initial state")
             case learner_link.Done():

@@ -56,9 +56,7 @@ def position_fault(position: FragmentPosition, step: int, tokens: int) -> str:
     """Why a learner that made so many steps can't stand there; empty if it can."""
     furthest = max(position.cycle_start_step, position.included_step)
     if furthest > step or position.included_tokens > tokens:
-        return (
-            f"a position at step {furthest} and {position.included_tokens} tokens after {step} and {tokens}"
-        )
+        return f"a position at step {furthest} and {position.included_tokens} tokens after {step} and {tokens}"
     return ""
 
 
