@@ -100,7 +100,7 @@ def test_without_its_file_the_lives_decide(tmp_path: Path, own: Process, later: 
 
 
 def test_an_incarnation_that_was_never_allotted_does_not_come_in(tmp_path: Path, own: Process) -> None:
-    order = Admission(tmp_path)
+    order = Admission(tmp_path, InlineExecutor())
     newest = allot_incarnation(tmp_path)
     assert order.rejection_reason(of_incarnation(newest), own) == ""
     for number in (newest + 1, 2**40):
@@ -109,4 +109,4 @@ def test_an_incarnation_that_was_never_allotted_does_not_come_in(tmp_path: Path,
 
 
 def test_a_folder_that_knows_nothing_takes_what_its_learner_says(tmp_path: Path, own: Process) -> None:
-    assert Admission(tmp_path).rejection_reason(of_incarnation(3), own) == ""
+    assert Admission(tmp_path, InlineExecutor()).rejection_reason(of_incarnation(3), own) == ""
