@@ -176,6 +176,7 @@ class DaemonHost(Host):
         self.core = self._make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
         self.transport = FakeTransport(self, life, self._lives)
         self._proxy = LearnerProxy(
+            region=self.name,
             manifest=manifest,
             settings=settings,
             parameters=parameters,
@@ -185,6 +186,7 @@ class DaemonHost(Host):
             spawn=self._spawn,
             now_ns=self._now_ns,
             save_counters=self._save_counters,
+            note=self._noted,
         )
         self.hands = build_effects(
             region=self.name,
