@@ -69,6 +69,28 @@ class AppendEntriesReply:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseSent:
+    """Leader to a follower whose next entry is summed up: begin your ledger with this. AppendEntriesReply answers it.
+
+    Attributes:
+        sequence: as in AppendEntries.
+        index, base_term, hash: of the last entry that is summed up.
+        parts: the summary in pieces of at most BASE_PART_BYTES.
+    """
+
+    term: int
+    sequence: int
+    index: int
+    base_term: int
+    hash: bytes
+    parts: tuple[bytes, ...]
+
+
+BASE_PART_BYTES = 4096
+"""As long as one field of bytes may be (`wire.schema.Limits`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimeoutNow:
     """A leader that is about to stop asks its most complete follower to stand for election at once, no pre-vote."""
 
@@ -221,10 +243,11 @@ class PayloadRequested:
 
 @dataclass(frozen=True, slots=True)
 class StateRequested:
-    """Send me parameters and momentum of a fragment at a committed version >= version_min (kind STATE), or Refused."""
+    """Send me parameters and momentum of a fragment at this version with this digest (kind STATE), or Refused."""
 
     fragment: int
-    version_min: int
+    version: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +264,7 @@ Message = (
     | RequestVoteReply
     | AppendEntries
     | AppendEntriesReply
+    | BaseSent
     | TimeoutNow
     | Heartbeat
     | BallotOpened

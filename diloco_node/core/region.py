@@ -18,9 +18,11 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Event
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
+from diloco_node.core.recovery.compaction import Compaction
 from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
@@ -33,16 +35,30 @@ from diloco_node.core.types import (
     EntryBody,
     GenesisBody,
     LearnerStatus,
+    LedgerBase,
     Recovered,
     RoundBody,
     RunSettings,
+    SnapshotBody,
 )
 from diloco_node.core.view import Participation, RegionView, peer_views, round_views
+from diloco_node.errors import ProtocolViolation
 
 TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
 
-_LEDGER_MESSAGES = msg.RequestVote | msg.RequestVoteReply | msg.AppendEntries | msg.AppendEntriesReply | msg.TimeoutNow
+ENTRIES_PER_EVENT: Final = 64
+"""Committed entries that are applied in one call, some milliseconds: after a restart, or when a region learns that
+thousands are committed, the event loop breathes in between."""
+
+_LEDGER_MESSAGES = (
+    msg.RequestVote
+    | msg.RequestVoteReply
+    | msg.AppendEntries
+    | msg.AppendEntriesReply
+    | msg.BaseSent
+    | msg.TimeoutNow
+)
 _LEADER_MESSAGES = (
     msg.Contributed
     | msg.Declined
@@ -87,6 +103,9 @@ class RegionCore:
         fragments = len(manifest.fragments)
         self._effects = EffectBuffer(region)
         self.history = RoundHistory(fragments)
+        base = recovered.base
+        if base.index:
+            self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         self.versions = Versions(
             region=region,
             fragments=fragments,
@@ -94,6 +113,7 @@ class RegionCore:
             recovered=recovered,
             history=self.history,
             effects=self._effects,
+            payload_versions=settings.payload_versions,
         )
         self._fetches = Fetches(region=region, regions=self._regions, effects=self._effects)
         self.ledger = LedgerCore(
@@ -107,7 +127,11 @@ class RegionCore:
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,
+            base=base,
+            has_base=self.versions.has_base,
+            base_fault=self._base_fault,
         )
+        self._learnt_index = base.index
         self.liveness = Liveness(
             region=region,
             regions=self._regions,
@@ -143,11 +167,27 @@ class RegionCore:
             effects=self._effects,
         )
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
-        self._digests = DigestWatch(fragments, self._effects)
+        self._digests = DigestWatch(
+            fragments,
+            self._effects,
+            history=self.history,
+            regions=len(self._regions),
+            snapshot_versions=settings.checkpoint_versions,
+        )
+        self._compaction = Compaction(
+            summary_entries=settings.summary_entries,
+            ledger=self.ledger,
+            history=self.history,
+            versions=self.versions,
+            effects=self._effects,
+        )
+        self._must_compare = False
+        self._offered_snapshots: dict[int, tuple[int, int]] = {}
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self._regions, self.liveness)
+        self._participation.restore(self.history.rounds_included)
         self._requested_since_ns: dict[bytes, int] = {}
         self._finish_ordered = ""
         self._is_writing_final = False
@@ -176,9 +216,9 @@ class RegionCore:
             ev.StateStored: self._state_stored,
             ev.FetchFailed: self._fetch_failed,
             ev.VersionApplied: self._version_applied,
-            ev.DigestComputed: lambda event, now_ns: self._digests.computed(
-                event.fragment, event.version, event.digest, now_ns=now_ns
-            ),
+            ev.CheckpointWritten: self._checkpoint_written,
+            ev.StatesSetAside: lambda event, _: self.versions.states_set_aside(event.fragment),
+            ev.DigestComputed: self._digest_computed,
             ev.FinishOrdered: self._finish_was_ordered,
             ev.FinalWritten: self._final_written,
         }
@@ -204,6 +244,9 @@ class RegionCore:
     @property
     def wake_at_ns(self) -> int:
         """When the next TimerFired is due."""
+        if self.is_replaying:
+            # A nanosecond later, so that this is no timer that spins.
+            return self._now_ns + 1
         times = [self.ledger.wake_at_ns, self._next_beat_ns]
         times += [at_ns for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns) if at_ns is not None]
         return min(times)
@@ -214,24 +257,32 @@ class RegionCore:
         return self.ledger.is_leader
 
     @property
+    def is_replaying(self) -> bool:
+        """Committed entries wait for their turn: what the ledger says is not all known here yet."""
+        return self.ledger.has_committed or self._learnt_index < self.ledger.cluster_commit_index
+
+    @property
     def wants_initial_state(self) -> bool:
         """Whether Theta_0 of a new learner is of use; see `Genesis`."""
         return self._genesis.wants_initial_state
 
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
+        left = ENTRIES_PER_EVENT
+        self._follow_ledger(now_ns)
         for _ in range(TURNS_MAX):
             if self._effects.local:
                 self._round_message(self._region, self._effects.local.popleft(), now_ns)
                 continue
             is_news = False
-            for entry in self.ledger.take_committed():
+            for entry in self.ledger.take_committed(left):
                 self._committed(entry, now_ns)
                 is_news = True
+                left -= 1
             self._follow_role(now_ns)
             self._genesis.propose()
             self.leader.advance(now_ns=now_ns)
-            while self.leader.proposals and self.ledger.is_leader:
+            while self.leader.proposals and self.ledger.is_leader and self._has_payload(self.leader.proposals[0]):
                 self._emit(self.ledger.propose(self.leader.proposals.popleft(), now_ns=now_ns))
                 is_news = True
             self.versions.pump()
@@ -240,8 +291,15 @@ class RegionCore:
                 break
         else:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
+        self._learn()
+        if self._must_compare:
+            self._compare_with_ledger()
+        base = self._compaction.next_base()
+        if base is not None:
+            self._emit(self.ledger.compact(base))
+            self._compaction.began()
         lacking = self._lacking(now_ns)
-        if lacking or not self._fetches.is_idle or not self.versions.has_started:
+        if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             alive = self.liveness.alive(now_ns=now_ns)
             self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
@@ -251,10 +309,39 @@ class RegionCore:
             self._effects.emit(ev.WriteFinal(finished.versions))
             self._stop_learner()
 
+    def _follow_ledger(self, now_ns: int) -> None:
+        """Go on from a base that the leader sent; learn which snapshots are committed, also beyond what the own disk
+        can acknowledge."""
+        base = self.ledger.take_base()
+        if base is not None:
+            summary = decode_summary(base.summary, fragments=len(self._manifest.fragments))
+            self.history.restore(summary, base.index, now_ns=now_ns)
+            self.versions.begin_at(base.index)
+            self._compaction.began()
+            self._learnt_index = base.index
+            self._emit(self.ledger.payload_arrived(now_ns=now_ns))
+        self._learn()
+
+    def _learn(self) -> None:
+        last = min(self.ledger.cluster_commit_index, self._learnt_index + ENTRIES_PER_EVENT)
+        for index in range(self._learnt_index + 1, last + 1):
+            self.versions.learn(self.ledger.entry(index).body)
+            self._learnt_index = index
+
+    def _base_fault(self, base: LedgerBase) -> str:
+        """Why a leader's base can't be one of this run's ledger; empty if it can."""
+        try:
+            summary = decode_summary(base.summary, fragments=len(self._manifest.fragments))
+        except ProtocolViolation as error:
+            return str(error)
+        return self._genesis.fault(summary.genesis[0])
+
     def _committed(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
         self.history.apply(entry, now_ns=now_ns)
         self.versions.committed(entry)
+        self._compaction.applied(entry)
+        self._must_compare |= isinstance(body, SnapshotBody | GenesisBody)
         if isinstance(body, RoundBody):
             self._participation.count(body)
             self.participant.committed(body)
@@ -273,7 +360,7 @@ class RegionCore:
             self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
         if self.leader.is_acting and not ledger.is_leader:
             self.leader.end()
-        if self.leader.is_acting or not ledger.is_settled or ledger.commit_index < ledger.cluster_commit_index:
+        if self.leader.is_acting or not ledger.is_settled or ledger.has_committed or ledger.commit_index < ledger.cluster_commit_index:
             return
         # Everything that older leaders committed is known and applied to the history now.
         self.leader.begin(ledger.term, self.participant.open_versions(), now_ns=now_ns)
@@ -320,6 +407,7 @@ class RegionCore:
             self._beat(now_ns)
             self.leader.tick()
             self._make_way(now_ns)
+            self._put_snapshots()
             self._repeat_requests()
 
     def _make_way(self, now_ns: int) -> None:
@@ -332,6 +420,10 @@ class RegionCore:
             self._behind_since_ns = now_ns
         elif now_ns - self._behind_since_ns >= self._settings.ballot_deadline_min_ns:
             self._emit(ledger.transfer_leadership("its disk lacks what is committed", now_ns=now_ns))
+        healing = self.versions.healing
+        if ledger.is_leader and (healing or self._digests.outvoted() >= 0):
+            why = f"its state of fragment {healing[0] if healing else self._digests.outvoted()} differs from the others'"
+            self._emit(ledger.transfer_leadership(why, now_ns=now_ns))
         if self.leader.is_in_the_way:
             self._emit(ledger.transfer_leadership("its disk holds up the others", now_ns=now_ns))
 
@@ -343,9 +435,37 @@ class RegionCore:
             only_to=only_to,
         )
 
+    def _put_snapshots(self) -> None:
+        """As leader: snapshots that a majority agrees on, and the newest sum, go into the ledger; once in each term."""
+        if not self.leader.is_acting or self.versions.healing:
+            return
+        term = self.ledger.term
+        for body in self._digests.agreed():
+            if self._offered_snapshots.get(body.fragment, (0, 0)) < (term, body.version):
+                self._offered_snapshots[body.fragment] = (term, body.version)
+                self._effects.note("snapshot", body.digest.hex(), fragment=body.fragment, version=body.version)
+                self.leader.proposals.append(body)
+        summary = self._compaction.proposal()
+        if summary is not None:
+            self.leader.proposals.append(summary)
+
+    def _compare_with_ledger(self) -> None:
+        self._must_compare = False
+        for named in self._digests.diverged():
+            self.versions.heal(named, reached=self._newest_round(named.fragment))
+            self._digests.forget(named.fragment, named.version)
+
+    def _newest_round(self, fragment: int) -> int:
+        """The newest round of a fragment in the log: up to there this region may have acknowledged it."""
+        for index in range(self.ledger.last_index, self.ledger.base.index, -1):
+            body = self.ledger.entry(index).body
+            if isinstance(body, RoundBody) and body.fragment == fragment:
+                return body.version
+        return self.history.versions[fragment]
+
     def _repeat_requests(self) -> None:
         leader = self.ledger.leader
-        if not leader or self.history.genesis is None:
+        if not leader or self.history.genesis is None or self.is_replaying:
             return
         bodies = self._discards.bodies()
         if bodies:
@@ -457,6 +577,23 @@ class RegionCore:
         self.participant.applied(event.fragment, event.version)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
+    def _checkpoint_written(self, event: ev.CheckpointWritten, _: int) -> None:
+        named = self.versions.checkpoint_written(event.fragment, event.version, event.digest)
+        if named is not None:
+            self.versions.heal(named, reached=self._newest_round(event.fragment))
+
+    def _digest_computed(self, event: ev.DigestComputed, now_ns: int) -> None:
+        if event.fragment in self.versions.healing:
+            return  # of what is set aside
+        self._digests.computed(event.fragment, event.version, event.digest, now_ns=now_ns)
+        self._must_compare = True
+
+    def _healing_reason(self) -> str:
+        healing = self.versions.healing
+        if not healing:
+            return ""
+        return f"its state of fragment {', '.join(map(str, healing))} differs from the ledger's and is fetched again"
+
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
         self._finish_ordered = event.reason
         self._repeat_requests()
@@ -485,7 +622,7 @@ class RegionCore:
             rounds=round_views(self.leader, self.participant),
             peers=peer_views(self.liveness, now_ns=now_ns),
             participation=self._participation.view(),
-            waiting=self.leader.reason if self.leader.is_acting else ledger.reason,
+            waiting=self._healing_reason() or (self.leader.reason if self.leader.is_acting else ledger.reason),
             fetching=self._fetches.in_flight(),
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),

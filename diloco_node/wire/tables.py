@@ -29,6 +29,8 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     103: types.RoundBody,
     104: types.DiscardedBody,
     105: types.FinishedBody,
+    107: types.SnapshotBody,
+    108: types.SummaryBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {
@@ -62,6 +64,7 @@ MESSAGES: Final[dict[int, type]] = {
     28: measure_messages.MeasurementSent,
     29: measure_messages.LinkTestRequested,
     30: measure_messages.LinkMeasured,
+    31: messages.BaseSent,
 }
 
 BULK_HEADERS: Final[dict[int, type]] = {

@@ -24,6 +24,8 @@ from diloco_node.core.types import (
     GenesisBody,
     LeaderBody,
     RoundBody,
+    SnapshotBody,
+    SummaryBody,
 )
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
@@ -40,6 +42,8 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.ROUND.value: RoundBody,
     EntryKind.DISCARDED.value: DiscardedBody,
     EntryKind.FINISHED.value: FinishedBody,
+    EntryKind.SNAPSHOT.value: SnapshotBody,
+    EntryKind.SUMMARY.value: SummaryBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _INT_LIMIT: Final = 1 << 63
@@ -120,7 +124,7 @@ def decode_entry(data: bytes | memoryview) -> Entry:
             index=_read_int(index),
             term=_read_int(term),
             previous=_read_hash(previous),
-            body=_codec(body_type)[1](body),
+            body=canonical_codec(body_type)[1](body),
             hash=_read_hash(own_hash),
         )
         is_canonical = encode_entry(entry) == data
@@ -139,7 +143,7 @@ def _plain_body(body: EntryBody) -> list[_Plain]:
     kind = _KINDS.get(type(body))
     if kind is None:
         raise ValueError(f"{type(body).__name__} is no body of an entry")
-    return [kind, _codec(type(body))[0](body)]
+    return [kind, canonical_codec(type(body))[0](body)]
 
 
 def _pack(plain: list[_Plain]) -> bytes:
@@ -152,22 +156,25 @@ def _pack(plain: list[_Plain]) -> bytes:
 _Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
-def _codec(kind: Any) -> _Codec:
-    """(write, read) for a dataclass, `tuple[X, ...]`, or a scalar; made once for each type."""
+def canonical_codec(kind: Any) -> _Codec:
+    """(write, read) between a dataclass, `tuple[X, ...]` or scalar and what msgpack knows; made once for each type.
+
+    Both raise ValueError for a value that is not of the type.
+    """
     if kind not in _CODECS:
         _CODECS[kind] = _dataclass_codec(kind) if is_dataclass(kind) else _tuple_codec(kind)
     return _CODECS[kind]
 
 
 def _tuple_codec(kind: Any) -> _Codec:
-    write_item, read_item = _codec(get_args(kind)[0])
+    write_item, read_item = canonical_codec(get_args(kind)[0])
     return (lambda values: [write_item(value) for value in values], lambda plain: _read_tuple(plain, read_item))
 
 
 def _dataclass_codec(kind: Any) -> _Codec:
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
-    codecs = [_codec(hints[name]) for name in names]
+    codecs = [canonical_codec(hints[name]) for name in names]
 
     def write(value: Any) -> list[Any]:
         if type(value) is not kind:

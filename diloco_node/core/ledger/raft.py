@@ -41,12 +41,13 @@ from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,
+    BaseSent,
     Message,
     RequestVote,
     RequestVoteReply,
     TimeoutNow,
 )
-from diloco_node.core.types import Entry, EntryBody, LeaderBody, RoundBody
+from diloco_node.core.types import NO_BASE, Entry, EntryBody, LeaderBody, LedgerBase, RoundBody
 from diloco_node.errors import InvalidTransition
 
 
@@ -63,6 +64,8 @@ class LedgerCore:
         now_ns: monotonic time.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
             turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
+        base: what the disk held instead of the first entries. has_base: whether it holds the states that the base
+            stands for. base_fault: why a base can't be one of this run's ledger; empty if it can.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class LedgerCore:
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
+        base: LedgerBase = NO_BASE,
+        has_base: Callable[[], bool] = lambda: True,
+        base_fault: Callable[[LedgerBase], str] = lambda _: "",
     ) -> None:
         if region not in voters or len(set(voters)) != len(voters):
             raise ValueError(f"{region!r} is not exactly once among the voters {sorted(voters)}")
@@ -93,7 +99,9 @@ class LedgerCore:
         self._has_payload = has_payload
         self._is_draining = False
 
-        self._log = ReplicaLog(entries, self._may_persist)
+        self._base_fault = base_fault
+        self._new_base: LedgerBase | None = None
+        self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self._gate = WriteGate()
         self._election = Election(
             region=region,
@@ -108,10 +116,10 @@ class LedgerCore:
         )
 
         # Known to be on a majority's disks; what is taken is on the own disk, too.
-        self._cluster_commit_index = 0
-        self._taken_index = 0
+        self._cluster_commit_index = base.index
+        self._taken_index = base.index
 
-        self._following = Following()
+        self._following = Following(matched_index=base.index)
         # Only of a leader.
         self._followers: dict[str, Follower] = {}
         self._sequence = 0
@@ -159,13 +167,23 @@ class LedgerCore:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The log from entry 1, committed or not, staged entries not counted."""
+        """The log after its base, committed or not, staged entries not counted."""
         return self._log.entries
+
+    @property
+    def base(self) -> LedgerBase:
+        """What the log begins with."""
+        return self._log.base
+
+    @property
+    def is_base_lacking(self) -> bool:
+        """This region's disk does not hold yet what the base stands for."""
+        return not self._log.is_whole
 
     def entry(self, index: int) -> Entry:
         """One entry of the log, staged ones not counted. Raises IndexError."""
-        if not 1 <= index <= self._log.last_index:
-            raise IndexError(f"entry {index} of 1..{self._log.last_index}")
+        if index > self._log.last_index:
+            raise IndexError(f"entry {index} of {self._log.base.index + 1}..{self._log.last_index}")
         return self._log.entry(index)
 
     @property
@@ -230,10 +248,10 @@ class LedgerCore:
 
     def payload_arrived(self, *, now_ns: int) -> list[Effect]:
         """Something has reached the disk: try the entries that wait again."""
-        if not self._log.waiting:
+        if not self._log.waiting and self._log.is_whole:
             return []
         self._log.find_lost(self._may_persist)
-        self._log.promote(self._may_persist)
+        self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
         self._report_growth(now_ns)
         return self._flush()
 
@@ -255,11 +273,33 @@ class LedgerCore:
             self._offer_leadership(why, now_ns)
         return self._flush()
 
-    def take_committed(self) -> list[Entry]:
-        """Entries that are committed and on this region's disk and were not taken before, in order."""
+    def take_committed(self, entries_max: int | None = None) -> list[Entry]:
+        """Entries that are committed and on this region's disk and were not taken before, in order.
+
+        Args:
+            entries_max: how many at most; the others are there for the next call.
+        """
         first, last = self._taken_index + 1, self.commit_index
+        if entries_max is not None:
+            last = min(last, self._taken_index + entries_max)
         self._taken_index = max(self._taken_index, last)
         return list(self._log.slice(first, last))
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether `take_committed` has more to give."""
+        return self._taken_index < self.commit_index
+
+    def take_base(self) -> LedgerBase | None:
+        """The base that a leader sent since the last call: go on from it, before anything is taken."""
+        base, self._new_base = self._new_base, None
+        return base
+
+    def compact(self, base: LedgerBase) -> list[Effect]:
+        """Begin the log with this: entries up to its index were taken, and this region's disk needs none of them."""
+        assert base.index <= self._taken_index, (base.index, self._taken_index)
+        self._log.compact(base)
+        return self._flush()
 
     def _may_persist(self, entry: Entry) -> bool:
         """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
@@ -309,6 +349,8 @@ class LedgerCore:
                 self._append_entries(peer, message, now_ns)
             case AppendEntriesReply():
                 self._append_entries_reply(peer, message, now_ns)
+            case BaseSent():
+                self._base_sent(peer, message, now_ns)
             case TimeoutNow():
                 self._leadership_offered(peer, message, now_ns)
             case _:
@@ -386,7 +428,7 @@ class LedgerCore:
         index = self._log.last_index + 1
         self._log.append(seal(index, self.term, self._log.hash_at(index - 1), body))
         for peer in self._peers:
-            if self._followers[peer].has_more(self._log):
+            if self._followers[peer].has_more(self._log, commit_index=self._cluster_commit_index):
                 self._send_append(peer)
 
     def _broadcast(self, now_ns: int) -> None:
@@ -409,7 +451,7 @@ class LedgerCore:
         if not follower.answered(answer, last_index=self._log.last_index, now_ns=now_ns):
             self._note(f"{peer} has lost entries that it had acknowledged; its disk must be looked at", is_alarm=True)
         self._advance_commit(now_ns)
-        if follower.has_more(self._log):
+        if follower.has_more(self._log, commit_index=self._cluster_commit_index):
             self._send_append(peer)
 
     def _advance_commit(self, now_ns: int) -> None:
@@ -452,15 +494,41 @@ class LedgerCore:
         following.requested_sequence = max(following.requested_sequence, request.sequence)
         if self._log.has(request.previous_index, request.previous_hash):
             following.take(self._log, request)
-            self._log.promote(self._may_persist)
             following.commit_index = max(following.commit_index, request.commit_index)
             reached = min(following.commit_index, following.matched_index)
             self._cluster_commit_index = max(self._cluster_commit_index, reached)
+            self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
             self._acknowledge(request.sequence)
         else:
             # What is committed is in the leader's log: no need to search before it.
             hint = max(self._log.search_hint(request.previous_index), self.commit_index)
             self._gate.send(peer, AppendEntriesReply(self.term, request.sequence, False, hint))
+
+    def _base_sent(self, peer: str, sent: BaseSent, now_ns: int) -> None:
+        self._adopt_term(sent.term, now_ns)
+        if sent.term < self.term:
+            self._gate.send(peer, AppendEntriesReply(self.term, sent.sequence, False, 0))
+            return
+        base = LedgerBase(sent.index, sent.base_term, sent.hash, b"".join(sent.parts))
+        fault = f"{self.leader} leads this term" if self.leader not in ("", peer) else ""
+        if not fault and base.index > self._cluster_commit_index:
+            fault = self._base_fault(base) if base.term <= sent.term else f"it is of term {base.term}"
+        if fault:
+            self._note(f"ignored a base from {peer}: {fault}", is_alarm=True)
+            return
+        if self.leader != peer:
+            self._become_follower(peer, now_ns)
+        self._election.restart_timer(now_ns)
+        following = self._following
+        following.contact_ns = now_ns
+        following.requested_sequence = max(following.requested_sequence, sent.sequence)
+        if base.index > self._cluster_commit_index:
+            self._log.install(base)
+            self._cluster_commit_index = self._taken_index = base.index
+            self._new_base = base
+            following.matched_index = base.index
+            self._note(f"begins its ledger at entry {base.index}, which {peer} sent it")
+        self._acknowledge(sent.sequence)
 
     def _acknowledge(self, sequence: int) -> None:
         self._following.reported_index = self._following.acknowledged_index(self._log)
