@@ -22,9 +22,9 @@ from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
-from diloco_node.core.recovery.compaction import Compaction
-from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
+from diloco_node.core.recovery.patience import PayloadPatience
+from diloco_node.core.recovery.upkeep import Upkeep
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.history import RoundHistory
@@ -35,14 +35,11 @@ from diloco_node.core.types import (
     EntryBody,
     GenesisBody,
     LearnerStatus,
-    LedgerBase,
     Recovered,
     RoundBody,
     RunSettings,
-    SnapshotBody,
 )
 from diloco_node.core.view import Participation, RegionView, peer_views, round_views
-from diloco_node.errors import ProtocolViolation
 
 TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
@@ -52,12 +49,7 @@ ENTRIES_PER_EVENT: Final = 64
 thousands are committed, the event loop breathes in between."""
 
 _LEDGER_MESSAGES = (
-    msg.RequestVote
-    | msg.RequestVoteReply
-    | msg.AppendEntries
-    | msg.AppendEntriesReply
-    | msg.BaseSent
-    | msg.TimeoutNow
+    msg.RequestVote | msg.RequestVoteReply | msg.AppendEntries | msg.AppendEntriesReply | msg.BaseSent | msg.TimeoutNow
 )
 _LEADER_MESSAGES = (
     msg.Contributed
@@ -129,9 +121,8 @@ class RegionCore:
             has_payload=self._has_payload,
             base=base,
             has_base=self.versions.has_base,
-            base_fault=self._base_fault,
+            base_fault=lambda sent: self._upkeep.base_fault(sent),  # noqa: PLW0108 - made below
         )
-        self._learnt_index = base.index
         self.liveness = Liveness(
             region=region,
             regions=self._regions,
@@ -167,28 +158,21 @@ class RegionCore:
             effects=self._effects,
         )
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
-        self._digests = DigestWatch(
-            fragments,
-            self._effects,
-            history=self.history,
+        self._upkeep = Upkeep(
             regions=len(self._regions),
-            snapshot_versions=settings.checkpoint_versions,
-        )
-        self._compaction = Compaction(
-            summary_entries=settings.summary_entries,
+            settings=settings,
             ledger=self.ledger,
             history=self.history,
             versions=self.versions,
             effects=self._effects,
+            genesis_fault=self._genesis.fault,
         )
-        self._must_compare = False
-        self._offered_snapshots: dict[int, tuple[int, int]] = {}
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self._regions, self.liveness)
         self._participation.restore(self.history.rounds_included)
-        self._requested_since_ns: dict[bytes, int] = {}
+        self._patience = PayloadPatience(self.participant, settings)
         self._finish_ordered = ""
         self._is_writing_final = False
         self._is_final = False
@@ -216,9 +200,9 @@ class RegionCore:
             ev.StateStored: self._state_stored,
             ev.FetchFailed: self._fetch_failed,
             ev.VersionApplied: self._version_applied,
-            ev.CheckpointWritten: self._checkpoint_written,
+            ev.CheckpointWritten: lambda event, _: self._upkeep.checkpoint_written(event),
             ev.StatesSetAside: lambda event, _: self.versions.states_set_aside(event.fragment),
-            ev.DigestComputed: self._digest_computed,
+            ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
             ev.FinalWritten: self._final_written,
         }
@@ -259,7 +243,7 @@ class RegionCore:
     @property
     def is_replaying(self) -> bool:
         """Committed entries wait for their turn: what the ledger says is not all known here yet."""
-        return self.ledger.has_committed or self._learnt_index < self.ledger.cluster_commit_index
+        return self.ledger.has_committed or self._upkeep.is_behind
 
     @property
     def wants_initial_state(self) -> bool:
@@ -269,7 +253,8 @@ class RegionCore:
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
         left = ENTRIES_PER_EVENT
-        self._follow_ledger(now_ns)
+        if self._upkeep.follow_base(now_ns=now_ns):
+            self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         for _ in range(TURNS_MAX):
             if self._effects.local:
                 self._round_message(self._region, self._effects.local.popleft(), now_ns)
@@ -291,14 +276,13 @@ class RegionCore:
                 break
         else:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
-        self._learn()
-        if self._must_compare:
-            self._compare_with_ledger()
-        base = self._compaction.next_base()
+        self._upkeep.learn()
+        self._upkeep.compare()
+        base = self._upkeep.next_base()
         if base is not None:
             self._emit(self.ledger.compact(base))
-            self._compaction.began()
-        lacking = self._lacking(now_ns)
+            self._upkeep.compacted()
+        lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             alive = self.liveness.alive(now_ns=now_ns)
@@ -309,39 +293,11 @@ class RegionCore:
             self._effects.emit(ev.WriteFinal(finished.versions))
             self._stop_learner()
 
-    def _follow_ledger(self, now_ns: int) -> None:
-        """Go on from a base that the leader sent; learn which snapshots are committed, also beyond what the own disk
-        can acknowledge."""
-        base = self.ledger.take_base()
-        if base is not None:
-            summary = decode_summary(base.summary, fragments=len(self._manifest.fragments))
-            self.history.restore(summary, base.index, now_ns=now_ns)
-            self.versions.begin_at(base.index)
-            self._compaction.began()
-            self._learnt_index = base.index
-            self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-        self._learn()
-
-    def _learn(self) -> None:
-        last = min(self.ledger.cluster_commit_index, self._learnt_index + ENTRIES_PER_EVENT)
-        for index in range(self._learnt_index + 1, last + 1):
-            self.versions.learn(self.ledger.entry(index).body)
-            self._learnt_index = index
-
-    def _base_fault(self, base: LedgerBase) -> str:
-        """Why a leader's base can't be one of this run's ledger; empty if it can."""
-        try:
-            summary = decode_summary(base.summary, fragments=len(self._manifest.fragments))
-        except ProtocolViolation as error:
-            return str(error)
-        return self._genesis.fault(summary.genesis[0])
-
     def _committed(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
         self.history.apply(entry, now_ns=now_ns)
         self.versions.committed(entry)
-        self._compaction.applied(entry)
-        self._must_compare |= isinstance(body, SnapshotBody | GenesisBody)
+        self._upkeep.committed(entry)
         if isinstance(body, RoundBody):
             self._participation.count(body)
             self.participant.committed(body)
@@ -360,7 +316,8 @@ class RegionCore:
             self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
         if self.leader.is_acting and not ledger.is_leader:
             self.leader.end()
-        if self.leader.is_acting or not ledger.is_settled or ledger.has_committed or ledger.commit_index < ledger.cluster_commit_index:
+        is_caught_up = not ledger.has_committed and ledger.commit_index == ledger.cluster_commit_index
+        if self.leader.is_acting or not ledger.is_settled or not is_caught_up:
             return
         # Everything that older leaders committed is known and applied to the history now.
         self.leader.begin(ledger.term, self.participant.open_versions(), now_ns=now_ns)
@@ -370,30 +327,6 @@ class RegionCore:
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
         return self.versions.has_payload(body)
-
-    def _lacking(self, now_ns: int) -> list[EntryBody]:
-        """What the ledger waits for and nobody is sending already.
-
-        A majority may hold a payload, and its entry come, while the last merged stripe is still on its way to here.
-        """
-        missing = self.ledger.missing_payloads()
-        if not missing:
-            self._requested_since_ns.clear()
-            return []
-        since = {
-            body.payload_digest: self._requested_since_ns.get(body.payload_digest, now_ns)
-            for body in missing
-            if isinstance(body, RoundBody)
-        }
-        self._requested_since_ns = since
-        patience_ns = self._settings.ballot_deadline_min_ns // 2
-        return [
-            body
-            for body in missing
-            if not isinstance(body, RoundBody)
-            or not self.participant.is_following(body)
-            or (now_ns - since[body.payload_digest] >= patience_ns and not self.participant.is_storing(body))
-        ]
 
     def _stop_learner(self) -> None:
         finished = self.history.finished
@@ -407,7 +340,8 @@ class RegionCore:
             self._beat(now_ns)
             self.leader.tick()
             self._make_way(now_ns)
-            self._put_snapshots()
+            if self.leader.is_acting:
+                self.leader.proposals += self._upkeep.proposals()
             self._repeat_requests()
 
     def _make_way(self, now_ns: int) -> None:
@@ -420,48 +354,18 @@ class RegionCore:
             self._behind_since_ns = now_ns
         elif now_ns - self._behind_since_ns >= self._settings.ballot_deadline_min_ns:
             self._emit(ledger.transfer_leadership("its disk lacks what is committed", now_ns=now_ns))
-        healing = self.versions.healing
-        if ledger.is_leader and (healing or self._digests.outvoted() >= 0):
-            why = f"its state of fragment {healing[0] if healing else self._digests.outvoted()} differs from the others'"
-            self._emit(ledger.transfer_leadership(why, now_ns=now_ns))
+        if ledger.is_leader and self._upkeep.reason:
+            self._emit(ledger.transfer_leadership(self._upkeep.reason, now_ns=now_ns))
         if self.leader.is_in_the_way:
             self._emit(ledger.transfer_leadership("its disk holds up the others", now_ns=now_ns))
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(
             applied_index=self.versions.applied_index(),
-            digests=self._digests.to_report(now_ns=now_ns) if only_to is None else (),
+            digests=self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else (),
             now_ns=now_ns,
             only_to=only_to,
         )
-
-    def _put_snapshots(self) -> None:
-        """As leader: snapshots that a majority agrees on, and the newest sum, go into the ledger; once in each term."""
-        if not self.leader.is_acting or self.versions.healing:
-            return
-        term = self.ledger.term
-        for body in self._digests.agreed():
-            if self._offered_snapshots.get(body.fragment, (0, 0)) < (term, body.version):
-                self._offered_snapshots[body.fragment] = (term, body.version)
-                self._effects.note("snapshot", body.digest.hex(), fragment=body.fragment, version=body.version)
-                self.leader.proposals.append(body)
-        summary = self._compaction.proposal()
-        if summary is not None:
-            self.leader.proposals.append(summary)
-
-    def _compare_with_ledger(self) -> None:
-        self._must_compare = False
-        for named in self._digests.diverged():
-            self.versions.heal(named, reached=self._newest_round(named.fragment))
-            self._digests.forget(named.fragment, named.version)
-
-    def _newest_round(self, fragment: int) -> int:
-        """The newest round of a fragment in the log: up to there this region may have acknowledged it."""
-        for index in range(self.ledger.last_index, self.ledger.base.index, -1):
-            body = self.ledger.entry(index).body
-            if isinstance(body, RoundBody) and body.fragment == fragment:
-                return body.version
-        return self.history.versions[fragment]
 
     def _repeat_requests(self) -> None:
         leader = self.ledger.leader
@@ -505,7 +409,7 @@ class RegionCore:
             self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
             return
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
-            self._digests.reported(peer, beat.digests)
+            self._upkeep.digests.reported(peer, beat.digests)
             self.leader.status_changed(peer, now_ns=now_ns)
 
     def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
@@ -577,23 +481,6 @@ class RegionCore:
         self.participant.applied(event.fragment, event.version)
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
-    def _checkpoint_written(self, event: ev.CheckpointWritten, _: int) -> None:
-        named = self.versions.checkpoint_written(event.fragment, event.version, event.digest)
-        if named is not None:
-            self.versions.heal(named, reached=self._newest_round(event.fragment))
-
-    def _digest_computed(self, event: ev.DigestComputed, now_ns: int) -> None:
-        if event.fragment in self.versions.healing:
-            return  # of what is set aside
-        self._digests.computed(event.fragment, event.version, event.digest, now_ns=now_ns)
-        self._must_compare = True
-
-    def _healing_reason(self) -> str:
-        healing = self.versions.healing
-        if not healing:
-            return ""
-        return f"its state of fragment {', '.join(map(str, healing))} differs from the ledger's and is fetched again"
-
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
         self._finish_ordered = event.reason
         self._repeat_requests()
@@ -617,16 +504,16 @@ class RegionCore:
             applied_index=self.versions.applied_index(),
             committed_versions=tuple(history.versions),
             versions=tuple(self.versions.applied),
-            digests=tuple(self._digests.newest(fragment) for fragment in fragments),
+            digests=tuple(self._upkeep.digests.newest(fragment) for fragment in fragments),
             learner=self.liveness.learner(self._region),
             rounds=round_views(self.leader, self.participant),
             peers=peer_views(self.liveness, now_ns=now_ns),
             participation=self._participation.view(),
-            waiting=self._healing_reason() or (self.leader.reason if self.leader.is_acting else ledger.reason),
+            waiting=self._upkeep.reason or (self.leader.reason if self.leader.is_acting else ledger.reason),
             fetching=self._fetches.in_flight(),
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),
-            digest_differences=self._digests.differences,
+            digest_differences=self._upkeep.digests.differences,
             is_ending=self.leader.is_ending,
             finished="" if history.finished is None else history.finished.reason,
             is_final=self._is_final,

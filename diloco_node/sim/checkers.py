@@ -290,10 +290,7 @@ def _missing_theta_0(host: Host, body: GenesisBody) -> list[int]:
         fragment
         for fragment, digest in enumerate(body.fragment_digests)
         if fragment not in states
-        or (
-            states[fragment].version == 0
-            and state_digest(states[fragment].theta, states[fragment].momentum) != digest
-        )
+        or (states[fragment].version == 0 and state_digest(states[fragment].theta, states[fragment].momentum) != digest)
     ]
 
 

@@ -101,7 +101,8 @@ def _take_uncommitted(core: Any) -> None:
     ledger = view.ledger(core)
     taken = [0]
 
-    def take(_: int | None = None) -> list[Any]:
+    def take(entries_max: int | None = None) -> list[Any]:
+        del entries_max
         first, last = max(taken[0], ledger.base.index), max(taken[0], ledger.last_index)
         taken[0] = last
         return list(ledger.entries[first - ledger.base.index : last - ledger.base.index])

@@ -7,8 +7,8 @@
 The body is msgpack: [truncate_from, [encoded entry, ...]]; a truncation is a record like any other, so no
 acknowledged byte is ever changed, and one small write is one `pwrite` and one `fdatasync`.
 
-Only when the first entries are summed up is a new file written, which takes the place of the old one: its first frame is
-[-1, [index, term, hash, summary]] (the base), the second one holds all entries that are left.
+Only when the first entries are summed up is a new file written, which takes the place of the old one: its first frame
+is [-1, [index, term, hash, summary]] (the base), the next ones hold all entries that are left.
 
 What a crash may leave, and what opening does with it: no file, an empty one or half a header (begun anew, if there was
 no vote yet); a last frame that ends early, or in which whole sectors are zero because they never reached the disk (cut

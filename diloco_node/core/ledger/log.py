@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.ledger.entries import decode_entry, encode_entry
+from diloco_node.core.ledger.entries import ZERO_HASH, decode_entry, encode_entry
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 
 STAGED_ENTRIES_MAX: Final = 256
@@ -133,7 +133,7 @@ class ReplicaLog:
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """Entries that may lack a payload: those in the log that do (as `find_lost` last found), and all staged ones."""
+        """Entries that may lack a payload: those in the log that do (as `find_lost` last found), and the staged ones."""
         return (*self._lost, *self._staged)
 
     @property
@@ -158,11 +158,15 @@ class ReplicaLog:
         return self._staged[index - 1 - self.last_index]
 
     def hash_at(self, index: int) -> bytes:
-        """Its hash, also of the base."""
+        """Its hash, also of the base; ZERO_HASH for index 0."""
+        if index == 0:
+            return ZERO_HASH
         return self.base.hash if index == self.base.index else self._at(index).hash
 
     def term_at(self, index: int) -> int:
-        """Its term, also of the base."""
+        """Its term, also of the base; 0 for index 0."""
+        if index == 0:
+            return 0
         return self.base.term if index == self.base.index else self._at(index).term
 
     def slice(self, first: int, last: int) -> tuple[Entry, ...]:
@@ -175,7 +179,13 @@ class ReplicaLog:
 
         Of what lies before the base nothing is known any more.
         """
-        return self.base.index <= index <= self.known_index and self.hash_at(index) == entry_hash
+        is_known = index == 0 or self.base.index <= index <= self.known_index
+        return is_known and self.hash_at(index) == entry_hash
+
+    def contradicts(self, index: int, entry_hash: bytes) -> bool:
+        """Whether the log has, or had, another entry there or none, as far as it can be told: what the base stands for
+        contradicts nothing."""
+        return not 0 < index < self.base.index and not self.has(index, entry_hash)
 
     def first_conflict(self, entries: Sequence[Entry]) -> int:
         """Index of the first entry that the log has otherwise; 0 if none."""

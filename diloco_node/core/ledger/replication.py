@@ -168,8 +168,9 @@ class Following:
     reported_index: int = 0
 
     def acknowledged_index(self, log: ReplicaLog) -> int:
-        """On disk here, and the same as the leader's."""
-        return min(log.durable_index, self.matched_index)
+        """On disk here, and the same as the leader's; 0 for what the base stands for, but is not on disk yet."""
+        index = min(log.durable_index, self.matched_index)
+        return index if index >= log.base.index else 0
 
     def take(self, log: ReplicaLog, request: AppendEntries) -> None:
         """Stage the entries of a message whose previous entry matches, in place of what differs."""

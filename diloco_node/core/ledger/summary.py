@@ -5,8 +5,8 @@ them. The encoding is that of entries: msgpack over arrays, canonical.
 
 What is forgotten, and why nobody misses it:
 
-- Single rounds: whose they were, factors, weights, payload digests. No region needs them to go on: states are fetched at
-  a snapshot, and a base is used only where every fragment's snapshot is at least as new.
+- Single rounds: whose they were, factors, weights, payload digests. No region needs them to go on: states are fetched
+  at a snapshot, and a base is used only where every fragment's snapshot is at least as new.
 - Intervals of the token account. They were contiguous when they were booked, so (steps, tokens) up to where says the
   same. Of an incarnation that has `INCARNATIONS_KEPT` later ones in the ledger only sums are left: it is closed, and
   nothing of it is booked any more. A region books what died by incarnation, so an older one is complete by then.
@@ -179,7 +179,9 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
         return f"it is not of {fragments} fragments"
     if any(len(values) not in (1, fragments) for one in summary.covered for values in (one.steps, one.tokens)):
         return f"an account is not of {fragments} fragments"
-    numbers = [one.fragment for one in (*summary.snapshots, *summary.included, *summary.given_up)]
+    numbers = [one.fragment for one in summary.snapshots]
+    numbers += [one.fragment for one in summary.included]
+    numbers += [one.fragment for one in summary.given_up]
     if any(not 0 <= fragment < fragments for fragment in numbers):
         return f"it names a fragment that is none of {fragments}"
     if len(summary.genesis) != 1 or len(summary.genesis[0].fragment_digests) != fragments:

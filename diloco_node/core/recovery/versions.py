@@ -3,9 +3,9 @@
 Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time;
 different fragments go in parallel. What is applied is offered to the learner.
 
-States are fetched at a snapshot of the ledger only, and so are they healed: where an own state is not what the ledger
-names, the fragment is set aside, the snapshot's state fetched, and the payloads after it applied. Until that state is on
-the disk no further round of the fragment is acknowledged.
+States are fetched at a snapshot of the ledger only, and so are they healed. Where an own state is not what the ledger
+names, its files are set aside, the snapshot's state is fetched, and the payloads after it are applied. Until that state
+is on the disk no further round of the fragment is acknowledged.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ class Versions:
         """Whether each fragment's state is on disk here at this version or a later one, and a snapshot of the ledger
         as new is there for the others: no entry of an earlier round is needed any more."""
         return not self._healing and all(
-            state >= version and (known := self._history.snapshots.newest(fragment)) is not None and known.version >= version
+            state >= version
+            and (known := self._history.snapshots.newest(fragment)) is not None
+            and known.version >= version
             for fragment, (state, version) in enumerate(zip(self.states, versions, strict=True))
         )
 
@@ -179,7 +181,7 @@ class Versions:
         self._initial.pop(fragment, None)
         self._effects.note(
             "diverged",
-            f"this region's state is not {named.digest.hex()}, which the ledger names: it is set aside and fetched again",
+            f"this region's state is not {named.digest.hex()}, which the ledger names: set aside and fetched again",
             fragment=fragment,
             version=named.version,
             is_alarm=True,
@@ -325,8 +327,10 @@ class Versions:
             self.begin_at(recovered.base.index)
         for fragment, version in enumerate(self.states):
             expected = named.get((fragment, version))
-            is_wrong = expected is not None and recovered.state_digests != () and (
-                recovered.state_digests[fragment] != expected.digest
+            is_wrong = (
+                expected is not None
+                and recovered.state_digests != ()
+                and (recovered.state_digests[fragment] != expected.digest)
             )
             if expected is not None and is_wrong and version >= 1:
                 self.states[fragment] = -1
