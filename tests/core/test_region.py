@@ -111,8 +111,7 @@ class Small:
         return [name for name in sorted(self.hosts) if name != self.leader()]
 
     def bodies(self) -> list[object]:
-        ledger = self.hosts[self.leader()].core.ledger
-        return [entry.body for entry in ledger.entries[: ledger.commit_index]]
+        return [entry.body for entry in self.sim.checkers.history]
 
     def cut(self, name: str) -> list[tuple[str, str]]:
         """Cut a region from all others, both directions."""
@@ -559,8 +558,9 @@ def test_theta_of_another_model_is_an_alarm() -> None:
 
 def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
     core = a_core()
+    core.history.versions = [4, 4]
     core.handle(ev.DigestComputed(1, 4, b"x" * 32), now_ns=1)
-    told = beat(digests=(FragmentDigest(1, 4, b"y" * 16),))
+    told = beat(digests=(FragmentDigest(1, 4, b"y" * 32),))
     assert alarms(core.handle(ev.MessageArrived("b", told), now_ns=2)) == ["digest"]
     assert core.view().digest_differences == 1
 

@@ -74,7 +74,7 @@ def store(folder: Path) -> Iterator[RegionStore]:
 
 
 def test_an_empty_folder_is_a_new_region(folder: Path) -> None:
-    expected = Recovered(0, "", (), (-1, -1), frozenset())
+    expected = Recovered(0, "", (), (-1, -1), frozenset(), (b"", b""))
     assert load(folder) == expected
     assert load(folder) == expected
 

@@ -417,16 +417,20 @@ class Versions:
                 fetches.request(fragment, snapshot.version, None, digest=snapshot.digest)
             else:
                 fetches.forget(fragment)
-        elif initial_digest:
+        elif initial_digest and (snapshot is None or snapshot.version == 0):
             patience_ns = INITIAL_PATIENCE_NS if self.states[fragment] < 0 else 0
             fetches.request(fragment, 0, None, digest=initial_digest, patience_ns=patience_ns)
+        elif snapshot is not None and (initial_digest or self._is_state_better(snapshot, lacking, fetches)):
+            # Where there is a later snapshot, nobody keeps Theta_0 any more.
+            fetches.request(fragment, snapshot.version, None, digest=snapshot.digest)
         elif not lacking:
             fetches.forget(fragment)
-        elif (
-            snapshot is not None
-            and snapshot.version >= lacking[0].version
-            and (len(lacking) > PAYLOADS_RATHER_MAX or fetches.is_gone(fragment, lacking[0].version))
-        ):
-            fetches.request(fragment, snapshot.version, None, digest=snapshot.digest)
         else:
             fetches.request(fragment, lacking[0].version, lacking[0])
+
+    @staticmethod
+    def _is_state_better(snapshot: SnapshotBody, lacking: list[RoundBody], fetches: Fetches) -> bool:
+        """Whether a snapshot's state is fetched rather than the payloads: it helps, and they are many or gone."""
+        if not lacking or snapshot.version < lacking[0].version:
+            return False
+        return len(lacking) > PAYLOADS_RATHER_MAX or fetches.is_gone(lacking[0].fragment, lacking[0].version)

@@ -32,7 +32,9 @@ from diloco_node.core.types import (
     LeaderBody,
     Member,
     RoundBody,
+    SnapshotBody,
     Stripe,
+    SummaryBody,
 )
 from diloco_node.errors import ProtocolViolation
 
@@ -45,10 +47,12 @@ BODIES: list[EntryBody] = [
     ),
     DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
     FinishedBody((12, 13), "tokens"),
+    SnapshotBody(7, 16, b"\x08" * 32),
+    SummaryBody(1024, b"\x09" * 32),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "9c06e565d7caca04ee494f4064ca21d379b31ca555df03f6cca7cf47ade93bd4"
+GOLDEN_CHAIN = "70dc969d41af5f8292e08b8226ff71a45ded7986ff43390e49b4f658085e551e"
 
 ints = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(allow_nan=False, allow_infinity=False)
@@ -61,6 +65,8 @@ stripes = st.builds(Stripe, names, ints, ints)
 bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(LeaderBody, names),
     st.builds(FinishedBody, st.lists(ints, max_size=5).map(tuple), names),
+    st.builds(SnapshotBody, ints, ints, st.binary()),
+    st.builds(SummaryBody, ints, st.binary()),
     st.builds(DiscardedBody, names, ints, ints, ints, ints, ints, names),
     st.builds(
         GenesisBody, names, names, names, st.lists(names, max_size=4).map(tuple), st.lists(st.binary()).map(tuple)
