@@ -289,7 +289,7 @@ def test_a_wrong_checkpoint_that_is_written_later_is_found() -> None:
 
 
 def test_a_payload_that_the_way_back_needs_and_that_is_gone_is_fetched() -> None:
-    disk, bodies = diverged()
+    disk, _ = diverged()
     disk.pump()
     disk.versions._payloads.clear()
     disk.versions.states_set_aside(0)
