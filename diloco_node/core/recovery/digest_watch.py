@@ -128,11 +128,10 @@ class DigestWatch:
                 found.append(one)
         return tuple(found)
 
-    def forget(self, fragment: int, version_min: int) -> None:
-        """This region's state of the fragment is wrong from this version on: nothing of it is told any more."""
-        for known in (self._own[fragment], self._pending[fragment]):
-            for version in [one for one in known if one >= version_min]:
-                del known[version]
+    def forget(self, fragment: int) -> None:
+        """This region's state of the fragment is wrong: nothing of it is told any more until there is another one."""
+        self._own[fragment].clear()
+        self._pending[fragment].clear()
         self._alarmed.add(("", fragment))
 
     def newest(self, fragment: int) -> tuple[int, bytes]:

@@ -131,7 +131,7 @@ class Upkeep:
         self._must_compare = False
         for named in self.digests.diverged():
             self._versions.heal(named, reached=self._newest_round(named.fragment))
-            self.digests.forget(named.fragment, named.version)
+            self.digests.forget(named.fragment)
 
     def next_base(self) -> LedgerBase | None:
         """What the ledger may begin with now; None if it is to stay as it is. Once taken, `compacted` is called."""

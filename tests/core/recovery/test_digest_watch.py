@@ -176,7 +176,7 @@ def test_an_own_digest_that_the_ledger_does_not_have_is_found_whichever_comes_fi
     watch.computed(1, 4, BAD, now_ns=0)
     watch.computed(2, 0, BAD, now_ns=0)
     assert watch.diverged() == (SnapshotBody(0, 4, GOOD), SnapshotBody(1, 4, GOOD), SnapshotBody(2, 0, GOOD))
-    watch.forget(0, 4)
+    watch.forget(0)
     assert SnapshotBody(0, 4, GOOD) not in watch.diverged()
     assert watch.newest(0) == (-1, b"")
     assert watch.differences == 1
