@@ -30,6 +30,7 @@ from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
+from diloco_node.core.rounds.run_end import RunEnd
 from diloco_node.core.types import (
     Entry,
     EntryBody,
@@ -173,9 +174,9 @@ class RegionCore:
         self._participation = Participation(self._regions, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self._patience = PayloadPatience(self.participant, settings)
-        self._finish_ordered = ""
-        self._is_writing_final = False
-        self._is_final = False
+        self._end = RunEnd(
+            region, history=self.history, versions=self.versions, liveness=self.liveness, effects=self._effects
+        )
         self._reported_leader = ""
         self._behind_since_ns: int | None = None
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
@@ -204,7 +205,7 @@ class RegionCore:
             ev.StatesSetAside: lambda event, _: self.versions.states_set_aside(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            ev.FinalWritten: self._final_written,
+            ev.FinalWritten: lambda _event, _now_ns: self._end.written(),
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
@@ -287,11 +288,7 @@ class RegionCore:
             self.versions.plan_fetches(lacking, self._fetches)
             alive = self.liveness.alive(now_ns=now_ns)
             self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
-        finished = self.history.finished
-        if finished is not None and not self._is_writing_final and tuple(self.versions.applied) == finished.versions:
-            self._is_writing_final = True
-            self._effects.emit(ev.WriteFinal(finished.versions))
-            self._stop_learner()
+        self._end.pump()
 
     def _committed(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
@@ -327,11 +324,6 @@ class RegionCore:
         if isinstance(body, GenesisBody) and self._fetches.brings_other_initial(body.fragment_digests):
             return False
         return self.versions.has_payload(body)
-
-    def _stop_learner(self) -> None:
-        finished = self.history.finished
-        if finished is not None and self._is_writing_final and self.liveness.learner(self._region) is not None:
-            self._effects.emit(ev.StopLearner(finished.reason))
 
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
@@ -374,8 +366,7 @@ class RegionCore:
         bodies = self._discards.bodies()
         if bodies:
             self._effects.send(leader, msg.DiscardReported(bodies))
-        if self._finish_ordered and self.history.finished is None:
-            self._effects.send(leader, msg.FinishRequested(self._finish_ordered))
+        self._end.ask(leader)
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
@@ -435,7 +426,7 @@ class RegionCore:
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
-        self._stop_learner()
+        self._end.stop_learner()
 
     def _learner_detached(self, _: ev.LearnerDetached, now_ns: int) -> None:
         self._effects.note("learner", "detached")
@@ -482,12 +473,8 @@ class RegionCore:
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
-        self._finish_ordered = event.reason
+        self._end.order(event.reason)
         self._repeat_requests()
-
-    def _final_written(self, _: ev.FinalWritten, __: int) -> None:
-        self._is_final = True
-        self._effects.note("final", "final parameters are written")
 
     def view(self) -> RegionView:
         """Everything that `status` shows, as of the last event."""
@@ -516,5 +503,5 @@ class RegionCore:
             digest_differences=self._upkeep.digests.differences,
             is_ending=self.leader.is_ending,
             finished="" if history.finished is None else history.finished.reason,
-            is_final=self._is_final,
+            is_final=self._end.is_final,
         )

@@ -482,7 +482,7 @@ def test_leader_that_dies_while_the_run_ends_is_replaced(patch: pytest.MonkeyPat
     assert len(ended(small)) == 1
 
 
-# ---- a long run -------------------------------------------------------------------------------------------------------
+# ---- a long run ------------------------------------------------------------------------------------------------------
 
 
 def test_the_ledger_gets_snapshots_and_stays_short(patch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """The independent check of a run's token account: from the raw entries of its ledger and the learners' own counts.
 
-It shares no code with `AccountCore`, which the daemon keeps, so that each finds what the other forgot. Of a ledger whose
-first entries are summed up it must believe the sums: what a majority of the regions worked out alike before the entries
-went.
+It shares no code with `AccountCore`, which the daemon keeps, so that each finds what the other forgot. Of a ledger
+whose first entries are summed up it must believe the sums: a majority of the regions worked them out alike.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ class _Checker:
                 )
 
     def _check_contiguous(self, identity: _Identity, fragment: int, tokens_at: dict[int, int]) -> tuple[int, int]:
-        """The intervals follow each other from the start, and a step has the same tokens before it in every fragment."""
+        """The intervals follow each other, and a step has the same tokens before it in every fragment."""
         step, tokens = self._start.get((*identity, fragment), (0, 0))
         if tokens_at.setdefault(step, tokens) != tokens:
             self._fault(f"{_named(identity, fragment)}: {_pair((step, tokens))} summed up, {tokens_at[step]} elsewhere")

@@ -133,7 +133,7 @@ class ReplicaLog:
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """Entries that may lack a payload: those in the log that do (as `find_lost` last found), and the staged ones."""
+        """Entries that may lack a payload: those in the log that do (`find_lost`), and the staged ones."""
         return (*self._lost, *self._staged)
 
     @property
