@@ -135,7 +135,7 @@ class Checkers:
             return
         if commit_index < watched.commit_index:
             self.violate(f"commit: {host.name} went back from {watched.commit_index} to {commit_index}")
-        for index in range(watched.commit_index + 1, commit_index + 1):
+        for index in range(max(watched.commit_index, view.base_index(host.core)) + 1, commit_index + 1):
             entry = view.entry(host.core, index)
             if index <= len(self.history):
                 self._check_same(host, entry)
@@ -163,7 +163,11 @@ class Checkers:
         if entry.previous != before:
             self.violate(f"chain: entry {entry.index} at {host.name} does not follow the committed history")
         self.history.append(entry)
-        holders = [name for name in sorted(self.hosts) if _holds(self.hosts[name].disk, entry)]
+        holders = [
+            name
+            for name in sorted(self.hosts)
+            if _holds(self.hosts[name].disk, entry) and not self._unproducible(self.hosts[name], entry.index)
+        ]
         if 2 * len(holders) <= len(self._setup.regions):
             self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
         body = entry.body
@@ -173,8 +177,6 @@ class Checkers:
             self.commits += 1
             if body.ballot not in self._ballots and len(self._setup.regions) > 1:
                 self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
-            for name in holders:
-                self._check_producible(self.hosts[name], entry.index, "commit")
             self.oracle.round_committed(body)
         counters = {name: self.hosts[name].disk.counters for name in self.hosts}
         self.audit.committed(body, counters)
@@ -199,6 +201,8 @@ class Checkers:
         if message.durable_index > view.last_index(host.core):
             self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
             return
+        if message.durable_index <= view.base_index(host.core):
+            return  # the states of the base are checked where entries are acknowledged behind it
         entry = view.entry(host.core, message.durable_index)
         if watched.acknowledged == (entry.index, entry.hash):
             return
@@ -208,7 +212,9 @@ class Checkers:
             return
         if host.disk.term < message.term:
             self.violate(f"durable: {host.name} answers in term {message.term}, its disk has {host.disk.term}")
-        self._check_producible(host, entry.index, f"acknowledgement to {peer}")
+        fault = self._unproducible(host, entry.index)
+        if fault:
+            self.violate(f"durable: acknowledgement to {peer}: {host.name} {fault}")
 
     def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
         if message.pre_vote or not message.granted:
@@ -257,38 +263,37 @@ class Checkers:
             if effect.version < base_version:
                 self.violate(f"offer: {host.name} offers {effect} to a learner at {base_version}")
 
-    def _check_producible(self, host: Host, index: int, why: str) -> None:
-        """From this disk alone: parameters and momentum at entry `index` (or later ones)."""
+    def _unproducible(self, host: Host, index: int) -> str:
+        """What is missing on this disk to produce parameters and momentum at entry `index` (or later ones) from it
+        alone; empty if nothing is."""
         disk = host.disk
         wanted: dict[int, dict[int, bytes]] = {}
-        for entry in disk.entries[:index]:
+        summed_up = self.history[: disk.base.index]
+        for entry in [*summed_up, *(one for one in disk.entries if one.index <= index)]:
             if isinstance(entry.body, RoundBody):
                 wanted.setdefault(entry.body.fragment, {})[entry.body.version] = entry.body.payload_digest
             elif isinstance(entry.body, GenesisBody):
-                self._check_theta_0(host, entry.body, why)
+                missing = _missing_theta_0(host, entry.body)
+                if missing:
+                    return f"has no Theta_0 of fragments {missing} on its disk"
         for fragment in sorted(wanted):
             held = disk.states[fragment].version if fragment in disk.states else 0
             for version, digest in sorted(wanted[fragment].items()):
                 if version > held and (fragment, version, digest) not in disk.payloads:
-                    self.violate(
-                        f"durable: {why}: {host.name} can't produce {fragment}/{version} of entry {index} from its disk"
-                    )
-                    return
+                    return f"can't produce {fragment}/{version} of entry {index} from its disk"
+        return ""
 
-    def _check_theta_0(self, host: Host, body: GenesisBody, why: str) -> None:
-        states = host.disk.states
-        missing = [
-            fragment
-            for fragment, digest in enumerate(body.fragment_digests)
-            if fragment not in states
-            or (
-                states[fragment].version == 0
-                and state_digest(states[fragment].theta, states[fragment].momentum) != digest
-            )
-        ]
-        if missing:
-            self.violate(f"durable: {why}: {host.name} has no Theta_0 of fragments {missing} on its disk")
+
+def _missing_theta_0(host: Host, body: GenesisBody) -> list[int]:
+    states = host.disk.states
+    return [
+        fragment
+        for fragment, digest in enumerate(body.fragment_digests)
+        if fragment not in states
+        or (states[fragment].version == 0 and state_digest(states[fragment].theta, states[fragment].momentum) != digest)
+    ]
 
 
 def _holds(disk: Disk, entry: Entry) -> bool:
-    return len(disk.entries) >= entry.index and disk.entries[entry.index - 1].hash == entry.hash
+    held = disk.entry(entry.index)
+    return entry.index <= disk.base.index or (held is not None and held.hash == entry.hash)

@@ -101,10 +101,11 @@ def _take_uncommitted(core: Any) -> None:
     ledger = view.ledger(core)
     taken = [0]
 
-    def take() -> list[Any]:
-        first, last = taken[0], max(taken[0], ledger.last_index)
+    def take(entries_max: int | None = None) -> list[Any]:
+        del entries_max
+        first, last = max(taken[0], ledger.base.index), max(taken[0], ledger.last_index)
         taken[0] = last
-        return list(ledger.entries[first:last])
+        return list(ledger.entries[first - ledger.base.index : last - ledger.base.index])
 
     ledger.take_committed = take  # type: ignore[method-assign]
 

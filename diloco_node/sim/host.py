@@ -144,7 +144,7 @@ class Host:
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)
-        if not any(isinstance(entry.body, GenesisBody) for entry in recovered.entries):
+        if not recovered.base.index and not any(isinstance(entry.body, GenesisBody) for entry in recovered.entries):
             self.after(LOCAL_NS, self._tell_initial)
         self.post(ev.TimerFired())
         self._attach_learner()
@@ -338,7 +338,7 @@ class Host:
         if self.disk.states:
             return
         for fragment, theta in enumerate(self.theta_0):
-            self.disk.states[fragment] = DiskState(0, theta, np.zeros_like(theta))
+            self.disk.keep_state(fragment, DiskState(0, theta, np.zeros_like(theta)))
         self._tell_initial()
 
     def _tell_initial(self) -> None:
@@ -397,12 +397,3 @@ class Host:
     def transfer(self, peer: str, header: msg.BulkHeader, body: bytes) -> None:
         """Stream bytes to a peer."""
         self.network.transfer(self.name, peer, encode_begin(0, header, len(body)), body)
-
-    def keep_state(self, fragment: int, state: DiskState, *, is_pruning: bool = False) -> None:
-        """A state file is durable: it replaces an older one. Behind an own checkpoint payloads may go; what is fetched
-        may be ahead of the memory, which still needs them."""
-        held = self.disk.states.get(fragment)
-        if held is None or held.version <= state.version:
-            self.disk.states[fragment] = state
-            if is_pruning:
-                self.disk.prune(fragment, self.setup.settings.payload_versions)

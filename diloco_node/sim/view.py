@@ -37,6 +37,11 @@ def entry(core: Any, index: int) -> Entry:
     return ledger(core).entry(index)
 
 
+def base_index(core: Any) -> int:
+    """Up to here its log is summed up."""
+    return ledger(core).base.index
+
+
 def is_leader(core: Any) -> bool:
     """Whether it leads."""
     return ledger(core).is_leader
