@@ -198,7 +198,7 @@ class CheckpointWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class StatesSetAside:
+class StatesRenamed:
     """The answer to SetStatesAside."""
 
     fragment: int
@@ -262,7 +262,7 @@ Event = (
     | PayloadNotStored
     | StateStored
     | CheckpointWritten
-    | StatesSetAside
+    | StatesRenamed
     | FetchFailed
     | VersionApplied
     | DigestComputed
@@ -455,7 +455,7 @@ class PruneFiles:
 @dataclass(frozen=True, slots=True)
 class SetStatesAside:
     """This region's states of the fragment from this version on are not what the ledger names: rename their files, so
-    that no later process takes them; answer StatesSetAside."""
+    that no later process takes them; answer StatesRenamed."""
 
     fragment: int
     version_min: int

@@ -200,7 +200,7 @@ class RegionCore:
             ev.FetchFailed: self._fetch_failed,
             ev.VersionApplied: self._version_applied,
             ev.CheckpointWritten: lambda event, _: self._upkeep.checkpoint_written(event),
-            ev.StatesSetAside: lambda event, _: self.versions.states_set_aside(event.fragment),
+            ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
             ev.FinalWritten: lambda _event, _now_ns: self._end.written(),

@@ -17,7 +17,7 @@ from diloco_node.core.events import (
     Note,
     PruneFiles,
     SetStatesAside,
-    StatesSetAside,
+    StatesRenamed,
     VersionApplied,
 )
 from diloco_node.core.types import RoundBody
@@ -101,7 +101,7 @@ class VersionEffects:
             await self.parameters.set_states_aside(order.fragment, order.version_min)
         except StorageError as error:
             raise _lost_on_disk(f"state {order.fragment}.{order.version_min}", error) from error
-        self.post(StatesSetAside(order.fragment))
+        self.post(StatesRenamed(order.fragment))
 
     async def prune(self, order: PruneFiles) -> None:
         """Remove files that nobody needs any more; those that the disk refuses to remove stay until the next time."""

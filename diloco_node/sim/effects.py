@@ -159,7 +159,7 @@ class FakeEffects:
 
     def _set_aside(self, effect: ev.SetStatesAside) -> None:
         self._host.disk.set_states_aside(effect.fragment, effect.version_min)
-        self._host.after(MS, self._host.post, ev.StatesSetAside(effect.fragment))
+        self._host.after(MS, self._host.post, ev.StatesRenamed(effect.fragment))
 
     def _offer(self, effect: ev.OfferVersion) -> None:
         if self._host.plane.versions[effect.fragment] != effect.version:

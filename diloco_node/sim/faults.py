@@ -105,6 +105,7 @@ def _take_uncommitted(core: Any) -> None:
         del entries_max
         first, last = max(taken[0], ledger.base.index), max(taken[0], ledger.last_index)
         taken[0] = last
+        ledger._taken_index = max(ledger._taken_index, ledger.commit_index)
         return list(ledger.entries[first - ledger.base.index : last - ledger.base.index])
 
     ledger.take_committed = take  # type: ignore[method-assign]

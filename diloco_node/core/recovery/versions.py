@@ -187,7 +187,7 @@ class Versions:
             is_alarm=True,
         )
 
-    def states_set_aside(self, fragment: int) -> None:
+    def states_renamed(self, fragment: int) -> None:
         """The effect is done."""
         if fragment in self._healing:
             self._healing[fragment].is_aside = True

@@ -257,7 +257,7 @@ def test_a_state_that_is_not_the_ledgers_is_set_aside_fetched_and_gone_on_from()
     assert not disk.versions.has_stored(0, 4, bodies[3].payload_digest)
     assert [one for one in disk.pump() if not isinstance(one, Note)] == [SetStatesAside(0, 2)]
     assert disk.requests() == [], "not before the wrong files are out of the way"
-    disk.versions.states_set_aside(0)
+    disk.versions.states_renamed(0)
     assert disk.requests() == [(0, 2, True)]
     disk.versions.state_stored(0, 2, DIGESTS[0])
     assert disk.versions.healing == ()
@@ -275,14 +275,14 @@ def test_a_state_fetched_before_the_wrong_files_are_out_of_the_way_is_fetched_ag
     disk.pump()
     disk.versions.state_stored(0, 2, DIGESTS[0])
     assert disk.versions.healing == (0,)
-    disk.versions.states_set_aside(0)
+    disk.versions.states_renamed(0)
     assert disk.requests() == [(0, 2, True)]
 
 
 def test_a_wrong_checkpoint_that_is_written_later_is_found() -> None:
     disk, _ = diverged()
     disk.pump()
-    disk.versions.states_set_aside(0)
+    disk.versions.states_renamed(0)
     disk.versions.state_stored(0, 2, DIGESTS[0])
     assert disk.versions.checkpoint_written(0, 2, WRONG) == SnapshotBody(0, 2, DIGESTS[0])
     assert disk.versions.checkpoint_written(0, 2, DIGESTS[0]) is None
@@ -292,7 +292,7 @@ def test_a_payload_that_the_way_back_needs_and_that_is_gone_is_fetched() -> None
     disk, _ = diverged()
     disk.pump()
     disk.versions._payloads.clear()
-    disk.versions.states_set_aside(0)
+    disk.versions.states_renamed(0)
     disk.versions.state_stored(0, 2, DIGESTS[0])
     disk.pump()
     disk.versions.version_applied(0, 2)
