@@ -181,7 +181,7 @@ def octets_check(bound: Octets) -> Check:
     def check(value: Any) -> bytes:
         if type(value) is not bytes:
             raise OutOfBounds(f"expected bytes, got {type(value).__name__}")
-        if len(value) not in lengths and len(value) > most:
+        if len(value) not in lengths and (not most or len(value) > most):
             raise OutOfBounds(f"{len(value)} bytes, expected {bound}")
         return value
 

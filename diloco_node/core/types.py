@@ -410,6 +410,6 @@ class Recovered:
     entries: tuple[Entry, ...]
     states: tuple[int, ...]
     payloads: frozenset[tuple[int, int, bytes]]
-    disk: bytes = bytes(16)
     state_digests: tuple[bytes, ...] = ()
     base: LedgerBase = NO_BASE
+    disk: bytes = bytes(16)

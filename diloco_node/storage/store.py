@@ -111,7 +111,7 @@ class RegionStore:
         states, digests = tuple(version for version, _ in found), tuple(digest for _, digest in found)
         payloads = frozenset(self._whole_payloads(states))
         vote, base, disk = self._vote, self._ledger.base, self._disk_id.value
-        return Recovered(vote.term, vote.voted_for, entries, states, payloads, disk, digests, base)
+        return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk)
 
     def begin_again(self, why: str, fragments: int) -> Recovered:
         """Give vote and ledger up, for what they say makes no sense; as `load` does with damaged ones. Same errors."""

@@ -527,7 +527,7 @@ class LedgerCore:
             self._adopt_term(answer.term, now_ns)
         if not self.is_leader or answer.term != self.term:
             return
-        if answer.accepted and not self._log.has(answer.durable_index, answer.durable_hash):
+        if answer.accepted and self._log.contradicts(answer.durable_index, answer.durable_hash):
             self._note(f"{peer} acknowledges another entry {answer.durable_index}: not counted", is_alarm=True)
             return
         follower = self._followers[peer]

@@ -10,7 +10,18 @@ from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.replication import BASE_AGAIN_MESSAGES, Follower
 from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent
 from diloco_node.core.types import NO_BASE, Entry, LedgerBase
-from tests.kit.ledger_kit import HEARTBEAT_NS, TIMEOUT_NS, a_round, alarms, append_entries, chain, sends, write_all
+from tests.kit.ledger_kit import (
+    HEARTBEAT_NS,
+    TIMEOUT_NS,
+    a_round,
+    ack,
+    alarms,
+    append_entries,
+    chain,
+    disk_of,
+    sends,
+    write_all,
+)
 
 ENTRIES = chain(*[1] * 20, bodies=lambda index, term: a_round(index))
 
@@ -20,8 +31,7 @@ def base_at(index: int, summary: bytes = b"s" * 9000) -> LedgerBase:
 
 
 def sent(base: LedgerBase, *, term: int = 1, sequence: int = 1) -> BaseSent:
-    parts = tuple(base.summary[at : at + 4096] for at in range(0, len(base.summary), 4096))
-    return BaseSent(term, sequence, base.index, base.term, base.hash, parts)
+    return BaseSent(term, sequence, base.index, base.term, base.hash, base.summary)
 
 
 def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, **more: object) -> LedgerCore:
@@ -38,6 +48,7 @@ def a_core(entries: tuple[Entry, ...] = (), base: LedgerBase = NO_BASE, **more: 
         "has_payload": lambda _: True,
         "base": base,
     }
+    settings |= {"disk": disk_of("a"), "named_by": lambda _: {name: disk_of(name) for name in "abc"}}
     return LedgerCore(**(settings | more))  # type: ignore[arg-type]
 
 
@@ -100,14 +111,14 @@ def test_what_follows_the_leaders_base_stays() -> None:
 def test_a_follower_whose_entries_are_gone_gets_the_base_and_then_entries() -> None:
     log = ReplicaLog(ENTRIES[10:], base=base_at(10))
     follower = Follower(next_index=21, answered_ns=0)
-    follower.answered(AppendEntriesReply(1, 0, False, 3), last_index=20, now_ns=0)
+    follower.answered(ack(1, 0, False, 3), now_ns=0)
     assert follower.next_index == 4
     message = follower.next_message(log, term=1, sequence=1, commit_index=20)
     assert message == sent(base_at(10))
     beat = follower.next_message(log, term=1, sequence=2, commit_index=20)
     assert isinstance(beat, AppendEntries)
     assert (beat.previous_index, beat.entries) == (10, ())
-    follower.answered(AppendEntriesReply(1, 1, True, 0), last_index=20, now_ns=0)
+    follower.answered(ack(1, 1, True, 0), now_ns=0)
     batch = follower.next_message(log, term=1, sequence=3, commit_index=20)
     assert isinstance(batch, AppendEntries)
     assert (batch.previous_index, batch.entries) == (10, ENTRIES[10:])
@@ -119,7 +130,7 @@ def test_a_base_that_is_refused_is_not_sent_with_each_heartbeat() -> None:
     kinds = []
     for sequence in range(1, 3 * BASE_AGAIN_MESSAGES):
         kinds.append(type(follower.next_message(log, term=1, sequence=sequence, commit_index=20)))
-        follower.answered(AppendEntriesReply(1, sequence, False, 3), last_index=20, now_ns=0)
+        follower.answered(ack(1, sequence, False, 3), now_ns=0)
     assert kinds.count(BaseSent) == 3
 
 
@@ -129,7 +140,7 @@ def test_what_is_committed_is_sent_without_waiting_for_payloads() -> None:
     follower = Follower(next_index=1, answered_ns=0)
     for sequence in range(1, 8):
         follower.next_message(log, term=1, sequence=sequence, commit_index=390)
-        follower.answered(AppendEntriesReply(1, sequence, True, 0), last_index=400, now_ns=0)
+        follower.answered(ack(1, sequence, True, 0), now_ns=0)
     assert follower.next_index == 391
 
 
@@ -148,7 +159,7 @@ def test_a_follower_installs_a_base_once_and_acknowledges_when_it_has_the_states
     assert {one.durable_index for one in answers if isinstance(one, AppendEntriesReply)} == {0}
     has_base[0] = True
     (answer,) = [one for one in core.payload_arrived(now_ns=0) if isinstance(one, Send)]
-    assert answer == Send("b", AppendEntriesReply(1, 2, True, 14))
+    assert sends([answer]) == [("b", ack(1, 2, True, 14))]
     assert [entry.index for entry in core.take_committed()] == [11, 12]
     effects = core.handle(MessageArrived("b", sent(base_at(10), sequence=3)), now_ns=0)
     assert [type(one) for one in effects] == [Send], "it has more than that"
@@ -163,7 +174,7 @@ def test_a_base_is_taken_from_the_leader_of_the_term_only_and_only_if_it_is_of_t
     assert alarms(core.handle(MessageArrived("c", sent(good)), now_ns=0)), "another leads"
     assert alarms(core.handle(MessageArrived("x", sent(good)), now_ns=0)), "no voter"
     (old,) = core.handle(MessageArrived("b", sent(good, term=0)), now_ns=0)
-    assert old == Send("b", AppendEntriesReply(1, 1, False, 0))
+    assert sends([old]) == [("b", ack(1, 1, False, 0))]
     assert core.base == NO_BASE
     core.handle(MessageArrived("b", sent(good)), now_ns=0)
     assert core.base == good

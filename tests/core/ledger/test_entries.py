@@ -56,7 +56,7 @@ BODIES: list[EntryBody] = [
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "e2cecd732003cbf157afb7bbf7a7ace803a642a0ac94fe01016e8689b6ca5d75"
+GOLDEN_CHAIN = "94c2e434a4a557cdc90a4bd5177a152c7bec8be0b3970754463c8d60addf061f"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
