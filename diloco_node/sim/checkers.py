@@ -127,9 +127,10 @@ class Checkers:
     def _sync(self, host: Host) -> None:
         if host.core is None:
             return
-        commit_index = view.commit_index(host.core)
+        ledger = view.ledger(host.core)
+        commit_index = ledger.commit_index
         watched = self._watched[host.name]
-        if view.is_leader(host.core):
+        if ledger.is_leader:
             self._check_own_term(host, watched)
         if commit_index == watched.commit_index:
             return

@@ -27,6 +27,9 @@ LOCAL_NS: int = 100_000
 TRACE_TAIL = 200
 """Lines of the trace that are kept for a report."""
 
+NOTED_BYTES_MAX = 65_536
+"""What is noted goes into the digest in pieces of about this size: many small updates take longer."""
+
 
 class Life:
     """One life of a process: what was scheduled for it does not happen once it is over."""
@@ -53,17 +56,20 @@ class World:
         self._heap: list[tuple[int, int, Life | None, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
         self._digest = hashlib.sha256()
+        self._noted = bytearray()
         self._tail: deque[tuple[int, str, object]] = deque(maxlen=TRACE_TAIL)
 
     def after(self, delay_ns: int, life: Life | None, call: Callable[..., None], *args: Any) -> None:
         """Call `call(*args)` in `delay_ns`, unless `life` is over by then."""
         self._sequence += 1
-        heapq.heappush(self._heap, (self.now_ns + max(0, delay_ns), self._sequence, life, call, args))
+        at_ns = self.now_ns + delay_ns if delay_ns > 0 else self.now_ns
+        heapq.heappush(self._heap, (at_ns, self._sequence, life, call, args))
 
     def step(self) -> bool:
         """Let the next thing happen. Returns False when nothing is left to happen."""
-        while self._heap:
-            at_ns, _, life, call, args = heapq.heappop(self._heap)
+        heap = self._heap
+        while heap:
+            at_ns, _, life, call, args = heapq.heappop(heap)
             if life is not None and life.is_over:
                 continue
             self.now_ns = at_ns
@@ -79,13 +85,20 @@ class World:
             what: shown in the tail of a report; formatted only then.
             fingerprint: what of it goes into the digest of the trace; must not depend on hash order.
         """
-        self._digest.update(b"%d %s " % (self.now_ns, place.encode()))
-        self._digest.update(fingerprint)
+        self._noted += b"%d %s " % (self.now_ns, place.encode())
+        self._noted += fingerprint
+        if len(self._noted) > NOTED_BYTES_MAX:
+            self._digest_noted()
         self._tail.append((self.now_ns, place, what))
 
     def trace_digest(self) -> str:
         """SHA-256 over everything that was noted; equal runs have equal digests."""
+        self._digest_noted()
         return self._digest.hexdigest()
+
+    def _digest_noted(self) -> None:
+        self._digest.update(self._noted)
+        self._noted.clear()
 
     def trace_tail(self, lines: int = TRACE_TAIL) -> list[str]:
         """The last lines of the trace, oldest first."""
@@ -94,7 +107,7 @@ class World:
 
     def draw_ns(self, low_ns: int, high_ns: int) -> int:
         """A time drawn evenly from [low_ns, high_ns]."""
-        return self.rng.randint(low_ns, high_ns)
+        return low_ns + int(self.rng.random() * (high_ns - low_ns + 1))
 
 
 def _shorten(what: object, limit: int = 240) -> str:
@@ -178,7 +191,7 @@ class FakeNetwork:
         if life is None:
             return
         for _ in range(copies):
-            delay_ns = link.delay_ns + rng.randint(0, link.jitter_ns)
+            delay_ns = link.delay_ns + self.world.draw_ns(0, link.jitter_ns)
             self.world.after(delay_ns, life, self._arrive, source, target, frame)
 
     def transfer(self, source: str, target: str, header: bytes, body: bytes) -> None:
@@ -190,7 +203,7 @@ class FakeNetwork:
             return
         takes_ns = len(body) * SECOND // link.rate_bytes_per_s
         link.free_at_ns = max(link.free_at_ns, self.world.now_ns) + takes_ns
-        delay_ns = link.free_at_ns - self.world.now_ns + link.delay_ns + self.world.rng.randint(0, link.jitter_ns)
+        delay_ns = link.free_at_ns - self.world.now_ns + link.delay_ns + self.world.draw_ns(0, link.jitter_ns)
         self.world.after(delay_ns, life, self._arrive_bulk, source, target, header, body)
 
     def cut(self, source: str, target: str) -> None:

@@ -203,7 +203,8 @@ class LedgerCore:
 
     def missing_payloads(self) -> tuple[EntryBody, ...]:
         """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
-        return tuple(entry.body for entry in self._log.waiting if not self._has_payload(entry.body))
+        waiting = self._log.waiting
+        return tuple(entry.body for entry in waiting if not self._has_payload(entry.body)) if waiting else ()
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take note of a fact.
@@ -258,7 +259,9 @@ class LedgerCore:
     def take_committed(self) -> list[Entry]:
         """Entries that are committed and on this region's disk and were not taken before, in order."""
         first, last = self._taken_index + 1, self.commit_index
-        self._taken_index = max(self._taken_index, last)
+        if last < first:
+            return []
+        self._taken_index = last
         return list(self._log.slice(first, last))
 
     def _may_persist(self, entry: Entry) -> bool:

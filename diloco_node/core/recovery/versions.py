@@ -153,8 +153,8 @@ class Versions:
 
     def pump(self) -> None:
         """Start every apply that may start."""
-        for fragment in range(len(self.applied)):
-            if self._busy[fragment] is None:
+        for fragment, busy in enumerate(self._busy):
+            if busy is None and (self._queues[fragment] or self.states[fragment] > self.applied[fragment]):
                 self._advance(fragment)
 
     def plan_fetches(self, missing: Sequence[EntryBody], fetches: Fetches) -> None:
