@@ -124,6 +124,8 @@ class FakeLink:
         loss, duplicate: chance of each for a control frame; a transfer is lost with chance `loss`.
         rate_bytes_per_s: of bulk transfers, which follow each other.
         cuts: how many faults cut this direction right now; 0 means open.
+        bulk_cuts: the same of bulk transfers alone: control lives, and nobody is told.
+        bulk_bytes_max: larger transfers never arrive, as behind an MTU black hole; 0: all do.
         free_at_ns: when the last transfer has left.
     """
 
@@ -133,6 +135,8 @@ class FakeLink:
     duplicate: float
     rate_bytes_per_s: int
     cuts: int = 0
+    bulk_cuts: int = 0
+    bulk_bytes_max: int = 0
     free_at_ns: int = 0
 
 
@@ -157,6 +161,13 @@ class NetworkEnd(Protocol):
         ...
 
 
+FrameSpoiler = Callable[[str, bytes], bytes]
+"""(target, frame) to the frame that is sent instead."""
+
+BulkSpoiler = Callable[[str, bytes, bytes], tuple[bytes, bytes]]
+"""(target, header, body) to what is sent instead."""
+
+
 class FakeNetwork:
     """Links between all pairs of places.
 
@@ -166,12 +177,15 @@ class FakeNetwork:
     Attributes:
         links: by (from, to).
         places: by name, set by `join`.
+        frame_spoilers, bulk_spoilers: by source, what changes its frames and transfers as they leave.
     """
 
     def __init__(self, world: World, links: dict[tuple[str, str], FakeLink]) -> None:
         self.world = world
         self.links = links
         self.places: dict[str, NetworkEnd] = {}
+        self.frame_spoilers: dict[str, FrameSpoiler] = {}
+        self.bulk_spoilers: dict[str, BulkSpoiler] = {}
         self.dropped = 0
         self._told: dict[tuple[str, str], bool] = {}
 
@@ -181,6 +195,9 @@ class FakeNetwork:
 
     def send(self, source: str, target: str, frame: bytes) -> None:
         """Carry a control frame, perhaps twice, perhaps not at all."""
+        spoil = self.frame_spoilers.get(source)
+        if spoil is not None:
+            frame = spoil(target, frame)
         link = self.links[source, target]
         rng = self.world.rng
         if link.cuts or rng.random() < link.loss:
@@ -196,9 +213,13 @@ class FakeNetwork:
 
     def transfer(self, source: str, target: str, header: bytes, body: bytes) -> None:
         """Carry a bulk transfer; it is lost if the direction is cut when it arrives, or with the link's chance."""
+        spoil = self.bulk_spoilers.get(source)
+        if spoil is not None:
+            header, body = spoil(target, header, body)
         link = self.links[source, target]
         life = self.places[target].daemon_life
-        if life is None or link.cuts or self.world.rng.random() < link.loss:
+        is_too_large = 0 < link.bulk_bytes_max < len(body)
+        if life is None or link.cuts or link.bulk_cuts or is_too_large or self.world.rng.random() < link.loss:
             self.dropped += 1
             return
         takes_ns = len(body) * SECOND // link.rate_bytes_per_s
@@ -238,7 +259,8 @@ class FakeNetwork:
         self.places[target].frame_arrived(source, frame)
 
     def _arrive_bulk(self, source: str, target: str, header: bytes, body: bytes) -> None:
-        if self.links[source, target].cuts:
+        link = self.links[source, target]
+        if link.cuts or link.bulk_cuts:
             self.dropped += 1
             return
         self.places[target].transfer_arrived(source, header, body)
