@@ -56,6 +56,7 @@ class Checkers:
         violations: in order of discovery, at most VIOLATIONS_MAX.
         history: the committed entries, as the first core to commit each one showed it.
         commits: committed rounds.
+        busy: the region whose core got the last event.
         liars: regions that send what their cores never said; nothing is demanded of them.
         tolerated: complaints of fakes that hold these words are no violations: a fault makes them on purpose.
     """
@@ -65,6 +66,7 @@ class Checkers:
         self.history: list[Entry] = []
         self.commits = 0
         self.hosts: dict[str, Host] = {}
+        self.busy = ""
         self.liars: frozenset[str] = frozenset()
         self.tolerated: set[str] = set()
         self.audit = Audit(setup, self.violate)
@@ -106,6 +108,7 @@ class Checkers:
 
     def event_given(self, host: Host, event: ev.Event) -> None:
         """Versions grow, digests agree."""
+        self.busy = host.name
         if host.name in self.liars:
             return
         if isinstance(event, ev.VersionApplied):

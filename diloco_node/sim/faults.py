@@ -54,6 +54,8 @@ class Fault:
         spoil: changes a core right after it was made.
         plant: changes a host before the run.
         adapt: changes the run so that the fault can show.
+        schedule: the one that shows it best; empty: the seed's.
+        has_liar: it takes a region that lies to show it.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Fault:
     spoil: Callable[[Any], None] = _nothing
     plant: Callable[[Host], None] = _nothing
     adapt: Callable[[Setup], Setup] = _unchanged
+    schedule: str = ""
+    has_liar: bool = False
 
     def make_core(self, region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
         """The real core with the fault in it."""
