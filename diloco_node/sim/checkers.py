@@ -249,11 +249,22 @@ class Checkers:
         known = self._votes.setdefault((host.name, message.term), peer)
         if known != peer:
             self.violate(f"vote: {host.name} votes for {known} and {peer} in term {message.term}")
+        self._check_up_to_date(host, peer, message.term)
         disk = host.disk
         if disk.votes.get(message.term) != peer:
             self.violate(
                 f"vote: {host.name} votes for {peer} in {message.term}, its disk has {disk.term} {disk.voted_for!r}"
             )
+
+    def _check_up_to_date(self, host: Host, peer: str, term: int) -> None:
+        """A voter elects nobody whose log ends before its own."""
+        candidate = self.hosts[peer].core
+        if peer in self.liars or candidate is None or view.term(candidate) != term:
+            return
+        own, other = _log_end(host.core), _log_end(candidate)
+        # With an entry of this very term somebody else was elected while the vote was written.
+        if own > other and own[0] < term:
+            self.violate(f"vote: {host.name} at {own} votes for {peer}, whose log ends at {other} (term, index)")
 
     def _holds_payload(self, host: Host, peer: str, message: msg.PayloadDurable) -> None:
         opened = self._ballots.get(message.ballot)
@@ -369,6 +380,12 @@ class Checkers:
         ]
         if missing:
             self.violate(f"durable: {why}: {host.name} has no Theta_0 of fragments {missing} on its disk")
+
+
+def _log_end(core: Any) -> tuple[int, int]:
+    """Term and index of the last entry."""
+    index = view.last_index(core)
+    return (view.entry(core, index).term if index else 0, index)
 
 
 def _holds(disk: Disk, entry: Entry) -> bool:

@@ -132,8 +132,10 @@ class Liar:
             return value
         name = self._rng.choice(fields)
         path = f"{type(value).__name__}.{name}"
-        changed = self._other(path, name, getattr(value, name))
-        self._count(path)
+        held = getattr(value, name)
+        if not dataclasses.is_dataclass(held):
+            self._count(path)
+        changed = self._other(path, name, held)
         return replace(value, **{name: changed})
 
     def _other(self, path: str, name: str, value: Any) -> Any:
