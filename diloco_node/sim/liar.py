@@ -24,10 +24,10 @@ from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control
 from diloco_node.wire.schema import REGION_FIELDS
 
 COUNTED: dict[type, tuple[str, ...]] = {
-    msg.RequestVote: ("last_index", "last_term"),
-    msg.RequestVoteReply: ("term", "pre_vote", "granted"),
+    msg.RequestVote: ("last_index", "last_term", "disk", "has_view"),
+    msg.RequestVoteReply: ("term", "pre_vote", "granted", "disk"),
     msg.AppendEntries: ("term", "commit_index", "entries"),
-    msg.AppendEntriesReply: ("accepted", "durable_index", "durable_hash"),
+    msg.AppendEntriesReply: ("accepted", "durable_index", "durable_hash", "disk"),
 }
 """Fields by which elections and commits are counted."""
 

@@ -35,7 +35,7 @@ def test_a_lie_is_another_message_of_the_same_type_that_the_schema_lets_pass() -
 
 def test_fields_by_which_majorities_are_counted_are_left_as_they_are() -> None:
     simulation, liar = a_liar()
-    truth = msg.RequestVote(7, False, 12, 6)
+    truth = msg.RequestVote(7, False, 12, 6, bytes(16), True)
     told = [sent(simulation, liar, truth) for _ in range(60)]
     assert {(one.last_index, one.last_term) for one in told} == {(12, 6)}
     assert len({one.term for one in told}) > 5
