@@ -135,7 +135,7 @@ def _contribute_too_early(core: Any) -> None:
 
     view.participant(core).stripe_arrived = keep_any_stripe  # type: ignore[method-assign]
     view.participant(core)._may_contribute = lambda fragment, version: ""  # type: ignore[method-assign]
-    view.rounds(core)._may_contribute = lambda offered, version: ""  # type: ignore[method-assign]
+    view.rounds(core)._answers.may_contribute = lambda offered, version: ""  # type: ignore[method-assign]
 
 
 def _with_late_learners(setup: Setup) -> Setup:
@@ -191,7 +191,7 @@ class _Forgetful(set[Any]):
 
 
 def _forget_bookings(core: Any) -> None:
-    view.rounds(core)._discards._booking = _Forgetful()
+    view.rounds(core)._answers._discards._booking = _Forgetful()
 
 
 def _weigh_all_the_same(core: Any) -> None:

@@ -63,6 +63,7 @@ MESSAGES: Final[dict[int, type]] = {
     28: measure_messages.MeasurementSent,
     29: measure_messages.LinkTestRequested,
     30: measure_messages.LinkMeasured,
+    32: messages.MergedReceived,
 }
 
 BULK_HEADERS: Final[dict[int, type]] = {

@@ -9,7 +9,9 @@ from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.messages import Heartbeat
+from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.suspicion import SuspicionBook
 from diloco_node.core.types import (
     NO_LIMITS,
     Ballot,
@@ -101,6 +103,14 @@ def history_of(*bodies: EntryBody, now_ns: int = 0) -> RoundHistory:
     for body in bodies:
         history.apply(ledger.add(body), now_ns=now_ns)
     return history
+
+
+def eligibility_of(
+    liveness: Liveness, history: RoundHistory, regions: tuple[str, ...] = REGIONS, book: SuspicionBook | None = None
+) -> Eligibility:
+    """What region a asks about the others; nobody is left out unless the book says so."""
+    own = book or SuspicionBook(ballot_ns=SETTINGS.ballot_deadline_min_ns)
+    return Eligibility(region="a", regions=regions, history=history, liveness=liveness, book=own)
 
 
 class Neighbourhood:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,12 +21,14 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
-from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.core.types import CarryMode, LearnerStatus, RunSettings
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
+from diloco_node.escaping import escaped
 from diloco_node.numeric import U8
 from diloco_node.shared_memory import request_area
+from diloco_node.storage.trained import AREA_BYTES
 from diloco_node.wire import learner_link
 
 REPORT_EVERY_NS: Final = 20_000_000
@@ -71,6 +73,7 @@ class LearnerProxy:
         post: Callable[[ev.Event], None],
         spawn: Spawn,
         now_ns: Callable[[], int],
+        save_counters: Callable[[int], Awaitable[None]],
     ) -> None:
         self.facts = LearnerFacts()
         self.status: LearnerStatus | None = None
@@ -87,6 +90,9 @@ class LearnerProxy:
         self._send = send
         self._post = post
         self._now_ns = now_ns
+        self._spawn = spawn
+        self._save_counters = save_counters
+        self._is_overwriting = settings.carry is CarryMode.OVERWRITE
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area: mmap.mmap = request_area(memory_socket, learner_link.VERSION_AREA, 4 * manifest.size)
         self._contribution_area: mmap.mmap = request_area(
@@ -101,9 +107,15 @@ class LearnerProxy:
             spawn=spawn,
             now_ns=now_ns,
         )
+        self.counters: mmap.mmap = request_area(memory_socket, learner_link.COUNTERS_AREA, AREA_BYTES)
         self._requested: dict[int, ev.TakeSnapshot] = {}
         self._sync_every = settings.sync_every
         self._reported_ns = -REPORT_EVERY_NS
+
+    @property
+    def incarnation(self) -> int:
+        """Of the learner that was welcomed last; 0 if none was."""
+        return self._incarnation
 
     @property
     def shown_status(self) -> LearnerStatus | None:
@@ -212,7 +224,25 @@ class LearnerProxy:
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
     def applied(self, message: learner_link.OfferApplied) -> None:
-        """It took a version: its place in the version area is free."""
+        """It took a version: its place in the version area is free.
+
+        Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
+        """
+        if self.status is None:
+            return
+        is_over = message.position.included_step > self.status.positions[message.fragment].included_step
+        if is_over and (self._is_overwriting or message.carry_factor <= 0.0):
+            self._spawn(self._applied_when_durable(message), f"applied {message.fragment}")
+        else:
+            self._applied(message)
+
+    async def _applied_when_durable(self, message: learner_link.OfferApplied) -> None:
+        generation = self.version_area.generation
+        await self._save_counters(self._incarnation)
+        if generation == self.version_area.generation:  # else it has said anew where it stands
+            self._applied(message)
+
+    def _applied(self, message: learner_link.OfferApplied) -> None:
         if self.status is None:
             return
         positions = list(self.status.positions)
@@ -241,8 +271,8 @@ class LearnerProxy:
         self._send(learner_link.SnapshotRequested(order.fragment, order.version, order.base_version))
 
     def stop(self, reason: str) -> None:
-        """The run is over."""
-        self._send(learner_link.Stop(reason))
+        """The run is over; a peer may have chosen the words."""
+        self._send(learner_link.Stop(escaped(reason)))
 
     def has_restarted_since(self, incarnation: int) -> bool:
         """Whether another incarnation of the learner has begun, which may write over the contributions."""

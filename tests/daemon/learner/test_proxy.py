@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from diloco_node.core.events import (
     TakeSnapshot,
 )
 from diloco_node.core.merge.schedule import due_step
-from diloco_node.core.types import FragmentPosition
+from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerProxy
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.wire.learner_link import (
@@ -39,7 +40,7 @@ from diloco_node.wire.learner_link import (
     Stop,
     ToLearner,
 )
-from tests.kit.node_kit import MANIFEST, SETTINGS, Tasks, contribution_of
+from tests.kit.node_kit import MANIFEST, SETTINGS, Tasks, contribution_of, settle
 
 SECOND = 1_000_000_000
 FRAGMENTS = len(MANIFEST.fragments)
@@ -54,21 +55,30 @@ def report(step: int, tokens: int, *, loss: float | None = None, blocked_ns: int
 
 
 class Bench:
-    def __init__(self, memory: Path) -> None:
+    def __init__(self, memory: Path, carry: CarryMode = SETTINGS.carry) -> None:
         self.memory = memory
         self.said: list[ToLearner] = []
         self.posted: list[Event] = []
         self.now_ns = 0
+        self.tasks = Tasks()
+        self.synced: list[int] = []
+        self.may_sync = asyncio.Event()
+        self.may_sync.set()
         self.side = LearnerProxy(
             manifest=MANIFEST,
-            settings=SETTINGS,
+            settings=replace(SETTINGS, carry=carry),
             parameters=None,  # type: ignore[arg-type] - nothing is offered here
             memory_socket=memory,
             send=lambda message: self.said.append(message) is None,
             post=self.posted.append,
-            spawn=Tasks().spawn,
+            spawn=self.tasks.spawn,
             now_ns=lambda: self.now_ns,
+            save_counters=self.sync,
         )
+
+    async def sync(self, incarnation: int) -> None:
+        await self.may_sync.wait()
+        self.synced.append(incarnation)
 
     def take(self) -> list[Event]:
         events, self.posted[:] = list(self.posted), []
@@ -296,3 +306,51 @@ def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:
     (event,) = bench.take()
     assert isinstance(event, LearnerAttached)
     assert (event.status.step, event.status.tokens, event.snapshots) == (12, 1200, (5,) * FRAGMENTS)
+
+
+@pytest.mark.parametrize(
+    ("carry", "factor", "is_discarding"),
+    [(CarryMode.OVERWRITE, 1.0, True), (CarryMode.CARRY, 0.0, True), (CarryMode.CARRY, 0.5, False)],
+)
+async def test_what_a_living_learner_threw_away_is_told_when_its_counters_are_durable(
+    bench: Bench, carry: CarryMode, factor: float, *, is_discarding: bool
+) -> None:
+    """The core reports every step up to the position that no version includes: a power cut must not forget them."""
+    one = Bench(bench.memory, carry)
+    one.may_sync.clear()
+    one.side.attached(attach(), 3, ())
+    one.side.reported(report(12, 1200))
+    one.take()
+    one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
+    await settle()
+    assert (one.take() == []) is is_discarding, "not before"
+    assert one.side.status is not None
+    assert (one.side.status.positions[0].base_version == 5) is not is_discarding
+    one.side.reported(report(13, 1300))
+    assert not any(event.status.positions[0].included_step == 12 for event in one.take()) or not is_discarding
+    one.may_sync.set()
+    await one.tasks.finish()
+    assert one.synced == [3] * is_discarding
+    assert one.side.status.positions[0] == FragmentPosition(5, 12, 12, 1200)
+    assert one.side.status.step == 13, "what it said meanwhile stays"
+    if is_discarding:
+        (event,) = one.take()
+        assert event.status.positions[0].included_step == 12
+    one.side.close()
+
+
+async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_attach_alone(bench: Bench) -> None:
+    one = Bench(bench.memory, CarryMode.OVERWRITE)
+    one.may_sync.clear()
+    one.side.attached(attach(), 3, ())
+    one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
+    await settle()
+    one.side.detached()
+    one.side.attached(attach(), 4, ())
+    one.take()
+    one.may_sync.set()
+    await one.tasks.finish()
+    assert one.take() == []
+    assert one.side.status is not None
+    assert one.side.status.positions[0].included_step == 0
+    one.side.close()
