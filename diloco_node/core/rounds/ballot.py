@@ -219,20 +219,3 @@ def plan_next(
         if name in usable and old in one.received.get(name, ())
     )
     return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused)
-
-
-def reducers_to_exclude(one: OpenRound) -> set[str]:
-    """Reducers that held up a ballot whose deadline has passed.
-
-    A reducer that lacks more than half of what another one holds is itself the one that is cut off from the bulk; where
-    merged stripes are missing, those that did not merge.
-    """
-    received_by = {
-        stripe.reducer: sum(1 for name in one.contributions if index in one.received.get(name, ()))
-        for index, stripe in enumerate(one.stripes)
-    }
-    highest = max(received_by.values(), default=0)
-    late = {name for name, count in received_by.items() if 2 * count < highest}
-    if one.merged:
-        late |= {stripe.reducer for index, stripe in enumerate(one.stripes) if index not in one.merged}
-    return late

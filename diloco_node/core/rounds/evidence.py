@@ -67,26 +67,34 @@ class Findings:
 
 def late_parts(one: OpenRound) -> Findings:
     """Whose part is missing when the deadline of a ballot has passed."""
-    if one.decision is None:
-        missing = one.missing_members()
-        return Findings(tuple(Blame(name, BallotPart.MEMBER, "its contribution did not come") for name in missing))
-    if not one.is_merged:
-        return Findings(tuple(sorted(_late_stripes(one), key=lambda blame: (blame.region, blame.part))))
-    return _late_payload(one)
+    if one.is_merged:
+        return _late_payload(one)
+    if one.decision is not None:
+        blames = _late_stripes(one)
+    else:
+        missing = [Blame(name, BallotPart.MEMBER, "its contribution did not come") for name in one.missing_members()]
+        found = _missing_stripes(one, sorted(one.contributions))
+        blames = missing + [_lacks(name, of) for name, of in found.takers.items()]
+    return Findings(tuple(sorted(blames, key=lambda blame: (blame.region, blame.part))))
+
+
+def _missing_stripes(one: OpenRound, members: list[str]) -> Culprits:
+    pairs = {
+        (member, reducer)
+        for reducer in one.late_reducers()
+        for member in members
+        if member != reducer and not one.is_received(member, one.stripes_of(reducer))
+    }
+    return find_culprits(pairs, members, one.reducers)
+
+
+def _lacks(reducer: str, members: list[str]) -> Blame:
+    return Blame(reducer, BallotPart.REDUCER, f"contributions of {', '.join(members)} did not reach it")
 
 
 def _late_stripes(one: OpenRound) -> list[Blame]:
     assert one.decision is not None
-    members = [offered.learner for offered in one.decision.contributions]
-    late = one.late_reducers()
-    stripes = {name: [at for at, cut in enumerate(one.stripes) if cut.reducer == name] for name in late}
-    pairs = {
-        (member, reducer)
-        for reducer in late
-        for member in members
-        if member != reducer and not one.is_received(member, stripes[reducer])
-    }
-    found = find_culprits(pairs, members, one.reducers)
+    found = _missing_stripes(one, [offered.learner for offered in one.decision.contributions])
     blames = []
     for name, at in found.givers.items():
         reason = f"its contribution did not reach {', '.join(at)}"
@@ -94,15 +102,18 @@ def _late_stripes(one: OpenRound) -> list[Blame]:
         if name in one.reducers:
             # What it merges would not reach anybody either.
             blames.append(Blame(name, BallotPart.REDUCER, reason))
-    lacking = found.takers | {
-        reducer: sorted(member for member, at in found.rest if at == reducer) for _, reducer in sorted(found.rest)
-    }
-    for name, of in lacking.items():
-        blames.append(Blame(name, BallotPart.REDUCER, f"contributions of {', '.join(of)} did not reach it"))
-    for name in late:
-        if name not in lacking and not any(reducer == name for _, reducer in pairs):
+    lacking = found.takers | _unexplained(found)
+    blames += [_lacks(name, of) for name, of in lacking.items()]
+    waiting = {reducer for at in found.givers.values() for reducer in at}
+    for name in one.late_reducers():
+        if name not in lacking and name not in waiting:
             blames.append(Blame(name, BallotPart.REDUCER, "it has all contributions and did not merge them"))
     return blames
+
+
+def _unexplained(found: Culprits) -> dict[str, list[str]]:
+    """Pairs that nobody explains, by who takes."""
+    return {taker: sorted(one for one, at in found.rest if at == taker) for _, taker in sorted(found.rest)}
 
 
 def _late_payload(one: OpenRound) -> Findings:
@@ -116,11 +127,8 @@ def _late_payload(one: OpenRound) -> Findings:
     }
     # Here a reducer gives and a region takes; still the reducer is blamed first.
     found = find_culprits(pairs, observers, one.reducers)
-    lacking = found.takers | {
-        reducer: sorted(name for name, of in found.rest if of == reducer) for _, reducer in sorted(found.rest)
-    }
     blames = []
-    for reducer, at in sorted(lacking.items()):
+    for reducer, at in sorted((found.takers | _unexplained(found)).items()):
         reason = f"its merged stripe did not reach {', '.join(at)}"
         blames.append(_disputed(one, reducer, len(observers - {reducer})) or Blame(reducer, BallotPart.REDUCER, reason))
     return Findings(tuple(blames), frozenset(found.givers))

@@ -17,7 +17,7 @@ from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget
 from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
-from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next, reducers_to_exclude
+from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.judge import Judge
@@ -247,9 +247,6 @@ class RoundLeader:
         if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
             reason = f"deadline passed while it {one.waiting()}"
             is_cut_off = self._judge.deadline_passed(one, now_ns=now_ns)
-            one.excluded |= reducers_to_exclude(one)
-            if one.excluded >= set(self._regions):
-                one.excluded.clear()
             self.is_in_the_way |= one.attempt > 0 and (is_cut_off or self._lacks_alone(one))
             self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
 

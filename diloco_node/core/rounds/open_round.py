@@ -169,16 +169,17 @@ class OpenRound:
         if self.holders.get(region) == self.digest:
             return True
         got = self.received_merged.get(region)
-        return got is not None and all(got[index] == self.merged[index].digest for index in self._stripes_of(reducer))
+        return got is not None and all(got[index] == self.merged[index].digest for index in self.stripes_of(reducer))
 
     def holds_other_of(self, reducer: str, region: str) -> bool:
         """Whether a region has said that it got a merged stripe of a reducer with another digest than the told one."""
         got = self.received_merged.get(region)
         return got is not None and any(
-            got[index] and got[index] != self.merged[index].digest for index in self._stripes_of(reducer)
+            got[index] and got[index] != self.merged[index].digest for index in self.stripes_of(reducer)
         )
 
-    def _stripes_of(self, reducer: str) -> list[int]:
+    def stripes_of(self, reducer: str) -> list[int]:
+        """What a reducer merges: indexes into `stripes`."""
         return [index for index, stripe in enumerate(self.stripes) if stripe.reducer == reducer]
 
     def late_reducers(self) -> tuple[str, ...]:

@@ -68,9 +68,18 @@ def blamed(one: OpenRound) -> set[tuple[str, BallotPart]]:
 
 def test_who_does_not_contribute_is_named() -> None:
     one = ballot()
+    deliver(one, but=[("c", name) for name in "abd"])
     one.decision = None
     del one.contributions["c"]
     assert blamed(one) == {("c", MEMBER)}
+
+
+def test_a_reducer_that_receives_nothing_is_named_before_everybody_has_contributed() -> None:
+    one = ballot()
+    deliver(one, but=[(name, "d") for name in "abc"] + [("c", name) for name in "abd"])
+    one.decision = None
+    del one.contributions["c"]
+    assert blamed(one) == {("c", MEMBER), ("d", REDUCER)}
 
 
 def test_whose_stripes_reach_nobody_is_named() -> None:
