@@ -26,6 +26,7 @@ from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.discards import DiscardReporter
+from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader, RoundMessage
 from diloco_node.core.rounds.participant import RoundParticipant
@@ -102,6 +103,7 @@ class RegionCore:
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,
+            meaning=EntryCheck((run_id, settings_digest, manifest.digest, self._regions), manifest),
         )
         self.liveness = Liveness(
             region=region,
@@ -180,12 +182,7 @@ class RegionCore:
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
-        """Take a fact, return what to do.
-
-        Args:
-            event: a fact.
-            now_ns: monotonic time, never less than before.
-        """
+        """Take a fact, return what to do; `now_ns` is monotonic time, never less than before."""
         self._now_ns = now_ns
         self._arrows[type(event)](event, now_ns)
         self._settle(now_ns)
@@ -235,7 +232,7 @@ class RegionCore:
             self._genesis.propose()
             self.leader.advance(now_ns=now_ns)
             while self.leader.proposals and self.ledger.is_leader:
-                self._emit(self.ledger.propose(self.leader.proposals.popleft(), now_ns=now_ns))
+                self._propose(self.leader.proposals.popleft(), now_ns)
                 is_news = True
             self.versions.pump()
             self.participant.pump()
@@ -268,6 +265,12 @@ class RegionCore:
         elif isinstance(body, GenesisBody):
             self._genesis.committed(body)
         self.leader.committed(entry, now_ns=now_ns)
+
+    def _propose(self, body: EntryBody, now_ns: int) -> None:
+        last_index = self.ledger.last_index
+        self._emit(self.ledger.propose(body, now_ns=now_ns))
+        if self.ledger.last_index == last_index and isinstance(body, RoundBody):
+            self.leader.rounds.pop(body.fragment, None)  # refused, with an alarm: opened again when it is due
 
     def _follow_role(self, now_ns: int) -> None:
         ledger = self.ledger

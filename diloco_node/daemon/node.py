@@ -106,6 +106,8 @@ class Node:
             spawn=spawn,
             now_ns=now_ns,
             save_counters=self._save_counters,
+            region=spec.region,
+            note=self._note,
         )
         self.transport = GrpcTransport(
             region=spec.region,
@@ -321,10 +323,11 @@ class Node:
         if difference:
             return f"this is not the run's model: {difference}"
         try:
-            attach.in_fragments(len(self._manifest.fragments))
+            whole = attach.in_fragments(len(self._manifest.fragments))
         except ProtocolViolation as error:
             return str(error)
-        return ""
+        fault = self.learner.attach_fault(whole, run_id=self._spec.run_id)
+        return f"what it says of itself can't be: {fault}" if fault else ""
 
     def on_learner_message(self, message: learner_link.ToDaemon) -> None:
         """What follows from each message of the learner."""
@@ -348,6 +351,9 @@ class Node:
                 self.learner.applied(message)
             case learner_link.InitialState():
                 area = self.learner.version_area
+                if not area.is_lent:  # what it wrote over is no Theta_0, and the run has one
+                    self._note(ev.Note("learner", "Theta_0 that nobody asked for: ignored", is_alarm=True))
+                    return
                 work = self.effects.disk.store_initial_state(area, area.generation)
                 self._runtime.spawn(work, "initial state")
             case learner_link.Done():

@@ -17,11 +17,11 @@ from random import Random
 from typing import Any
 
 from diloco_node.core import messages as msg
+from diloco_node.core.shapes import REGION_FIELDS
 from diloco_node.errors import ProtocolViolation
 from diloco_node.sim.host import CoreFactory, Host
 from diloco_node.sim.world import FakeNetwork, World
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin, encode_control
-from diloco_node.wire.schema import REGION_FIELDS
 
 COUNTED: dict[type, tuple[str, ...]] = {
     msg.RequestVote: ("last_index", "last_term", "disk", "has_view"),

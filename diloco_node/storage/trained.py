@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
 from diloco_node.storage.durable import disk_error, make_folder, replace_file, sync_folder
 
@@ -34,8 +35,7 @@ AREA_BYTES: Final = _SLOTS * _SLOT.size
 READS_MAX: Final = 1000
 """Tries to read a slot between two writes; each write takes under a microsecond."""
 
-COUNT_MAX: Final = 2**62
-"""No learner counts so far; more is a damaged file. The wire's integers hold it."""
+_DIGITS_MAX: Final = len(str(INCARNATION_MAX))
 
 
 class TrainedCounter:
@@ -125,7 +125,7 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
 
 
 def _is_sound(raw: bytes) -> bool:
-    return len(raw) == _COUNTERS.size and max(_COUNTERS.unpack(raw)) <= COUNT_MAX
+    return len(raw) == _COUNTERS.size and _can_be(*_COUNTERS.unpack(raw))
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
@@ -143,7 +143,7 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
         if len(raw) != _COUNTERS.size:
             raise StorageError(f"trained counter {path} has {len(raw)} B, not {_COUNTERS.size}: the disk lost it")
         counted = _COUNTERS.unpack(raw)
-        if max(counted) > COUNT_MAX:
+        if not _can_be(*counted):
             steps, tokens = counted
             raise StorageError(f"trained counter {path} says {steps} steps and {tokens} tokens: it is damaged")
         newer = None if area is None else _read_slot(area, incarnation)
@@ -179,7 +179,7 @@ def _read_slot(area: mmap.mmap, incarnation: int) -> tuple[int, int] | None:
         raw = area[start : start + _SLOT.size]
         if raw == area[start : start + _SLOT.size]:  # else its learner was writing just then
             owner, steps, tokens = _SLOT.unpack(raw)
-            return (steps, tokens) if owner == incarnation and max(steps, tokens) <= COUNT_MAX else None
+            return (steps, tokens) if owner == incarnation and _can_be(steps, tokens) else None
     return None
 
 
@@ -212,6 +212,11 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     return number
 
 
+def _can_be(steps: int, tokens: int) -> bool:
+    """Whether a learner can have counted so far. The ledger would refuse more for ever."""
+    return steps <= STEP_MAX and tokens <= TOKENS_MAX
+
+
 def _counter_path(state_dir: Path, incarnation: int) -> Path:
     return state_dir / "learner" / f"trained-{incarnation}"
 
@@ -222,4 +227,5 @@ def _counter_files(state_dir: Path) -> list[tuple[int, Path]]:
         found = [(path.name.removeprefix("trained-"), path) for path in folder.glob("trained-*")]
     except OSError as error:
         raise disk_error("read", folder, error) from error
-    return sorted((int(number), path) for number, path in found if number.isdecimal())
+    numbered = ((int(number), path) for number, path in found if number.isdecimal() and len(number) <= _DIGITS_MAX)
+    return sorted((number, path) for number, path in numbered if number <= INCARNATION_MAX)

@@ -37,7 +37,8 @@ MANIFEST: Manifest = build_manifest(
     [TensorSpec("one", (600,)), TensorSpec("two", (601,), MergeRule.AVG), TensorSpec("three", (300,))], 2
 )
 DIGESTS = tuple(bytes([number]) * 32 for number in range(1, 3))
-GENESIS = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, DIGESTS)
+DISKS = tuple(bytes([number]) * 16 for number in range(1, 4))
+GENESIS = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, DIGESTS, DISKS)
 
 
 def pieces(fragment: int) -> int:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.core.bounds import STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.storage.trained import (
     AREA_BYTES,
-    COUNT_MAX,
     Trained,
     TrainedCounter,
     allot_incarnation,
@@ -180,7 +180,7 @@ def test_a_damaged_counter_holds_nobody_up_and_its_number_is_not_used_again(
 
 def test_counts_that_no_learner_reaches_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "learner" / f"trained-{allot_incarnation(tmp_path)}"
-    for steps, tokens in ((COUNT_MAX + 1, 0), (0, 2**64 - 1)):
+    for steps, tokens in ((STEP_MAX + 1, 0), (0, TOKENS_MAX + 1), (0, 2**64 - 1)):
         path.write_bytes(steps.to_bytes(8, "little") + tokens.to_bytes(8, "little"))
         with pytest.raises(StorageError, match="damaged"):
             read_trained(tmp_path)

@@ -38,7 +38,7 @@ def entry(body: t.EntryBody) -> t.Entry:
 
 
 BODIES: list[t.EntryBody] = [
-    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 16,), (b"d" * 16, b"e" * 16)),
+    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 32,), (b"d" * 16, b"e" * 16)),
     t.LeaderBody("eu"),
     ROUND,
     t.DiscardedBody("us-east", 1, 2, 10, 26, 4096, "died"),

@@ -49,6 +49,8 @@ class Admission:
             newest = max(newest, newest_incarnation(self._state_dir))
         if NEW_PROCESS < attach.incarnation < newest:
             return f"incarnation {attach.incarnation} of this learner was over when incarnation {newest} began"
+        if attach.incarnation > newest > 0:
+            return f"incarnation {attach.incarnation} of this learner was never allotted here, the newest is {newest}"
         holder = self._holder or self._last_holder()
         if holder is None:
             return ""  # nobody yet, or the disk: then the incarnations decide alone

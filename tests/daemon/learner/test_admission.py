@@ -97,3 +97,16 @@ def test_without_its_file_the_lives_decide(tmp_path: Path, own: Process, later: 
     assert "started later" in order.rejection_reason(ATTACH, own), "this daemon knows all the same"
     order = Admission(tmp_path, InlineExecutor())
     assert order.rejection_reason(ATTACH, own) == ""
+
+
+def test_an_incarnation_that_was_never_allotted_does_not_come_in(tmp_path: Path, own: Process) -> None:
+    order = Admission(tmp_path, InlineExecutor())
+    newest = allot_incarnation(tmp_path)
+    assert order.rejection_reason(of_incarnation(newest), own) == ""
+    for number in (newest + 1, 2**40):
+        assert "was never allotted here, the newest is 1" in order.rejection_reason(of_incarnation(number), own)
+    assert order.rejection_reason(of_incarnation(newest + 1), own, known_incarnation=newest + 1) == ""
+
+
+def test_a_folder_that_knows_nothing_takes_what_its_learner_says(tmp_path: Path, own: Process) -> None:
+    assert Admission(tmp_path, InlineExecutor()).rejection_reason(of_incarnation(3), own) == ""

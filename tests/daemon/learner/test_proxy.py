@@ -17,6 +17,8 @@ from diloco_node.core.events import (
     LearnerAttached,
     LearnerDetached,
     LearnerReported,
+    Note,
+    OfferVersion,
     SnapshotRefused,
     SnapshotTaken,
     TakeSnapshot,
@@ -59,6 +61,7 @@ class Bench:
         self.memory = memory
         self.said: list[ToLearner] = []
         self.posted: list[Event] = []
+        self.notes: list[Note] = []
         self.now_ns = 0
         self.tasks = Tasks()
         self.synced: list[int] = []
@@ -74,11 +77,21 @@ class Bench:
             spawn=self.tasks.spawn,
             now_ns=lambda: self.now_ns,
             save_counters=self.sync,
+            region="a",
+            note=lambda note: self.notes.append(note),
         )
 
     async def sync(self, incarnation: int) -> None:
         await self.may_sync.wait()
         self.synced.append(incarnation)
+
+    def offer(self, fragment: int, version: int) -> None:
+        """As if the learner had been offered it."""
+        self.side.version_area._offered[fragment] = OfferVersion(fragment, version, -1)
+
+    def take_notes(self) -> str:
+        texts, self.notes[:] = " | ".join(note.text for note in self.notes), []
+        return texts
 
     def take(self) -> list[Event]:
         events, self.posted[:] = list(self.posted), []
@@ -121,6 +134,7 @@ def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(benc
     position = FragmentPosition(0, 0, 0, 0)
     bench.side.reported(report(1, 100))
     for fragment in range(FRAGMENTS):
+        bench.offer(fragment, 0)
         bench.side.applied(OfferApplied(fragment, 0, position, 1.0, 0))
     bench.take()
     told = []
@@ -136,6 +150,7 @@ def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(benc
 def test_the_first_step_after_an_inclusion_is_told(bench: Bench) -> None:
     bench.side.attached(attach(), 3, ())
     bench.side.reported(report(9, 900))
+    bench.offer(0, 1)
     bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 9, 9, 900), 1.0, 0))
     bench.take()
     bench.side.reported(report(10, 1000))
@@ -249,6 +264,7 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
     bench.side.attached(attach(), 1, ())
     bench.take()
     position = FragmentPosition(4, 9, 8, 800)
+    bench.offer(1, 4)
     bench.side.applied(OfferApplied(1, 4, position, 0.5, 3))
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)
@@ -321,6 +337,7 @@ async def test_what_a_living_learner_threw_away_is_told_when_its_counters_are_du
     one.side.attached(attach(), 3, ())
     one.side.reported(report(12, 1200))
     one.take()
+    one.offer(0, 5)
     one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
     await settle()
     assert (one.take() == []) is is_discarding, "not before"
@@ -343,6 +360,7 @@ async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_a
     one = Bench(bench.memory, CarryMode.OVERWRITE)
     one.may_sync.clear()
     one.side.attached(attach(), 3, ())
+    one.offer(0, 5)
     one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
     await settle()
     one.side.detached()
@@ -354,3 +372,100 @@ async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_a
     assert one.side.status is not None
     assert one.side.status.positions[0].included_step == 0
     one.side.close()
+# ---- a learner that lies ---------------------------------------------------------------------------------------------
+
+
+def test_counters_never_go_back(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.reported(report(10, 1000))
+    bench.take()
+    bench.now_ns += REPORT_EVERY_NS
+    for step, tokens in ((9, 1000), (10, 999), (0, 0)):
+        bench.side.reported(report(step, tokens))
+        assert f"a report is ignored: {step} steps and {tokens} tokens after 10 and 1000" in bench.take_notes()
+    assert bench.take() == []
+    assert bench.side.status is not None
+    assert (bench.side.status.step, bench.side.status.tokens) == (10, 1000)
+
+
+@pytest.mark.parametrize(("step", "tokens"), [(1 << 40, 1 << 41), (1 << 48, 5), (10, 1 << 50)])
+def test_more_than_a_learner_can_do_is_ignored(bench: Bench, step: int, tokens: int) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.side.reported(report(step, tokens))
+    assert "a report is ignored" in bench.take_notes()
+    bench.side.finished(Done(step, tokens, None, None, 0))
+    assert "the end of its counters is ignored" in bench.take_notes()
+    (event,) = bench.take()
+    assert isinstance(event, LearnerReported)
+    assert (event.status.step, event.status.tokens, event.status.finished) == (0, 0, True)
+
+
+@pytest.mark.parametrize(("fragment", "version"), [(0, 2), (0, 0), (1, 1), (999, 1)])
+def test_what_was_not_offered_was_not_applied(bench: Bench, fragment: int, version: int) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.offer(0, 1)
+    bench.side.applied(OfferApplied(fragment, version, FragmentPosition(version, 0, 0, 0), 1.0, 0))
+    assert f"version {version} of fragment {fragment} was not offered" in bench.take_notes()
+    assert bench.take() == []
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        FragmentPosition(0, 0, 0, 0),
+        FragmentPosition(1 << 40, 0, 0, 0),
+        FragmentPosition(1, 1 << 40, 0, 0),
+        FragmentPosition(1, 0, 1 << 40, 0),
+        FragmentPosition(1, 0, 5, 1 << 50),
+    ],
+)
+def test_a_position_that_can_not_be_is_ignored(bench: Bench, position: FragmentPosition) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.offer(0, 1)
+    bench.side.applied(OfferApplied(0, 1, position, 1.0, 0))
+    assert "an applied version is ignored" in bench.take_notes()
+    assert bench.take() == []
+    bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
+    assert len(bench.take()) == 1, "the offer still stands"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learner": "b"},
+        {"incarnation": 2},
+        {"squared_norms": ()},
+        {"step_to": 1 << 40},
+        {"tokens": 1 << 50},
+    ],
+)
+def test_a_snapshot_that_can_not_be_is_declined(bench: Bench, change: dict[str, object]) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
+    bench.take()
+    contribution = replace(contribution_of("a", 0, base=0), **change)  # type: ignore[arg-type]
+    bench.side.snapshot_ready(SnapshotReady(contribution))
+    assert bench.take() == [SnapshotRefused(0, 1, "the learner's answer makes no sense")]
+    assert "a snapshot is ignored" in bench.take_notes()
+
+
+def test_what_a_process_says_when_it_attaches_is_asked_for_sense(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.reported(report(100, 1000))
+    bench.side.detached()
+    good = replace(attach(100, 1000), incarnation=1, run_id="run")
+    assert bench.side.attach_fault(good, run_id="run") == ""
+    assert bench.side.attach_fault(attach(), run_id="run") == "", "a new process"
+    far = (FragmentPosition(0, 0, 101, 5),) * FRAGMENTS
+    for bad, says in (
+        (replace(good, run_id="other"), "it is of run other"),
+        (replace(good, step=99), "99 steps and 1000 tokens after 100 and 1000"),
+        (replace(good, tokens=999), "999 tokens after"),
+        (replace(good, tokens=1 << 50), "tokens in 100 steps"),
+        (replace(good, positions=far), "a position at step 101"),
+        (attach(1, 0), "a new process with 1 steps"),
+    ):
+        assert says in bench.side.attach_fault(bad, run_id="run")
