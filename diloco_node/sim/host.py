@@ -73,6 +73,7 @@ class Host:
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         disk_factor: how many times slower than usual the disk is.
         contribution_area: what the learner encoded last, by fragment; it lies in the supervisor's memory.
+        make_core: builds the core of each life of the daemon.
         effects, fetches: carry out what the core wants.
         fsync_is_late: plants a fault: writes are answered before they are durable.
     """
@@ -103,7 +104,7 @@ class Host:
         self.is_order_loose = False
         self.has_final = False
         self._observer = observer
-        self._make_core = make_core
+        self.make_core = make_core
         self._pool = pool
         self.theta_0 = theta
         self._life: Life | None = None
@@ -140,7 +141,7 @@ class Host:
         self._ledger_free_ns = self.world.now_ns
         recovered = self.disk.recovered(len(self.setup.layouts))
         seed = self.world.rng.getrandbits(63)
-        self.core = self._make_core(self.name, self.setup, recovered, seed, self.world.now_ns)
+        self.core = self.make_core(self.name, self.setup, recovered, seed, self.world.now_ns)
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)

@@ -274,7 +274,8 @@ class LedgerCore:
 
     def missing_payloads(self) -> tuple[EntryBody, ...]:
         """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
-        return tuple(entry.body for entry in self._log.waiting if not self._has_payload(entry.body))
+        waiting = self._log.waiting
+        return tuple(entry.body for entry in waiting if not self._has_payload(entry.body)) if waiting else ()
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take note of a fact.
@@ -335,7 +336,9 @@ class LedgerCore:
         first, last = self._taken_index + 1, self.commit_index
         if entries_max is not None:
             last = min(last, self._taken_index + entries_max)
-        self._taken_index = max(self._taken_index, last)
+        if last < first:
+            return []
+        self._taken_index = last
         return list(self._log.slice(first, last))
 
     @property

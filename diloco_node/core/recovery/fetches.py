@@ -64,6 +64,8 @@ class Fetches:
     @property
     def wake_at_ns(self) -> int | None:
         """When a fetch that failed everywhere may be tried again."""
+        if not self._fetches:
+            return None
         waiting = [one.not_before_ns for one in self._fetches.values() if not one.peer and one.not_before_ns > 0]
         return min(waiting, default=None)
 
