@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +46,7 @@ class Oracle:
         self._residuals: dict[tuple[int, Ballot, Blocks], F32] = {}
         self._versions = [-1] * len(setup.layouts)
         self._carried: dict[tuple[str, int, int, int], int] = {}
-        self._recent = [outliers.RecentRounds() for _ in setup.layouts]
+        self._recent: list[deque[list[Contribution]]] = [deque(maxlen=outliers.ROUNDS_KEPT) for _ in setup.layouts]
         self._theta: list[F32] = []
         self._momentum: list[F32] = []
         self._digests: dict[tuple[int, int], bytes] = {}
@@ -145,6 +146,15 @@ class Oracle:
         if body.share != share:
             self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
 
+    def _recent_rounds(self, fragment: int) -> Iterator[outliers.RecentRounds]:
+        """What the leader may know of the rounds before: all that count, or fewer if its ledger began with a base."""
+        rounds = list(self._recent[fragment])
+        for first in range(len(rounds) + 1):
+            recent = outliers.RecentRounds()
+            for contributions in rounds[first:]:
+                recent.took(contributions)
+            yield recent
+
     def _versions_missed(self, offered: Contribution, version: int) -> int:
         """Versions over which its steps were carried; 0 if they were not."""
         if self._setup.settings.carry is not CarryMode.CARRY:
@@ -164,17 +174,22 @@ class Oracle:
         if body.is_last:
             rules = (MergeRule.AVG,) * len(rules)
         member_weights = [member.weight for member in body.members]
-        recent = self._recent[body.fragment]
-        clips = outliers.clips(contributions, self._setup.manifest.fragments[body.fragment].piece_sizes, recent)
-        recent.took(contributions)
-        rows = weights.coefficients(contributions, member_weights, rules, clips)
+        sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
         parts: list[tensors.Reduced] = []
-        for index, stripe in enumerate(body.stripes):
-            parts.append(self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows))
-        digest = hashlib.sha256(b"".join(hashlib.sha256(part.encoded).digest() for part in parts)).digest()
-        if digest != body.payload_digest:
+        for recent in self._recent_rounds(body.fragment):
+            clips = outliers.clips(contributions, sizes, recent)
+            rows = weights.coefficients(contributions, member_weights, rules, clips)
+            parts = [
+                self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows)
+                for index, stripe in enumerate(body.stripes)
+            ]
+            digest = hashlib.sha256(b"".join(hashlib.sha256(part.encoded).digest() for part in parts)).digest()
+            if digest == body.payload_digest:
+                break
+        else:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return
+        self._recent[body.fragment].append(contributions)
         decoded = np.concatenate([part.decoded for part in parts])
         norms = layout.squared_norms(decoded, 0, layout.blocks)
         expected = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
