@@ -173,7 +173,7 @@ class DaemonHost(Host):
         recovered = store.load(len(self.setup.layouts))
         parameters = Parameters(manifest, settings, store, pools.pool, pools.background)
         self.plane = cast(Any, RealPlane(parameters))
-        self.core = self._make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
+        self.core = self.make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
         self.transport = FakeTransport(self, life, self._lives)
         self._proxy = LearnerProxy(
             region=self.name,

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from diloco_node.core.types import Entry, Recovered
+from diloco_node.core.types import Entry, LedgerBase, Recovered
 from diloco_node.errors import StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite, PayloadKey, RottenKey
+from diloco_node.sim.tensors import state_digest
 from diloco_node.storage.tensor_files import DamagedFile
 
 STATES_KEPT = 2
@@ -58,23 +59,20 @@ class FolderDisk(Disk):
     """A disk with all the states that a folder keeps.
 
     Attributes:
-        folder: states by (fragment, version); `states` has the newest of each fragment.
         damaged: payloads and states whose bytes are wrong, which nobody knows before they are read.
         is_full: every write is refused.
         fsync_failures: so many of the next writes are refused after they were made, perhaps.
     """
 
-    folder: dict[tuple[int, int], DiskState] = field(default_factory=dict)
     damaged: set[RottenKey] = field(default_factory=set)
     is_full: bool = False
     fsync_failures: int = 0
 
     def put_state(self, fragment: int, state: DiskState) -> None:
         """A state file is there."""
-        self.folder[fragment, state.version] = state
+        self.keep_state(fragment, state)
         self.damaged.discard((fragment, state.version))
         self.rotten.discard((fragment, state.version))
-        self.find_newest(fragment)
 
     def put_payload(self, key: PayloadKey, payload: DiskPayload) -> None:
         """A payload file is there."""
@@ -84,7 +82,7 @@ class FolderDisk(Disk):
 
     def drop_state(self, fragment: int, version: int) -> None:
         """A state file is gone."""
-        self.folder.pop((fragment, version), None)
+        self.older_states.pop((fragment, version), None)
         self.damaged.discard((fragment, version))
         self.find_newest(fragment)
 
@@ -107,13 +105,13 @@ class FolderDisk(Disk):
 
     def versions(self, fragment: int) -> list[int]:
         """Of the states of a fragment, sorted."""
-        return sorted(version for one, version in self.folder if one == fragment)
+        return sorted(version for one, version in self.older_states if one == fragment)
 
     def find_newest(self, fragment: int) -> None:
         """Keep `states` true."""
         versions = self.versions(fragment)
         if versions:
-            self.states[fragment] = self.folder[fragment, versions[-1]]
+            self.states[fragment] = self.older_states[fragment, versions[-1]]
         else:
             self.states.pop(fragment, None)
 
@@ -196,12 +194,19 @@ class FakeStore:
                 disk.set_aside_payload(key)
         return disk.recovered(fragments)
 
-    def persist(self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry]) -> None:
+    def persist(
+        self,
+        term: int,
+        voted_for: str,
+        truncate_from: int,
+        entries: Sequence[Entry],
+        base: LedgerBase | None = None,
+    ) -> None:
         """See RegionStore."""
         assert term >= self._term, (term, self._term)
         vote = LedgerWrite(term, voted_for, 0, ())
-        write = LedgerWrite(term, voted_for, truncate_from, tuple(entries))
-        if (term, voted_for) != (self._term, self._vote) and (truncate_from or entries):
+        write = LedgerWrite(term, voted_for, truncate_from, tuple(entries), base)
+        if (term, voted_for) != (self._term, self._vote) and (truncate_from or entries or base is not None):
             # Two files: the vote may be written when the disk refuses the ledger.
             self.wait_for_disk("write the vote")
             self._queue(vote)
@@ -261,11 +266,23 @@ class FakeStore:
 
     def read_state(self, fragment: int, version: int) -> tuple[F32, F32]:
         """See RegionStore."""
-        state = self._disk.folder.get((fragment, version))
+        state = self._disk.older_states.get((fragment, version))
         if state is None or (fragment, version) in self._disk.damaged:
             self._disk.set_aside_state(fragment, version)
             raise DamagedFile(f"state {fragment}.{version}: fetch it from a peer")
         return state.theta.copy(), state.momentum.copy()
+
+    def read_state_bytes(self, fragment: int, version: int, digest: bytes) -> U8:
+        """See RegionStore."""
+        theta, momentum = self.read_state(fragment, version)
+        if state_digest(theta, momentum) != digest:
+            raise DamagedFile(f"state {fragment}.{version}: another one")
+        return np.concatenate((theta, momentum)).view(np.uint8)
+
+    def set_states_aside(self, fragment: int, version_min: int) -> None:
+        """See RegionStore; a rename that the disk never refuses."""
+        self._time.add(self._fsync_ns())
+        self._disk.set_states_aside(fragment, version_min)
 
     def state_versions(self, fragment: int) -> tuple[int, ...]:
         """See RegionStore."""

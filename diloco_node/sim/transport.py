@@ -27,7 +27,7 @@ NUMBERS_PER_LIFE = 1_000_000
 """The numbers of a daemon's transfers differ from those of the daemons before it."""
 
 RETRY_NS = 100 * MS
-"""While a direction is cut and nobody has noticed, what is on the way is sent again so often."""
+"""While a direction is cut, or does not let so much through, what is on the way is sent again so often."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +103,10 @@ class FakeTransport:
     def _begin(self, peer: str, number: int, transfer: OutgoingBody) -> None:
         link = self._network.links[self._host.name, peer]
         frame = encode_begin(number, transfer.header, transfer.body.nbytes)
+        spoil = self._network.bulk_spoilers.get(self._host.name)
+        if spoil is not None:
+            frame, body = spoil(peer, frame, bytes(transfer.body))
+            transfer.body = memoryview(body)
         takes_ns = transfer.body.nbytes * SECOND // link.rate_bytes_per_s
         start_ns = max(link.free_at_ns, self._world.now_ns)
         link.free_at_ns = start_ns + takes_ns
@@ -155,7 +159,9 @@ class FakeTransport:
         if self._life.is_over or self._up.get(peer) != transfer.link:
             return
         is_early = what == "transfer_ended" and not transfer.has_begun
-        if self._network.links[self._host.name, peer].cuts or is_early:
+        link = self._network.links[self._host.name, peer]
+        is_stuck = link.cuts or link.bulk_cuts or 0 < link.bulk_bytes_max < transfer.body.nbytes
+        if is_stuck or is_early:
             self._deliver(peer, RETRY_NS, transfer, what, *args)
             return
         transfer.has_begun = True

@@ -6,11 +6,10 @@ disk refuses, or a link loses, comes through when it is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
-from diloco_node.core.types import DiskNamedBody, Entry, GenesisBody
 from diloco_node.sim import view
 from diloco_node.sim.daemon_host import DaemonHost
 from diloco_node.sim.disk import RottenKey
@@ -28,9 +27,25 @@ DROP_CHANCE = 0.6
 MAJORITY_NEEDS = 3
 """Of fewer regions none may lose its folder."""
 
+TROUBLES: dict[str, dict[str, int]] = {
+    "usual": {
+        "disk full": 3,
+        "fsync fails": 4,
+        "rot": 4,
+        "disk lost": 3,
+        "loop stalled": 4,
+        "broken transfers": 4,
+        "full queues": 3,
+    },
+    "elections": {"disk full": 1, "fsync fails": 3, "disk lost": 3, "loop stalled": 3, "full queues": 2},
+    "gray": {"rot": 2, "broken transfers": 4, "full queues": 3, "loop stalled": 1},
+    "away": {"disk full": 1, "rot": 2, "disk lost": 2, "broken transfers": 1},
+}
+"""How often they begin in each kind of run, beside the faults of `sim.chaos`."""
+
 Undo = Callable[[], None]
-Kind = tuple[str, int, Callable[[], Undo | None]]
-"""Name, weight, and what begins it: gives what ends it, or None if it could not begin."""
+Begin = Callable[[], Undo | None]
+"""Gives what ends it, or None if it could not begin."""
 
 
 class Troubles:
@@ -39,20 +54,20 @@ class Troubles:
     def __init__(self, world: World, hosts: Mapping[str, Host]) -> None:
         self._world = world
         self._hosts = {name: cast(DaemonHost, hosts[name]) for name in sorted(hosts)}
-        self.kinds: tuple[Kind, ...] = (
-            ("disk full", 3, self._fill_disk),
-            ("fsync fails", 4, self._fail_fsync),
-            ("rot", 4, self._rot),
-            ("disk lost", 3, self._lose_disk),
-            ("loop stalled", 4, self._stall),
-            ("broken transfers", 4, self._break_transfers),
-            ("full queues", 3, self._fill_queues),
-        )
+        self.kinds: dict[str, Begin] = {
+            "disk full": self._fill_disk,
+            "fsync fails": self._fail_fsync,
+            "rot": self._rot,
+            "disk lost": self._lose_disk,
+            "loop stalled": self._stall,
+            "broken transfers": self._break_transfers,
+            "full queues": self._fill_queues,
+        }
 
     @classmethod
-    def of(cls, world: World, hosts: Mapping[str, Host]) -> tuple[Kind, ...]:
+    def of(cls, world: World, hosts: Mapping[str, Host]) -> dict[str, Begin]:
         """The kinds of fault that these hosts can have."""
-        return cls(world, hosts).kinds if all(isinstance(host, DaemonHost) for host in hosts.values()) else ()
+        return cls(world, hosts).kinds if all(isinstance(host, DaemonHost) for host in hosts.values()) else {}
 
     def _pick(self) -> DaemonHost:
         return self._hosts[self._world.rng.choice(list(self._hosts))]
@@ -77,7 +92,7 @@ class Troubles:
         disk = here.folder_disk
         others = [host.folder_disk for host in self._hosts.values() if host is not here]
         payloads = [key for key in sorted(disk.payloads) if _is_safe(others, key)]
-        states = [key for key in sorted(disk.folder) if _is_safe(others, key)]
+        states = [key for key in sorted(disk.older_states) if _is_safe(others, key)]
         if disk.damaged or not payloads + states:
             return None
         keys: list[RottenKey] = [*payloads, *states]
@@ -89,10 +104,12 @@ class Troubles:
         hosts = list(self._hosts.values())
         if len(hosts) < MAJORITY_NEEDS or any(host.core is None for host in hosts):
             return None
-        last = max((view.cluster_commit_index(host.core), host.name) for host in hosts)
-        entries = view.ledger(self._hosts[last[1]].core).entries[: last[0]]
-        named = _named_disks(entries)
-        if any(named.get(host.name) != host.disk.id or not _holds_all(host, entries) for host in hosts):
+        index, name = max((view.cluster_commit_index(host.core), host.name) for host in hosts)
+        core = self._hosts[name].core
+        if index <= view.base_index(core) or view.ledger(core).disks.last_change_index > index:
+            return None
+        last, disks = view.entry(core, index), view.ledger(core).disks
+        if any(not disks.counts(host.name, host.disk.id) or not host.disk.holds(last) for host in hosts):
             return None
         host = self._pick()
         host.lose_disk()
@@ -125,21 +142,6 @@ def _is_safe(others: list[FolderDisk], key: RottenKey) -> bool:
     """The others can stand in for it: nothing of this fragment is damaged there, and they have a state of it."""
     fragment = key[0]
     return all(fragment in disk.states and not any(one[0] == fragment for one in disk.damaged) for disk in others)
-
-
-def _named_disks(entries: Sequence[Entry]) -> dict[str, bytes]:
-    named: dict[str, bytes] = {}
-    for entry in entries:
-        if isinstance(entry.body, GenesisBody):
-            named.update(zip(entry.body.regions, entry.body.disks, strict=True))
-        elif isinstance(entry.body, DiskNamedBody):
-            named[entry.body.region] = entry.body.disk
-    return named
-
-
-def _holds_all(host: DaemonHost, entries: Sequence[Entry]) -> bool:
-    held = host.disk.entries
-    return len(held) >= len(entries) and (not entries or held[len(entries) - 1].hash == entries[-1].hash)
 
 
 def _nothing() -> None:

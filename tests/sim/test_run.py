@@ -15,9 +15,16 @@ from diloco_node.sim.daemon_faults import DAEMON_FAULTS
 from diloco_node.sim.faults import FAULTS
 from diloco_node.sim.run import COMMITS_MIN, FAULTS_MIN, HOSTS, format_report, simulate
 
-CLEAN_SEEDS = range(40)
+CLEAN_SEEDS = range(16)
+"""In every run of the tests; a seed draws its schedule, so all of them are there."""
 
-DAEMON_SEEDS = range(12)
+MANY_SEEDS = [range(first, first + 10) for first in range(1000, 1200, 10)]
+"""Only where there is time."""
+
+DAEMON_SEEDS = range(4)
+
+MANY_DAEMON_SEEDS = [range(first, first + 4) for first in range(4, 24, 4)]
+"""Only where there is time."""
 
 SEEDS_MAX = 24
 """A planted fault must be found within so many seeds."""
@@ -42,6 +49,15 @@ SIGNS = {
     "arrival-order": "not the sum of its members",
     "old-term": "old term: ",
     "reused-ballot": "opened by",
+    "longest-log": "whose log ends at",
+    "unmatched-commit": "one value: ",
+    "dead-incarnation": "incarnation: ",
+    "forgotten-booking": "account: ",
+    "other-digest": "holders: ",
+    "new-snapshot": "snapshot: ",
+    "wrong-weights": "weights: ",
+    "wrong-share": "share: ",
+    "step-less": "work: ",
 }
 
 
@@ -54,6 +70,14 @@ def test_a_seed_keeps_every_promise_under_faults_and_makes_progress_after_healin
     assert sum(report.faults.values()) >= FAULTS_MIN, format_report(report)
 
 
+@pytest.mark.seeds
+@pytest.mark.parametrize("seeds", MANY_SEEDS, ids=lambda seeds: f"{seeds[0]}..{seeds[-1]}")
+def test_many_seeds_keep_every_promise(seeds: range) -> None:
+    for seed in seeds:
+        report = simulate(seed)
+        assert report.is_good, format_report(report)
+
+
 @pytest.mark.parametrize("seed", DAEMON_SEEDS)
 def test_the_daemons_own_effects_keep_every_promise_and_make_progress_after_healing(seed: int) -> None:
     report = simulate(seed, effects="daemon")
@@ -61,6 +85,14 @@ def test_the_daemons_own_effects_keep_every_promise_and_make_progress_after_heal
     assert report.commits >= COMMITS_MIN, format_report(report)
     assert sum(report.faults.values()) >= FAULTS_MIN, format_report(report)
     assert report.command.endswith("--effects daemon")
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("seeds", MANY_DAEMON_SEEDS, ids=lambda seeds: f"{seeds[0]}..{seeds[-1]}")
+def test_many_seeds_keep_every_promise_with_the_daemons_own_effects(seeds: range) -> None:
+    for seed in seeds:
+        report = simulate(seed, effects="daemon")
+        assert report.is_good, format_report(report)
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))
@@ -117,6 +149,8 @@ def test_an_unknown_fault_is_refused_with_those_that_exist() -> None:
         simulate(1, fault="no-such")
     with pytest.raises(ConfigError, match="daemon, fast"):
         simulate(1, effects="no-such")
+    with pytest.raises(ConfigError, match="fast"):
+        simulate(1, effects="daemon", liar=True)
 
 
 @pytest.mark.parametrize("effects", sorted(HOSTS))

@@ -36,7 +36,7 @@ class Fake:
         return Durable(store, self.time)
 
     def damage(self, kind: str, fragment: int, version: int) -> None:
-        keys = self.disk.payloads if kind == "payload" else self.disk.folder
+        keys = self.disk.payloads if kind == "payload" else self.disk.older_states
         self.disk.damaged.update(key for key in keys if key[:2] == (fragment, version))
 
 

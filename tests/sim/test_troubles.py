@@ -44,7 +44,7 @@ def catches_up(simulation: Simulation, host: DaemonHost) -> bool:
 
 def test_hosts_of_fakes_have_none_of_them() -> None:
     fakes = Simulation(3, regions=3)
-    assert Troubles.of(fakes.world, fakes.hosts) == ()
+    assert Troubles.of(fakes.world, fakes.hosts) == {}
 
 
 def test_rot_never_takes_the_last_good_copy_and_one_region_has_it_at_a_time_for_a_fragment(
@@ -96,7 +96,7 @@ def test_a_daemon_whose_payload_rotted_before_it_was_applied_starts_again_and_fe
     host = hosts_of(simulation)[0]
     host.kill_daemon()
     newest = max(key for key in host.folder_disk.payloads if key[0] == 0)
-    del host.folder_disk.folder[0, max(host.folder_disk.versions(0))]
+    del host.folder_disk.older_states[0, max(host.folder_disk.versions(0))]
     host.folder_disk.find_newest(0)
     host.folder_disk.damaged.add(newest)
     host.start_daemon()

@@ -54,6 +54,10 @@ class DiskView:
         """Index of the entry that last changed the view; 0 if none in the log did."""
         return self._changes[-1][0] if self._changes else 0
 
+    def begin(self, named: Mapping[str, bytes], index: int) -> None:
+        """The log begins anew after this index, and this is what the entries up to there name."""
+        self._base, self._changes, self.known_index = dict(named), [], index
+
     def named(self, region: str) -> bytes:
         """The id of the region's folder that counts; empty if none does."""
         return self._current.get(region, NO_DISK)
@@ -62,11 +66,11 @@ class DiskView:
         """Whether this folder is the one of its region that counts."""
         return disk != NO_DISK and self.named(region) == disk
 
-    def replaced(self, region: str) -> int:
-        """How often the log has named another folder of the region, in place of one that was lost."""
-        ids = [view.get(region, NO_DISK) for view in (self._base, *(view for _, view in self._changes))]
-        named = [disk for disk in ids if disk != NO_DISK]
-        return sum(before != after for before, after in pairwise(named))
+    def replaced(self, region: str, after_index: int) -> int:
+        """How often the entries after an index name another folder of the region, in place of one that was lost."""
+        views = pairwise([(0, self._base), *self._changes])
+        changes = [(before, after) for (_, before), (index, after) in views if index > after_index and region in before]
+        return sum(after[region] not in (before[region], NO_DISK) for before, after in changes)
 
     def follow(self, entries: Iterable[Entry]) -> None:
         """Take the entries that were added to the log."""

@@ -58,7 +58,7 @@ def test_the_view_follows_the_log_and_goes_back_with_it() -> None:
     view.follow(log)
     assert (view.last_change_index, view.named("b")) == (4, OTHER)
     assert view.counts("a", disk_of("a"))
-    assert (view.replaced("a"), view.replaced("b")) == (0, 1)
+    assert [view.replaced("a", 0), *(view.replaced("b", index) for index in (0, 3, 4))] == [0, 1, 1, 0]
     view.truncated(4)
     assert view.named("b") == b""
     assert not view.counts("b", b""), "no folder is not a folder"
