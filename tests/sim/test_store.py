@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.types import Entry, FinishedBody
+from diloco_node.core.types import Entry, FinishedBody, LedgerBase
 from diloco_node.errors import StorageError
 from diloco_node.sim.store import DiskTime, FakeStore, FolderDisk
 from diloco_node.sim.world import MS
@@ -124,6 +124,18 @@ def test_term_vote_and_entries_are_there_again_after_a_cut(place: Any) -> None:
     assert recovered.entries == first[:1] + second
 
 
+def test_a_ledger_that_begins_with_sums_is_there_again_with_what_follows_them(place: Any) -> None:
+    store = place.open()
+    store.load(FRAGMENTS)
+    entries = chain(8)
+    store.persist(1, "a", 0, entries[:6])
+    base = LedgerBase(4, 1, entries[3].hash, b"sums")
+    store.persist(2, "b", 6, entries[5:], base)
+    recovered = place.open().load(FRAGMENTS)
+    assert (recovered.term, recovered.voted_for) == (2, "b")
+    assert (recovered.base, recovered.entries) == (base, entries[4:])
+
+
 def test_payloads_are_read_as_they_were_written_whole_or_as_drafts(place: Any) -> None:
     store = place.open()
     store.load(FRAGMENTS)
@@ -164,6 +176,23 @@ def test_a_damaged_state_falls_back_and_a_damaged_payload_after_it_is_missing(pl
     with pytest.raises(DamagedFile):
         store.read_state(0, 2)
     assert store.state_versions(0) == (1,)
+
+
+def test_a_state_is_given_by_its_digest_and_those_that_are_set_aside_are_gone(place: Any) -> None:
+    store = place.open()
+    store.load(FRAGMENTS)
+    digests = {version: fragment_digest(values(version), values(9)) for version in (1, 2, 3)}
+    for version, digest in digests.items():
+        store.store_state(0, version, values(version), values(9), digest)
+    both = np.concatenate((values(2), values(9)))
+    assert bytes(store.read_state_bytes(0, 2, digests[2])) == both.tobytes()
+    with pytest.raises(DamagedFile):
+        store.read_state_bytes(0, 2, digests[3])
+    assert store.state_versions(0) == (1, 2, 3), "another digest is no damage"
+    store.set_states_aside(0, 2)
+    assert store.state_versions(0) == (1,)
+    recovered = place.open().load(FRAGMENTS)
+    assert (recovered.states, recovered.state_digests) == ((1, -1), (digests[1], b""))
 
 
 def test_pruning_keeps_two_states_and_the_payloads_after_the_older_one(place: Any) -> None:

@@ -8,9 +8,18 @@ import pytest
 
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.account_check import check_account
-from diloco_node.core.ledger.summary import base_digest, decode_summary, encode_summary
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.summary import base_digest, decode_summary, encode_summary, named_disks
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import DiscardedBody, Entry, EntryBody, FinishedBody, LedgerBase, SnapshotBody
+from diloco_node.core.types import (
+    DiscardedBody,
+    DiskNamedBody,
+    Entry,
+    EntryBody,
+    FinishedBody,
+    LedgerBase,
+    SnapshotBody,
+)
 from diloco_node.errors import ProtocolViolation
 from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, contribution
 
@@ -64,6 +73,25 @@ def test_a_history_goes_on_from_sums_as_if_no_entry_had_gone(cut: int) -> None:
             )
     assert restored.is_last_round(0, 3) == whole.is_last_round(0, 3)
     assert restored.steps_before("b", 3) == whole.steps_before("b", 3) == 9 + 6
+
+
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_how_often_a_folder_was_replaced_is_summed_up_and_counted_on_behind_the_sums(cut: int) -> None:
+    named = [DiskNamedBody("b", disk) for disk in (b"", b"2" * 16, b"", b"3" * 16)]
+    entries = entries_of([GENESIS, *named[:2], DiskNamedBody("a", b""), *named[2:]])
+    whole, expected = summed(entries)
+    sums, encoded = summed(entries[:cut])
+    restored = RoundHistory(2)
+    restored.restore(decode_summary(encoded, fragments=2), cut, now_ns=0)
+    view = DiskView("ab", named_disks(sums.sum_up()))
+    view.known_index = cut
+    view.follow(entries[cut:])
+    assert restored.replaced.get("b", 0) + view.replaced("b", cut) == 2, "in the sums, or in the log behind them"
+    for entry in entries[cut:]:
+        restored.apply(entry, now_ns=0)
+    assert encode_summary(restored.sum_up()) == expected
+    assert (restored.replaced.get("a", 0), restored.replaced["b"], whole.replaced["b"]) == (0, 2, 2)
+    assert view.replaced("b", len(entries)) == 0
 
 
 def test_a_summary_is_bounded_however_often_learners_die() -> None:
