@@ -76,9 +76,7 @@ class LedgerState:
         self._base_fault = base_fault
         self._new_base: LedgerBase | None = None
         self._named_by = named_by
-        if base.index and meaning is not None:
-            meaning.begin(base)
-        check_held(entries, meaning)
+        check_held(base, entries, meaning)
         self.disks = DiskView(self._voters, named_by(base) if base.index else named)
         self.disks.known_index = base.index
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
