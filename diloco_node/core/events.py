@@ -14,6 +14,7 @@ same effects. Rules that both keep:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from diloco_node.core.messages import Message
 from diloco_node.core.types import (
@@ -243,32 +244,17 @@ class FinalWritten:
     """The answer to WriteFinal."""
 
 
+# fmt: off
 Event = (
-    TimerFired
-    | MessageArrived
-    | LinkChanged
-    | BudgetChanged
-    | LedgerPersisted
-    | InitialStateStored
-    | LearnerReported
-    | LearnerAttached
-    | LearnerDetached
-    | SnapshotTaken
-    | SnapshotRefused
-    | ContributionStripeArrived
-    | ReductionDone
-    | MergedStripeArrived
-    | PayloadStored
-    | PayloadNotStored
-    | StateStored
-    | CheckpointWritten
-    | StatesRenamed
-    | FetchFailed
-    | VersionApplied
-    | DigestComputed
-    | FinishOrdered
-    | FinalWritten
+    TimerFired | MessageArrived | LinkChanged | BudgetChanged | LedgerPersisted | InitialStateStored | LearnerReported
+    | LearnerAttached | LearnerDetached | SnapshotTaken | SnapshotRefused | ContributionStripeArrived | ReductionDone
+    | MergedStripeArrived | PayloadStored | PayloadNotStored | StateStored | CheckpointWritten | StatesRenamed
+    | FetchFailed | VersionApplied | DigestComputed | FinishOrdered | FinalWritten
 )
+# fmt: on
+
+DISK_EVENTS: Final = (InitialStateStored, PayloadStored, PayloadNotStored, StateStored, FetchFailed, VersionApplied)
+"""What the disk holds, or what is on its way to it, has changed: entries may wait for that."""
 
 # ==== effects =========================================================================================================
 
@@ -501,23 +487,10 @@ class Note:
     is_alarm: bool = False
 
 
+# fmt: off
 Effect = (
-    Send
-    | PersistLedger
-    | TakeSnapshot
-    | SendContribution
-    | ReduceStripe
-    | SendMerged
-    | StorePayload
-    | ApplyVersion
-    | AdoptState
-    | OfferVersion
-    | FetchPayload
-    | FetchState
-    | PruneFiles
-    | SetStatesAside
-    | CloseBallot
-    | StopLearner
-    | WriteFinal
-    | Note
+    Send | PersistLedger | TakeSnapshot | SendContribution | ReduceStripe | SendMerged | StorePayload | ApplyVersion
+    | AdoptState | OfferVersion | FetchPayload | FetchState | PruneFiles | SetStatesAside | CloseBallot | StopLearner
+    | WriteFinal | Note
 )
+# fmt: on

@@ -51,14 +51,13 @@ class Genesis:
         bodies = (ledger.entry(index).body for index in range(1, ledger.last_index + 1))  # it is an early one
         return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
 
-    def initial_state_stored(self, event: InitialStateStored) -> bool:
-        """Theta_0 of the own learner is on disk. Returns whether it is of this run's model."""
+    def initial_state_stored(self, event: InitialStateStored) -> None:
+        """Theta_0 of the own learner is on disk; of another model it is ignored."""
         _, _, manifest_digest, _ = self._run
         if event.manifest_digest != manifest_digest or len(event.fragment_digests) != len(self._versions.states):
             self._effects.note("genesis", "Theta_0 is of another model: ignored", is_alarm=True)
-            return False
+            return
         self._versions.initial_state_stored(event.fragment_digests)
-        return True
 
     def propose(self) -> None:
         """Propose genesis, once in each term that this region leads, when its disk holds all of Theta_0."""

@@ -33,6 +33,7 @@ from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader, RoundMessage
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.rounds.run_end import RunEnd
+from diloco_node.core.succession import Succession
 from diloco_node.core.types import (
     Entry,
     EntryBody,
@@ -50,16 +51,6 @@ TURNS_MAX: Final = 10_000
 ENTRIES_PER_EVENT: Final = 64
 """Committed entries that are applied in one call, some milliseconds: after a restart, or when a region learns that
 thousands are committed, the event loop breathes in between."""
-
-# Tuples: a union of types takes `isinstance` ten times as long, and each message is asked.
-_LEDGER_MESSAGES = (
-    msg.RequestVote,
-    msg.RequestVoteReply,
-    msg.AppendEntries,
-    msg.AppendEntriesReply,
-    msg.BaseSent,
-    msg.TimeoutNow,
-)
 
 
 class RegionCore:
@@ -172,6 +163,9 @@ class RegionCore:
             effects=self._effects,
             genesis_fault=self._genesis.fault,
         )
+        self._succession = Succession(
+            ledger=self.ledger, upkeep=self._upkeep, leader=self.leader, patience_ns=settings.ballot_deadline_min_ns
+        )
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
         self._due: frozenset[int] = frozenset()
@@ -182,14 +176,13 @@ class RegionCore:
             region, history=self.history, versions=self.versions, liveness=self.liveness, effects=self._effects
         )
         self._reported_leader = (0, "")
-        self._behind_since_ns: int | None = None
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
             ev.TimerFired: self._timer_fired,
             ev.MessageArrived: self._message_arrived,
             ev.LinkChanged: self._link_changed,
             ev.BudgetChanged: lambda event, _: self.liveness.own_budget(event.limits),
             ev.LedgerPersisted: self._to_ledger,
-            ev.InitialStateStored: self._initial_state_stored,
+            ev.InitialStateStored: lambda event, _: self._genesis.initial_state_stored(event),
             ev.LearnerReported: lambda event, now_ns: self._learner_is(event.status, now_ns),
             ev.LearnerAttached: self._learner_attached,
             ev.LearnerDetached: self._learner_detached,
@@ -201,9 +194,11 @@ class RegionCore:
             ev.ReductionDone: lambda event, _: self.participant.stripe_reduced(event),
             ev.MergedStripeArrived: lambda event, _: self.participant.merged_arrived(event),
             ev.PayloadStored: self._payload_stored,
-            ev.PayloadNotStored: self._payload_not_stored,
+            ev.PayloadNotStored: lambda event, _: self.participant.payload_not_stored(event.fragment, event.ballot),
             ev.StateStored: self._state_stored,
-            ev.FetchFailed: self._fetch_failed,
+            ev.FetchFailed: lambda event, now_ns: self._fetches.failed(
+                event.peer, event.fragment, event.reason, now_ns=now_ns
+            ),
             ev.VersionApplied: self._version_applied,
             ev.CheckpointWritten: lambda event, _: self._upkeep.checkpoint_written(event),
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
@@ -216,6 +211,8 @@ class RegionCore:
         """Take a fact, return what to do; `now_ns` is monotonic time, never less than before."""
         self._now_ns = now_ns
         self._arrows[type(event)](event, now_ns)
+        if isinstance(event, ev.DISK_EVENTS):
+            self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         self._settle(now_ns)
         return self._effects.take()
 
@@ -351,34 +348,13 @@ class RegionCore:
             self._next_beat_ns = now_ns + self._settings.heartbeat_ns
             self._beat(now_ns)
             self.leader.tick()
-            self._replace_disks(now_ns)
-            self._make_way(now_ns)
+            self._emit(self._replacement.propose(self._effects, now_ns=now_ns))
+            reason = self._succession.reason(now_ns=now_ns)
+            if reason:
+                self._emit(self.ledger.transfer_leadership(reason, now_ns=now_ns))
             if self.leader.is_acting:
                 self.leader.proposals += self._upkeep.proposals()
             self._repeat_requests()
-
-    def _replace_disks(self, now_ns: int) -> None:
-        """Have the ledger name the folder that a region came back with, when it has caught up."""
-        due = self._replacement.due(now_ns=now_ns)
-        if due is not None:
-            what = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there"
-            self._effects.note("disk", f"the folder of {due.region} {what}", is_alarm=not due.disk)
-            self._emit(self.ledger.propose(due, now_ns=now_ns))
-
-    def _make_way(self, now_ns: int) -> None:
-        """Let another region lead when the others wait for nothing but this one's disk."""
-        ledger = self.ledger
-        is_behind = ledger.is_leader and ledger.commit_index < ledger.cluster_commit_index
-        if not is_behind:
-            self._behind_since_ns = None
-        elif self._behind_since_ns is None:
-            self._behind_since_ns = now_ns
-        elif now_ns - self._behind_since_ns >= self._settings.ballot_deadline_min_ns:
-            self._emit(ledger.transfer_leadership("its disk lacks what is committed", now_ns=now_ns))
-        if ledger.is_leader and self._upkeep.reason:
-            self._emit(ledger.transfer_leadership(self._upkeep.reason, now_ns=now_ns))
-        if self.leader.is_in_the_way:
-            self._emit(ledger.transfer_leadership("it holds up the others: its disk, or its bulk", now_ns=now_ns))
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(
@@ -399,7 +375,7 @@ class RegionCore:
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
-        if isinstance(message, _LEDGER_MESSAGES):
+        if isinstance(message, msg.LEDGER_MESSAGES):
             self._to_ledger(event, now_ns)
         elif event.peer not in self._regions or event.peer == self._region:
             self._effects.note("stranger", f"{type(message).__name__} from {event.peer}, which is not in this run")
@@ -445,10 +421,6 @@ class RegionCore:
         for effect in effects:
             self._effects.emit(effect)
 
-    def _initial_state_stored(self, event: ev.InitialStateStored, now_ns: int) -> None:
-        if self._genesis.initial_state_stored(event):
-            self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
         self._discards.attached(status, event.trained_before)
@@ -477,29 +449,18 @@ class RegionCore:
         if has_become_due and self.ledger.leader not in ("", self._region):
             self._beat(now_ns, only_to=self.ledger.leader)
 
-    def _payload_stored(self, event: ev.PayloadStored, now_ns: int) -> None:
+    def _payload_stored(self, event: ev.PayloadStored, _: int) -> None:
         self.versions.payload_stored(event.fragment, event.version, event.digest)
         self._fetches.ended(event.fragment, version=event.version, is_state=False)
         self.participant.payload_stored(event.fragment, event.version, event.digest)
-        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
-    def _payload_not_stored(self, event: ev.PayloadNotStored, now_ns: int) -> None:
-        self.participant.payload_not_stored(event.fragment, event.ballot)
-        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-
-    def _state_stored(self, event: ev.StateStored, now_ns: int) -> None:
+    def _state_stored(self, event: ev.StateStored, _: int) -> None:
         self.versions.state_stored(event.fragment, event.version, event.digest)
         self._fetches.ended(event.fragment, version=event.version, is_state=True)
-        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
-    def _fetch_failed(self, event: ev.FetchFailed, now_ns: int) -> None:
-        self._fetches.failed(event.peer, event.fragment, event.reason, now_ns=now_ns)
-        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
-
-    def _version_applied(self, event: ev.VersionApplied, now_ns: int) -> None:
+    def _version_applied(self, event: ev.VersionApplied, _: int) -> None:
         self.versions.version_applied(event.fragment, event.version)
         self.participant.applied(event.fragment, event.version)
-        self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
         self._end.order(event.reason)

@@ -31,7 +31,7 @@ from diloco_node.daemon.manifest_file import load_manifest, save_manifest
 from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.work import Threads, in_thread
-from diloco_node.errors import ConfigError, PeersUnreachable, StorageError
+from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
 from diloco_node.measure.documents import OnPartial
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
@@ -163,9 +163,6 @@ class Daemon:
         self._is_building = True
         # In a thread: recovery reads and checks whole states.
         recovered = await in_thread(self._threads.pool, self._store.load, len(manifest.fragments))
-        if self._store.lost:
-            text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
-            self.notes.add(Note("disk", text, is_alarm=True))
         counters = await in_thread(self._threads.pool, set_damaged_aside, self.spec.state_dir)
         self._note_damage(self._store, counters)
         runtime = NodeRuntime(
@@ -178,7 +175,15 @@ class Daemon:
             time.monotonic_ns,
             self.end,
         )
-        node = Node(runtime, manifest, recovered)
+        try:
+            node = Node(runtime, manifest, recovered)
+        except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
+            begin_again = self._store.begin_again
+            recovered = await in_thread(self._threads.pool, begin_again, str(error), len(manifest.fragments))
+            node = Node(runtime, manifest, recovered)
+        if self._store.lost:
+            text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
+            self.notes.add(Note("disk", text, is_alarm=True))
         await node.start()
         self._node = node
         attach, self._waiting_attach = self._waiting_attach, None

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from diloco_node.core.genesis import Genesis
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import Recovered, RunSettings
+from diloco_node.core.types import FinishedBody, LeaderBody, Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME
@@ -286,6 +287,25 @@ async def test_a_new_learner_gets_no_incarnation_from_a_folder_that_was_emptied(
     assert "needs every region: waits for b, c" in daemon.status()["reason"]
     await learner.close()
     await until(lambda: nodes[0]._waiting_attach is None)
+    assert await end(daemon, running) == 0
+
+
+async def test_a_ledger_that_makes_no_sense_is_set_aside_and_the_region_begins_again(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    """Its entries follow each other and their hashes are right; a round before genesis can't be."""
+    save_manifest(spec.state_dir, MANIFEST)
+    store = RegionStore(spec.state_dir)
+    before = store.load(len(MANIFEST.fragments)).disk
+    first = seal(1, 1, ZERO_HASH, LeaderBody("a"))
+    store.persist(1, "", 0, [first, seal(2, 1, first.hash, FinishedBody((0, 0), "no run"))])
+    store.close()
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: bool(nodes) and nodes[-1].core.is_leader)
+    assert nodes[-1].core.ledger.founders["a"] not in (before, b"")
+    assert any("makes no sense: entry 2" in note["text"] for note in daemon.notes.last)
+    assert (spec.state_dir / "ledger.log.damaged-1").exists()
     assert await end(daemon, running) == 0
 
 

@@ -13,7 +13,7 @@ from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.messages import AppendEntries
 from diloco_node.core.types import Entry, EntryBody, LedgerBase
-from diloco_node.errors import StorageError
+from diloco_node.errors import ProtocolViolation, StorageError
 
 
 class Meaning(Protocol):
@@ -58,13 +58,20 @@ def _first_fault(meaning: Meaning, entries: Sequence[Entry]) -> str:
     return ""
 
 
-def check_held(entries: Sequence[Entry], meaning: Meaning | None) -> None:
+def check_held(base: LedgerBase, entries: Sequence[Entry], meaning: Meaning | None) -> None:
     """Ask about what the disk held, before anything is made of it.
 
     Raises:
         StorageError: it makes no sense: the ledger is damaged.
     """
-    fault = _first_fault(meaning, entries) if meaning is not None else ""
+    if meaning is None:
+        return
+    try:
+        if base.index:
+            meaning.begin(base)
+        fault = _first_fault(meaning, entries)
+    except ProtocolViolation as error:
+        fault = str(error)
     if fault:
         raise StorageError(f"the ledger on disk makes no sense: {fault}")
 

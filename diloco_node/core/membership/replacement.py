@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import Effect
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.types import DiskNamedBody
 
@@ -35,6 +37,15 @@ class DiskReplacement:
         self._rest_ns = REST_HEARTBEATS * heartbeat_ns
         self._named_at_ns: dict[str, int] = {}
         self._commit_index_before = 0
+
+    def propose(self, effects: EffectBuffer, *, now_ns: int) -> list[Effect]:
+        """Put the change that is due into the ledger, and say so; what the ledger wants for it."""
+        due = self.due(now_ns=now_ns)
+        if due is None:
+            return []
+        what = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there"
+        effects.note("disk", f"the folder of {due.region} {what}", is_alarm=not due.disk)
+        return self._ledger.propose(due, now_ns=now_ns)
 
     def due(self, *, now_ns: int) -> DiskNamedBody | None:
         """The next change of the view; None when none is due, or one is not committed yet."""

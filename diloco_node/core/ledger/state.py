@@ -1,0 +1,280 @@
+"""What one voter of the ledger knows: its log, who leads, what is committed, and whose disk holds what.
+
+`raft.LedgerCore` changes it; everybody else reads it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_of, majority_value
+from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
+from diloco_node.core.ledger.log import ReplicaLog
+from diloco_node.core.ledger.replication import Follower, Following, majority_contact_ns
+from diloco_node.core.ledger.write_gate import WriteGate
+from diloco_node.core.types import NO_BASE, Entry, EntryBody, LedgerBase, RoundBody
+
+
+class LedgerState:
+    """What one voter knows, and the questions that change nothing.
+
+    Args:
+        region: this voter. voters: all of them, this one too; the same on every region.
+        disk: id of this voter's folder.
+        named: the folders that count before entry 1, by region; None: the log itself begins the run.
+        heartbeat_ns: between two heartbeats of a leader.
+        election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
+            no majority for this long steps down. At least two heartbeats.
+        term, voted_for, entries: what the disk held (`Recovered`), chain checked.
+        seed: of the election timeouts; the region's name is mixed in.
+        now_ns: monotonic time.
+        has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
+            turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
+        meaning: of entries; None: each makes sense. Raises StorageError when what the disk held makes none.
+        base: what the disk held instead of the first entries. has_base: whether it holds the states that the base
+            stands for. base_fault: why a base can't be one of this run's ledger; empty if it can.
+        named_by: the folders that the entries of a base name.
+    """
+
+    def __init__(
+        self,
+        *,
+        region: str,
+        voters: Sequence[str],
+        disk: bytes,
+        heartbeat_ns: int,
+        election_timeout_ns: int,
+        term: int,
+        voted_for: str,
+        entries: Sequence[Entry],
+        seed: int,
+        now_ns: int,
+        has_payload: Callable[[EntryBody], bool],
+        named: Mapping[str, bytes] | None = None,
+        meaning: Meaning | None = None,
+        base: LedgerBase = NO_BASE,
+        has_base: Callable[[], bool] = lambda: True,
+        base_fault: Callable[[LedgerBase], str] = lambda _: "",
+        named_by: Callable[[LedgerBase], Mapping[str, bytes]] = lambda _: {},
+    ) -> None:
+        if region not in voters or len(set(voters)) != len(voters):
+            raise ValueError(f"{region!r} is not exactly once among the voters {sorted(voters)}")
+        if not 0 < 2 * heartbeat_ns <= election_timeout_ns:
+            raise ValueError(f"an election timeout of {election_timeout_ns} ns for heartbeats of {heartbeat_ns} ns")
+        if entries and entries[-1].term > term:
+            raise ValueError(f"term {term} is older than the last entry, of term {entries[-1].term}")
+        self._region = region
+        self._voters = tuple(sorted(voters))
+        self._peers = tuple(peer for peer in self._voters if peer != region)
+        self._heartbeat_ns = heartbeat_ns
+        self._election_timeout_ns = election_timeout_ns
+        self._has_payload = has_payload
+        self._disk = disk
+        self._is_draining = False
+
+        self._base_fault = base_fault
+        self._new_base: LedgerBase | None = None
+        self._named_by = named_by
+        check_held(base, entries, meaning)
+        self.disks = DiskView(self._voters, named_by(base) if base.index else named)
+        self.disks.known_index = base.index
+        self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
+        self.disks.follow(entries)
+        self._gate = WriteGate()
+        self._entry_gate = EntryGate(self._log, meaning)
+        self._election = Election(
+            region=region,
+            peers=self._peers,
+            disk=disk,
+            disks=self.disks,
+            timeout_ns=election_timeout_ns,
+            term=term,
+            voted_for=voted_for,
+            seed=seed,
+            log=self._log,
+            gate=self._gate,
+            now_ns=now_ns,
+        )
+
+        # Known to be on a majority's disks; what is taken is on the own disk, too.
+        self._cluster_commit_index = base.index
+        self._taken_index = base.index
+
+        self._following = Following(matched_index=base.index)
+        # Up to then the leader's own offer lets others stand and be voted for.
+        self._offered_until_ns = now_ns
+        self._claims = TermClaims(election_timeout_ns)
+        # Only of a leader.
+        self._followers: dict[str, Follower] = {}
+        self._founders: dict[str, bytes] = {}
+        self._sequence = 0
+        self._heartbeat_at_ns = 0
+
+    @property
+    def role(self) -> Role:
+        """What this voter is now."""
+        return self._election.role
+
+    @property
+    def term(self) -> int:
+        """The newest term it knows of."""
+        return self._election.term
+
+    @property
+    def leader(self) -> str:
+        """The leader of that term; empty if unknown."""
+        return self._election.leader
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this voter leads, as far as it knows."""
+        return self._election.role is Role.LEADER
+
+    @property
+    def is_settled(self) -> bool:
+        """It leads, and an entry of its own term is committed: its commit index is the true one."""
+        return self.is_leader and self._log.term_at(self._cluster_commit_index) == self.term
+
+    @property
+    def commit_index(self) -> int:
+        """Last entry that is committed and on this region's disk."""
+        return min(self._cluster_commit_index, self._log.durable_index)
+
+    @property
+    def cluster_commit_index(self) -> int:
+        """Last entry that is known here to be committed; the own disk may lack its payload still."""
+        return self._cluster_commit_index
+
+    @property
+    def last_index(self) -> int:
+        """Last entry of the log, staged ones not counted."""
+        return self._log.last_index
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The log after its base, committed or not, staged entries not counted."""
+        return self._log.entries
+
+    @property
+    def base(self) -> LedgerBase:
+        """What the log begins with."""
+        return self._log.base
+
+    @property
+    def is_base_lacking(self) -> bool:
+        """This region's disk does not hold yet what the base stands for."""
+        return not self._log.is_whole
+
+    def entry(self, index: int) -> Entry:
+        """One entry of the log, staged ones not counted. Raises IndexError."""
+        if index > self._log.last_index:
+            raise IndexError(f"entry {index} of {self._log.base.index + 1}..{self._log.last_index}")
+        return self._log.entry(index)
+
+    @property
+    def durable_indexes(self) -> dict[str, int]:
+        """Per voter, sorted, what is on its disk: as leader for all, else only for this region."""
+        known = {peer: follower.durable_index for peer, follower in self._followers.items()}
+        known[self._region] = self._log.durable_index
+        return dict(sorted(known.items()))
+
+    @property
+    def told_disks(self) -> dict[str, bytes]:
+        """As leader, the folders that the followers answer from in this term, of those that have answered."""
+        return {peer: follower.disk for peer, follower in self._followers.items() if follower.disk}
+
+    @property
+    def founders(self) -> dict[str, bytes]:
+        """As the leader of a run that is not founded yet, the folder of every region: all have voted for it."""
+        return {} if self.disks.has_view or not self.is_leader else dict(sorted(self._founders.items()))
+
+    @property
+    def is_own_disk_sound(self) -> bool:
+        """Whether this region's folder has forgotten nothing that counts, as far as can be known.
+
+        The log names it; or the run is being founded with its vote, for then no region knows of an earlier one.
+        """
+        if self.disks.has_view:
+            return self.disks.counts(self._region, self._disk)
+        return bool(self.leader) and self._election.founder_term == self.term
+
+    @property
+    def wake_at_ns(self) -> int:
+        """When the next TimerFired is due."""
+        if not self.is_leader:
+            return self._election.due_at_ns
+        until_ns = self._majority_until_ns()
+        return self._heartbeat_at_ns if until_ns is None else min(self._heartbeat_at_ns, until_ns)
+
+    @property
+    def reason(self) -> str:
+        """One line for status: who leads, or why nobody does, and what is waited for."""
+        needed = majority_of(len(self._voters))
+        if self.disks.has_view and not self.disks.counts(self._region, self._disk):
+            return f"its folder is not the one that the ledger names: it catches up from {self.leader or 'nobody yet'}"
+        if not self.disks.has_view and not self.leader:
+            silent = [name for name in self._peers if name not in self._election.granted]
+            return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"
+        if self.is_leader:
+            state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
+            behind = [f"{name} at {index}" for name, index in self.durable_indexes.items() if index < self.last_index]
+            return state + (f"; behind: {', '.join(behind)}" if behind else "")
+        if self.role in (Role.ASKING, Role.CANDIDATE):
+            request = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
+            granted = ", ".join(sorted(self._election.granted))
+            return f"no leader; {request}: {granted}; needs {needed} of {len(self._voters)}"
+        if not self.leader:
+            return f"no leader in term {self.term} yet{self._entry_gate.reason}"
+        state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
+        missing = self.missing_payloads()
+        return state + (f"; waits for {body_name(missing[0])}" if missing else "")
+
+    def missing_payloads(self) -> tuple[EntryBody, ...]:
+        """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
+        waiting = self._log.waiting
+        return tuple(entry.body for entry in waiting if not self._has_payload(entry.body)) if waiting else ()
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether `take_committed` has more to give."""
+        return self._taken_index < self.commit_index
+
+    def _may_persist(self, entry: Entry) -> bool:
+        """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
+        return self._has_payload(entry.body)
+
+    def _may_stand(self) -> bool:
+        """A folder that does not count would only disturb; before the run is founded each may try."""
+        is_sound = not self.disks.has_view or self.disks.counts(self._region, self._disk)
+        return is_sound and not self._is_draining
+
+    def _hears_leader(self, now_ns: int, *, but: str = "") -> bool:
+        """Whether a leader of this term is there (another than `but`) and has not offered its place."""
+        if now_ns < self._offered_until_ns or not self.leader or self.leader == but:
+            return False
+        if self.is_leader:
+            until_ns = self._majority_until_ns()
+            return until_ns is None or now_ns < until_ns
+        contact_ns = self._following.contact_ns
+        return contact_ns is not None and now_ns - contact_ns < self._election_timeout_ns
+
+    def _agreed_index(self) -> int:
+        """What is on the disks of a majority of all regions, in folders that count; before genesis, of all of them."""
+        durable = {peer: (follower.disk, follower.durable_index) for peer, follower in self._followers.items()}
+        durable[self._region] = (self._disk, self._log.durable_index)
+        if not self.disks.has_view:
+            return min(index for _, index in durable.values())
+        return majority_value(index if self.disks.counts(name, disk) else 0 for name, (disk, index) in durable.items())
+
+    def _majority_until_ns(self) -> int | None:
+        """Up to when a majority has answered recently enough to lead on; None for a majority by itself."""
+        contact_ns = majority_contact_ns(self._followers.values())
+        return None if contact_ns is None else contact_ns + self._election_timeout_ns
+
+
+def body_name(body: EntryBody) -> str:
+    """The body in a few words."""
+    if isinstance(body, RoundBody):
+        return f"the payload of fragment {body.fragment} version {body.version}"
+    return f"what a {type(body).__name__} names"
