@@ -799,7 +799,7 @@ async def test_the_loop_is_not_held_up_by_copies_and_checks(bench: Bench) -> Non
 
 
 async def test_the_core_hears_of_a_lost_link_before_the_fetches_that_fail_with_it(bench: Bench) -> None:
-    bench.effects.perform(FetchState("b", 0, 1))
+    bench.effects.perform(FetchState("b", 0, 1, b"d" * 32))
     bench.effects.link_changed("b", is_up=False)
     told = [type(event) for event in bench.posted]
     assert told == [LinkChanged, FetchFailed], "else it asks b again, which fails at once, and again"
