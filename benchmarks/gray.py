@@ -59,6 +59,7 @@ WAIT_S = 300.0
 POLL_S = 0.25
 PORT = 7400
 RUN = "gray"
+PROGRAM = str(Path(__file__).resolve().with_name("gray_region.py"))
 
 RUN_TOML = """\
 [run]
@@ -102,9 +103,9 @@ def longest_gap(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
     longest, since_s, rounds = 0.0, from_s, -1
     for one in samples:
         if from_s <= one.at_s <= to_s:
+            longest = max(longest, one.at_s - since_s)
             if one.rounds > rounds:
                 since_s, rounds = one.at_s, one.rounds
-            longest = max(longest, one.at_s - since_s)
     return longest
 
 
@@ -156,11 +157,10 @@ class GrayRun:
     async def _start_region(self, region: RegionProcess, dialed: dict[str, str]) -> None:
         logs = region.state_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        program = Path(__file__).resolve().with_name("gray_region.py")
         with (logs / "start.log").open("ab") as output:
             region.process = await asyncio.create_subprocess_exec(
                 *(("ip", "netns", "exec", region.namespace) if region.namespace else ()),
-                *(sys.executable, str(program), "start", "--region", region.name),
+                *(sys.executable, PROGRAM, "start", "--region", region.name),
                 *("--config", str(self.folder / "run.toml")),
                 stdout=output,
                 stderr=output,
@@ -237,7 +237,7 @@ class GrayRun:
             during = await self.watch(seconds, keeps_reasons=True)
         finally:
             self.set_fault(on=False)
-        marks = _included(self.regions[self.victim].status)
+        healed = self.regions[self.victim].status.get("learner") or {}
         figures = {
             "victim": self.victim,
             "was_leader": leader_before == self.victim,
@@ -250,7 +250,7 @@ class GrayRun:
         figures["kept"] = figures["during_per_s"] / figures["before_per_s"] if figures["before_per_s"] else None
         try:
             figures["back_s"] = await self._until(
-                "in merges again", lambda: _is_back(self.regions[self.victim].status, marks), wait_s=self.options.back
+                "in merges again", lambda: _is_back(self.regions[self.victim].status, healed), wait_s=self.options.back
             )
         except TimeoutError as error:
             figures |= {"back_s": None, "why_not_back": str(error)}
@@ -261,7 +261,7 @@ class GrayRun:
         deadline_s = time.monotonic() + WAIT_S
         first = next(region for name, region in self.regions.items() if name != self.victim)
         while time.monotonic() < deadline_s and not (await first.finish() or first.has_exited):
-            await asyncio.sleep(POLL_S)
+            pass
         codes = []
         for region in self.regions.values():
             assert region.process is not None
@@ -286,14 +286,14 @@ def _rounds(status: dict[str, Any]) -> int:
     return int(status.get("rounds_committed", 0))
 
 
-def _included(status: dict[str, Any]) -> list[int]:
-    return [one["included_step"] for one in (status.get("learner") or {}).get("positions", ())]
-
-
-def _is_back(status: dict[str, Any], marks: list[int]) -> bool:
-    """Whether a merge of each fragment has the region's learner since."""
-    now = _included(status)
-    return bool(now) and (not marks or all(after > before for before, after in zip(marks, now, strict=True)))
+def _is_back(status: dict[str, Any], healed: dict[str, Any]) -> bool:
+    """Whether a merge of each fragment has steps that the region's learner made after the fault was over."""
+    learner = status.get("learner")
+    if learner is None:
+        return False
+    is_same = learner["incarnation"] == healed.get("incarnation")
+    mark = healed["step"] if is_same else 0
+    return all(one["included_step"] > mark for one in learner["positions"])
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 GREETING_BYTES = 12_288
@@ -54,7 +55,9 @@ class Relays:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _acceptor(self, dialer: str, target: str):  # noqa: ANN202
+    def _acceptor(
+        self, dialer: str, target: str
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def accept(near_in: asyncio.StreamReader, near_out: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
             assert task is not None

@@ -14,7 +14,6 @@ from typing import Any
 
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
-from diloco_node.cli.demo.processes import RegionProcess
 from diloco_node.cli.demo.report import learner_status, longest_ledger, read_region_report
 from diloco_node.cli.demo.run import Demo
 from diloco_node.core.ledger.account_check import AccountReport, check_account
@@ -122,18 +121,18 @@ class Cluster:
             names,
         )
 
-    async def until_merged(self, name: str, *, why: str = "") -> Statuses:
-        """Until this region's learner was in a merge of every fragment since now."""
-        marks = included_steps((await self.until_trains([name]))[name])
-        incarnation = self.regions[name].status["learner"]["incarnation"]
+    async def until_merged(self, name: str, *, why: str = "", wait_s: float = WAIT_S) -> Statuses:
+        """Until merges of every fragment have steps that this region's learner makes from now on."""
+        learner = (await self.until("it trains", all_train, [name], wait_s=wait_s))[name]["learner"]
 
         def is_so(now: Statuses) -> bool:
-            learner = now[name]["learner"]
-            if learner is None or learner["incarnation"] != incarnation:
+            after = now[name]["learner"]
+            if after is None:
                 return False
-            return all(after > before for before, after in zip(marks, included_steps(now[name]), strict=True))
+            mark = learner["step"] if after["incarnation"] == learner["incarnation"] else 0
+            return all(position["included_step"] > mark for position in after["positions"])
 
-        return await self.until(f"{name} is in merges {why}", is_so, [name])
+        return await self.until(f"{name} is in merges {why}", is_so, [name], wait_s=wait_s)
 
     async def until_leader(self, names: Iterable[str] = ()) -> str:
         """The leader that all of these name."""
@@ -185,9 +184,8 @@ class Cluster:
         return check_account(entries, trained, fragment_sizes=sizes, positions=positions)
 
     def _trained(self, folder: Path) -> dict[tuple[str, int], tuple[int, int]]:
-        return {
-            (name, one.incarnation): (one.steps, one.tokens) for name in self.names for one in read_trained(folder / name)
-        }
+        found = ((name, one) for name in self.names for one in read_trained(folder / name))
+        return {(name, one.incarnation): (one.steps, one.tokens) for name, one in found}
 
     def check_equal(self) -> None:
         """Every region ended with the same bytes, and nobody saw a difference on the way."""
@@ -209,11 +207,6 @@ def all_train(statuses: Statuses) -> bool:
         status["state"] == "training" and status["learner"] is not None and status["learner"]["step"] > 0
         for status in statuses.values()
     )
-
-
-def included_steps(status: Mapping[str, Any]) -> list[int]:
-    """Per fragment, the learner's step at its last snapshot that a merge has."""
-    return [position["included_step"] for position in status["learner"]["positions"]]
 
 
 def is_running(pid: int) -> bool:

@@ -1,0 +1,476 @@
+"""A region with a valid certificate whose messages are wrong in one field at a time, over the real listener.
+
+`mutations` makes the wrong frames: of each message a right one, as this region could send it now, and in it one field
+after the other with values that no honest region sends. They are encoded without the checks of `wire`, for a client
+that means harm has none.
+
+`Mutant` is the client. It speaks with the real transport, beats as a live region does, and hears what the others say,
+from which the right messages are made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from diloco_node.cli.orders import order
+from diloco_node.core import messages as m
+from diloco_node.core import types as t
+from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.errors import DilocoError, PeerError
+from diloco_node.transport.certs import load_identity
+from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.transport import GrpcTransport
+from diloco_node.wire import envelope, measure_messages
+from diloco_node.wire.link_messages import IngressDemand, IngressGranted
+from diloco_node.wire.tables import BULK_HEADERS, CONTROL, ENTRY_BODIES, HEADERS, MESSAGES
+
+TIMES = LinkTimes(backoff_min_s=0.05, backoff_max_s=0.2, violation_backoff_s=0.1)
+UP_S = 60.0
+TAGS = {cls: tag for tag, cls in (MESSAGES | ENTRY_BODIES).items()}
+HEADER_TAGS = {cls: tag for tag, cls in BULK_HEADERS.items()}
+Row = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One wrong message.
+
+    Attributes:
+        row: class and field of the bounds table. text: what was changed, for people.
+        data: msgpack. is_header: of a bulk transfer, else a control message.
+    """
+
+    row: Row
+    text: str
+    data: bytes
+    is_header: bool
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether `wire` lets it pass: then only what it means is wrong."""
+        try:
+            (HEADERS if self.is_header else CONTROL).decode(self.data)
+        except PeerError:
+            return False
+        return True
+
+
+def plain(value: Any, tags: Mapping[type, int], *, is_tagged: bool = True) -> Any:
+    """A message as the nested arrays that travel; nothing is checked."""
+    if dataclasses.is_dataclass(value):
+        fields = [plain(getattr(value, one.name), tags, is_tagged=False) for one in dataclasses.fields(value)]
+        has_tag = is_tagged or type(value) in ENTRY_BODIES.values()
+        return [tags[type(value)], *fields] if has_tag else fields
+    if isinstance(value, tuple):
+        return [plain(one, tags, is_tagged=False) for one in value]
+    return value.value if isinstance(value, Enum) else value
+
+
+def wrong_values(value: Any) -> Iterator[Any]:
+    """What may stand in a field instead of an honest value."""
+    if isinstance(value, bool):
+        yield from (not value, 2, None)
+    elif isinstance(value, int):
+        yield from (-1, 0, value - 1, value + 1, value + 1000, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 1.5)
+        yield from (None, "1")
+    elif isinstance(value, float):
+        yield from (0.0, -value, 1e-300, 1e300, math.nan, math.inf, -math.inf, 0, None)
+    elif isinstance(value, str):
+        yield from ("", "nobody", "us-west", "eu-west", "../../x", "\x1b[2J\x1b]0;x\x07\n")
+        yield from ("x" * 900, "x" * 70_000, 7, None)
+    elif isinstance(value, bytes):
+        flipped = bytes([value[0] ^ 1, *value[1:]]) if value else b"\0"
+        yield from (b"", flipped, value[:-1], value + b"\0", bytes(len(value)), b"x" * 70_000, None)
+    elif isinstance(value, list):
+        yield from ([], value + value, value[:-1], list(reversed(value)), value * 500, None, 7)
+    elif value is None:
+        yield from (0, "", [])
+
+
+def mutations(message: Any, *, is_header: bool = False) -> Iterator[Mutation]:
+    """All wrong forms of a message: each field of it and of what is inside it, one at a time."""
+    tags = HEADER_TAGS if is_header else TAGS
+    whole = plain(message, tags)
+    for row, path, value in _leaves(message, (1,)):
+        for wrong in wrong_values(_at(whole, path)):
+            if type(wrong) is type(_at(whole, path)) and wrong == _at(whole, path):
+                continue
+            changed = _replaced(whole, path, wrong)
+            text = f"{type(message).__name__}: {'.'.join(row)} {str(value)[:40]!r} -> {str(wrong)[:40]!r}"
+            yield Mutation(row, text, msgpack.packb(changed), is_header)
+
+
+def _leaves(value: Any, start: tuple[int, ...]) -> Iterator[tuple[Row, tuple[int, ...], Any]]:
+    """(row, path in the arrays, value) of each field; of a tuple the whole, and what is inside its first item."""
+    for index, one in enumerate(dataclasses.fields(value)):
+        inner = getattr(value, one.name)
+        path = (*start[:-1], start[-1] + index)
+        row = (type(value).__name__, one.name)
+        if dataclasses.is_dataclass(inner):
+            yield from _leaves(inner, (*path, _first_field(inner)))
+            continue
+        yield row, path, inner
+        if isinstance(inner, tuple) and inner:
+            if dataclasses.is_dataclass(inner[0]):
+                yield from _leaves(inner[0], (*path, 0, _first_field(inner[0])))
+            else:
+                yield row, (*path, 0), inner[0]
+
+
+def _first_field(value: Any) -> int:
+    return 1 if type(value) in ENTRY_BODIES.values() else 0
+
+
+def _at(whole: Any, path: tuple[int, ...]) -> Any:
+    for index in path:
+        whole = whole[index]
+    return whole
+
+
+def _replaced(whole: list[Any], path: tuple[int, ...], wrong: Any) -> list[Any]:
+    copy = list(whole)
+    copy[path[0]] = wrong if len(path) == 1 else _replaced(whole[path[0]], path[1:], wrong)
+    return copy
+
+
+@dataclass(eq=False)
+class Mutant:
+    """The client. `start` once, then send; `stop` at the end.
+
+    Args:
+        folder: of the run. region: whose certificate, settings and model it has; its daemon must not run.
+
+    Attributes:
+        ups: links that came up, by peer. sent: messages by peer. violations: links that went down after a message.
+    """
+
+    folder: Path
+    region: str
+    ups: dict[str, int] = field(default_factory=dict)
+    sent: dict[str, int] = field(default_factory=dict)
+    violations: int = 0
+    last: dict[type, Any] = field(default_factory=dict)
+    is_beating: bool = True
+
+    async def start(self, status: Mapping[str, Any]) -> None:
+        """Link with all others. `status`: the region's last one, from which the learner's figures are taken."""
+        self.spec = NodeSpec.load(self.folder / self.region / NODE_FILE)
+        manifest = load_manifest(self.folder / self.region)
+        assert manifest is not None
+        self.manifest = manifest
+        self._status = status
+        self._executor = ThreadPoolExecutor(2)
+        self._sequence = itertools.count(1)
+        self._transfers = itertools.count(1)
+        self._is_up: dict[str, asyncio.Event] = {peer: asyncio.Event() for peer in self.spec.peers}
+        self._heard: dict[str, int] = {}
+        self.transport = GrpcTransport(
+            region=self.region,
+            run_id=self.spec.run_id,
+            epoch=0,
+            settings_digest=self.spec.settings_digest,
+            manifest_digest=manifest.digest,
+            identity=load_identity(self.spec.identity_dir, region=self.region, run_id=self.spec.run_id),
+            listen=(self.spec.listen_host, self.spec.listen_port),
+            peers=self.spec.peers,
+            handler=self,
+            executor=self._executor,
+            times=TIMES,
+        )
+        await self.transport.start()
+        for peer in self.peers:
+            await self.until_up(peer)
+        self._beats = asyncio.create_task(self._beat())
+
+    async def stop(self) -> None:
+        """Close the links."""
+        self._beats.cancel()
+        await asyncio.gather(self._beats, return_exceptions=True)
+        await self.transport.stop()
+        self._executor.shutdown()
+
+    @property
+    def peers(self) -> list[str]:
+        """The other regions."""
+        return sorted(self.spec.peers)
+
+    # ---- TransportHandler --------------------------------------------------------------------------------------------
+
+    def control_arrived(self, peer: str, message: Any) -> None:
+        """Keep the last of each kind."""
+        self.last[type(message)] = message
+        if isinstance(message, m.Heartbeat):
+            self._heard[peer] = message.sequence
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """Keep it."""
+        if is_up:
+            self.ups[peer] = self.ups.get(peer, 0) + 1
+            self._is_up[peer].set()
+        else:
+            self._is_up[peer].clear()
+
+    def transfer_opened(self, peer: str, header: Any, raw_bytes: int) -> None:
+        """Nothing is wanted."""
+
+    def transfer_closed(self, peer: str, header: Any, buffer: memoryview, *, is_whole: bool) -> None:
+        """Nothing was wanted."""
+
+    # ---- sending -----------------------------------------------------------------------------------------------------
+
+    async def until_up(self, peer: str) -> None:
+        """Wait for the link; a quarantine is lifted as an operator would, else the next message would reach nobody."""
+        async with asyncio.timeout(UP_S):
+            while not self._is_up[peer].is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.5):
+                        await self._is_up[peer].wait()
+                        return
+                with contextlib.suppress(DilocoError):
+                    await asyncio.to_thread(order, self.folder / peer, "quarantine/lift", {"peer": self.region})
+
+    async def send(self, peer: str, mutation: Mutation) -> None:
+        """One wrong message, and a moment for the peer to look at it."""
+        await self.until_up(peer)
+        link = self.transport._link(peer)
+        if not mutation.is_header:
+            link.send(b"\x02" + mutation.data)
+        elif link._session is not None:
+            stream, number = link._session._streams[1], next(self._transfers)
+            with contextlib.suppress(PeerError):
+                await stream.write(struct.pack("<BQQ", envelope.KIND_BEGIN, number, 8) + mutation.data)
+                await stream.write(envelope.encode_chunk(number, 0, 8, bytes(8), is_compressed=False))
+                await stream.write(envelope.encode_end(number, (1,)))
+        self.sent[peer] = self.sent.get(peer, 0) + 1
+        if mutation.has_shape:
+            await asyncio.sleep(0)
+            return
+        with contextlib.suppress(TimeoutError):  # what the peer must refuse: the link goes down
+            async with asyncio.timeout(2.0):
+                while self._is_up[peer].is_set():  # noqa: ASYNC110 - an event for the other way would not be shorter
+                    await asyncio.sleep(0.01)
+                self.violations += 1
+
+    async def _beat(self) -> None:
+        while True:
+            if self.is_beating:
+                for peer in self.peers:
+                    if self._is_up[peer].is_set():
+                        self.transport.send(peer, self.heartbeat(peer))
+            await asyncio.sleep(self.spec.settings.heartbeat_ns / 1e9)
+
+    # ---- right messages ----------------------------------------------------------------------------------------------
+
+    def heartbeat(self, peer: str) -> m.Heartbeat:
+        """As a live region would send it: its learner trains and has nothing to contribute yet."""
+        heard = self.last.get(m.Heartbeat)
+        given = {
+            "sequence": next(self._sequence),
+            "echo": self._heard.get(peer, 0),
+            "echo_delay_ns": 1_000_000,
+            "hears": tuple(self.peers),
+            "learner": self.learner(),
+            "applied_index": self._status["applied_index"],
+            "digests": () if heard is None else heard.digests,
+            "budget": t.RateLimits(10**9, 10**9),
+        }
+        names = {one.name for one in dataclasses.fields(m.Heartbeat)}
+        base = heard if heard is not None else None
+        known = {key: value for key, value in given.items() if key in names}
+        return m.Heartbeat(**known) if base is None else dataclasses.replace(base, **known)
+
+    def learner(self) -> t.LearnerStatus:
+        """What its learner would say."""
+        learner = self._status["learner"]
+        versions = self.versions()
+        step = learner["step"]
+        positions = tuple(
+            t.FragmentPosition(max(0, version), step, one["included_step"], one["included_tokens"])
+            for version, one in zip(versions, learner["positions"], strict=True)
+        )
+        return t.LearnerStatus(learner["incarnation"], step, learner["tokens"], 100_000_000, positions)
+
+    def versions(self) -> list[int]:
+        """Of each fragment, as far as it knows."""
+        now = list(self._status["versions"])
+        opened = self.last.get(m.BallotOpened)
+        if opened is not None:
+            now[opened.fragment] = max(now[opened.fragment], opened.version - 1)
+        return now
+
+    def bases(self) -> list[Any]:
+        """A right message of each kind of the control lane."""
+        append = self.last.get(m.AppendEntries, m.AppendEntries(1, 1, 0, bytes(32), (), 0))
+        term = append.term
+        entry = append.entries[0] if append.entries else self._entry(term)
+        opened = self.last.get(m.BallotOpened)
+        regions = tuple(sorted([*self.peers, self.region]))
+        blocks = 8
+        ballot = opened.ballot if opened is not None else t.Ballot(term, 1)
+        fragment = opened.fragment if opened is not None else 0
+        version = self.versions()[fragment] + 1
+        contribution = self.contribution(fragment, version)
+        stripes = opened.stripes if opened is not None else (t.Stripe(regions[0], 0, blocks),)
+        discard = t.DiscardedBody(self.region, contribution.incarnation, fragment, 0, 1, 1, "died")
+        coefficients = (tuple(1.0 for _ in contribution.squared_norms),)
+        norms = contribution.squared_norms
+        digest = t.FragmentDigest(fragment, version, bytes(16))
+        made: list[Any] = [
+            _filled(m.RequestVote, self.last, term=term, pre_vote=False, last_index=10**6, last_term=term),
+            _filled(m.RequestVote, self.last, term=term, pre_vote=True, last_index=10**6, last_term=term),
+            _filled(m.RequestVoteReply, self.last, term=term, pre_vote=False, granted=True),
+            dataclasses.replace(append, entries=(entry,)),
+            _filled(m.AppendEntriesReply, self.last, term=term, sequence=append.sequence, accepted=True)
+            if m.AppendEntriesReply in self.last
+            else _filled(
+                m.AppendEntriesReply,
+                self.last,
+                term=term,
+                sequence=append.sequence,
+                accepted=True,
+                durable_index=append.previous_index,
+            ),
+            _filled(m.TimeoutNow, self.last, term=term),
+            dataclasses.replace(self.heartbeat(self.peers[0]), digests=(digest,)),
+            m.BallotOpened(ballot, fragment, version, regions, stripes, (m.ReusedStripe(self.region, 0),)),
+            m.Contributed(ballot, contribution),
+            m.Declined(ballot, "no learner"),
+            m.StripesReceived(ballot, self.region),
+            m.MergeDecided(ballot, fragment, version, (contribution,), coefficients),
+            m.ReductionReported(ballot, 0, norms, (norms,), bytes(32)),
+            m.PayloadDurable(ballot, bytes(32)),
+            m.FinishRequested("an operator"),
+            m.DiscardReported((discard,)),
+            m.PayloadRequested(fragment, version, bytes(32)),
+            m.StateRequested(fragment, version),
+            m.Refused(fragment, version, "gone"),
+            IngressGranted(10**9),
+            IngressDemand(10**6),
+        ]
+        return made + self._measuring() + [dataclasses.replace(append, entries=(one,)) for one in self._entries(term)]
+
+    def _measuring(self) -> list[Any]:
+        w = measure_messages
+        second = w.NS_PER_S
+        return [
+            w.EchoRequest(1),
+            w.EchoReply(1, 10, 0),
+            w.MeasurementRequested(7, True, False, 0, second, 1 << 16, 0),
+            w.MeasurementReady(7, w.PlainPort(bytes(32), 7000)),
+            w.MeasurementDeclined(7, "busy"),
+            w.MeasurementReceived(7, 1, 1, 1, 1, second, 1, second),
+            w.MeasurementStopped(7),
+            w.MeasurementSent(7, 1, second, 10, 10, 0),
+            w.LinkTestRequested(7, self.peers[0], second, 0, second, 1 << 16, False),
+            w.LinkMeasured(7, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, ""),
+        ]
+
+    def headers(self) -> list[Any]:
+        """A right header of each kind of transfer."""
+        opened = self.last.get(m.BallotOpened)
+        ballot = opened.ballot if opened is not None else t.Ballot(1, 1)
+        fragment = opened.fragment if opened is not None else 0
+        version = self.versions()[fragment] + 1
+        return [
+            m.ContributionStripe(ballot, 0, version, self.contribution(fragment, version), 0, 8),
+            m.MergedStripe(ballot, 0, fragment, version, bytes(32), 0, 8),
+            m.Payload(fragment, version, bytes(32)),
+            m.State(fragment, version, bytes(16)),
+            measure_messages.Probe(7),
+            measure_messages.CompressibleProbe(7),
+        ]
+
+    def contribution(self, fragment: int, version: int) -> t.Contribution:
+        """What its learner could contribute."""
+        learner = self.learner()
+        norms = (1.0,) * len(self.manifest.fragments[fragment].pieces)
+        position = learner.positions[fragment]
+        step_from = position.included_step
+        tokens = learner.tokens - position.included_tokens
+        return t.Contribution(
+            self.region, learner.incarnation, fragment, version - 1, 9, step_from, learner.step, tokens, norms
+        )
+
+    def _entries(self, term: int) -> list[t.Entry]:
+        """One entry with each body that there is; those of kinds that came later are taken as they were heard."""
+        fragment, version = 0, self.versions()[0] + 1
+        made = self.contribution(fragment, version)
+        pieces = len(self.manifest.fragments[0].pieces)
+        regions = tuple(sorted([*self.peers, self.region]))
+        fragments = len(self.manifest.fragments)
+        digests = tuple(bytes(32) for _ in range(fragments))
+        named: dict[str, Any] = {
+            "run_id": self.spec.run_id,
+            "manifest_digest": self.manifest.digest,
+            "settings_digest": self.spec.settings_digest,
+            "regions": regions,
+            "fragment_digests": digests,
+            "disks": tuple(bytes(16) for _ in regions),
+            "disk": bytes(16),
+            "region": self.region,
+            "leader": self.region,
+            "fragment": fragment,
+            "version": version,
+            "ballot": t.Ballot(term, 1),
+            "members": (t.Member(made, 1.0),),
+            "share": 1.0,
+            "factors": (1.0,) * pieces,
+            "stripes": (t.Stripe(regions[0], 0, 8),),
+            "payload_digest": bytes(32),
+            "is_last": False,
+            "learner": self.region,
+            "incarnation": made.incarnation,
+            "step_from": 0,
+            "step_to": 1,
+            "tokens": 1,
+            "reason": "x",
+            "versions": tuple(self.versions()),
+            "digest": bytes(32),
+            "account_digest": bytes(32),
+        }
+        found = []
+        for body_type in ENTRY_BODIES.values():
+            fields = {one.name: named[one.name] for one in dataclasses.fields(body_type) if one.name in named}
+            with contextlib.suppress(TypeError):  # a body with fields that this program has not heard of
+                found.append(self._entry(term, body_type(**fields)))
+        return found
+
+    def _entry(self, term: int, body: Any = None) -> t.Entry:
+        from diloco_node.core.ledger.entries import seal
+
+        append = self.last.get(m.AppendEntries)
+        previous = append.previous_hash if append is not None else bytes(32)
+        index = append.previous_index + 1 if append is not None else 1
+        return seal(index, max(1, term), previous, body or t.LeaderBody(self.region))
+
+
+def _filled(cls: type, last: Mapping[type, Any], **given: Any) -> Any:
+    """A message of a kind that was heard, with some fields of ours; else with ours, and zeros where there are more."""
+    if cls in last:
+        return dataclasses.replace(last[cls], **given)
+    zeros = {"int": 0, "bool": False, "str": "", "bytes": bytes(16), "tuple": ()}
+    rest = {
+        one.name: zeros.get(str(one.type).split("[", maxsplit=1)[0])
+        for one in dataclasses.fields(cls)
+        if one.name not in given and one.default is dataclasses.MISSING
+    }
+    return cls(**given, **rest)
+
+
+def rows_of(sent: list[Mutation]) -> set[Row]:
+    """The rows of the bounds table that these touch."""
+    return {one.row for one in sent}

@@ -1,0 +1,71 @@
+"""The pure parts of benchmarks/gray.py and mutant.py: what samples add up to, and which wrong messages there are."""
+
+from __future__ import annotations
+
+import gray
+import msgpack
+import mutant
+import pytest
+
+from diloco_node.core import messages as m
+from diloco_node.core import types as t
+from diloco_node.wire.envelope import decode_control, encode_control
+
+
+def test_a_rate_counts_the_rounds_between_the_samples_of_a_window() -> None:
+    samples = [gray.Sample(at / 2, at) for at in range(41)]
+    assert gray.rate(samples, 5.0, 15.0) == pytest.approx(2.0)
+    assert gray.rate(samples, 5.1, 5.4) == 0.0
+    still = samples + [gray.Sample(20 + at / 2, 40) for at in range(20)]
+    assert gray.rate(still, 20.0, 29.5) == 0.0
+    assert gray.longest_gap(still, 5.0, 29.5) == pytest.approx(9.5)
+    assert gray.longest_gap(still, 5.0, 15.0) == pytest.approx(0.5)
+
+
+def test_a_region_is_back_when_every_fragment_has_steps_of_after_the_fault() -> None:
+    def status(incarnation: int, *steps: int) -> dict[str, object]:
+        positions = [{"included_step": step} for step in steps]
+        return {"learner": {"incarnation": incarnation, "step": 99, "positions": positions}}
+
+    healed = {"incarnation": 1, "step": 50}
+    assert not gray._is_back(status(1, 51, 50), healed)
+    assert gray._is_back(status(1, 51, 52), healed)
+    assert gray._is_back(status(2, 1, 1), healed)
+    assert not gray._is_back(status(2, 0, 1), healed)
+    assert not gray._is_back({"learner": None}, healed)
+
+
+def test_the_table_names_what_could_not_be_measured() -> None:
+    one = {"before_per_s": 2.5, "first_per_s": 0.0, "during_per_s": 2.4, "kept": 0.96, "longest_gap_s": 9.0}
+    arms = {"mtu": one | {"back_s": None, "equal_digests": False}, "fsync": {"error": "no root"}}
+    assert gray.lines(arms)[1].split() == ["mtu", "2.50", "0.00", "2.40", "96%", "9.0", "never", "NO"]
+    assert gray.lines(arms)[2].split() == ["fsync", "no", "root"]
+
+
+def test_a_message_is_encoded_as_wire_encodes_it() -> None:
+    beat = m.Heartbeat(1, 2, 3, ("a", "b"), None, 4, (t.FragmentDigest(0, 1, bytes(16)),), t.RateLimits(5, None))
+    asked = m.RequestVote(3, False, 7, 2)
+    for message in (asked, beat):
+        if type(message) is m.Heartbeat and len(m.Heartbeat.__slots__) > 8:
+            continue
+        frame = b"\x02" + msgpack.packb(mutant.plain(message, mutant.TAGS))
+        assert frame == encode_control(message)
+        assert decode_control(frame) == message
+
+
+def test_each_field_is_wrong_alone_and_in_several_ways() -> None:
+    asked = m.RequestVote(3, False, 7, 2)
+    made = list(mutant.mutations(asked))
+    right = mutant.plain(asked, mutant.TAGS)
+    for one in made:
+        wrong = msgpack.unpackb(one.data)
+        assert sum(a is not b and repr(a) != repr(b) for a, b in zip(wrong, right, strict=True)) == 1, one.text
+    assert {one.row for one in made} == {("RequestVote", name) for name in m.RequestVote.__slots__}
+    assert any(one.has_shape for one in made)
+    assert any(not one.has_shape for one in made)
+
+
+def test_fields_of_what_is_inside_a_message_are_wrong_too() -> None:
+    opened = m.BallotOpened(t.Ballot(1, 1), 0, 1, ("a",), (t.Stripe("a", 0, 8),), (m.ReusedStripe("a", 0),))
+    rows = {one.row for one in mutant.mutations(opened)}
+    assert {("Ballot", "term"), ("Stripe", "reducer"), ("BallotOpened", "stripes"), ("ReusedStripe", "stripe")} <= rows
