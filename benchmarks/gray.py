@@ -229,7 +229,7 @@ class GrayRun:
     async def run(self) -> dict[str, Any]:
         """The whole arm; its figures."""
         seconds = self.options.seconds
-        before = await self.watch(seconds)
+        before = await self.watch(self.options.before)
         leader_before = self.regions[self.victim].status.get("leader")
         self.set_fault(on=True)
         try:
@@ -368,7 +368,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", default=",".join(ARMS), help="which, with commas")
     parser.add_argument("--leader", action="store_true", help="the fault is the leader's")
-    parser.add_argument("--seconds", type=float, default=30.0, help="before the fault, and each half of it")
+    parser.add_argument("--before", type=float, default=30.0, help="seconds before the fault")
+    parser.add_argument("--seconds", type=float, default=30.0, help="each half of the fault; the second one counts")
     parser.add_argument("--back", type=float, default=180.0, help="seconds that the region has to come back")
     parser.add_argument("--step-ms", type=int, default=100)
     parser.add_argument("--sync-every", type=int, default=16)

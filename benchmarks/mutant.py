@@ -30,7 +30,7 @@ from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
-from diloco_node.errors import DilocoError, PeerError
+from diloco_node.errors import DilocoError, LinkLost, PeerError
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
@@ -40,6 +40,9 @@ from diloco_node.wire.tables import BULK_HEADERS, CONTROL, ENTRY_BODIES, HEADERS
 
 TIMES = LinkTimes(backoff_min_s=0.05, backoff_max_s=0.2, violation_backoff_s=0.1)
 UP_S = 60.0
+PAUSE_S = 0.006
+"""Between two messages: a flood would only show that floods are slowed down."""
+
 TAGS = {cls: tag for tag, cls in (MESSAGES | ENTRY_BODIES).items()}
 HEADER_TAGS = {cls: tag for tag, cls in BULK_HEADERS.items()}
 Row = tuple[str, str]
@@ -155,7 +158,9 @@ class Mutant:
         folder: of the run. region: whose certificate, settings and model it has; its daemon must not run.
 
     Attributes:
-        ups: links that came up, by peer. sent: messages by peer. violations: links that went down after a message.
+        ups: links that came up, by peer. sent: messages by peer, last_sent: the last of them, for people.
+        violations: links that went down after a message. last: of each kind of message the last one that was heard.
+        is_beating: whether heartbeats are sent.
     """
 
     folder: Path
@@ -165,6 +170,7 @@ class Mutant:
     violations: int = 0
     last: dict[type, Any] = field(default_factory=dict)
     is_beating: bool = True
+    last_sent: str = ""
 
     async def start(self, status: Mapping[str, Any]) -> None:
         """Link with all others. `status`: the region's last one, from which the learner's figures are taken."""
@@ -233,15 +239,22 @@ class Mutant:
     # ---- sending -----------------------------------------------------------------------------------------------------
 
     async def until_up(self, peer: str) -> None:
-        """Wait for the link; a quarantine is lifted as an operator would, else the next message would reach nobody."""
-        async with asyncio.timeout(UP_S):
-            while not self._is_up[peer].is_set():
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.5):
-                        await self._is_up[peer].wait()
-                        return
-                with contextlib.suppress(DilocoError):
-                    await asyncio.to_thread(order, self.folder / peer, "quarantine/lift", {"peer": self.region})
+        """Wait for the link; a quarantine is lifted as an operator would, else the next message would reach nobody.
+
+        Raises:
+            LinkLost: it does not come up any more.
+        """
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        while not self._is_up[peer].is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.5):
+                    await self._is_up[peer].wait()
+                    return
+            if loop.time() - started_s > UP_S:
+                raise LinkLost(f"{peer}: no link within {UP_S:.0f} s; the last that was sent: {self.last_sent}")
+            with contextlib.suppress(DilocoError):
+                await asyncio.to_thread(order, self.folder / peer, "quarantine/lift", {"peer": self.region})
 
     async def send(self, peer: str, mutation: Mutation) -> None:
         """One wrong message, and a moment for the peer to look at it."""
@@ -256,8 +269,9 @@ class Mutant:
                 await stream.write(envelope.encode_chunk(number, 0, 8, bytes(8), is_compressed=False))
                 await stream.write(envelope.encode_end(number, (1,)))
         self.sent[peer] = self.sent.get(peer, 0) + 1
+        self.last_sent = mutation.text
         if mutation.has_shape:
-            await asyncio.sleep(0)
+            await asyncio.sleep(PAUSE_S)
             return
         with contextlib.suppress(TimeoutError):  # what the peer must refuse: the link goes down
             async with asyncio.timeout(2.0):

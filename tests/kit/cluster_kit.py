@@ -14,7 +14,7 @@ from typing import Any
 
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
-from diloco_node.cli.demo.report import learner_status, longest_ledger, read_region_report
+from diloco_node.cli.demo.report import build_report, learner_status, longest_ledger, read_region_report
 from diloco_node.cli.demo.run import Demo
 from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.types import DiscardedBody, Entry, RoundBody
@@ -186,6 +186,10 @@ class Cluster:
     def _trained(self, folder: Path) -> dict[tuple[str, int], tuple[int, int]]:
         found = ((name, one) for name in self.names for one in read_trained(folder / name))
         return {(name, one.incarnation): (one.steps, one.tokens) for name, one in found}
+
+    def report(self) -> dict[str, Any]:
+        """The demo's report of the ended run."""
+        return build_report(self.folder, self.names)
 
     def check_equal(self) -> None:
         """Every region ended with the same bytes, and nobody saw a difference on the way."""
