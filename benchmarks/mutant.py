@@ -301,11 +301,15 @@ class Mutant:
             "applied_index": self._status["applied_index"],
             "digests": () if heard is None else heard.digests,
             "budget": t.RateLimits(10**9, 10**9),
+            "disk": self.disk(),
         }
-        names = {one.name for one in dataclasses.fields(m.Heartbeat)}
-        base = heard if heard is not None else None
-        known = {key: value for key, value in given.items() if key in names}
-        return m.Heartbeat(**known) if base is None else dataclasses.replace(base, **known)
+        beat: m.Heartbeat = _filled(m.Heartbeat, self.last, **given)
+        return beat
+
+    def disk(self) -> bytes:
+        """The id of the region's folder, which its daemon left there."""
+        path = self.folder / self.region / "disk.id"
+        return path.read_bytes()[8:24] if path.exists() else bytes(16)
 
     def learner(self) -> t.LearnerStatus:
         """What its learner would say."""
@@ -343,22 +347,15 @@ class Mutant:
         coefficients = (tuple(1.0 for _ in contribution.squared_norms),)
         norms = contribution.squared_norms
         digest = t.FragmentDigest(fragment, version, bytes(16))
+        ours = {"term": term, "disk": self.disk(), "durable_index": append.previous_index}
+        ours["durable_hash"] = append.previous_hash
         made: list[Any] = [
-            _filled(m.RequestVote, self.last, term=term, pre_vote=False, last_index=10**6, last_term=term),
-            _filled(m.RequestVote, self.last, term=term, pre_vote=True, last_index=10**6, last_term=term),
-            _filled(m.RequestVoteReply, self.last, term=term, pre_vote=False, granted=True),
+            _filled(m.RequestVote, self.last, **ours, pre_vote=False, last_index=10**6, last_term=term),
+            _filled(m.RequestVote, self.last, **ours, pre_vote=True, last_index=10**6, last_term=term),
+            _filled(m.RequestVoteReply, self.last, **ours, pre_vote=False, granted=True),
             dataclasses.replace(append, entries=(entry,)),
-            _filled(m.AppendEntriesReply, self.last, term=term, sequence=append.sequence, accepted=True)
-            if m.AppendEntriesReply in self.last
-            else _filled(
-                m.AppendEntriesReply,
-                self.last,
-                term=term,
-                sequence=append.sequence,
-                accepted=True,
-                durable_index=append.previous_index,
-            ),
-            _filled(m.TimeoutNow, self.last, term=term),
+            _filled(m.AppendEntriesReply, self.last, **ours, sequence=append.sequence, accepted=True),
+            _filled(m.TimeoutNow, self.last, **ours, successor=self.region),
             dataclasses.replace(self.heartbeat(self.peers[0]), digests=(digest,)),
             m.BallotOpened(ballot, fragment, version, regions, stripes, (m.ReusedStripe(self.region, 0),)),
             m.Contributed(ballot, contribution),
@@ -472,8 +469,10 @@ class Mutant:
         return seal(index, max(1, term), previous, body or t.LeaderBody(self.region))
 
 
-def _filled(cls: type, last: Mapping[type, Any], **given: Any) -> Any:
-    """A message of a kind that was heard, with some fields of ours; else with ours, and zeros where there are more."""
+def _filled(cls: type, last: Mapping[type, Any], **offered: Any) -> Any:
+    """A message of a kind that was heard, with those of our fields that it has; else with ours, and zeros else."""
+    names = {one.name for one in dataclasses.fields(cls)}
+    given = {name: value for name, value in offered.items() if name in names}
     if cls in last:
         return dataclasses.replace(last[cls], **given)
     zeros = {"int": 0, "bool": False, "str": "", "bytes": bytes(16), "tuple": ()}

@@ -75,6 +75,7 @@ async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vot
     await end_and_check(cluster)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cluster", [5], indirect=True)
 async def test_two_of_five_lose_their_folders_one_after_the_other(cluster: Cluster) -> None:
     await cluster.start()
@@ -139,6 +140,7 @@ def is_kept(folder: Path, path: Path, data: bytes) -> bool:
     return any(place.is_file() and place.read_bytes().startswith(data) for place in places)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 @pytest.mark.parametrize("damage", [flip, truncate])
 async def test_a_region_comes_back_from_damage_in_each_kind_of_file(
@@ -149,13 +151,14 @@ async def test_a_region_comes_back_from_damage_in_each_kind_of_file(
     await cluster.until_trains()
     # Until there are states and payloads of several versions, and a checkpoint of the learner.
     await cluster.until("versions", lambda now: min(min(one["versions"]) for one in now.values()) >= 10)
-    victim = next(name for name in cluster.names if name != await cluster.until_leader())
+    leader = await cluster.until_leader()
+    victim = next(name for name in cluster.names if name != leader)
     others = [name for name in cluster.names if name != victim]
     folder = cluster.regions[victim].state_dir
     lost: list[str] = []
     seen: set[str] = set()
     while True:
-        await cluster.stop(victim)
+        await cluster.kill(victim)
         waiting = {kind: path for kind, path in kinds(folder).items() if kind not in seen}
         if not waiting:
             break

@@ -11,7 +11,7 @@ from mutant import Mutant, Mutation, mutations, rows_of
 from diloco_node.core.types import RoundBody
 from tests.kit.cluster_kit import Cluster, Statuses, all_train, brief
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.system, pytest.mark.timeout(2400)]
 
 SLOW_STEPS = {'step_time_min = "50ms"': 'step_time_min = "100ms"', "sync_every = 16": "sync_every = 8"}
 REFUSED_PER_ROW = 1
