@@ -104,7 +104,9 @@ async def end_and_check(cluster: Cluster) -> None:
     assert account.discarded > 0, "learners died with steps that no merge has"
 
 
-REWRITTEN = frozenset({"node.json", "trainer.json", "admin.port", "admin.token", "lock", "report.json"})
+REWRITTEN = frozenset(
+    {"node.json", "trainer.json", "admin.port", "admin.token", "learner.process", "lock", "report.json"}
+)
 """Written by every start, or only for people: nothing is lost with them, so nothing need be kept."""
 
 
