@@ -4,7 +4,9 @@
 
 Each arm is a run of its own: four daemons and learners on this machine. They train for a while, then one region gets
 the fault, for a minute, and then it is over. The figures are rounds that the *other* regions commit per second: before,
-and in the second half of that minute. `back` is the time from the end of the fault until a merge has the region again.
+in the first half of that minute, and in the second. `kept` compares the second half with before, per inner step of the
+others: so a machine that others use as well does not count. `back` is the time from the end of the fault until merges
+of every fragment have the region again.
 
 | arm | what fails at one region |
 |---|---|
@@ -84,10 +86,11 @@ overlap_steps = 2
 
 @dataclass(frozen=True)
 class Sample:
-    """The most rounds that any of the other regions had committed at a time."""
+    """The most rounds that any of the other regions had committed at a time, and the mean of their learners' steps."""
 
     at_s: float
     rounds: int
+    steps: float = 0.0
 
 
 def rate(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
@@ -96,6 +99,13 @@ def rate(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
     if len(inside) < 2:
         return 0.0
     return (inside[-1].rounds - inside[0].rounds) / (inside[-1].at_s - inside[0].at_s)
+
+
+def rounds_per_step(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
+    """Rounds for each inner step of the other regions: what a busy machine slows down, it slows down on both sides."""
+    inside = [one for one in samples if from_s <= one.at_s <= to_s]
+    steps = inside[-1].steps - inside[0].steps if inside else 0.0
+    return (inside[-1].rounds - inside[0].rounds) / steps if steps > 0 else 0.0
 
 
 def longest_gap(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
@@ -180,7 +190,8 @@ class GrayRun:
             if region.has_exited:
                 raise RuntimeError(f"{region.name} has ended:\n{region.last_lines(20)}")
         others = [region.status for name, region in self.regions.items() if name != self.victim]
-        self.samples.append(Sample(time.monotonic(), max(_rounds(status) for status in others)))
+        steps = sum((status.get("learner") or {}).get("step", 0) for status in others) / len(others)
+        self.samples.append(Sample(time.monotonic(), max(_rounds(status) for status in others), steps))
 
     async def _until(self, what: str, is_so: Any, *, wait_s: float = WAIT_S) -> float:
         """Poll until it is so; the seconds that it took."""
@@ -247,7 +258,8 @@ class GrayRun:
             "longest_gap_s": longest_gap(self.samples, began_s, during[1]),
             "waits": [text for text, _ in self.reasons.most_common(3)],
         }
-        figures["kept"] = figures["during_per_s"] / figures["before_per_s"] if figures["before_per_s"] else None
+        healthy = rounds_per_step(self.samples, *before)
+        figures["kept"] = rounds_per_step(self.samples, *during) / healthy if healthy else None
         try:
             figures["back_s"] = await self._until(
                 "in merges again", lambda: _is_back(self.regions[self.victim].status, healed), wait_s=self.options.back

@@ -22,6 +22,14 @@ def test_a_rate_counts_the_rounds_between_the_samples_of_a_window() -> None:
     assert gray.longest_gap(still, 5.0, 15.0) == pytest.approx(0.5)
 
 
+def test_what_is_kept_counts_per_step_of_the_others() -> None:
+    slow = [gray.Sample(float(at), at, 8.0 * at) for at in range(11)]
+    fast = [gray.Sample(float(at), 4 * at, 32.0 * at) for at in range(11)]
+    assert gray.rounds_per_step(slow, 0.0, 10.0) == gray.rounds_per_step(fast, 0.0, 10.0) == pytest.approx(1 / 8)
+    assert gray.rounds_per_step([gray.Sample(1.0, 3, 9.0)], 0.0, 10.0) == 0.0
+    assert gray.rounds_per_step([], 0.0, 10.0) == 0.0
+
+
 def test_a_region_is_back_when_every_fragment_has_steps_of_after_the_fault() -> None:
     def status(incarnation: int, *steps: int) -> dict[str, object]:
         positions = [{"included_step": step} for step in steps]
