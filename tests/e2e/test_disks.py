@@ -101,7 +101,6 @@ async def end_and_check(cluster: Cluster) -> None:
     account = cluster.account()
     assert account.faults == ()
     assert account.trained == account.merged + account.carried + account.discarded
-    assert account.discarded > 0, "learners died with steps that no merge has"
 
 
 REWRITTEN = frozenset(

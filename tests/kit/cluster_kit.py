@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from diloco_node.cli.demo.live import LiveView
 from diloco_node.cli.demo.report import build_report, learner_status, longest_ledger, read_region_report
 from diloco_node.cli.demo.run import Demo
 from diloco_node.core.ledger.account_check import AccountReport, check_account
-from diloco_node.core.types import DiscardedBody, Entry, RoundBody
+from diloco_node.core.types import Entry
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.storage.trained import read_trained
 
@@ -162,26 +163,28 @@ class Cluster:
     def account(self) -> AccountReport:
         """The token account of the ended run, lost folders counted in.
 
-        Of an incarnation whose counter was lost with its folder nobody can know the last steps. It is held to what the
-        counter said: the ledger may cover less, never more, and what it covers is without a gap.
+        Of an incarnation whose counter was lost with its folder nobody in the run can know the last steps: that they
+        are not booked is no fault. Everything else of it is held to what the counter said.
         """
         manifest = load_manifest(self.folder / self.names[0])
         assert manifest is not None
-        entries = self.entries()
         trained = self._trained(self.folder)
-        covered = _covered(entries)
+        lost: set[tuple[str, int]] = set()
         for name, folders in self.lost.items():
-            for folder in folders:
-                for one in read_trained(folder):
-                    steps, tokens = covered.get((name, one.incarnation), (0, 0))
-                    assert (name, one.incarnation) not in trained, "an incarnation was handed out twice"
-                    assert steps <= one.steps, f"{name} {one.incarnation}: {steps} steps booked, {one.steps} trained"
-                    trained[name, one.incarnation] = (steps, tokens)
+            for one in (counted for folder in folders for counted in read_trained(folder)):
+                assert (name, one.incarnation) not in trained, "an incarnation was handed out twice"
+                trained[name, one.incarnation] = (one.steps, one.tokens)
+                lost.add((name, one.incarnation))
         positions = {
             name: learner_status(report["learner"]) for name, report in self.reports().items() if report.get("learner")
         }
         sizes = [fragment.size for fragment in manifest.fragments]
-        return check_account(entries, trained, fragment_sizes=sizes, positions=positions)
+        account = check_account(self.entries(), trained, fragment_sizes=sizes, positions=positions)
+        unknown = tuple(f"{name} incarnation {incarnation} fragment" for name, incarnation in sorted(lost))
+        faults = tuple(
+            fault for fault in account.faults if not (fault.startswith(unknown) and ": dead, but only " in fault)
+        )
+        return replace(account, faults=faults, balanced=not faults)
 
     def _trained(self, folder: Path) -> dict[tuple[str, int], tuple[int, int]]:
         found = ((name, one) for name in self.names for one in read_trained(folder / name))
@@ -231,22 +234,3 @@ def brief(statuses: Mapping[str, Mapping[str, Any]], keys: Sequence[str] = ()) -
     """What matters of some statuses, a line each."""
     shown = keys or ("state", "role", "leader", "term", "reason", "rounds_committed", "versions", "pids")
     return "\n".join(f"{name}: { {key: status.get(key) for key in shown} }" for name, status in statuses.items())
-
-
-def _covered(entries: Iterable[Entry]) -> dict[tuple[str, int], tuple[int, int]]:
-    """Per incarnation the steps and tokens up to which its accounts go, of the fragment that goes furthest."""
-    tokens: dict[tuple[str, int, int], tuple[int, int]] = {}
-    for entry in entries:
-        body = entry.body
-        if isinstance(body, RoundBody):
-            made: Sequence[Any] = [member.contribution for member in body.members]
-        else:
-            made = [body] if isinstance(body, DiscardedBody) else []
-        for one in made:
-            key = (one.learner, one.incarnation, one.fragment)
-            step, count = tokens.get(key, (0, 0))
-            tokens[key] = (max(step, one.step_to), count + one.tokens)
-    covered: dict[tuple[str, int], tuple[int, int]] = {}
-    for (learner, incarnation, _), pair in tokens.items():
-        covered[learner, incarnation] = max(covered.get((learner, incarnation), (0, 0)), pair)
-    return covered
