@@ -14,7 +14,8 @@
     +-- PeersUnreachable       nobody answers; exit code 5
     +-- StorageError           disk: full, damaged, in use; exit code 6
     |   +-- DiskRefused        full, read-only, failing: what is there stays as it is, and another try may go through
-    |   +-- LedgerLost         entries that were durable can't be read any more: trying again does not help
+    |   +-- LedgerLost         entries that were durable can't be read any more, and the disk does not let go of its id
+    |   +-- LedgerGone         the same, and the id is gone: the next process begins again as another folder
     +-- RecoveryFailed         state can't be completed from disk and peers; exit code 6
     +-- SupersededError        a newer process has this identity, or another version runs; exit code 7
     +-- LearnerError           the training process broke its side of the contract
@@ -88,6 +89,10 @@ class DiskRefused(StorageError):
 
 class LedgerLost(StorageError):
     """Entries that this region has acknowledged can't be read back: it must not acknowledge any more, but end."""
+
+
+class LedgerGone(StorageError):
+    """Entries that this region has acknowledged can't be read back. Its folder gave its id up: it may start again."""
 
 
 class RecoveryFailed(DilocoError):

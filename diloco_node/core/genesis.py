@@ -65,10 +65,14 @@ class Genesis:
         term = self._ledger.term
         is_free = self._leader.is_acting and self._history.genesis is None and self._proposed_term != term
         digests = self._versions.initial_digests if is_free else None
-        if digests is not None and not self._fetches.brings_other_initial(digests):
+        founders = self._ledger.founders
+        if digests is not None and founders and not self._fetches.brings_other_initial(digests):
             self._proposed_term = term
             run_id, settings_digest, manifest_digest, regions = self._run
-            self._leader.proposals.append(GenesisBody(run_id, manifest_digest, settings_digest, regions, digests))
+            disks = tuple(founders[name] for name in regions)
+            self._leader.proposals.append(
+                GenesisBody(run_id, manifest_digest, settings_digest, regions, digests, disks)
+            )
 
     def committed(self, body: GenesisBody) -> None:
         """Say that the run has begun, or raise an alarm when the ledger is of another one."""

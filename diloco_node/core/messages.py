@@ -23,21 +23,29 @@ from diloco_node.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class RequestVote:
-    """A candidate asks for a vote, or (pre_vote) whether it would get one. A pre-vote changes nobody's state."""
+    """A candidate asks for a vote, or (pre_vote) whether it would get one. A pre-vote changes nobody's state.
+
+    Attributes:
+        disk: the candidate's folder.
+        has_view: its log names the folders that count. Without, it founds the run and needs every vote.
+    """
 
     term: int
     pre_vote: bool
     last_index: int
     last_term: int
+    disk: bytes
+    has_view: bool
 
 
 @dataclass(frozen=True, slots=True)
 class RequestVoteReply:
-    """The answer; `term` is the term asked about if granted, else the voter's own."""
+    """The answer; `term` is the term asked about if granted, else the voter's own. `disk` is the voter's folder."""
 
     term: int
     pre_vote: bool
     granted: bool
+    disk: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +68,24 @@ class AppendEntriesReply:
         accepted: the previous entry matched.
         durable_index: the last index that is on the follower's disk *with its payload* and matches the leader's log;
             if not accepted, a hint where to look for the common part.
+        durable_hash: the hash of that entry if accepted: what is counted is this very entry.
+        disk: the follower's folder.
     """
 
     term: int
     sequence: int
     accepted: bool
     durable_index: int
+    durable_hash: bytes
+    disk: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class TimeoutNow:
-    """A leader that is about to stop asks its most complete follower to stand for election at once, no pre-vote."""
+    """Leader to all: the successor may stand for election at once, no pre-vote; the others may vote for it."""
 
     term: int
+    successor: str
 
 
 @dataclass(frozen=True, slots=True)

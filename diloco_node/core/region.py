@@ -19,6 +19,7 @@ from diloco_node.core.events import Effect, Event
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
+from diloco_node.core.membership.replacement import DiskReplacement
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
 from diloco_node.core.recovery.digest_watch import DigestWatch
@@ -99,6 +100,7 @@ class RegionCore:
         self.ledger = LedgerCore(
             region=region,
             voters=self._regions,
+            disk=recovered.disk,
             heartbeat_ns=settings.heartbeat_ns,
             election_timeout_ns=settings.election_timeout_ns,
             term=recovered.term,
@@ -142,6 +144,7 @@ class RegionCore:
             fetches=self._fetches,
             effects=self._effects,
         )
+        self._replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
         self._digests = DigestWatch(fragments, self._effects)
         self._next_beat_ns = now_ns
@@ -212,6 +215,11 @@ class RegionCore:
     def is_leader(self) -> bool:
         """Whether this region leads, as far as it knows."""
         return self.ledger.is_leader
+
+    @property
+    def may_allot_incarnation(self) -> bool:
+        """Whether this region's folder knows which incarnations of its learner there were; see `is_own_disk_sound`."""
+        return self.ledger.is_own_disk_sound
 
     @property
     def wants_initial_state(self) -> bool:
@@ -319,8 +327,17 @@ class RegionCore:
             self._next_beat_ns = now_ns + self._settings.heartbeat_ns
             self._beat(now_ns)
             self.leader.tick()
+            self._replace_disks(now_ns)
             self._make_way(now_ns)
             self._repeat_requests()
+
+    def _replace_disks(self, now_ns: int) -> None:
+        """Have the ledger name the folder that a region came back with, when it has caught up."""
+        due = self._replacement.due(now_ns=now_ns)
+        if due is not None:
+            what = f"is now {due.disk.hex()}" if due.disk else "is lost: another one is there"
+            self._effects.note("disk", f"the folder of {due.region} {what}", is_alarm=not due.disk)
+            self._emit(self.ledger.propose(due, now_ns=now_ns))
 
     def _make_way(self, now_ns: int) -> None:
         """Let another region lead when the others wait for nothing but this one's disk."""

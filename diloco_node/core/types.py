@@ -13,6 +13,9 @@ from typing import Final
 BLOCK_VALUES: Final = 256
 """Values that share one quantisation scale."""
 
+DISK_ID_BYTES: Final = 16
+"""Length of the random id of a region's folder."""
+
 SMALL_TENSOR_VALUES: Final = 4096
 """Pieces with fewer values travel in bf16 whatever the codec, for a scale per 256 of them would not pay."""
 
@@ -154,17 +157,23 @@ class EntryKind(StrEnum):
     ROUND = "round"
     DISCARDED = "discarded"
     FINISHED = "finished"
+    DISK_NAMED = "disk-named"
 
 
 @dataclass(frozen=True, slots=True)
 class GenesisBody:
-    """Entry 1. Digest of Theta_0 per fragment, and everything two regions must agree on."""
+    """The run begins. Digest of Theta_0 per fragment, and everything two regions must agree on.
+
+    Attributes:
+        disks: the id of each region's folder, in the order of `regions`: the first ones that count.
+    """
 
     run_id: str
     manifest_digest: str
     settings_digest: str
     regions: tuple[str, ...]
     fragment_digests: tuple[bytes, ...]
+    disks: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +228,19 @@ class FinishedBody:
     reason: str
 
 
-EntryBody = GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody
+@dataclass(frozen=True, slots=True)
+class DiskNamedBody:
+    """Which folder of a region counts from this entry on: the view of the run changes, one region at a time.
+
+    Attributes:
+        disk: the folder's id; empty: none of this region, until a further entry names one.
+    """
+
+    region: str
+    disk: bytes
+
+
+EntryBody = GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody | DiskNamedBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +352,7 @@ class Recovered:
         entries: the whole ledger, hash chain checked.
         states: per fragment the newest version whose parameters and momentum are on disk (-1: none).
         payloads: (fragment, version, digest) of complete payload files.
+        disk: the folder's id (DISK_ID_BYTES), made at random when it was; one that lost what it had gets another.
     """
 
     term: int
@@ -338,3 +360,4 @@ class Recovered:
     entries: tuple[Entry, ...]
     states: tuple[int, ...]
     payloads: frozenset[tuple[int, int, bytes]]
+    disk: bytes = bytes(16)

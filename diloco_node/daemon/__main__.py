@@ -13,7 +13,7 @@ from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.process import keep_freed_memory, set_up_logs
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import DISK_CODE
-from diloco_node.errors import DilocoError, DiskRefused
+from diloco_node.errors import DilocoError, DiskRefused, LedgerGone
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(Daemon(spec).run())
     except DilocoError as error:
-        exit_code = DISK_CODE if isinstance(error, DiskRefused) else error.exit_code
+        exit_code = DISK_CODE if isinstance(error, DiskRefused | LedgerGone) else error.exit_code
         log.error("stopped", reason=str(error), exit_code=exit_code)
         return exit_code
 

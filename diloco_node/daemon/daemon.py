@@ -162,6 +162,9 @@ class Daemon:
         self._is_building = True
         # In a thread: recovery reads and checks whole states.
         recovered = await in_thread(self._threads.pool, self._store.load, len(manifest.fragments))
+        if self._store.lost:
+            text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
+            self.notes.add(Note("disk", text, is_alarm=True))
         runtime = NodeRuntime(
             self.spec,
             self._store,
@@ -220,7 +223,7 @@ class Daemon:
         self._waiting_attach = None
         if self._node is not None:
             log.info("learner detached", region=self.spec.region, reason=reason)
-            self._node.learner.detached()
+            self._node.learner_detached()
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""

@@ -20,7 +20,7 @@ from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.stripes import MergedPart, is_contiguous
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import LedgerLost, StorageError
+from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.storage.store import RegionStore
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class DiskEffects:
         while True:
             try:
                 written = await in_thread(executor, write)
-            except LedgerLost:
+            except (LedgerLost, LedgerGone):
                 raise  # the daemon ends with it
             except StorageError as error:
                 if tries % STORAGE_RETRIES_SILENT == 0:

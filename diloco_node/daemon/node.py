@@ -134,6 +134,7 @@ class Node:
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._posted_limits = NO_LIMITS
         self._is_lingering = False
+        self._waiting_attach: learner_link.Attach | None = None
         self._no_longer_leader = asyncio.Event()
         self.rounds_in_flight_max = 0
 
@@ -220,6 +221,9 @@ class Node:
         self.rounds_in_flight_max = max(self.rounds_in_flight_max, len(self.core.leader.rounds))
         if not self.core.is_leader:
             self._no_longer_leader.set()
+        if self._waiting_attach is not None and self.core.may_allot_incarnation:
+            attach, self._waiting_attach = self._waiting_attach, None
+            self._welcome(attach)
         if isinstance(event, ev.FinalWritten) and not self._is_lingering:
             self._is_lingering = True
             self._runtime.spawn(self._linger(), "linger")
@@ -306,6 +310,11 @@ class Node:
             return str(error)
         return ""
 
+    def learner_detached(self) -> None:
+        """The learner's connection is gone."""
+        self._waiting_attach = None
+        self.learner.detached()
+
     def on_learner_message(self, message: learner_link.ToDaemon) -> None:
         """What follows from each message of the learner."""
         match message:
@@ -338,6 +347,10 @@ class Node:
             server.refuse(rejection_reason, is_final=True)
             return
         attach = attach.in_fragments(len(self._manifest.fragments))
+        if attach.incarnation == learner_link.NEW_PROCESS and not self.core.may_allot_incarnation:
+            # A folder that was lost does not know which incarnations there were; the others tell it.
+            self._waiting_attach = attach
+            return
         try:
             incarnation = attach.incarnation
             if incarnation == learner_link.NEW_PROCESS:
@@ -392,7 +405,7 @@ class Node:
         view = self.view()
         if view.is_final:
             return ""
-        if not view.leader:
+        if not view.leader or (self._waiting_attach is not None and not self.core.may_allot_incarnation):
             return view.ledger_reason
         if min(view.versions) < 0:
             return "waits for the first parameters (genesis)"

@@ -7,7 +7,7 @@ How it ends (`run_supervisor`'s result is the exit code):
 
 - the daemon exits 0: it finished the run, or was told to. The learner gets time to end by itself, then is stopped; 0.
 - the daemon exits with a code that a restart does not cure (2 settings, 3 bind at its first start, 4 identity, 6 a
-  damaged state, 7 superseded): the learner is stopped; that code.
+  folder in use, or a disk that lost what it had written, 7 superseded): the learner is stopped; that code.
 - the disk refuses (full, read-only, failing): 6 if that is so at the daemon's first start. Later the learner goes on,
   and the daemon is started again until the disk takes what it writes.
 - the learner exits 2 before it was ever healthy (a wrong setting, a missing data path): the daemon is stopped; 2.

@@ -189,7 +189,7 @@ class Checkers:
         if leader != host.name:
             self.violate(f"leaders: {leader} and {host.name} both lead term {message.term}")
         disk = host.disk
-        if disk.votes.get(message.term) != host.name:
+        if disk.votes.get(message.term, "").split(" ")[0] != host.name:
             self.violate(f"vote: {host.name} leads term {message.term}, its disk has {disk.term} {disk.voted_for!r}")
 
     def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
@@ -217,7 +217,7 @@ class Checkers:
         if known != peer:
             self.violate(f"vote: {host.name} votes for {known} and {peer} in term {message.term}")
         disk = host.disk
-        if disk.votes.get(message.term) != peer:
+        if disk.votes.get(message.term, "").split(" ")[0] != peer:
             self.violate(
                 f"vote: {host.name} votes for {peer} in {message.term}, its disk has {disk.term} {disk.voted_for!r}"
             )

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diloco_node.core.types import Entry, Recovered
+from diloco_node.core.types import DISK_ID_BYTES, Entry, Recovered
 from diloco_node.numeric import F32
 
 PayloadKey = tuple[int, int, bytes]
@@ -55,6 +55,7 @@ class Disk:
         ledger_queue: ledger writes not yet fsynced, in order.
         late_writes: writes whose effect on the durable attributes comes with their fsync.
         votes: every vote that ever was durable, by term; no daemon reads it.
+        id: of the folder, random; a lost one comes back with another.
         keeps_vote: False plants a fault: the vote never reaches the disk.
     """
 
@@ -67,6 +68,7 @@ class Disk:
     ledger_queue: list[LedgerWrite] = field(default_factory=list)
     late_writes: list[Callable[[], None]] = field(default_factory=list)
     votes: dict[int, str] = field(default_factory=dict)
+    id: bytes = bytes(DISK_ID_BYTES)
     keeps_vote: bool = True
 
     def fsync_ledger(self) -> None:
@@ -105,6 +107,7 @@ class Disk:
             entries=tuple(self.entries),
             states=tuple(self.states[p].version if p in self.states else -1 for p in range(fragments)),
             payloads=frozenset(self.payloads),
+            disk=self.id,
         )
 
     def prune(self, fragment: int, keep_versions: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
-from diloco_node.core.types import GenesisBody, Recovered, Stripe
+from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
 from diloco_node.numeric import F32
 from diloco_node.sim import tensors
 from diloco_node.sim.dataplane import DataPlane
@@ -93,7 +93,7 @@ class Host:
         self.setup = setup
         self.world = world
         self.network = network
-        self.disk = Disk()
+        self.disk = Disk(id=world.rng.randbytes(DISK_ID_BYTES))
         self.core: Any = None
         self.plane = DataPlane(setup, self.disk, self.complain)
         self.learner: FakeLearner | None = None

@@ -16,10 +16,15 @@ a node that has forgotten what it acknowledged, or a vote, must not take part in
 What is read back may be in the kernel's cache only: the process before may have died between write and fdatasync, or
 its fdatasync may have failed, after which the kernel takes the lost pages for clean and says yes to every further one
 on that file. So opening writes the last frame once more, and after a failed fdatasync the log is copied to a new file.
+
+A file that was cut short at some frame looks like a shorter ledger. `ledger.end` tells them apart: how many frames
+were durable, written without fsync after each one. It may be older than the log, never newer. A damaged one says
+nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
@@ -45,6 +50,7 @@ from diloco_node.storage.durable import (
 
 VOTE_NAME: Final = "vote.bin"
 LEDGER_NAME: Final = "ledger.log"
+LEDGER_END_NAME: Final = "ledger.end"
 FRAME_BYTES_MAX: Final = 256 << 20
 """Longest body of a frame: above what a follower may have staged."""
 
@@ -52,15 +58,13 @@ _VOTE_MAGIC: Final = b"DLVOTE1\n"
 _LOG_HEADER: Final = b"DLLEDGER" + struct.pack("<II", 1, zlib.crc32(b"DLLEDGER\x01"))
 _FRAME: Final = struct.Struct("<4sIII")
 _CRC: Final = struct.Struct("<I")
+_FRAMES: Final = struct.Struct("<QI")
 _FRAME_MAGIC: Final = b"DLf1"
 _FRAME_END: Final = b"\xff"
 _FRAME_HEAD_BYTES: Final = _FRAME.size + _CRC.size
 _SECTOR_BYTES: Final = 512
 
-_REMEDY: Final = (
-    "Don't start this region from a copy of an older state. Move the folder away: the region then comes back as "
-    "one that has lost its disk, and the others give it what it needs"
-)
+_REMEDY: Final = "Don't start this region from a copy of an older state: others count on what it has acknowledged"
 
 
 class VoteFile:
@@ -73,6 +77,11 @@ class VoteFile:
     def __init__(self, folder: Path) -> None:
         self._path = folder / VOTE_NAME
         self.term, self.voted_for = 0, ""
+
+    @property
+    def exists(self) -> bool:
+        """Whether the file is there, whatever is in it."""
+        return self._path.exists()
 
     def open(self, *, is_new: bool) -> None:
         """Read it, or begin it if the folder is new.
@@ -114,6 +123,7 @@ class LedgerFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LEDGER_NAME
+        self._end_path = folder / LEDGER_END_NAME
         self._descriptor = -1
         self._end = 0
         self._frames = 0
@@ -147,6 +157,8 @@ class LedgerFile:
             if data[: len(_LOG_HEADER)] != _LOG_HEADER:
                 raise self._damage(0, "its header is not that of a ledger of this version")
             entries = self._read_frames(data)
+            if self._frames < self._durable_frames():
+                raise self._damage(self._end, f"{self._durable_frames()} frames were durable, {self._frames} are there")
             if self._end < len(data):
                 self.cut_bytes = len(data) - self._end
                 os.ftruncate(self._descriptor, self._end)
@@ -193,6 +205,22 @@ class LedgerFile:
         self._end += len(frame)
         self._frames += 1
         self.last_index = kept + len(entries)
+        self._note_durable_frames()
+
+    def _durable_frames(self) -> int:
+        """How many frames were durable once, as far as is known."""
+        try:
+            data = self._end_path.read_bytes()
+        except OSError:
+            return 0
+        if len(data) != _FRAMES.size or _FRAMES.unpack(data)[1] != zlib.crc32(data[: -_CRC.size]):
+            return 0
+        return int(_FRAMES.unpack(data)[0])
+
+    def _note_durable_frames(self) -> None:
+        number = struct.pack("<Q", self._frames)
+        with contextlib.suppress(OSError):  # what it says is of use, not needed
+            self._end_path.write_bytes(number + _CRC.pack(zlib.crc32(number)))
 
     def close(self) -> None:
         """Close the file."""

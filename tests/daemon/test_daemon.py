@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import tempfile
 import threading
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.genesis import Genesis
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
@@ -54,17 +56,17 @@ def spec() -> Iterator[NodeSpec]:
         yield NodeSpec(
             region="a",
             run_id="run",
-            regions=("a", "b", "c"),
+            regions=("a",),
             listen_host="127.0.0.1",
             listen_port=0,
-            peers={"b": None, "c": None},
+            peers={},
             is_advertised=True,
             state_dir=state,
             identity_dir=folder / "certs" / "a",
             admin_port=0,
             learner_socket=folder / "l.sock",
             supervisor_socket=memory.path,
-            settings=RunSettings(fragments=2),
+            settings=RunSettings(fragments=2, heartbeat_ns=20_000_000, election_timeout_ns=60_000_000),
             settings_digest="settings",
         )
     shutil.rmtree(folder)
@@ -230,9 +232,10 @@ async def test_a_process_with_another_model_does_not_displace_the_learner(
 
 
 async def test_theta_0_without_a_genesis_is_asked_for_again_after_a_restart(
-    spec: NodeSpec, nodes: list[node_module.Node]
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is on the disk, but no ledger says that it counts: without it this region could never propose a genesis."""
+    monkeypatch.setattr(Genesis, "propose", lambda _: None)  # the daemon ends before it does
     for _ in range(2):
         daemon = Daemon(spec)
         running = asyncio.create_task(daemon.run())
@@ -264,6 +267,22 @@ async def test_a_newer_process_with_our_certificate_ends_this_one(
             await running
     assert caught.value.exit_code == 7
     await learner.close()
+
+
+async def test_a_new_learner_gets_no_incarnation_from_a_folder_that_was_emptied(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    """Which ones there were the others know: the learner waits for its welcome until the ledger names the folder."""
+    save_manifest(spec.state_dir, MANIFEST)
+    daemon = Daemon(dataclasses.replace(spec, regions=("a", "b", "c"), peers={"b": None, "c": None}))
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await until(lambda: bool(nodes) and nodes[0]._waiting_attach is not None)
+    assert not list(spec.state_dir.glob("learner/trained-*"))
+    assert "needs every region: waits for b, c" in daemon.status()["reason"]
+    await learner.close()
+    await until(lambda: nodes[0]._waiting_attach is None)
+    assert await end(daemon, running) == 0
 
 
 async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from diloco_node.core.events import (
     Effect,
@@ -17,10 +18,18 @@ from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
     AppendEntries,
+    AppendEntriesReply,
     Message,
+    RequestVote,
     RequestVoteReply,
 )
 from diloco_node.core.types import Ballot, DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
+
+
+def disk_of(name: str) -> bytes:
+    """The folder of a region."""
+    return name.encode().ljust(16, b".")
+
 
 HEARTBEAT_NS = 199
 TIMEOUT_NS = 997
@@ -54,10 +63,15 @@ def a_core(
     cls: type[LedgerCore] = LedgerCore,
     now_ns: int = 0,
     seed: int = 1,
+    disk: bytes = b"",
+    is_founded: bool = True,
 ) -> LedgerCore:
+    """A voter of a run that is founded already, unless said otherwise: each voter's folder is named."""
     return cls(
         region=region,
         voters=voters,
+        disk=disk or disk_of(region),
+        named={name: disk_of(name) for name in voters} if is_founded else None,
         heartbeat_ns=HEARTBEAT_NS,
         election_timeout_ns=TIMEOUT_NS,
         term=term if term is not None else (entries[-1].term if entries else 0),
@@ -70,7 +84,14 @@ def a_core(
 
 
 def sends(effects: list[Effect]) -> list[tuple[str, Message]]:
-    return [(effect.peer, effect.message) for effect in effects if isinstance(effect, Send)]
+    """What is sent, without folders and hashes of acknowledgements."""
+    return [(effect.peer, _plain(effect.message)) for effect in effects if isinstance(effect, Send)]
+
+
+def _plain(message: Message) -> Message:
+    if isinstance(message, AppendEntriesReply):
+        return replace(message, disk=b"", durable_hash=b"")
+    return replace(message, disk=b"") if isinstance(message, RequestVote | RequestVoteReply) else message
 
 
 def writes(effects: list[Effect]) -> list[PersistLedger]:
@@ -82,6 +103,12 @@ def alarms(effects: list[Effect]) -> list[str]:
 
 
 def arrive(core: LedgerCore, peer: str, message: Message, now_ns: int = 0) -> list[Effect]:
+    """Deliver it, from the peer's folder unless it names another."""
+    if isinstance(message, AppendEntriesReply | RequestVote | RequestVoteReply) and not message.disk:
+        message = replace(message, disk=disk_of(peer))
+    if isinstance(message, AppendEntriesReply) and not message.durable_hash:
+        known = message.accepted and 1 <= message.durable_index <= core.last_index
+        message = replace(message, durable_hash=core.entry(message.durable_index).hash if known else ZERO_HASH)
     return core.handle(MessageArrived(peer, message), now_ns=now_ns)
 
 
@@ -101,7 +128,7 @@ def a_candidate(**kwargs: object) -> tuple[LedgerCore, list[Effect]]:
     core = a_core(**kwargs)  # type: ignore[arg-type]
     now_ns = core.wake_at_ns
     core.handle(TimerFired(), now_ns=now_ns)
-    return core, arrive(core, "b", RequestVoteReply(core.term + 1, True, True), now_ns)
+    return core, arrive(core, "b", vote(core.term + 1, True, True), now_ns)
 
 
 def a_leader(**kwargs: object) -> tuple[LedgerCore, list[Effect], int]:
@@ -109,9 +136,24 @@ def a_leader(**kwargs: object) -> tuple[LedgerCore, list[Effect], int]:
     core, effects = a_candidate(**kwargs)
     now_ns = core.wake_at_ns - 1
     write_all(core, effects, now_ns)
-    effects = arrive(core, "b", RequestVoteReply(core.term, False, True), now_ns)
+    effects = arrive(core, "b", vote(core.term, False, True), now_ns)
     assert core.is_leader
     return core, effects, now_ns
+
+
+def vote_request(term: int, pre_vote: bool, last_index: int, last_term: int, *, has_view: bool = True) -> RequestVote:
+    """A candidate's question; `arrive` fills in its folder."""
+    return RequestVote(term, pre_vote, last_index, last_term, b"", has_view)
+
+
+def vote(term: int, pre_vote: bool, granted: bool) -> RequestVoteReply:
+    """A voter's answer; `arrive` fills in its folder."""
+    return RequestVoteReply(term, pre_vote, granted, b"")
+
+
+def ack(term: int, sequence: int, accepted: bool, durable_index: int) -> AppendEntriesReply:
+    """A follower's answer; `arrive` fills in its folder, and the hash that the leader has there."""
+    return AppendEntriesReply(term, sequence, accepted, durable_index, b"", b"")
 
 
 def append_entries(

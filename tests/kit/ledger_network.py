@@ -17,12 +17,14 @@ from diloco_node.core.events import (
     TimerFired,
 )
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.types import Entry, EntryBody, RoundBody
-from tests.kit.ledger_kit import TIMEOUT_NS, a_core, a_discard, a_round
+from diloco_node.core.membership.replacement import DiskReplacement
+from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody
+from tests.kit.ledger_kit import HEARTBEAT_NS, TIMEOUT_NS, a_core, a_discard, a_round, disk_of
 
 
 @dataclass
 class Disk:
+    id: bytes = b""
     term: int = 0
     voted_for: str = ""
     entries: list[Entry] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Network:
         cls: type[LedgerCore] = LedgerCore,
         delay_ns: int = 23,
         fsync_ns: int = 7,
+        is_founded: bool = True,
     ) -> None:
         self.names = tuple("abcde"[:voters])
         self.rng = random.Random(seed)
@@ -59,7 +62,9 @@ class Network:
         self.now_ns = 0
         self.queue: list[tuple[int, int, Callable[[], None]]] = []
         self.counter = 0
-        self.disks = {name: Disk() for name in self.names}
+        self.is_founded = is_founded
+        self.disks = {name: Disk(disk_of(name)) for name in self.names}
+        self.replacements: dict[str, DiskReplacement] = {}
         self.incarnations = dict.fromkeys(self.names, 0)
         self.cores: dict[str, LedgerCore] = {}
         self.cut: set[tuple[str, str]] = set()
@@ -76,6 +81,8 @@ class Network:
         self.cores[name] = a_core(
             name,
             self.names,
+            disk=disk.id,
+            is_founded=self.is_founded,
             entries=tuple(disk.entries),
             term=disk.term,
             voted_for=disk.voted_for,
@@ -85,9 +92,28 @@ class Network:
             seed=self.seed,
         )
 
+        self.replacements[name] = DiskReplacement(self.cores[name], heartbeat_ns=HEARTBEAT_NS)
+
     def crash(self, name: str) -> None:
         self.incarnations[name] += 1
         del self.cores[name]
+
+    def wipe(self, name: str) -> None:
+        """The folder is emptied: what comes back has another id and knows nothing."""
+        if name in self.cores:
+            self.crash(name)
+        self.disks[name] = Disk(self.rng.randbytes(16))
+
+    def lead(self, name: str) -> None:
+        """What a region's leader does beside rounds: found the run, have the ledger name new folders."""
+        core = self.cores[name]
+        if core.is_settled and core.founders and not any(isinstance(e.body, GenesisBody) for e in core.entries):
+            founders = core.founders
+            genesis = GenesisBody("run", "m", "s", self.names, (b"",), tuple(founders[one] for one in self.names))
+            self.perform(name, core.propose(genesis, now_ns=self.now_ns))
+        due = self.replacements[name].due(now_ns=self.now_ns)
+        if due is not None:
+            self.perform(name, core.propose(due, now_ns=self.now_ns))
 
     def later(self, delay_ns: int, action: Callable[[], None]) -> None:
         self.counter += 1
@@ -149,6 +175,8 @@ class Network:
         else:
             self.now_ns = max(self.now_ns, wake_ns)
             self.perform(name, self.cores[name].handle(TimerFired(), now_ns=self.now_ns))
+            if not self.is_founded:
+                self.lead(name)
 
     def run(self, duration_ns: int) -> None:
         until_ns = self.now_ns + duration_ns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -17,12 +18,13 @@ import pytest
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.types import Entry, LeaderBody, Recovered
-from diloco_node.errors import LedgerLost, StorageError
+from diloco_node.core.types import DISK_ID_BYTES, Entry, LeaderBody, Recovered
+from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.storage import durable, ledger_files
 from diloco_node.storage import store as store_module
+from diloco_node.storage.disk_id import DISK_ID_NAME
 from diloco_node.storage.durable import replace_file
-from diloco_node.storage.ledger_files import LEDGER_NAME, VOTE_NAME
+from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME
 from diloco_node.storage.store import RegionStore
 
 FRAGMENTS = 2
@@ -74,9 +76,14 @@ def store(folder: Path) -> Iterator[RegionStore]:
 
 
 def test_an_empty_folder_is_a_new_region(folder: Path) -> None:
-    expected = Recovered(0, "", (), (-1, -1), frozenset())
-    assert load(folder) == expected
-    assert load(folder) == expected
+    first = load(folder)
+    assert first == Recovered(0, "", (), (-1, -1), frozenset(), disk=first.disk)
+    assert len(first.disk) == DISK_ID_BYTES
+    assert load(folder) == first
+
+
+def test_two_folders_have_two_ids(folder: Path, tmp_path: Path) -> None:
+    assert load(folder).disk != load(tmp_path / "other").disk
 
 
 def test_what_was_persisted_is_loaded(folder: Path, store: RegionStore) -> None:
@@ -137,10 +144,12 @@ def grown(folder: Path) -> tuple[bytes, bytes, tuple[Entry, ...]]:
     store.load(FRAGMENTS)
     entries = chain(4)
     store.persist(1, "a", 0, entries[:2])
-    before = (folder / LEDGER_NAME).read_bytes()
+    before, noted = ((folder / name).read_bytes() for name in (LEDGER_NAME, LEDGER_END_NAME))
     store.persist(1, "a", 0, entries[2:])
     after = (folder / LEDGER_NAME).read_bytes()
     store.close()
+    # A crash in the middle of a write comes before it is noted as durable.
+    (folder / LEDGER_END_NAME).write_bytes(noted)
     return before, after, entries
 
 
@@ -158,8 +167,10 @@ def test_a_last_write_whose_sectors_never_arrived_is_cut_off(folder: Path) -> No
     entries = chain(20)
     store.persist(1, "a", 0, entries[:2])
     before = (folder / LEDGER_NAME).stat().st_size
+    noted = (folder / LEDGER_END_NAME).read_bytes()
     store.persist(1, "a", 0, entries[2:])
     store.close()
+    (folder / LEDGER_END_NAME).write_bytes(noted)
     whole = (folder / LEDGER_NAME).read_bytes()
     sectors = range(before - before % 512, len(whole), 512)
     assert len(sectors) >= 3
@@ -290,19 +301,87 @@ def flip(path: Path, bit: int) -> None:
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
+def lost(folder: Path) -> str:
+    """What a start on a copy of the folder finds damaged; it begins again under another id, nothing is deleted."""
+    copy = folder.with_name("copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    store = RegionStore(copy)
+    recovered = store.load(FRAGMENTS)
+    store.close()
+    assert recovered.entries == ()
+    assert (recovered.term, recovered.voted_for) == (0, "")
+    assert recovered.disk not in disk_id(folder), "a folder that lost what it had has another id"
+    for name in (LEDGER_NAME, VOTE_NAME):
+        if (folder / name).exists():
+            assert (copy / f"{name}.damaged-1").read_bytes() == (folder / name).read_bytes()
+    again = load(copy)
+    assert again == recovered
+    return store.lost
+
+
+def disk_id(folder: Path) -> bytes:
+    return (folder / DISK_ID_NAME).read_bytes()
+
+
 @pytest.mark.parametrize("name", [LEDGER_NAME, VOTE_NAME])
-def test_a_flipped_bit_anywhere_in_ledger_and_vote_is_refused(folder: Path, name: str) -> None:
+def test_a_flipped_bit_anywhere_in_ledger_and_vote_is_found_and_the_folder_begins_again(
+    folder: Path, name: str
+) -> None:
     grown(folder)
-    # In each byte another bit: 7 has no factor in common with 8.
-    for bit in range(0, 8 * (folder / name).stat().st_size, 7):
+    # In every eighth byte another bit.
+    for bit in range(0, 8 * (folder / name).stat().st_size, 63):
         flip(folder / name, bit)
-        with pytest.raises(StorageError, match=r"is damaged.*Move the folder away"):
-            load(folder)
+        assert "is damaged" in lost(folder), bit
         flip(folder / name, bit)
     assert len(load(folder).entries) == 4
 
 
-def test_a_frame_that_is_missing_doubled_or_swapped_is_refused(folder: Path) -> None:
+def test_a_ledger_that_was_cut_short_at_a_frame_is_found(folder: Path) -> None:
+    before, after, entries = grown(folder)
+    store = RegionStore(folder)
+    assert store.load(FRAGMENTS).entries == entries
+    store.persist(1, "a", 0, chain(5)[4:])
+    store.close()
+    for content in (before, after):
+        (folder / LEDGER_NAME).write_bytes(content)
+        assert "frames were durable" in lost(folder)
+    (folder / LEDGER_END_NAME).write_bytes(b"torn")
+    assert load(folder).entries == entries, "without the note it looks like a write that was interrupted"
+
+
+def test_a_folder_whose_id_is_gone_or_damaged_keeps_its_ledger_under_another_id(folder: Path) -> None:
+    _, _, entries = grown(folder)
+    for content in (None, b"", b"x" * 56):
+        before = load(folder)
+        if content is None:
+            (folder / DISK_ID_NAME).unlink()
+        else:
+            (folder / DISK_ID_NAME).write_bytes(content)
+        after = load(folder)
+        assert after.entries == before.entries == entries
+        assert after.disk != before.disk
+
+
+@pytest.mark.parametrize("fail_at", range(14))
+def test_a_crash_while_a_folder_begins_again_never_leaves_the_old_id(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    grown(folder)
+    old = load(folder).disk
+    flip(folder / LEDGER_NAME, 8 * 40)
+    store = RegionStore(folder)
+    with monkeypatch.context() as patch:
+        crash_points(patch, fail_at)
+        with contextlib.suppress(KeyboardInterrupt):
+            store.load(FRAGMENTS)
+    store.close()
+    recovered = load(folder)
+    assert recovered.disk != old
+    assert recovered.entries == ()
+
+
+def test_a_frame_that_is_missing_doubled_or_swapped_is_found(folder: Path) -> None:
     store = RegionStore(folder)
     store.load(FRAGMENTS)
     ends = [(folder / LEDGER_NAME).stat().st_size]
@@ -314,8 +393,7 @@ def test_a_frame_that_is_missing_doubled_or_swapped_is_refused(folder: Path) -> 
     head, one, two, three = data[: ends[0]], *(data[a:b] for a, b in pairwise(ends))
     for wrong in (head + two + three, head + one + three, head + one + one + two, head + two + one, one + two):
         (folder / LEDGER_NAME).write_bytes(wrong)
-        with pytest.raises(StorageError, match="is damaged at byte"):
-            load(folder)
+        assert "is damaged at byte" in lost(folder)
 
 
 def test_zeros_in_the_middle_are_damage_and_not_a_torn_write(folder: Path) -> None:
@@ -327,8 +405,7 @@ def test_zeros_in_the_middle_are_damage_and_not_a_torn_write(folder: Path) -> No
     store.close()
     data = (folder / LEDGER_NAME).read_bytes()
     (folder / LEDGER_NAME).write_bytes(data[:1024] + bytes(512) + data[1536:])
-    with pytest.raises(StorageError, match="does not match its checksum"):
-        load(folder)
+    assert "does not match its checksum" in lost(folder)
 
 
 def test_a_lost_sector_before_a_later_write_is_damage_and_not_a_torn_write(folder: Path) -> None:
@@ -344,32 +421,27 @@ def test_a_lost_sector_before_a_later_write_is_damage_and_not_a_torn_write(folde
     stop = first - first % 512 + 512
     assert data.count(b"DLf1", stop) >= 2
     (folder / LEDGER_NAME).write_bytes(data[:first] + bytes(stop - first) + data[stop:])
-    with pytest.raises(StorageError, match="is damaged at byte"):
-        load(folder)
+    assert "is damaged at byte" in lost(folder)
 
 
-def test_a_missing_vote_or_ledger_is_refused(folder: Path) -> None:
+def test_a_missing_vote_or_ledger_is_found(folder: Path) -> None:
     grown(folder)
     for name in (VOTE_NAME, LEDGER_NAME):
         data = (folder / name).read_bytes()
         (folder / name).unlink()
-        with pytest.raises(StorageError, match="is missing"):
-            load(folder)
-        assert not (folder / name).exists()
+        assert "is missing" in lost(folder)
         (folder / name).write_bytes(b"")
-        with pytest.raises(StorageError, match="is damaged"):
-            load(folder)
+        assert "is damaged" in lost(folder)
         (folder / name).write_bytes(data)
     assert len(load(folder).entries) == 4
 
 
-def test_an_older_copy_of_the_vote_is_refused(folder: Path, store: RegionStore) -> None:
+def test_an_older_copy_of_the_vote_is_found(folder: Path, store: RegionStore) -> None:
     old = (folder / VOTE_NAME).read_bytes()
     store.persist(1, "a", 0, chain(1))
     store.close()
     (folder / VOTE_NAME).write_bytes(old)
-    with pytest.raises(StorageError, match="older copy"):
-        load(folder)
+    assert "older copy" in lost(folder)
 
 
 def test_entries_that_do_not_follow_each_other_are_refused(folder: Path, store: RegionStore) -> None:
@@ -377,8 +449,7 @@ def test_entries_that_do_not_follow_each_other_are_refused(folder: Path, store: 
     store.persist(1, "", 0, chain(1))
     store.persist(1, "", 0, other[1:])
     store.close()
-    with pytest.raises(StorageError, match="entry 2 of the ledger does not follow entry 1"):
-        load(folder)
+    assert "entry 2 of the ledger does not follow entry 1" in lost(folder)
 
 
 def test_every_flipped_bit_in_a_payload_is_found_and_the_file_set_aside(folder: Path, store: RegionStore) -> None:
@@ -737,12 +808,17 @@ def test_a_log_that_can_not_be_read_back_after_a_failed_fdatasync_is_lost(
     path = folder / LEDGER_NAME
     whole = path.read_bytes()
     path.write_bytes(whole[:40] + b"?" + whole[41:])
-    with pytest.raises(LedgerLost, match="read back") as lost:
-        store.persist(1, "a", 0, entries[2:])
-    assert lost.value.exit_code == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refusing(errno.EIO))
+        with pytest.raises(LedgerLost, match="read back") as found:
+            store.persist(1, "a", 0, entries[2:])
+    assert found.value.exit_code == 6, "with its id it must not start again"
+    before = store.disk
     path.write_bytes(whole[:40])
-    with pytest.raises(LedgerLost, match="0 whole entries of 2"):
+    with pytest.raises(LedgerGone, match="0 whole entries of 2"):
         store.persist(1, "a", 0, entries[2:])
+    store.close()
+    assert load(folder).disk not in (before, b"")
 
 
 def test_a_log_whose_end_can_not_be_cut_off_goes_on_in_a_new_file(
@@ -848,7 +924,7 @@ def test_replacing_a_file_keeps_the_old_one_when_it_fails(tmp_path: Path, monkey
 # ---- two daemons on one folder ---------------------------------------------------------------------------------------
 
 
-def test_a_second_daemon_in_this_process_is_refused(folder: Path, store: RegionStore) -> None:
+def test_a_second_daemon_in_this_process_is_found(folder: Path, store: RegionStore) -> None:
     with pytest.raises(StorageError, match=rf"in use by another daemon \(process {os.getpid()}\)"):
         RegionStore(folder)
     store.close()

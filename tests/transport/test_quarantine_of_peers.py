@@ -128,7 +128,7 @@ async def test_three_violations_shut_a_peer_out_and_nobody_else(run: list[Proces
     assert "by a; its operator can lift that" in error
     assert "c" not in a.up
     assert {a.transport.quarantined("b"), b.transport.quarantined("c"), b.transport.quarantined("a")} == {""}
-    assert a.transport.send("b", RequestVoteReply(1, False, True))
+    assert a.transport.send("b", RequestVoteReply(1, False, True, b""))
     await b.until(lambda: "a" in b.messages)
     assert c.up == {"b"}
 

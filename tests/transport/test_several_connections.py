@@ -265,7 +265,7 @@ async def test_what_does_not_belong_to_the_session_is_refused_and_the_session_go
         await refused(mesh, b, **{"connection": 1, **changes})
     assert b.rejections == strikes
     assert b.peer_status()["a"].connections == 1
-    await made[e.Lane.CONTROL].write(e.encode_control(RequestVoteReply(1, True, True)))
+    await made[e.Lane.CONTROL].write(e.encode_control(RequestVoteReply(1, True, True, b"")))
     await at_b.until(lambda: at_b.messages)
     assert at_b.changes == [("a", True)]
     for stream in made.values():

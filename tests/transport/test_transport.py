@@ -55,12 +55,12 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 async def test_control_messages_go_both_ways_in_order(mesh: Mesh) -> None:
     a, at_a, b, at_b = await mesh.pair()
     for term in range(300):
-        a.send("b", RequestVoteReply(term, True, False))
-        b.send("a", RequestVoteReply(-term, False, True))
+        a.send("b", RequestVoteReply(term, True, False, b""))
+        b.send("a", RequestVoteReply(-term, False, True, b""))
     await at_b.until(lambda: len(at_b.messages) == 300)
     await at_a.until(lambda: len(at_a.messages) == 300)
-    assert at_b.messages == [("a", RequestVoteReply(term, True, False)) for term in range(300)]
-    assert at_a.messages == [("b", RequestVoteReply(-term, False, True)) for term in range(300)]
+    assert at_b.messages == [("a", RequestVoteReply(term, True, False, b"")) for term in range(300)]
+    assert at_a.messages == [("b", RequestVoteReply(-term, False, True, b"")) for term in range(300)]
     assert a.peer_status()["b"].state is LinkState.UP
 
 
@@ -101,7 +101,7 @@ async def test_dials_that_cross_end_in_one_link(mesh: Mesh) -> None:
 
         async def exchange(a: GrpcTransport = a, at_b: Recorder = at_b) -> None:
             while not at_b.messages:
-                a.send("b", RequestVoteReply(1, True, True))
+                a.send("b", RequestVoteReply(1, True, True, b""))
                 await asyncio.sleep(0.01)
 
         await asyncio.wait_for(exchange(), DEADLINE_S)
@@ -217,7 +217,7 @@ async def test_control_goes_on_while_the_receiver_can_not_decode(mesh: Mesh, mon
     moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(bytes(8 * 2**20))))
     await at_b.until(lambda: at_b.opened)
     for term in range(50):
-        a.send("b", RequestVoteReply(term, True, True))
+        a.send("b", RequestVoteReply(term, True, True, b""))
         await at_b.until(lambda term=term: len(at_b.messages) == term + 1)
     assert not at_b.closed
     may_decode.set()
@@ -319,7 +319,7 @@ async def test_control_messages_beyond_the_queue_are_dropped_and_counted(mesh: M
     a, at_a, _, at_b = await mesh.pair()
     count = outbound.CONTROL_FRAMES_MAX + 100
     for term in range(count):  # no await: nothing leaves meanwhile
-        a.send("b", RequestVoteReply(term, True, True))
+        a.send("b", RequestVoteReply(term, True, True, b""))
     dropped = a.peer_status()["b"].control_dropped
     assert dropped >= 99
     await at_b.until(lambda: len(at_b.messages) == count - dropped)
@@ -328,12 +328,12 @@ async def test_control_messages_beyond_the_queue_are_dropped_and_counted(mesh: M
 
 async def test_messages_without_a_link_are_dropped(mesh: Mesh) -> None:
     a, _ = await mesh.start("a", {"b": None})
-    a.send("b", RequestVoteReply(1, True, True))
+    a.send("b", RequestVoteReply(1, True, True, b""))
     assert a.peer_status()["b"].control_dropped == 1
     with pytest.raises(LinkLost, match="down"):
         await a.transfer("b", Payload(0, 0, b""), memoryview(b"x"))
     with pytest.raises(ValueError, match="not a peer"):
-        a.send("z", RequestVoteReply(1, True, True))
+        a.send("z", RequestVoteReply(1, True, True, b""))
 
 
 # ---- links end and come back -----------------------------------------------------------------------------------------
@@ -347,8 +347,8 @@ async def test_the_link_comes_back_when_the_listening_side_restarts(mesh: Mesh) 
     again, at_again = await mesh.start("b", {"a": None}, listen=("127.0.0.1", port))
     await at_a.until(lambda: at_a.is_up["b"])
     await at_again.until(lambda: at_again.is_up.get("a"))
-    a.send("b", RequestVoteReply(5, True, True))
-    again.send("a", RequestVoteReply(6, True, True))
+    a.send("b", RequestVoteReply(5, True, True, b""))
+    again.send("a", RequestVoteReply(6, True, True, b""))
     await at_again.until(lambda: at_again.messages)
     await at_a.until(lambda: at_a.messages)
 
@@ -384,7 +384,7 @@ async def test_a_new_session_of_the_peer_replaces_the_one_it_forgot(mesh: Mesh) 
     assert at_b.changes == [("a", True), ("a", False), ("a", True)]
     with pytest.raises(LinkLost):
         await read_on(first[e.Lane.CONTROL])
-    await second[e.Lane.CONTROL].write(e.encode_control(RequestVoteReply(1, True, True)))
+    await second[e.Lane.CONTROL].write(e.encode_control(RequestVoteReply(1, True, True, b"")))
     await at_b.until(lambda: at_b.messages)
     for stream in [*first.values(), *second.values()]:
         await stream.aclose()
@@ -657,7 +657,7 @@ async def test_a_handler_may_refuse_a_message_as_a_violation(mesh: Mesh) -> None
         raise ProtocolViolation(f"{peer}: {type(message).__name__} makes no sense")
 
     at_b.control_arrived = refuse  # type: ignore[method-assign]
-    a.send("b", RequestVoteReply(1, True, True))
+    a.send("b", RequestVoteReply(1, True, True, b""))
     await at_b.until(lambda: ("a", False) in at_b.changes)
     assert b.rejections == {("a", "protocol"): 1}
 
@@ -671,7 +671,7 @@ async def test_a_fault_of_ours_is_reported_and_the_link_comes_back(mesh: Mesh) -
         raise ZeroDivisionError("a bug")
 
     original, at_b.control_arrived = at_b.control_arrived, break_down  # type: ignore[method-assign]
-    a.send("b", RequestVoteReply(1, True, True))
+    a.send("b", RequestVoteReply(1, True, True, b""))
     await at_b.until(lambda: ("a", False) in at_b.changes)
     at_b.control_arrived = original  # type: ignore[method-assign]
     await at_a.until(lambda: len(at_a.changes) == 3)

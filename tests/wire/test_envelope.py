@@ -92,7 +92,7 @@ def test_what_is_no_hello_is_refused(frame: bytes) -> None:
 
 
 def test_a_control_frame_comes_back_equal() -> None:
-    message = RequestVoteReply(3, True, False)
+    message = RequestVoteReply(3, True, False, b"")
     assert e.decode_control(e.encode_control(message)) == message
 
 
@@ -103,7 +103,7 @@ def test_what_is_no_control_frame_is_refused(frame: bytes) -> None:
 
 
 def test_the_control_lane_has_pings_and_messages() -> None:
-    message = RequestVoteReply(3, True, False)
+    message = RequestVoteReply(3, True, False, b"")
     assert e.PING_FRAME == b"\x03"
     assert e.decode_control_lane(e.PING_FRAME) is None
     assert e.decode_control_lane(e.encode_control(message)) == message

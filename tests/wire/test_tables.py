@@ -38,18 +38,19 @@ def entry(body: t.EntryBody) -> t.Entry:
 
 
 BODIES: list[t.EntryBody] = [
-    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 16,)),
+    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 16,), (b"d" * 16, b"e" * 16)),
     t.LeaderBody("eu"),
     ROUND,
     t.DiscardedBody("us-east", 1, 2, 10, 26, 4096, "died"),
     t.FinishedBody((5, 6), "tokens"),
+    t.DiskNamedBody("eu", b"d" * 16),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
-    m.RequestVote(2, True, 10, 1),
-    m.RequestVoteReply(2, False, True),
+    m.RequestVote(2, True, 10, 1, b"d" * 16, True),
+    m.RequestVoteReply(2, False, True, b"d" * 16),
     m.AppendEntries(2, 5, 9, b"q" * 32, tuple(entry(body) for body in BODIES), 8),
-    m.AppendEntriesReply(2, 5, True, 9),
+    m.AppendEntriesReply(2, 5, True, 9, b"h" * 32, b"d" * 16),
     m.Heartbeat(7, 6, 1000, ("eu",), STATUS, 9, (t.FragmentDigest(2, 6, b"d" * 16),), RateLimits(12_500, None)),
     m.BallotOpened(BALLOT, 2, 6, ("eu", "us-east"), (STRIPE,)),
     m.Contributed(BALLOT, CONTRIBUTION),
@@ -61,7 +62,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.PayloadRequested(2, 6, b"d" * 32),
     m.StateRequested(2, 6),
     m.Refused(2, 6, "gone"),
-    m.TimeoutNow(2),
+    m.TimeoutNow(2, "eu"),
     m.FinishRequested("enough"),
     m.DiscardReported((BODIES[3],)),  # type: ignore[arg-type]
     k.IngressGranted(12_500_000),
@@ -133,13 +134,13 @@ def test_entries_come_back_equal(body: t.EntryBody) -> None:
     assert ENTRIES.decode(ENTRIES.encode(entry(body))) == entry(body)
 
 
-def test_frozen_bytes_of_version_5_decode() -> None:
+def test_frozen_bytes_of_version_6_decode() -> None:
     """A change here is a change of the protocol: raise PROTOCOL_VERSION, and keep what can be kept of the old bytes."""
-    assert PROTOCOL_VERSION == 5
+    assert PROTOCOL_VERSION == 6
     frozen: dict[str, ControlMessage] = {
-        "950102c30a01": m.RequestVote(2, True, 10, 1),
-        "940202c2c3": m.RequestVoteReply(2, False, True),
-        "95040205c309": m.AppendEntriesReply(2, 5, True, 9),
+        "970102c30a01c41064646464646464646464646464646464c3": m.RequestVote(2, True, 10, 1, b"d" * 16, True),
+        "950202c2c3c41064646464646464646464646464646464": m.RequestVoteReply(2, False, True, b"d" * 16),
+        "97040205c309c420" + "68" * 32 + "c410" + "64" * 16: m.AppendEntriesReply(2, 5, True, 9, b"h" * 32, b"d" * 16),
         "941607cd03e8ff": g.EchoReply(7, 1000, -1),
         "9817cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf000000010000000008": CONTROL_EXAMPLES[22],
     }

@@ -2,6 +2,9 @@
 
 Pre-vote: a follower first asks whether it would get votes, so that nobody is disturbed by a new term of a region that
 can't win. The timer is drawn at random, so that two voters rarely stand at the same moment.
+
+A vote counts for the folder that gave it (`disks`), and is given to a folder: one that lost its term and vote is
+another voter and another candidate. A term grows by at most TERM_STEP_MAX at a time, whatever a message claims.
 """
 
 from __future__ import annotations
@@ -11,9 +14,17 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Final
 
+from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import RequestVote, RequestVoteReply
+
+TERM_STEP_MAX: Final = 1024
+"""A term that somebody claims is approached in steps of this. A region that was away while the others held an election
+each second for a day follows within 90 messages; one that lies would need 2^53 of them to use up the numbers."""
+
+CLAIM_RESTS_MAX: Final = 512
+"""Election timeouts between two claims of one follower that are heeded, at most: ten minutes of them by default."""
 
 _MASK: Final = (1 << 64) - 1
 
@@ -31,6 +42,34 @@ def majority_value(values: Iterable[int]) -> int:
     """
     ranked = sorted(values, reverse=True)
     return ranked[majority_of(len(ranked)) - 1]
+
+
+class TermClaims:
+    """When a leader heeds a single follower's claim of a newer term, for which it has to step down.
+
+    Honest followers have one after they stood for election in vain, and can be led only in a newer term. One that
+    claims it again and again would stop the run: it is heeded at once, then after one election timeout, after two more,
+    and so on.
+    """
+
+    def __init__(self, timeout_ns: int) -> None:
+        self._timeout_ns = timeout_ns
+        self._rests: dict[str, tuple[int, int]] = {}
+
+    def is_heeded(self, peer: str, *, now_ns: int) -> bool:
+        """Whether this claim is; the next one of the same peer then rests twice as long."""
+        until_ns, rest_ns = self._rests.get(peer, (now_ns, self._timeout_ns))
+        if now_ns < until_ns:
+            return False
+        if now_ns - until_ns > rest_ns:
+            rest_ns = max(self._timeout_ns, rest_ns // 2)
+        self._rests[peer] = (now_ns + rest_ns, min(2 * rest_ns, CLAIM_RESTS_MAX * self._timeout_ns))
+        return True
+
+
+def ballot_paper(region: str, disk: bytes) -> str:
+    """Who gets a vote, as it goes to disk: the region and its folder."""
+    return f"{region} {disk.hex()}"
 
 
 class Dice:
@@ -62,17 +101,19 @@ class Election:
     """Term, vote, role and election timer. The ledger calls it and replicates as the role says.
 
     Args:
-        region: this voter. peers: the others.
+        region: this voter. peers: the others. disk: its folder's id.
         timeout_ns: the timer is drawn from 1 to 2 times this.
         term, voted_for: as the disk holds them.
         seed: of the timer; the region's name is mixed in.
-        log: read only. gate: takes the messages, and holds them back until term and vote are on disk.
+        log, disks: read only. gate: takes the messages, and holds them back until term and vote are on disk.
 
     Attributes:
-        role, term, voted_for: as they are now, on disk or not.
+        role, term: as they are now, on disk or not.
+        voted_for: region and folder that got the vote of the term (`ballot_paper`); empty while nobody did.
         leader: of the term; empty while it is unknown.
         due_at_ns: when this voter asks for votes unless it hears a leader.
-        granted: who said yes, this voter too; of use while it asks or stands.
+        granted: who said yes, this voter too, with the folder that did; of use while it asks or stands.
+        founder_term: the term for which this voter gave its vote to a founder (or stands as one); 0: none.
     """
 
     def __init__(
@@ -80,11 +121,13 @@ class Election:
         *,
         region: str,
         peers: Sequence[str],
+        disk: bytes,
         timeout_ns: int,
         term: int,
         voted_for: str,
         seed: int,
         log: ReplicaLog,
+        disks: DiskView,
         gate: WriteGate,
         now_ns: int,
     ) -> None:
@@ -92,9 +135,12 @@ class Election:
         self.term = term
         self.voted_for = voted_for
         self.leader = ""
-        self.granted: set[str] = set()
+        self.granted: dict[str, bytes] = {}
+        self.founder_term = 0
         self.due_at_ns = 0
         self._region = region
+        self._disk = disk
+        self._disks = disks
         self._peers = tuple(peers)
         self._timeout_ns = timeout_ns
         self._dice = Dice(seed, region)
@@ -111,10 +157,13 @@ class Election:
         self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(self._timeout_ns))
 
     def adopt_term(self, term: int) -> bool:
-        """Take a newer term, with a free vote; False for one that is not newer. The caller then follows nobody."""
+        """Take a newer term, or a step towards it, with a free vote; the caller then follows nobody.
+
+        False for one that is not newer.
+        """
         if term <= self.term:
             return False
-        self.term, self.voted_for = term, ""
+        self.term, self.voted_for = min(term, self.term + TERM_STEP_MAX), ""
         self._gate.change_hard_state()
         return True
 
@@ -131,29 +180,37 @@ class Election:
     def start_pre_vote(self, *, now_ns: int) -> None:
         """Request pre-votes before disturbing anybody with a new term."""
         self.role, self.leader = Role.ASKING, ""
-        self.granted = {self._region}
+        self.granted = {self._region: self._disk}
         self._request_votes(self.term + 1, pre_vote=True)
         self.count_votes(now_ns=now_ns)
 
     def stand(self, *, now_ns: int) -> None:
         """Begin a term as its candidate. The question leaves when the own vote is on disk."""
         self.term += 1
-        self.voted_for = self._region
+        self.voted_for = ballot_paper(self._region, self._disk)
         self._gate.change_hard_state()
         self.role, self.leader = Role.CANDIDATE, ""
-        self.granted = {self._region}
+        self.granted = {self._region: self._disk}
+        self.founder_term = 0 if self._disks.has_view else self.term
         self.restart_timer(now_ns)
         self._gate.note(f"term {self.term}: {self._region} stands for election")
         self._request_votes(self.term, pre_vote=False)
 
     def count_votes(self, *, now_ns: int) -> bool:
         """Stand with a majority of pre-votes; True with a majority of votes and the own one on disk: it has won."""
-        if len(self.granted) < majority_of(len(self._peers) + 1):
+        if self.missing_votes() > 0:
             return False
         if self.role is Role.ASKING:
             self.stand(now_ns=now_ns)
             return False
         return self.role is Role.CANDIDATE and self._gate.is_hard_durable
+
+    def missing_votes(self) -> int:
+        """How many more are needed. Of a founded run a majority of folders that count; to found one, all."""
+        voters = len(self._peers) + 1
+        if not self._disks.has_view:
+            return voters - len(self.granted)
+        return majority_of(voters) - sum(self._disks.counts(name, disk) for name, disk in self.granted.items())
 
     def answer(
         self, peer: str, request: RequestVote, *, is_up_to_date: bool, has_leader_contact: bool, now_ns: int
@@ -164,27 +221,35 @@ class Election:
             is_up_to_date: its log holds at least what this voter's does.
             has_leader_contact: there is a leader that an election would disturb.
         """
+        # Who knows a view has seen the run founded: nobody may found it again.
+        is_welcome = is_up_to_date and (request.has_view or not self._disks.has_view)
         if request.pre_vote:
-            granted = request.term > self.term and is_up_to_date and not has_leader_contact
-            self._gate.send(peer, RequestVoteReply(request.term if granted else self.term, True, granted))
+            granted = self.term < request.term <= self.term + TERM_STEP_MAX and is_welcome and not has_leader_contact
+            self._reply(peer, request.term if granted else self.term, pre_vote=True, granted=granted)
             return
-        granted = request.term == self.term and self.voted_for in ("", peer) and is_up_to_date
-        if granted and self.voted_for != peer:
-            self.voted_for = peer
+        paper = ballot_paper(peer, request.disk)
+        granted = request.term == self.term and self.voted_for in ("", paper) and is_welcome
+        if granted and self.voted_for != paper:
+            self.voted_for = paper
             self._gate.change_hard_state()
         if granted:
+            self.founder_term = 0 if request.has_view else self.term
             self.restart_timer(now_ns)
-        self._gate.send(peer, RequestVoteReply(self.term, False, granted))
+        self._reply(peer, self.term, pre_vote=False, granted=granted)
 
     def take_vote(self, peer: str, answer: RequestVoteReply) -> bool:
         """Note who said yes; False if it answers no open request."""
         expected_term = {Role.ASKING: self.term + 1, Role.CANDIDATE: self.term}.get(self.role)
         if answer.term != expected_term or answer.pre_vote != (self.role is Role.ASKING):
             return False
-        self.granted.add(peer)
+        self.granted[peer] = answer.disk
         return True
 
+    def _reply(self, peer: str, term: int, *, pre_vote: bool, granted: bool) -> None:
+        self._gate.send(peer, RequestVoteReply(term, pre_vote, granted, self._disk))
+
     def _request_votes(self, term: int, *, pre_vote: bool) -> None:
-        request = RequestVote(term, pre_vote, self._log.last_index, self._log.last_term)
+        log = self._log
+        request = RequestVote(term, pre_vote, log.last_index, log.last_term, self._disk, self._disks.has_view)
         for peer in self._peers:
             self._gate.send(peer, request)

@@ -17,6 +17,7 @@ import msgpack
 
 from diloco_node.core.types import (
     DiscardedBody,
+    DiskNamedBody,
     Entry,
     EntryBody,
     EntryKind,
@@ -40,6 +41,7 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.ROUND.value: RoundBody,
     EntryKind.DISCARDED.value: DiscardedBody,
     EntryKind.FINISHED.value: FinishedBody,
+    EntryKind.DISK_NAMED.value: DiskNamedBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _INT_LIMIT: Final = 1 << 63

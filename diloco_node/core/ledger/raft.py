@@ -7,6 +7,8 @@ What is particular to this ledger, beside Raft's rules:
   alone I can produce parameters and momentum at n.
 - Heartbeats are answered at once all the same, with the index that is on disk, and again when that index has grown.
 - No message names a term or a vote that is not on disk: it is held back until the write is done.
+- Votes and acknowledgements count for the folder that gave them (`disks`), and name the hash of what is acknowledged.
+- A voter that hears its leader heeds no newer term of anybody else: one wrong peer must not depose a leader at will.
 
 The caller's duties:
 
@@ -15,15 +17,16 @@ The caller's duties:
 3. Call `payload_arrived` when something that `missing_payloads()` named has reached the disk.
 4. After every call take `take_committed()` and apply it, in order.
 
-Source: Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm" (2014); pre-vote, the leader's check
-of its majority and the transfer of leadership from Ongaro's dissertation (2014), sections 9.6, 6.2 and 3.10.
+Source: Ongaro and Ousterhout, "In Search of an Understandable Consensus Algorithm" (2014). From Ongaro's dissertation
+(2014): pre-vote (9.6), the leader's check of its majority (6.2), the transfer of leadership (3.10), voters that ignore
+who disturbs (4.2.3).
 Deviations: entries are matched by the hash of the previous entry instead of its term; acknowledgements name what is
 durable and may come unasked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from diloco_node.core.events import (
     Effect,
@@ -33,8 +36,9 @@ from diloco_node.core.events import (
     MessageArrived,
     TimerFired,
 )
-from diloco_node.core.ledger.election import Election, Role, majority_of, majority_value
-from diloco_node.core.ledger.entries import seal
+from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_of, majority_value
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.replication import Follower, Following, fault_in, majority_contact_ns, most_complete
 from diloco_node.core.ledger.write_gate import WriteGate
@@ -55,6 +59,8 @@ class LedgerCore:
 
     Args:
         region: this voter. voters: all of them, this one too; the same on every region.
+        disk: id of this voter's folder.
+        named: the folders that count before entry 1, by region; None: the log itself begins the run.
         heartbeat_ns: between two heartbeats of a leader.
         election_timeout_ns: a follower that hears no leader asks for votes after 1 to 2 times this; a leader that hears
             no majority for this long steps down. At least two heartbeats.
@@ -70,6 +76,7 @@ class LedgerCore:
         *,
         region: str,
         voters: Sequence[str],
+        disk: bytes,
         heartbeat_ns: int,
         election_timeout_ns: int,
         term: int,
@@ -78,6 +85,7 @@ class LedgerCore:
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
+        named: Mapping[str, bytes] | None = None,
     ) -> None:
         if region not in voters or len(set(voters)) != len(voters):
             raise ValueError(f"{region!r} is not exactly once among the voters {sorted(voters)}")
@@ -91,13 +99,18 @@ class LedgerCore:
         self._heartbeat_ns = heartbeat_ns
         self._election_timeout_ns = election_timeout_ns
         self._has_payload = has_payload
+        self._disk = disk
         self._is_draining = False
 
+        self.disks = DiskView(self._voters, named)
         self._log = ReplicaLog(entries, self._may_persist)
+        self.disks.follow(entries)
         self._gate = WriteGate()
         self._election = Election(
             region=region,
             peers=self._peers,
+            disk=disk,
+            disks=self.disks,
             timeout_ns=election_timeout_ns,
             term=term,
             voted_for=voted_for,
@@ -112,8 +125,12 @@ class LedgerCore:
         self._taken_index = 0
 
         self._following = Following()
+        # Up to then the leader's own offer lets others stand and be voted for.
+        self._offered_until_ns = now_ns
+        self._claims = TermClaims(election_timeout_ns)
         # Only of a leader.
         self._followers: dict[str, Follower] = {}
+        self._founders: dict[str, bytes] = {}
         self._sequence = 0
         self._heartbeat_at_ns = 0
 
@@ -176,6 +193,26 @@ class LedgerCore:
         return dict(sorted(known.items()))
 
     @property
+    def told_disks(self) -> dict[str, bytes]:
+        """As leader, the folders that the followers answer from in this term, of those that have answered."""
+        return {peer: follower.disk for peer, follower in self._followers.items() if follower.disk}
+
+    @property
+    def founders(self) -> dict[str, bytes]:
+        """As the leader of a run that is not founded yet, the folder of every region: all have voted for it."""
+        return {} if self.disks.has_view or not self.is_leader else dict(sorted(self._founders.items()))
+
+    @property
+    def is_own_disk_sound(self) -> bool:
+        """Whether this region's folder has forgotten nothing that counts, as far as can be known.
+
+        The log names it; or the run is being founded with its vote, for then no region knows of an earlier one.
+        """
+        if self.disks.has_view:
+            return self.disks.counts(self._region, self._disk)
+        return bool(self.leader) and self._election.founder_term == self.term
+
+    @property
     def wake_at_ns(self) -> int:
         """When the next TimerFired is due."""
         if not self.is_leader:
@@ -187,6 +224,11 @@ class LedgerCore:
     def reason(self) -> str:
         """One line for status: who leads, or why nobody does, and what is waited for."""
         needed = majority_of(len(self._voters))
+        if self.disks.has_view and not self.disks.counts(self._region, self._disk):
+            return f"its folder is not the one that the ledger names: it catches up from {self.leader or 'nobody yet'}"
+        if not self.disks.has_view and not self.leader:
+            silent = [name for name in self._peers if name not in self._election.granted]
+            return f"the first start needs every region: waits for {', '.join(silent) or 'its own disk'}"
         if self.is_leader:
             state = f"leads term {self.term}, entry {self._cluster_commit_index} of {self.last_index} is committed"
             behind = [f"{name} at {index}" for name, index in self.durable_indexes.items() if index < self.last_index]
@@ -293,7 +335,7 @@ class LedgerCore:
                     self._offer_leadership("is about to stop", now_ns)
         elif now_ns >= self._election.due_at_ns:
             self._election.restart_timer(now_ns)
-            if not self._is_draining:
+            if self._may_stand():
                 self._election.start_pre_vote(now_ns=now_ns)
 
     def _message_arrived(self, peer: str, message: Message, now_ns: int) -> None:
@@ -331,6 +373,21 @@ class LedgerCore:
             self._following.contact_ns = None
             self._election.hasten(now_ns + self._heartbeat_ns)
 
+    def _may_stand(self) -> bool:
+        """A folder that does not count would only disturb; before the run is founded each may try."""
+        is_sound = not self.disks.has_view or self.disks.counts(self._region, self._disk)
+        return is_sound and not self._is_draining
+
+    def _hears_leader(self, now_ns: int, *, but: str = "") -> bool:
+        """Whether a leader of this term is there (another than `but`) and has not offered its place."""
+        if now_ns < self._offered_until_ns or not self.leader or self.leader == but:
+            return False
+        if self.is_leader:
+            until_ns = self._majority_until_ns()
+            return until_ns is None or now_ns < until_ns
+        contact_ns = self._following.contact_ns
+        return contact_ns is not None and now_ns - contact_ns < self._election_timeout_ns
+
     def _adopt_term(self, term: int, now_ns: int) -> None:
         if self._election.adopt_term(term):
             self._become_follower("", now_ns)
@@ -346,21 +403,23 @@ class LedgerCore:
             self._note(f"follows {leader}")
 
     def _request_vote(self, peer: str, request: RequestVote, now_ns: int) -> None:
-        if not request.pre_vote:
+        hears_leader = self._hears_leader(now_ns)
+        if not request.pre_vote and request.term > self.term:
+            if hears_leader:
+                return
             self._adopt_term(request.term, now_ns)
-        contact_ns = self._following.contact_ns
-        is_recent = bool(self.leader) and contact_ns is not None and now_ns - contact_ns < self._election_timeout_ns
         self._election.answer(
             peer,
             request,
             is_up_to_date=self._is_up_to_date(request.last_index, request.last_term),
-            has_leader_contact=self.is_leader or is_recent,
+            has_leader_contact=hears_leader,
             now_ns=now_ns,
         )
 
     def _request_vote_reply(self, peer: str, answer: RequestVoteReply, now_ns: int) -> None:
         if not answer.granted:
-            self._adopt_term(answer.term, now_ns)
+            if not self._hears_leader(now_ns):
+                self._adopt_term(answer.term, now_ns)
         elif self._election.take_vote(peer, answer):
             self._count_votes(now_ns)
 
@@ -369,11 +428,15 @@ class LedgerCore:
             self._become_leader(now_ns)
 
     def _leadership_offered(self, peer: str, offered: TimeoutNow, now_ns: int) -> None:
-        is_from_leader = offered.term == self.term and peer == self.leader and not self.is_leader
-        if is_from_leader and not self._is_draining:
+        if offered.term != self.term or peer != self.leader or self.is_leader:
+            return
+        self._offered_until_ns = now_ns + self._election_timeout_ns
+        if offered.successor == self._region and self._may_stand():
             self._election.stand(now_ns=now_ns)
 
     def _become_leader(self, now_ns: int) -> None:
+        self._founders = dict(self._election.granted)
+        self._offered_until_ns = now_ns
         self._election.lead()
         self._log.drop_staged()
         next_index = self._log.last_index + 1
@@ -384,7 +447,9 @@ class LedgerCore:
 
     def _append(self, body: EntryBody, now_ns: int) -> None:
         index = self._log.last_index + 1
-        self._log.append(seal(index, self.term, self._log.hash_at(index - 1), body))
+        entry = seal(index, self.term, self._log.hash_at(index - 1), body)
+        self._log.append(entry)
+        self.disks.follow([entry])
         for peer in self._peers:
             if self._followers[peer].has_more(self._log):
                 self._send_append(peer)
@@ -402,23 +467,38 @@ class LedgerCore:
         self._gate.send(peer, message)
 
     def _append_entries_reply(self, peer: str, answer: AppendEntriesReply, now_ns: int) -> None:
-        self._adopt_term(answer.term, now_ns)
+        if answer.term > self.term and (not self._hears_leader(now_ns) or self._claims.is_heeded(peer, now_ns=now_ns)):
+            self._adopt_term(answer.term, now_ns)
         if not self.is_leader or answer.term != self.term:
             return
+        if answer.accepted and not self._log.has(answer.durable_index, answer.durable_hash):
+            self._note(f"{peer} acknowledges another entry {answer.durable_index}: not counted", is_alarm=True)
+            return
         follower = self._followers[peer]
-        if not follower.answered(answer, last_index=self._log.last_index, now_ns=now_ns):
+        if not follower.answered(answer, now_ns=now_ns):
             self._note(f"{peer} has lost entries that it had acknowledged; its disk must be looked at", is_alarm=True)
+        if not self.disks.has_view and answer.disk != self._founders[peer]:
+            self._note(f"the folder of {peer} is another one than that which voted: begins again")
+            self._become_follower("", now_ns)
+            return
         self._advance_commit(now_ns)
         if follower.has_more(self._log):
             self._send_append(peer)
 
     def _advance_commit(self, now_ns: int) -> None:
-        durable = [follower.durable_index for follower in self._followers.values()]
-        index = majority_value([*durable, self._log.durable_index])
+        index = self._agreed_index()
         if index > self._cluster_commit_index and self._may_commit(index):
             self._cluster_commit_index = index
             # Tell the followers now: a round is applied when its region knows that it is committed.
             self._broadcast(now_ns)
+
+    def _agreed_index(self) -> int:
+        """What is on the disks of a majority of all regions, in folders that count; before genesis, of all of them."""
+        durable = {peer: (follower.disk, follower.durable_index) for peer, follower in self._followers.items()}
+        durable[self._region] = (self._disk, self._log.durable_index)
+        if not self.disks.has_view:
+            return min(index for _, index in durable.values())
+        return majority_value(index if self.disks.counts(name, disk) else 0 for name, (disk, index) in durable.items())
 
     def _majority_until_ns(self) -> int | None:
         """Up to when a majority has answered recently enough to lead on; None for a majority by itself."""
@@ -427,15 +507,20 @@ class LedgerCore:
 
     def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
-        successor = most_complete(self._followers, answered_after_ns=now_ns - self._election_timeout_ns)
+        able = {peer: one for peer, one in self._followers.items() if self.disks.counts(peer, one.disk)}
+        successor = most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")
-            self._gate.send(successor, TimeoutNow(self.term))
+            self._offered_until_ns = now_ns + self._election_timeout_ns
+            for peer in self._peers:
+                self._gate.send(peer, TimeoutNow(self.term, successor))
 
     def _append_entries(self, peer: str, request: AppendEntries, now_ns: int) -> None:
-        self._adopt_term(request.term, now_ns)
-        if request.term < self.term:
-            self._gate.send(peer, AppendEntriesReply(self.term, request.sequence, False, 0))
+        if request.term > self.term and not self._hears_leader(now_ns, but=peer):
+            self._adopt_term(request.term, now_ns)
+        if request.term != self.term:
+            # Also when it is far ahead: the next message finds this voter closer.
+            self._refuse(peer, request.sequence, hint=0)
             return
         if self.leader not in ("", peer):
             self._note(f"{peer} and {self.leader} both lead this term: ignored {peer}", is_alarm=True)
@@ -451,7 +536,9 @@ class LedgerCore:
         following.contact_ns = now_ns
         following.requested_sequence = max(following.requested_sequence, request.sequence)
         if self._log.has(request.previous_index, request.previous_hash):
-            following.take(self._log, request)
+            conflict = following.take(self._log, request)
+            if conflict:
+                self.disks.truncated(conflict)
             self._log.promote(self._may_persist)
             following.commit_index = max(following.commit_index, request.commit_index)
             reached = min(following.commit_index, following.matched_index)
@@ -459,12 +546,17 @@ class LedgerCore:
             self._acknowledge(request.sequence)
         else:
             # What is committed is in the leader's log: no need to search before it.
-            hint = max(self._log.search_hint(request.previous_index), self.commit_index)
-            self._gate.send(peer, AppendEntriesReply(self.term, request.sequence, False, hint))
+            self._refuse(
+                peer, request.sequence, hint=max(self._log.search_hint(request.previous_index), self.commit_index)
+            )
+
+    def _refuse(self, peer: str, sequence: int, *, hint: int) -> None:
+        self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))
 
     def _acknowledge(self, sequence: int) -> None:
-        self._following.reported_index = self._following.acknowledged_index(self._log)
-        self._gate.send(self.leader, AppendEntriesReply(self.term, sequence, True, self._following.reported_index))
+        index = self._following.reported_index = self._following.acknowledged_index(self._log)
+        answer = AppendEntriesReply(self.term, sequence, True, index, self._log.hash_at(index), self._disk)
+        self._gate.send(self.leader, answer)
 
     def _report_growth(self, now_ns: int) -> None:
         """More is on disk: a follower reports it to its leader at once."""
@@ -477,6 +569,7 @@ class LedgerCore:
         self._gate.note(f"term {self.term}: {self._region} {text}", is_alarm=is_alarm)
 
     def _flush(self) -> list[Effect]:
+        self.disks.follow(self._log.slice(self.disks.known_index + 1, self._log.last_index))
         return self._gate.flush(self._log, term=self.term, voted_for=self._vote_to_persist())
 
 

@@ -31,6 +31,7 @@ class Follower:
     Attributes:
         next_index: the next entry to send. Heartbeats name the entry before it, so that a lost batch is noticed.
         durable_index: what the follower reported to be on its disk of this leader's log.
+        disk: the folder that it reported it of; empty before it answered.
         answered_ns: when it last answered; at first the time of the election.
         batch_sequence: the batch whose answer is awaited, 0 if none: one batch at a time.
         sent_sequence: the last message sent.
@@ -41,6 +42,7 @@ class Follower:
     next_index: int
     answered_ns: int
     durable_index: int = 0
+    disk: bytes = b""
     batch_sequence: int = 0
     sent_sequence: int = 0
     heeded_sequence: int = 0
@@ -68,17 +70,20 @@ class Follower:
         """Whether a message now would carry entries."""
         return self.batch_sequence == 0 and self.next_index <= min(log.last_index, self._window_end)
 
-    def answered(self, answer: AppendEntriesReply, *, last_index: int, now_ns: int) -> bool:
-        """Take note of an answer of this term.
+    def answered(self, answer: AppendEntriesReply, *, now_ns: int) -> bool:
+        """Take note of an answer of this term, whose acknowledged entry is the leader's own.
 
         Returns:
             False if the follower has lost entries that it had acknowledged.
         """
         self.answered_ns = now_ns
+        if answer.disk != self.disk:
+            # Another folder: what the one before it had on disk says nothing about this one.
+            self.disk, self.durable_index, self.is_certain = answer.disk, 0, False
         if self.batch_sequence and answer.sequence >= self.batch_sequence:
             self.batch_sequence = 0
         if answer.accepted:
-            self.durable_index = max(self.durable_index, min(answer.durable_index, last_index))
+            self.durable_index = max(self.durable_index, answer.durable_index)
             self.next_index = max(self.next_index, self.durable_index + 1)
             return True
         if not self.heeded_sequence <= answer.sequence <= self.sent_sequence:
@@ -148,8 +153,12 @@ class Following:
         """On disk here, and the same as the leader's."""
         return min(log.durable_index, self.matched_index)
 
-    def take(self, log: ReplicaLog, request: AppendEntries) -> None:
-        """Stage the entries of a message whose previous entry matches, in place of what differs."""
+    def take(self, log: ReplicaLog, request: AppendEntries) -> int:
+        """Stage the entries of a message whose previous entry matches, in place of what differs.
+
+        Returns:
+            The first index that was overwritten; 0 if none was.
+        """
         conflict = log.first_conflict(request.entries)
         if conflict:
             log.truncate(conflict)
@@ -157,6 +166,7 @@ class Following:
         log.stage(request.entries)
         reached = min(request.previous_index + len(request.entries), log.known_index)
         self.matched_index = max(self.matched_index, reached)
+        return conflict
 
 
 def fault_in(request: AppendEntries, log: ReplicaLog, *, committed_index: int) -> str:

@@ -7,14 +7,11 @@ import pytest
 from diloco_node.core.events import (
     LedgerPersisted,
     PersistLedger,
-    Send,
     TimerFired,
 )
-from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.election import Role, ballot_paper
 from diloco_node.core.ledger.write_gate import PENDING_MESSAGES_MAX
 from diloco_node.core.messages import (
-    AppendEntriesReply,
-    RequestVote,
     RequestVoteReply,
 )
 from diloco_node.core.types import LeaderBody
@@ -24,10 +21,14 @@ from tests.kit.ledger_kit import (
     a_core,
     a_leader,
     a_round,
+    ack,
     append_entries,
     arrive,
     chain,
+    disk_of,
     sends,
+    vote,
+    vote_request,
     write_all,
     writes,
 )
@@ -56,7 +57,7 @@ def test_before_its_time_a_timer_does_nothing() -> None:
 def test_a_pre_vote_is_asked_for_the_next_term_and_changes_nothing() -> None:
     core = a_core(entries=chain(1, 3))
     effects = core.handle(TimerFired(), now_ns=core.wake_at_ns)
-    assert sends(effects) == [(peer, RequestVote(4, True, 2, 3)) for peer in ("b", "c")]
+    assert sends(effects) == [(peer, vote_request(4, True, 2, 3)) for peer in ("b", "c")]
     assert writes(effects) == []
     assert core.term == 3
     assert core.role is Role.ASKING
@@ -64,22 +65,22 @@ def test_a_pre_vote_is_asked_for_the_next_term_and_changes_nothing() -> None:
 
 def test_answering_a_pre_vote_changes_nothing() -> None:
     core = a_core(entries=chain(1))
-    effects = arrive(core, "b", RequestVote(7, True, 1, 1))
-    assert effects == [Send("b", RequestVoteReply(7, True, True))]
+    effects = arrive(core, "b", vote_request(7, True, 1, 1))
+    assert sends(effects) == [("b", vote(7, True, True))]
     assert core.term == 1
 
 
 def test_a_pre_vote_is_granted_to_two_candidates_at_once() -> None:
     core = a_core()
-    assert sends(arrive(core, "b", RequestVote(1, True, 0, 0))) == [("b", RequestVoteReply(1, True, True))]
-    assert sends(arrive(core, "c", RequestVote(1, True, 0, 0))) == [("c", RequestVoteReply(1, True, True))]
+    assert sends(arrive(core, "b", vote_request(1, True, 0, 0))) == [("b", vote(1, True, True))]
+    assert sends(arrive(core, "c", vote_request(1, True, 0, 0))) == [("c", vote(1, True, True))]
 
 
 @pytest.mark.parametrize(("term", "granted"), [(2, False), (3, False), (4, True)])
 def test_a_pre_vote_needs_a_term_above_the_voters_own(term: int, granted: bool) -> None:
     core = a_core(entries=chain(3))
-    effects = arrive(core, "b", RequestVote(term, True, 1, 3))
-    assert sends(effects) == [("b", RequestVoteReply(term if granted else 3, True, granted))]
+    effects = arrive(core, "b", vote_request(term, True, 1, 3))
+    assert sends(effects) == [("b", vote(term if granted else 3, True, granted))]
 
 
 def test_who_hears_a_leader_refuses_pre_votes_for_one_election_timeout() -> None:
@@ -87,21 +88,21 @@ def test_who_hears_a_leader_refuses_pre_votes_for_one_election_timeout() -> None
     log = chain(1)
     write_all(core, arrive(core, "b", append_entries(log, 1, 1, term=1), now_ns=100), now_ns=100)
     for now_ns, granted in ((100 + TIMEOUT_NS - 1, False), (100 + TIMEOUT_NS, True)):
-        effects = arrive(core, "c", RequestVote(2, True, 1, 1), now_ns)
-        assert sends(effects) == [("c", RequestVoteReply(2 if granted else 1, True, granted))]
+        effects = arrive(core, "c", vote_request(2, True, 1, 1), now_ns)
+        assert sends(effects) == [("c", vote(2 if granted else 1, True, granted))]
 
 
 def test_a_leader_refuses_pre_votes() -> None:
     core, _, now_ns = a_leader()
-    effects = arrive(core, "c", RequestVote(core.term + 1, True, 99, 99), now_ns)
-    assert sends(effects) == [("c", RequestVoteReply(core.term, True, False))]
+    effects = arrive(core, "c", vote_request(core.term + 1, True, 99, 99), now_ns)
+    assert sends(effects) == [("c", vote(core.term, True, False))]
     assert core.is_leader
 
 
 def test_who_is_refused_with_a_newer_term_adopts_it() -> None:
     core = a_core()
     core.handle(TimerFired(), now_ns=core.wake_at_ns)
-    effects = arrive(core, "b", RequestVoteReply(8, True, False), core.wake_at_ns)
+    effects = arrive(core, "b", vote(8, True, False), core.wake_at_ns)
     assert core.term == 8
     assert core.role is Role.FOLLOWER
     assert writes(effects)[0].term == 8
@@ -110,38 +111,38 @@ def test_who_is_refused_with_a_newer_term_adopts_it() -> None:
 def test_a_majority_of_pre_votes_starts_the_election_and_a_minority_does_not() -> None:
     core = a_core("a", tuple("abcde"))
     core.handle(TimerFired(), now_ns=core.wake_at_ns)
-    arrive(core, "b", RequestVoteReply(1, True, True))
-    arrive(core, "b", RequestVoteReply(1, True, True))
+    arrive(core, "b", vote(1, True, True))
+    arrive(core, "b", vote(1, True, True))
     assert core.role is Role.ASKING
-    arrive(core, "c", RequestVoteReply(1, True, True))
+    arrive(core, "c", vote(1, True, True))
     assert core.role is Role.CANDIDATE
     assert core.term == 1
 
 
 def test_pre_votes_are_no_votes_and_the_other_way_round() -> None:
     core, _ = a_candidate()
-    arrive(core, "c", RequestVoteReply(1, True, True))
+    arrive(core, "c", vote(1, True, True))
     assert core.role is Role.CANDIDATE
     core = a_core()
     core.handle(TimerFired(), now_ns=core.wake_at_ns)
-    arrive(core, "b", RequestVoteReply(1, False, True))
+    arrive(core, "b", vote(1, False, True))
     assert core.role is Role.ASKING
 
 
 def test_a_candidate_asks_only_when_term_and_own_vote_are_on_disk() -> None:
     core, effects = a_candidate()
-    assert writes(effects) == [PersistLedger(1, 1, "a", 0, ())]
+    assert writes(effects) == [PersistLedger(1, 1, ballot_paper("a", disk_of("a")), 0, ())]
     assert sends(effects) == []
     effects = core.handle(LedgerPersisted(1), now_ns=0)
-    assert sends(effects) == [(peer, RequestVote(1, False, 0, 0)) for peer in ("b", "c")]
+    assert sends(effects) == [(peer, vote_request(1, False, 0, 0)) for peer in ("b", "c")]
 
 
 def test_a_vote_is_sent_only_when_it_is_on_disk() -> None:
     core = a_core()
-    effects = arrive(core, "b", RequestVote(4, False, 0, 0))
-    assert writes(effects) == [PersistLedger(1, 4, "b", 0, ())]
+    effects = arrive(core, "b", vote_request(4, False, 0, 0))
+    assert writes(effects) == [PersistLedger(1, 4, ballot_paper("b", disk_of("b")), 0, ())]
     assert sends(effects) == []
-    assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", RequestVoteReply(4, False, True))]
+    assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", vote(4, False, True))]
 
 
 def test_a_newer_term_is_sent_only_when_it_is_on_disk() -> None:
@@ -150,55 +151,53 @@ def test_a_newer_term_is_sent_only_when_it_is_on_disk() -> None:
     assert writes(effects) == [PersistLedger(1, 5, "", 0, ())]
     assert sends(effects) == []
     # Also what is asked meanwhile waits.
-    assert sends(arrive(core, "c", RequestVote(6, True, 1, 1))) == []
+    assert sends(arrive(core, "c", vote_request(6, True, 1, 1))) == []
     assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [
-        ("b", AppendEntriesReply(5, 1, True, 1)),
-        ("c", RequestVoteReply(5, True, False)),
+        ("b", ack(5, 1, True, 1)),
+        ("c", vote(5, True, False)),
     ]
 
 
 def test_messages_that_wait_for_the_disk_are_limited() -> None:
     core = a_core()
-    arrive(core, "b", RequestVote(4, False, 0, 0))
+    arrive(core, "b", vote_request(4, False, 0, 0))
     for _ in range(PENDING_MESSAGES_MAX + 100):
-        arrive(core, "c", RequestVote(9, True, 0, 0))
+        arrive(core, "c", vote_request(9, True, 0, 0))
     assert len(sends(core.handle(LedgerPersisted(1), now_ns=0))) == PENDING_MESSAGES_MAX
 
 
 def test_one_vote_per_term_first_come_first_served() -> None:
     core = a_core()
-    write_all(core, arrive(core, "b", RequestVote(1, False, 0, 0)))
-    assert sends(arrive(core, "c", RequestVote(1, False, 0, 0))) == [("c", RequestVoteReply(1, False, False))]
-    assert sends(arrive(core, "b", RequestVote(1, False, 0, 0))) == [("b", RequestVoteReply(1, False, True))]
-    assert sends(write_all(core, arrive(core, "c", RequestVote(2, False, 0, 0)))) == [
-        ("c", RequestVoteReply(2, False, True))
-    ]
+    write_all(core, arrive(core, "b", vote_request(1, False, 0, 0)))
+    assert sends(arrive(core, "c", vote_request(1, False, 0, 0))) == [("c", vote(1, False, False))]
+    assert sends(arrive(core, "b", vote_request(1, False, 0, 0))) == [("b", vote(1, False, True))]
+    assert sends(write_all(core, arrive(core, "c", vote_request(2, False, 0, 0)))) == [("c", vote(2, False, True))]
 
 
 def test_a_vote_in_a_term_that_is_known_already_is_written_too() -> None:
     core = a_core(term=1)
-    effects = arrive(core, "b", RequestVote(1, False, 0, 0))
-    assert (writes(effects), sends(effects)) == ([PersistLedger(1, 1, "b", 0, ())], [])
+    effects = arrive(core, "b", vote_request(1, False, 0, 0))
+    assert (writes(effects), sends(effects)) == ([PersistLedger(1, 1, ballot_paper("b", disk_of("b")), 0, ())], [])
 
 
 def test_a_candidate_of_an_older_term_gets_no_vote() -> None:
     core = a_core(term=5)
-    effects = arrive(core, "b", RequestVote(4, False, 9, 4))
-    assert effects == [Send("b", RequestVoteReply(5, False, False))]
+    effects = arrive(core, "b", vote_request(4, False, 9, 4))
+    assert sends(effects) == [("b", vote(5, False, False))]
 
 
 def test_a_vote_that_comes_before_the_own_one_is_on_disk_has_to_wait_for_it() -> None:
     core, effects = a_candidate()
-    arrive(core, "b", RequestVoteReply(1, False, True))
+    arrive(core, "b", vote(1, False, True))
     assert not core.is_leader
     write_all(core, effects)
     assert core.is_leader
 
 
 def test_the_vote_survives_a_restart() -> None:
-    core = a_core(term=1, voted_for="b")
-    assert sends(arrive(core, "c", RequestVote(1, False, 0, 0))) == [("c", RequestVoteReply(1, False, False))]
-    assert sends(arrive(core, "b", RequestVote(1, False, 0, 0))) == [("b", RequestVoteReply(1, False, True))]
+    core = a_core(term=1, voted_for=ballot_paper("b", disk_of("b")))
+    assert sends(arrive(core, "c", vote_request(1, False, 0, 0))) == [("c", vote(1, False, False))]
+    assert sends(arrive(core, "b", vote_request(1, False, 0, 0))) == [("b", vote(1, False, True))]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_a_vote_goes_only_to_a_log_at_least_as_complete(
     last_index: int, last_term: int, granted: bool, pre_vote: bool
 ) -> None:
     core = a_core(entries=chain(1, 1, 2))
-    effects = arrive(core, "b", RequestVote(9, pre_vote, last_index, last_term))
+    effects = arrive(core, "b", vote_request(9, pre_vote, last_index, last_term))
     answers = sends(effects) + sends(write_all(core, effects))
     assert [message.granted for _, message in answers if isinstance(message, RequestVoteReply)] == [granted]
 
@@ -221,17 +220,17 @@ def test_staged_entries_are_in_no_vote() -> None:
     write_all(core, arrive(core, "b", append_entries(log, 1, 2, term=1)))
     now_ns = core.wake_at_ns
     effects = core.handle(TimerFired(), now_ns=now_ns)
-    assert sends(effects)[0] == ("b", RequestVote(2, True, 1, 1))
+    assert sends(effects)[0] == ("b", vote_request(2, True, 1, 1))
     # Nor do they make this voter refuse a candidate that does not have them.
-    assert sends(arrive(core, "c", RequestVote(2, True, 1, 1), now_ns)) == [("c", RequestVoteReply(2, True, True))]
+    assert sends(arrive(core, "c", vote_request(2, True, 1, 1), now_ns)) == [("c", vote(2, True, True))]
 
 
 def test_granting_a_vote_puts_off_the_own_election_and_refusing_does_not() -> None:
     core = a_core(entries=chain(1))
     wake_ns = core.wake_at_ns
-    arrive(core, "b", RequestVote(2, False, 0, 0), now_ns=wake_ns - 1)
+    arrive(core, "b", vote_request(2, False, 0, 0), now_ns=wake_ns - 1)
     assert core.wake_at_ns == wake_ns
-    arrive(core, "b", RequestVote(3, False, 1, 1), now_ns=wake_ns - 1)
+    arrive(core, "b", vote_request(3, False, 1, 1), now_ns=wake_ns - 1)
     assert core.wake_at_ns >= wake_ns - 1 + TIMEOUT_NS
 
 
@@ -239,17 +238,17 @@ def test_a_candidate_that_gets_no_majority_asks_again_with_a_pre_vote() -> None:
     core, effects = a_candidate()
     write_all(core, effects)
     effects = core.handle(TimerFired(), now_ns=core.wake_at_ns)
-    assert sends(effects) == [(peer, RequestVote(2, True, 0, 0)) for peer in ("b", "c")]
+    assert sends(effects) == [(peer, vote_request(2, True, 0, 0)) for peer in ("b", "c")]
     assert core.term == 1
 
 
 def test_votes_of_another_term_do_not_count() -> None:
     core, effects = a_candidate()
     write_all(core, effects)
-    arrive(core, "b", RequestVoteReply(0, False, True))
-    arrive(core, "b", RequestVoteReply(2, False, True))
+    arrive(core, "b", vote(0, False, True))
+    arrive(core, "b", vote(2, False, True))
     assert core.role is Role.CANDIDATE
-    arrive(core, "b", RequestVoteReply(1, False, True))
+    arrive(core, "b", vote(1, False, True))
     assert core.is_leader
 
 

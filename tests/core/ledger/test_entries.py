@@ -24,6 +24,7 @@ from diloco_node.core.types import (
     Ballot,
     Contribution,
     DiscardedBody,
+    DiskNamedBody,
     Entry,
     EntryBody,
     EntryKind,
@@ -38,17 +39,18 @@ from diloco_node.errors import ProtocolViolation
 
 CONTRIBUTION = Contribution("us-east", 3, 7, 11, 42, 100, 124, 24 * 499, (0.5, 1.25e-7))
 BODIES: list[EntryBody] = [
-    GenesisBody("run-1", "ab" * 32, "cd" * 32, ("eu", "us-east"), (b"\x01" * 16, b"\x02" * 16)),
+    GenesisBody("run-1", "ab" * 32, "cd" * 32, ("eu", "us-east"), (b"\x01" * 16, b"\x02" * 16), (b"\x03" * 16,)),
     LeaderBody("eu"),
     RoundBody(
         7, 12, Ballot(3, 9), (Member(CONTRIBUTION, 0.1),), 0.75, (0.5, -0.25), (Stripe("eu", 0, 9),), b"\x07" * 32
     ),
     DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
     FinishedBody((12, 13), "tokens"),
+    DiskNamedBody("eu", b"\x09" * 16),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "9c06e565d7caca04ee494f4064ca21d379b31ca555df03f6cca7cf47ade93bd4"
+GOLDEN_CHAIN = "84ea81f4d07bcc8b0938eee7448abc9ea4524791686a0136d086a5db267b41b2"
 
 ints = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(allow_nan=False, allow_infinity=False)
@@ -60,6 +62,7 @@ members = st.builds(Member, contributions, floats)
 stripes = st.builds(Stripe, names, ints, ints)
 bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(LeaderBody, names),
+    st.builds(DiskNamedBody, names, st.binary(max_size=20)),
     st.builds(FinishedBody, st.lists(ints, max_size=5).map(tuple), names),
     st.builds(DiscardedBody, names, ints, ints, ints, ints, ints, names),
     st.builds(

@@ -10,16 +10,12 @@ from diloco_node.core.events import (
     LedgerPersisted,
     LinkChanged,
     PersistLedger,
-    Send,
 )
 from diloco_node.core.ledger.entries import ZERO_HASH, encode_entry
 from diloco_node.core.ledger.log import STAGED_BYTES_MAX, STAGED_ENTRIES_MAX
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendEntries,
-    AppendEntriesReply,
-    RequestVote,
-    RequestVoteReply,
 )
 from diloco_node.core.types import LeaderBody, RoundBody
 from tests.kit.ledger_kit import (
@@ -28,11 +24,14 @@ from tests.kit.ledger_kit import (
     a_core,
     a_leader,
     a_round,
+    ack,
     alarms,
     append_entries,
     arrive,
     chain,
     sends,
+    vote,
+    vote_request,
     write_all,
     writes,
 )
@@ -44,9 +43,9 @@ def test_a_follower_writes_first_and_acknowledges_then() -> None:
     core = a_core(term=1)
     log = chain(1, 1)
     effects = arrive(core, "b", append_entries(log, 1, 2, term=1, sequence=8))
-    assert sends(effects) == [("b", AppendEntriesReply(1, 8, True, 0))]
+    assert sends(effects) == [("b", ack(1, 8, True, 0))]
     assert writes(effects) == [PersistLedger(1, 1, "", 0, log)]
-    assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", AppendEntriesReply(1, 8, True, 2))]
+    assert sends(core.handle(LedgerPersisted(1), now_ns=0)) == [("b", ack(1, 8, True, 2))]
 
 
 def test_an_entry_whose_payload_is_missing_is_neither_written_nor_acknowledged() -> None:
@@ -65,7 +64,7 @@ def test_an_entry_whose_payload_is_missing_is_neither_written_nor_acknowledged()
     on_disk.add(a_round(2).payload_digest)
     effects = core.payload_arrived(now_ns=0)
     assert [entry.index for write in writes(effects) for entry in write.entries] == [2, 3]
-    assert sends(write_all(core, effects)) == [("b", AppendEntriesReply(1, 1, True, 3))]
+    assert sends(write_all(core, effects)) == [("b", ack(1, 1, True, 3))]
     assert [entry.index for entry in core.take_committed()] == [1, 2, 3]
     assert core.payload_arrived(now_ns=0) == []
 
@@ -76,7 +75,7 @@ def test_heartbeats_are_answered_at_once_while_a_payload_is_missing() -> None:
     arrive(core, "b", append_entries(log, 1, 1, term=1))
     for sequence in range(2, 6):
         effects = arrive(core, "b", append_entries(log, 2, 1, term=1, sequence=sequence))
-        assert effects == [Send("b", AppendEntriesReply(1, sequence, True, 0))]
+        assert sends(effects) == [("b", ack(1, sequence, True, 0))]
 
 
 def test_what_is_staged_is_limited_in_entries() -> None:
@@ -101,9 +100,9 @@ def test_a_follower_refuses_what_does_not_fit_and_says_where_to_look() -> None:
     core = a_core(entries=chain(1, 1, 2, 2), term=3)
     log = chain(1, 1, 3, 3, 3, 3)
     effects = arrive(core, "b", append_entries(log, 6, 6, term=3))
-    assert sends(effects) == [("b", AppendEntriesReply(3, 1, False, 4))]  # its log is shorter
+    assert sends(effects) == [("b", ack(3, 1, False, 4))]  # its log is shorter
     effects = arrive(core, "b", append_entries(log, 5, 5, term=3, sequence=2))
-    assert sends(effects) == [("b", AppendEntriesReply(3, 2, False, 2))]  # before the term that differs
+    assert sends(effects) == [("b", ack(3, 2, False, 2))]  # before the term that differs
     assert core.entries == chain(1, 1, 2, 2)
     effects = arrive(core, "b", append_entries(log, 3, 6, term=3, sequence=3))
     assert writes(effects) == [PersistLedger(1, 3, "", 3, log[2:])]
@@ -114,7 +113,7 @@ def test_logs_that_differ_from_the_first_entry_on_are_replaced_as_a_whole() -> N
     core = a_core(entries=chain(1, 1), term=3)
     log = chain(2, 3)
     effects = arrive(core, "b", append_entries(log, 3, 2, term=3))
-    assert sends(effects) == [("b", AppendEntriesReply(3, 1, False, 0))]
+    assert sends(effects) == [("b", ack(3, 1, False, 0))]
     effects = arrive(core, "b", append_entries(log, 1, 2, term=3))
     assert writes(effects) == [PersistLedger(1, 3, "", 1, log)]
 
@@ -130,7 +129,7 @@ def test_old_entries_are_acknowledged_only_as_far_as_they_are_known_to_match() -
     core = a_core(entries=chain(1, 1, 2, 2), term=3)
     log = chain(1, 1, 3)
     effects = arrive(core, "b", append_entries(log, 2, 2, term=3))
-    assert sends(effects) == [("b", AppendEntriesReply(3, 1, True, 2))]
+    assert sends(effects) == [("b", ack(3, 1, True, 2))]
 
 
 def test_a_conflicting_entry_is_forgotten_even_while_the_new_one_lacks_its_payload() -> None:
@@ -147,12 +146,12 @@ def test_a_write_under_way_of_a_forgotten_entry_acknowledges_nothing() -> None:
     old = chain(1, 1, 1)
     first = arrive(core, "b", append_entries(old, 1, 3, term=1))
     new = chain(1, 2)
-    second = arrive(core, "c", append_entries(new, 2, 2, term=2))
+    second = arrive(core, "c", append_entries(new, 2, 2, term=2), now_ns=TIMEOUT_NS)
     assert writes(second) == [PersistLedger(2, 2, "", 2, new[1:])]
     core.handle(LedgerPersisted(writes(first)[0].token), now_ns=0)
     assert core.durable_indexes == {"a": 1}
     effects = core.handle(LedgerPersisted(2), now_ns=0)
-    assert sends(effects)[-1] == ("c", AppendEntriesReply(2, 1, True, 2))
+    assert sends(effects)[-1] == ("c", ack(2, 1, True, 2))
 
 
 def test_a_follower_commits_what_the_leader_committed_as_far_as_it_matches_and_is_on_disk() -> None:
@@ -170,7 +169,7 @@ def test_what_is_committed_is_never_forgotten_whoever_asks() -> None:
     core = a_core(entries=chain(1, 1))
     arrive(core, "b", append_entries(chain(1, 1), 2, 2, term=1, commit=2))
     for term, other in ((2, append_entries(chain(2), 1, 1, term=2)), (3, append_entries(chain(1, 3), 2, 2, term=3))):
-        effects = arrive(core, "c", other)
+        effects = arrive(core, "c", other, now_ns=TIMEOUT_NS)
         assert "committed here" in alarms(effects)[0]
         assert (core.term, core.entries) == (term, chain(1, 1))
 
@@ -178,7 +177,7 @@ def test_what_is_committed_is_never_forgotten_whoever_asks() -> None:
 def test_messages_of_an_older_term_are_refused_with_the_newer() -> None:
     core = a_core(term=5)
     effects = arrive(core, "b", append_entries(chain(1), 1, 1, term=4, sequence=9))
-    assert sends(effects) == [("b", AppendEntriesReply(5, 9, False, 0))]
+    assert sends(effects) == [("b", ack(5, 9, False, 0))]
     assert core.leader == ""
 
 
@@ -187,7 +186,7 @@ def test_an_old_message_that_comes_late_changes_nothing() -> None:
     core = a_core(term=1)
     write_all(core, arrive(core, "b", append_entries(log, 1, 3, term=1, sequence=5, commit=3)))
     effects = arrive(core, "b", append_entries(log, 1, 1, term=1, sequence=2))
-    assert effects == [Send("b", AppendEntriesReply(1, 2, True, 3))]
+    assert sends(effects) == [("b", ack(1, 2, True, 3))]
     assert (core.last_index, core.commit_index) == (3, 3)
 
 
@@ -224,10 +223,10 @@ def test_when_the_link_to_the_leader_breaks_the_election_comes_earlier() -> None
     core = a_core(term=1)
     arrive(core, "b", append_entries(chain(1), 1, 0, term=1), now_ns=0)
     core.handle(LinkChanged("c", False), now_ns=10)
-    assert sends(arrive(core, "c", RequestVote(2, True, 0, 0), 10)) == [("c", RequestVoteReply(1, True, False))]
+    assert sends(arrive(core, "c", vote_request(2, True, 0, 0), 10)) == [("c", vote(1, True, False))]
     core.handle(LinkChanged("b", False), now_ns=10)
     assert 10 + HEARTBEAT_NS <= core.wake_at_ns < 10 + HEARTBEAT_NS + TIMEOUT_NS
-    assert sends(arrive(core, "c", RequestVote(2, True, 0, 0), 10)) == [("c", RequestVoteReply(2, True, True))]
+    assert sends(arrive(core, "c", vote_request(2, True, 0, 0), 10)) == [("c", vote(2, True, True))]
 
 
 def test_a_follower_whose_link_comes_back_hears_the_leader_at_once() -> None:
@@ -245,14 +244,14 @@ def test_an_entry_whose_payload_the_disk_has_lost_counts_in_votes_and_is_not_ack
     on_disk = {log[0].body, log[1].body, log[3].body}
     core = a_core(entries=log, has_payload=lambda body: body in on_disk)
     assert core.missing_payloads() == (log[2].body,)
-    answers = sends(write_all(core, arrive(core, "b", RequestVote(2, False, 3, 1))))
-    assert answers == [("b", RequestVoteReply(2, False, False))], "a shorter log gets no vote"
+    answers = sends(write_all(core, arrive(core, "b", vote_request(2, False, 3, 1))))
+    assert answers == [("b", vote(2, False, False))], "a shorter log gets no vote"
     effects = arrive(core, "c", append_entries(log, 5, 4, term=2, sequence=7, commit=4))
-    assert sends(effects) == [("c", AppendEntriesReply(2, 7, True, 2))]
+    assert sends(effects) == [("c", ack(2, 7, True, 2))]
     assert core.take_committed() == list(log[:2])
     assert core.cluster_commit_index == 4
     on_disk.add(log[2].body)
-    assert sends(core.payload_arrived(now_ns=0)) == [("c", AppendEntriesReply(2, 7, True, 4))]
+    assert sends(core.payload_arrived(now_ns=0)) == [("c", ack(2, 7, True, 4))]
     assert core.take_committed() == list(log[2:])
     assert core.missing_payloads() == ()
 
@@ -265,7 +264,7 @@ def test_a_leader_whose_disk_has_lost_a_payload_counts_itself_when_it_is_back() 
     )
     write_all(core, effects, now_ns)
     assert core.durable_indexes["a"] == 1
-    arrive(core, "b", AppendEntriesReply(core.term, 1, True, 3), now_ns)
+    arrive(core, "b", ack(core.term, 1, True, 3), now_ns)
     assert core.commit_index == 0
     on_disk.add(log[1].body)
     assert sends(core.payload_arrived(now_ns=now_ns)), "the followers hear of the commit"
@@ -278,4 +277,4 @@ def test_a_lost_payload_of_an_entry_that_is_replaced_is_not_missed() -> None:
     core = a_core(entries=log, has_payload=lambda body: body != log[1].body)
     effects = write_all(core, arrive(core, "b", append_entries(other, 2, 3, term=2)))
     assert core.missing_payloads() == ()
-    assert sends(effects)[-1] == ("b", AppendEntriesReply(2, 1, True, 3))
+    assert sends(effects)[-1] == ("b", ack(2, 1, True, 3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from diloco_node.core.events import (
@@ -14,8 +16,7 @@ from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,
-    RequestVote,
-    RequestVoteReply,
+    Message,
 )
 from diloco_node.core.types import LeaderBody, RoundBody
 from tests.kit.ledger_kit import (
@@ -25,11 +26,14 @@ from tests.kit.ledger_kit import (
     a_discard,
     a_leader,
     a_round,
+    ack,
     alarms,
     append_entries,
     arrive,
     chain,
     sends,
+    vote,
+    vote_request,
     write_all,
     writes,
 )
@@ -49,7 +53,7 @@ def test_a_new_leader_appends_an_entry_of_its_term_at_once() -> None:
 def test_a_leader_does_not_count_itself_before_its_own_disk_has_the_entry() -> None:
     core, effects, now_ns = a_leader()
     assert core.durable_indexes == {"a": 0, "b": 0, "c": 0}
-    arrive(core, "b", AppendEntriesReply(1, 1, True, 1), now_ns)
+    arrive(core, "b", ack(1, 1, True, 1), now_ns)
     assert core.cluster_commit_index == 0
     write_all(core, effects, now_ns)
     assert core.cluster_commit_index == 1
@@ -58,8 +62,8 @@ def test_a_leader_does_not_count_itself_before_its_own_disk_has_the_entry() -> N
 
 def test_an_entry_on_a_majority_without_the_leader_is_committed_but_not_taken_from_its_own_disk() -> None:
     core, effects, now_ns = a_leader()
-    arrive(core, "b", AppendEntriesReply(1, 1, True, 1), now_ns)
-    arrive(core, "c", AppendEntriesReply(1, 2, True, 1), now_ns)
+    arrive(core, "b", ack(1, 1, True, 1), now_ns)
+    arrive(core, "c", ack(1, 2, True, 1), now_ns)
     assert core.cluster_commit_index == 1
     assert core.commit_index == 0
     assert core.take_committed() == []
@@ -71,16 +75,16 @@ def test_an_entry_on_a_majority_without_the_leader_is_committed_but_not_taken_fr
 def test_half_of_four_voters_is_no_majority() -> None:
     core = a_core("a", tuple("abcd"))
     core.handle(TimerFired(), now_ns=core.wake_at_ns)
-    arrive(core, "b", RequestVoteReply(1, True, True))
+    arrive(core, "b", vote(1, True, True))
     assert core.role is Role.ASKING
-    write_all(core, arrive(core, "c", RequestVoteReply(1, True, True)))
-    arrive(core, "b", RequestVoteReply(1, False, True))
+    write_all(core, arrive(core, "c", vote(1, True, True)))
+    arrive(core, "b", vote(1, False, True))
     assert not core.is_leader
-    write_all(core, arrive(core, "c", RequestVoteReply(1, False, True)))
+    write_all(core, arrive(core, "c", vote(1, False, True)))
     assert core.is_leader
-    arrive(core, "b", AppendEntriesReply(1, 1, True, 1))
+    arrive(core, "b", ack(1, 1, True, 1))
     assert core.cluster_commit_index == 0
-    arrive(core, "c", AppendEntriesReply(1, 2, True, 1))
+    arrive(core, "c", ack(1, 2, True, 1))
     assert core.cluster_commit_index == 1
 
 
@@ -88,10 +92,10 @@ def test_entries_of_older_terms_are_never_committed_by_counting() -> None:
     core, effects, now_ns = a_leader(entries=chain(1, 1))
     write_all(core, effects, now_ns)
     for sequence, peer in ((1, "b"), (2, "c")):
-        arrive(core, peer, AppendEntriesReply(2, sequence, True, 2), now_ns)
+        arrive(core, peer, ack(2, sequence, True, 2), now_ns)
     assert core.cluster_commit_index == 0
     assert not core.is_settled
-    arrive(core, "b", AppendEntriesReply(2, 1, True, 3), now_ns)
+    arrive(core, "b", ack(2, 1, True, 3), now_ns)
     assert core.cluster_commit_index == 3
     assert core.is_settled
 
@@ -99,7 +103,7 @@ def test_entries_of_older_terms_are_never_committed_by_counting() -> None:
 def test_a_commit_is_sent_at_once() -> None:
     core, effects, now_ns = a_leader()
     write_all(core, effects, now_ns)
-    effects = arrive(core, "b", AppendEntriesReply(1, 1, True, 1), now_ns)
+    effects = arrive(core, "b", ack(1, 1, True, 1), now_ns)
     assert [(peer, message.commit_index) for peer, message in sends(effects) if isinstance(message, AppendEntries)] == [
         ("b", 1),
         ("c", 1),
@@ -122,7 +126,7 @@ def test_one_batch_is_on_its_way_at_a_time() -> None:
     core, _, now_ns = a_leader()
     effects = core.propose(a_discard(1), now_ns=now_ns)
     assert sends(effects) == []
-    effects = arrive(core, "b", AppendEntriesReply(1, 1, True, 0), now_ns)
+    effects = arrive(core, "b", ack(1, 1, True, 0), now_ns)
     (peer, message) = sends(effects)[0]
     assert isinstance(message, AppendEntries)
     assert (peer, message.previous_index, [entry.body for entry in message.entries]) == ("b", 1, [a_discard(1)])
@@ -131,22 +135,22 @@ def test_one_batch_is_on_its_way_at_a_time() -> None:
 def test_a_batch_holds_at_most_so_many_entries_and_the_next_follows_its_answer() -> None:
     entries = chain(*[1] * 200)
     core, effects, now_ns = a_leader(entries=entries)
-    effects = arrive(core, "b", AppendEntriesReply(2, 1, False, 0), now_ns)
+    effects = arrive(core, "b", ack(2, 1, False, 0), now_ns)
     counts = []
     while batch := [m for _, m in sends(effects) if isinstance(m, AppendEntries) and m.entries]:
         counts.append(len(batch[0].entries))
         durable = batch[0].previous_index + len(batch[0].entries)
-        effects = arrive(core, "b", AppendEntriesReply(2, batch[0].sequence, True, durable), now_ns)
+        effects = arrive(core, "b", ack(2, batch[0].sequence, True, durable), now_ns)
     assert counts == [BATCH_ENTRIES_MAX, BATCH_ENTRIES_MAX, BATCH_ENTRIES_MAX, 201 - 3 * BATCH_ENTRIES_MAX]
 
 
 def test_a_leader_sends_no_more_than_a_follower_may_stage() -> None:
     core, effects, now_ns = a_leader(entries=chain(*[1] * 500))
-    effects = arrive(core, "b", AppendEntriesReply(2, 1, False, 0), now_ns)
+    effects = arrive(core, "b", ack(2, 1, False, 0), now_ns)
     sent = 0
     while batch := [m for _, m in sends(effects) if isinstance(m, AppendEntries) and m.entries]:
         sent += len(batch[0].entries)
-        effects = arrive(core, "b", AppendEntriesReply(2, batch[0].sequence, True, 10), now_ns)
+        effects = arrive(core, "b", ack(2, batch[0].sequence, True, 10), now_ns)
     assert sent == 10 + STAGED_ENTRIES_MAX
     effects = core.handle(TimerFired(), now_ns=core.wake_at_ns)
     assert [m.entries for peer, m in sends(effects) if peer == "b" and isinstance(m, AppendEntries)] == [()]
@@ -154,7 +158,7 @@ def test_a_leader_sends_no_more_than_a_follower_may_stage() -> None:
 
 def test_a_leader_searches_the_common_part_with_the_followers_hint() -> None:
     core, _, now_ns = a_leader(entries=chain(1, 1, 1, 2, 2))
-    effects = arrive(core, "b", AppendEntriesReply(3, 1, False, 3), now_ns)
+    effects = arrive(core, "b", ack(3, 1, False, 3), now_ns)
     message = sends(effects)[0][1]
     assert isinstance(message, AppendEntries)
     assert message.previous_index == 3
@@ -163,28 +167,28 @@ def test_a_leader_searches_the_common_part_with_the_followers_hint() -> None:
 
 def test_refusals_that_come_late_or_twice_are_old_news() -> None:
     core, _, now_ns = a_leader(entries=chain(1, 1, 1, 2, 2))
-    arrive(core, "b", AppendEntriesReply(3, 1, False, 3), now_ns)
-    assert sends(arrive(core, "b", AppendEntriesReply(3, 1, False, 1), now_ns)) == []
-    assert sends(arrive(core, "b", AppendEntriesReply(3, 99, False, 0), now_ns)) == []
+    arrive(core, "b", ack(3, 1, False, 3), now_ns)
+    assert sends(arrive(core, "b", ack(3, 1, False, 1), now_ns)) == []
+    assert sends(arrive(core, "b", ack(3, 99, False, 0), now_ns)) == []
 
 
 def test_an_acknowledgement_ends_the_search() -> None:
     core, _, now_ns = a_leader(entries=chain(*[1] * 200))
-    arrive(core, "b", AppendEntriesReply(2, 1, False, 0), now_ns)
+    arrive(core, "b", ack(2, 1, False, 0), now_ns)
     # Late news from before the refusal: the follower has 150 entries, no need to send them from the first on.
-    arrive(core, "b", AppendEntriesReply(2, 1, True, 150), now_ns)
+    arrive(core, "b", ack(2, 1, True, 150), now_ns)
     core.handle(LinkChanged("b", False), now_ns=now_ns)
     message = sends(core.handle(LinkChanged("b", True), now_ns=now_ns))[0][1]
     assert isinstance(message, AppendEntries)
     assert message.previous_index == 150
 
 
-def test_acknowledgements_never_go_back_and_never_beyond_the_log() -> None:
+def test_acknowledgements_never_go_back() -> None:
     core, effects, now_ns = a_leader(entries=chain(1))
     write_all(core, effects, now_ns)
-    arrive(core, "b", AppendEntriesReply(2, 1, True, 999), now_ns)
+    arrive(core, "b", ack(2, 1, True, 2), now_ns)
     assert core.durable_indexes["b"] == 2
-    arrive(core, "b", AppendEntriesReply(2, 1, True, 1), now_ns)
+    arrive(core, "b", ack(2, 1, True, 1), now_ns)
     assert core.durable_indexes["b"] == 2
     assert core.cluster_commit_index == 2
 
@@ -192,9 +196,9 @@ def test_acknowledgements_never_go_back_and_never_beyond_the_log() -> None:
 def test_answers_of_another_term_are_not_counted() -> None:
     core, effects, now_ns = a_leader(entries=chain(1, 2), term=2)
     write_all(core, effects, now_ns)
-    arrive(core, "b", AppendEntriesReply(2, 1, True, 3), now_ns)
+    arrive(core, "b", ack(2, 1, True, 3), now_ns)
     assert core.durable_indexes["b"] == 0
-    arrive(core, "b", AppendEntriesReply(4, 1, True, 3), now_ns)
+    arrive(core, "b", ack(4, 1, True, 3), now_ns)
     assert (core.role, core.term, core.cluster_commit_index) == (Role.FOLLOWER, 4, 0)
 
 
@@ -216,7 +220,7 @@ def test_a_leader_that_hears_one_of_two_followers_leads_on() -> None:
         now_ns = core.wake_at_ns
         for peer, message in sends(core.handle(TimerFired(), now_ns=now_ns)):
             if peer == "c" and isinstance(message, AppendEntries):
-                arrive(core, "c", AppendEntriesReply(1, message.sequence, True, 0), now_ns)
+                arrive(core, "c", ack(1, message.sequence, True, 0), now_ns)
     assert core.is_leader
 
 
@@ -237,17 +241,50 @@ def test_only_a_leader_proposes_and_only_what_its_disk_can_apply() -> None:
         core.propose(a_round(1), now_ns=now_ns)
 
 
-def test_a_leader_that_sees_a_newer_term_follows() -> None:
-    for message in (
-        RequestVote(9, False, 0, 0),
-        RequestVoteReply(9, False, False),
-        AppendEntriesReply(9, 1, False, 0),
-        append_entries(chain(9), 1, 1, term=9),
-    ):
-        core, _, now_ns = a_leader()
-        effects = arrive(core, "c", message, now_ns)
-        assert (core.role, core.term) == (Role.FOLLOWER, 9)
-        assert writes(effects)[0].term == 9
+NEWER = (
+    vote_request(9, False, 0, 0),
+    vote(9, False, False),
+    ack(9, 1, False, 0),
+    append_entries(chain(9), 1, 1, term=9),
+)
+
+
+@pytest.mark.parametrize("message", NEWER)
+def test_a_leader_without_a_majority_that_sees_a_newer_term_follows(message: Message) -> None:
+    core, _, now_ns = a_leader()
+    effects = arrive(core, "c", message, now_ns + TIMEOUT_NS)
+    assert (core.role, core.term) == (Role.FOLLOWER, 9)
+    assert writes(effects)[0].term == 9
+
+
+@pytest.mark.parametrize("message", NEWER)
+def test_a_leader_that_hears_a_majority_heeds_a_newer_term_only_of_a_follower_that_can_not_follow(
+    message: Message,
+) -> None:
+    core, _, now_ns = a_leader()
+    arrive(core, "c", message, now_ns)
+    assert core.is_leader != isinstance(message, AppendEntriesReply)
+
+
+def test_a_follower_that_claims_newer_terms_again_and_again_is_heeded_ever_less_often() -> None:
+    core, effects, now_ns = a_leader()
+    lost: list[int] = []
+    for _ in range(400):
+        now_ns += HEARTBEAT_NS
+        if core.is_leader:
+            arrive(core, "b", ack(core.term, 1, True, 0), now_ns)
+            arrive(core, "c", ack(core.term + 1, 1, False, 0), now_ns)
+            if not core.is_leader:
+                lost.append(now_ns)
+        if not core.is_leader:
+            core.handle(TimerFired(), now_ns=max(now_ns, core.wake_at_ns))
+            effects = arrive(core, "b", vote(core.term + 1, True, True), now_ns)
+            write_all(core, effects, now_ns)
+            arrive(core, "b", vote(core.term, False, True), now_ns)
+            assert core.is_leader
+    pauses = [after - before for before, after in itertools.pairwise(lost)]
+    assert len(lost) < 8, lost
+    assert pauses == sorted(pauses)
 
 
 def test_two_leaders_in_one_term_are_an_alarm() -> None:
@@ -260,11 +297,11 @@ def test_two_leaders_in_one_term_are_an_alarm() -> None:
 def test_a_follower_that_lost_what_it_acknowledged_is_an_alarm_and_is_filled_again() -> None:
     core, effects, now_ns = a_leader(entries=chain(1, 1))
     write_all(core, effects, now_ns)
-    arrive(core, "b", AppendEntriesReply(2, 1, True, 3), now_ns)
+    arrive(core, "b", ack(2, 1, True, 3), now_ns)
     assert core.durable_indexes["b"] == 3
     beat = next(m for peer, m in sends(core.handle(TimerFired(), now_ns=core.wake_at_ns)) if peer == "b")
     assert isinstance(beat, AppendEntries)
-    effects = arrive(core, "b", AppendEntriesReply(2, beat.sequence, False, 0), now_ns)
+    effects = arrive(core, "b", ack(2, beat.sequence, False, 0), now_ns)
     assert "has lost entries" in alarms(effects)[0]
     message = sends(effects)[0][1]
     assert isinstance(message, AppendEntries)

@@ -12,14 +12,23 @@ from diloco_node.core.events import (
     PersistLedger,
     TimerFired,
 )
+from diloco_node.core.ledger.election import ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
-from diloco_node.core.messages import (
-    AppendEntriesReply,
-    RequestVote,
-    RequestVoteReply,
-)
 from diloco_node.core.types import Entry
-from tests.kit.ledger_kit import TIMEOUT_NS, a_core, append_entries, arrive, chain, sends, write_all, writes
+from tests.kit.ledger_kit import (
+    TIMEOUT_NS,
+    a_core,
+    ack,
+    append_entries,
+    arrive,
+    chain,
+    disk_of,
+    sends,
+    vote,
+    vote_request,
+    write_all,
+    writes,
+)
 from tests.kit.ledger_network import Disk, Network, shake
 
 
@@ -90,12 +99,12 @@ def test_a_vote_that_is_forgotten_in_a_crash_makes_two_leaders(cls: type[LedgerC
     for name in ("a", "b"):
         core = a_core(name)
         core.handle(TimerFired(), now_ns=core.wake_at_ns)
-        write_all(core, arrive(core, "c", RequestVoteReply(1, True, True)))
+        write_all(core, arrive(core, "c", vote(1, True, True)))
         candidates[name] = core
     disk = Disk()
     for name, core in candidates.items():
         voter = a_core("c", cls=cls, term=disk.term, voted_for=disk.voted_for)
-        effects = arrive(voter, name, RequestVote(1, False, 0, 0))
+        effects = arrive(voter, name, vote_request(1, False, 0, 0))
         for write in writes(effects):
             disk.write(write)
         for _, answer in sends(effects) + sends(write_all(voter, effects)):
@@ -114,17 +123,17 @@ def test_figure_8_an_old_entry_on_a_majority_is_not_committed_for_it_may_be_over
     a.handle(TimerFired(), now_ns=a.wake_at_ns)
     for pre_vote in (True, False):
         for peer in ("b", "c"):
-            write_all(a, arrive(a, peer, RequestVoteReply(4, pre_vote, True)))
+            write_all(a, arrive(a, peer, vote(4, pre_vote, True)))
     assert a.is_leader
     for sequence, peer in ((1, "b"), (2, "c")):
-        arrive(a, peer, AppendEntriesReply(4, sequence, True, 2))
+        arrive(a, peer, ack(4, sequence, True, 2))
     assert a.cluster_commit_index == committed
     # (d) a dies; e stands in term 5, and c, which has the entry on disk, votes for it and forgets the entry.
     voter = a_core("c", voters, entries=chain(1, 2), term=4)
-    effects = arrive(voter, "e", RequestVote(5, False, 2, 3))
-    assert sends(write_all(voter, effects)) == [("e", RequestVoteReply(5, False, True))]
+    effects = arrive(voter, "e", vote_request(5, False, 2, 3))
+    assert sends(write_all(voter, effects)) == [("e", vote(5, False, True))]
     effects = arrive(voter, "e", append_entries(chain(1, 3, 5), 2, 3, term=5))
-    assert writes(effects) == [PersistLedger(2, 5, "e", 2, chain(1, 3, 5)[1:])]
+    assert writes(effects) == [PersistLedger(2, 5, ballot_paper("e", disk_of("e")), 2, chain(1, 3, 5)[1:])]
 
 
 def test_a_disk_that_answers_before_it_has_written_is_found() -> None:

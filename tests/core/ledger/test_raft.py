@@ -8,13 +8,10 @@ from diloco_node.core.events import (
     LearnerDetached,
     TimerFired,
 )
-from diloco_node.core.ledger.election import Role
+from diloco_node.core.ledger.election import Role, ballot_paper
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
-    AppendEntriesReply,
     Refused,
-    RequestVote,
-    RequestVoteReply,
     TimeoutNow,
 )
 from diloco_node.errors import InvalidTransition
@@ -24,11 +21,15 @@ from tests.kit.ledger_kit import (
     a_core,
     a_leader,
     a_round,
+    ack,
     alarms,
     append_entries,
     arrive,
     chain,
+    disk_of,
     sends,
+    vote,
+    vote_request,
     write_all,
     writes,
 )
@@ -47,6 +48,7 @@ def test_settings_that_can_not_work_are_refused() -> None:
     with pytest.raises(ValueError, match="election timeout"):
         LedgerCore(
             region="a",
+            disk=disk_of("a"),
             voters=("a",),
             heartbeat_ns=500,
             election_timeout_ns=999,
@@ -69,7 +71,7 @@ def test_events_and_messages_that_are_not_the_ledgers_are_bugs() -> None:
 
 def test_who_is_no_voter_is_not_listened_to() -> None:
     core = a_core()
-    effects = arrive(core, "z", RequestVote(9, False, 99, 9))
+    effects = arrive(core, "z", vote_request(9, False, 99, 9))
     assert core.term == 0
     assert sends(effects) == []
     assert "no voter" in alarms(effects)[0]
@@ -82,26 +84,26 @@ def test_who_is_offered_the_lead_by_its_leader_stands_at_once() -> None:
     core = a_core(term=1)
     arrive(core, "b", append_entries(chain(1), 1, 0, term=1))
     for peer, term in (("c", 1), ("b", 0), ("b", 2)):
-        arrive(core, peer, TimeoutNow(term))
+        arrive(core, peer, TimeoutNow(term, "a"))
         assert core.role is Role.FOLLOWER
-    effects = arrive(core, "b", TimeoutNow(1))
+    effects = arrive(core, "b", TimeoutNow(1, "a"))
     assert (core.role, core.term) == (Role.CANDIDATE, 2)
-    assert sends(write_all(core, effects))[0] == ("b", RequestVote(2, False, 0, 0))
+    assert sends(write_all(core, effects))[0] == ("b", vote_request(2, False, 0, 0))
 
 
 def test_a_leader_that_stops_hands_over_to_who_has_most() -> None:
     core, effects, now_ns = a_leader()
     write_all(core, effects, now_ns)
-    arrive(core, "c", AppendEntriesReply(1, 2, True, 1), now_ns)
-    assert sends(core.hand_over(now_ns=now_ns)) == [("c", TimeoutNow(1))]
+    arrive(core, "c", ack(1, 2, True, 1), now_ns)
+    assert sends(core.hand_over(now_ns=now_ns)) == [(peer, TimeoutNow(1, "c")) for peer in ("b", "c")]
 
 
 def test_a_leader_does_not_hand_over_to_who_is_silent() -> None:
     core, effects, now_ns = a_leader()
     write_all(core, effects, now_ns)
-    arrive(core, "c", AppendEntriesReply(1, 2, True, 1), now_ns)
-    arrive(core, "b", AppendEntriesReply(1, 1, True, 0), now_ns + TIMEOUT_NS)
-    assert sends(core.hand_over(now_ns=now_ns + TIMEOUT_NS)) == [("b", TimeoutNow(1))]
+    arrive(core, "c", ack(1, 2, True, 1), now_ns)
+    arrive(core, "b", ack(1, 1, True, 0), now_ns + TIMEOUT_NS)
+    assert sends(core.hand_over(now_ns=now_ns + TIMEOUT_NS)) == [(peer, TimeoutNow(1, "b")) for peer in ("b", "c")]
 
 
 def test_after_handing_over_a_voter_never_stands_again_but_votes() -> None:
@@ -110,9 +112,9 @@ def test_after_handing_over_a_voter_never_stands_again_but_votes() -> None:
     assert core.handle(TimerFired(), now_ns=core.wake_at_ns) == []
     assert core.role is Role.FOLLOWER
     arrive(core, "b", append_entries(chain(1), 1, 0, term=1))
-    arrive(core, "b", TimeoutNow(1))
+    arrive(core, "b", TimeoutNow(1, "a"))
     assert core.role is Role.FOLLOWER
-    assert writes(arrive(core, "c", RequestVote(2, False, 0, 0)))[0].voted_for == "c"
+    assert writes(arrive(core, "c", vote_request(2, False, 0, 0)))[0].voted_for == ballot_paper("c", disk_of("c"))
 
 
 def test_a_hand_over_takes_a_few_delays_and_no_timeout() -> None:
@@ -144,10 +146,10 @@ def test_reasons_say_what_is_waited_for() -> None:
     assert core.reason == "no leader in term 0 yet"
     core.handle(TimerFired(), now_ns=core.wake_at_ns)
     assert core.reason == "no leader; asks who would vote: a; needs 2 of 3"
-    arrive(core, "b", RequestVoteReply(1, True, True))
+    arrive(core, "b", vote(1, True, True))
     assert core.reason == "no leader; stands for election in term 1: a; needs 2 of 3"
     core, _, now_ns = a_leader()
-    arrive(core, "b", AppendEntriesReply(1, 1, True, 1), now_ns)
+    arrive(core, "b", ack(1, 1, True, 1), now_ns)
     assert core.reason == "leads term 1, entry 0 of 1 is committed; behind: a at 0, c at 0"
     core = a_core(term=1, has_payload=lambda body: False)
     arrive(core, "b", append_entries(chain(1, bodies=lambda index, term: a_round(7, 3)), 1, 1, term=1))

@@ -1,0 +1,84 @@
+"""Which folder of each region counts in votes and acknowledgements: the ledger's view of the disks.
+
+A region's folder has a random id. One that was emptied, or lost what it had, comes back with another id, and would
+forget what it voted for and acknowledged. So only folders that the log names count. Genesis names the first ones. A
+lost one is replaced by two entries (`DiskNamedBody`): the first takes its id away, the second, once the first is
+committed and the new folder has caught up, names the new one.
+
+As in Raft's changes of a single member, an entry counts from the moment when it is in the log, committed or not, and
+goes with it when it is overwritten. The majority is always that of all regions, whether a folder of them counts or not.
+
+Before genesis nobody is named. A run is founded by all: the founder needs the vote of every region, none of which may
+know a view. Else a folder that was just emptied could found the run a second time.
+
+Source: Ongaro's dissertation (2014), section 4.1. Deviation: a region whose folder does not count still counts for the
+size of the majority, so that two majorities always meet in a folder that has lost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from diloco_node.core.types import DiskNamedBody, Entry, GenesisBody
+
+NO_DISK: Final = b""
+"""In place of an id: no folder of this region counts."""
+
+
+class DiskView:
+    """The folders that the log names, one per region.
+
+    Args:
+        voters: all regions.
+        named: of a log that begins later than entry 1, what the entries before it named.
+
+    Attributes:
+        known_index: the entries up to here were looked at.
+    """
+
+    def __init__(self, voters: Iterable[str], named: Mapping[str, bytes] | None = None) -> None:
+        self._voters = tuple(voters)
+        self._base = dict(named or {})
+        self._changes: list[tuple[int, dict[str, bytes]]] = []
+        self.known_index = 0
+
+    @property
+    def has_view(self) -> bool:
+        """Whether the log names folders: the run is founded."""
+        return bool(self._base) or bool(self._changes)
+
+    @property
+    def last_change_index(self) -> int:
+        """Index of the entry that last changed the view; 0 if none in the log did."""
+        return self._changes[-1][0] if self._changes else 0
+
+    def named(self, region: str) -> bytes:
+        """The id of the region's folder that counts; empty if none does."""
+        return self._current.get(region, NO_DISK)
+
+    def counts(self, region: str, disk: bytes) -> bool:
+        """Whether this folder is the one of its region that counts."""
+        return disk != NO_DISK and self.named(region) == disk
+
+    def follow(self, entries: Iterable[Entry]) -> None:
+        """Take the entries that were added to the log."""
+        for entry in entries:
+            body = entry.body
+            if entry.index <= self.known_index:
+                continue
+            self.known_index = entry.index
+            if isinstance(body, GenesisBody):
+                self._changes.append((entry.index, dict(zip(body.regions, body.disks, strict=False))))
+            elif isinstance(body, DiskNamedBody) and body.region in self._voters:
+                self._changes.append((entry.index, {**self._current, body.region: body.disk}))
+
+    def truncated(self, first: int) -> None:
+        """The log has forgotten its entries from `first` on."""
+        self.known_index = min(self.known_index, first - 1)
+        while self._changes and self._changes[-1][0] >= first:
+            self._changes.pop()
+
+    @property
+    def _current(self) -> dict[str, bytes]:
+        return self._changes[-1][1] if self._changes else self._base
