@@ -118,12 +118,13 @@ def mutations(message: Any, *, is_header: bool = False) -> Iterator[Mutation]:
 
 
 def _leaves(value: Any, start: tuple[int, ...]) -> Iterator[tuple[Row, tuple[int, ...], Any]]:
-    """(row, path in the arrays, value) of each field; of a tuple the whole, and what is inside its first item."""
+    """(row, path in the arrays, value) of each field, and of what is inside it; of a tuple inside its first item."""
     for index, one in enumerate(dataclasses.fields(value)):
         inner = getattr(value, one.name)
         path = (*start[:-1], start[-1] + index)
         row = (type(value).__name__, one.name)
         if dataclasses.is_dataclass(inner):
+            yield row, path, inner
             yield from _leaves(inner, (*path, _first_field(inner)))
             continue
         yield row, path, inner
