@@ -51,24 +51,22 @@ def test_the_table_names_what_could_not_be_measured() -> None:
 
 
 def test_a_message_is_encoded_as_wire_encodes_it() -> None:
-    beat = m.Heartbeat(1, 2, 3, ("a", "b"), None, 4, (t.FragmentDigest(0, 1, bytes(16)),), t.RateLimits(5, None))
-    asked = m.RequestVote(3, False, 7, 2)
-    for message in (asked, beat):
-        if type(message) is m.Heartbeat and len(m.Heartbeat.__slots__) > 8:
-            continue
+    made = t.Contribution("a", 1, 0, 3, 2, 8, 16, 4096, (1.0, 2.0))
+    decided = m.MergeDecided(t.Ballot(2, 7), 0, 4, (made,), ((0.5, 0.25),))
+    for message in (m.Refused(0, 3, "gone"), decided):
         frame = b"\x02" + msgpack.packb(mutant.plain(message, mutant.TAGS))
         assert frame == encode_control(message)
         assert decode_control(frame) == message
 
 
 def test_each_field_is_wrong_alone_and_in_several_ways() -> None:
-    asked = m.RequestVote(3, False, 7, 2)
-    made = list(mutant.mutations(asked))
-    right = mutant.plain(asked, mutant.TAGS)
+    refused = m.Refused(1, 3, "gone")
+    made = list(mutant.mutations(refused))
+    right = mutant.plain(refused, mutant.TAGS)
     for one in made:
         wrong = msgpack.unpackb(one.data)
-        assert sum(a is not b and repr(a) != repr(b) for a, b in zip(wrong, right, strict=True)) == 1, one.text
-    assert {one.row for one in made} == {("RequestVote", name) for name in m.RequestVote.__slots__}
+        assert sum(repr(a) != repr(b) for a, b in zip(wrong, right, strict=True)) == 1, one.text
+    assert {one.row for one in made} == {("Refused", name) for name in ("fragment", "version", "reason")}
     assert any(one.has_shape for one in made)
     assert any(not one.has_shape for one in made)
 
