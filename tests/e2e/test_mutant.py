@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from mutant import Mutant, Mutation, mutations, rows_of
 
+from diloco_node.core.messages import FinishRequested
 from diloco_node.core.types import RoundBody
 from tests.kit.cluster_kit import Cluster, Statuses, all_train, brief
 
@@ -80,6 +81,8 @@ async def attack(cluster: Cluster, mutant: Mutant, others: list[str]) -> list[Mu
         is_header = kind >= len(bases)
         base = mutant.headers()[kind - len(bases)] if is_header else bases[kind]
         for mutation in mutations(base, is_header=is_header):
+            if mutation.has_shape and isinstance(base, FinishRequested):
+                continue  # the word of the operator there, whatever the reason: it does end the run
             if mutation.has_shape:
                 targets = others
             elif refused[mutation.row] < REFUSED_PER_ROW:
