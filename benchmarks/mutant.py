@@ -264,11 +264,7 @@ class Mutant:
         if not mutation.is_header:
             link.send(b"\x02" + mutation.data)
         elif link._session is not None:
-            stream, number = link._session._streams[1], next(self._transfers)
-            with contextlib.suppress(PeerError):
-                await stream.write(struct.pack("<BQQ", envelope.KIND_BEGIN, number, 8) + mutation.data)
-                await stream.write(envelope.encode_chunk(number, 0, 8, bytes(8), is_compressed=False))
-                await stream.write(envelope.encode_end(number, (1,)))
+            await self._transfer(link._session._streams[1], mutation.data)
         self.sent[peer] = self.sent.get(peer, 0) + 1
         self.last_sent = mutation.text
         if mutation.has_shape:
@@ -279,6 +275,21 @@ class Mutant:
                 while self._is_up[peer].is_set():  # noqa: ASYNC110 - an event for the other way would not be shorter
                     await asyncio.sleep(0.01)
                 self.violations += 1
+
+    async def _transfer(self, stream: Any, header: bytes) -> None:
+        """A whole transfer of eight bytes, as far as the peer lets it come."""
+        number = next(self._transfers)
+        begin = struct.pack("<BQQ", envelope.KIND_BEGIN, number, 8) + header
+        chunk = envelope.encode_chunk(number, 0, 8, bytes(8), is_compressed=False)
+        try:
+            for frame in (begin, chunk, envelope.encode_end(number, (1,))):
+                await stream.write(frame)
+        except PeerError:
+            return
+        except asyncio.CancelledError:  # so gRPC ends a write when the link goes down
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
 
     async def _beat(self) -> None:
         while True:
