@@ -11,6 +11,7 @@
     |   +-- ProtocolViolation  a message against the schema, the limits or the state
     |   +-- PayloadCorrupt     bytes that don't decode to what their header says, or non-finite values
     |   +-- PeerIncompatible   another run, version or manifest; names the field that differs
+    |   +-- RateExceeded       more than an honest peer sends: it is read more slowly, the link stays
     +-- PeersUnreachable       nobody answers; exit code 5
     +-- StorageError           disk: full, damaged, in use; exit code 6
     |   +-- DiskRefused        full, read-only, failing: what is there stays as it is, and another try may go through
@@ -69,6 +70,10 @@ class PayloadCorrupt(PeerError):
 
 class PeerIncompatible(PeerError):
     """The peer belongs to another run or speaks another version. The message names each field that differs."""
+
+
+class RateExceeded(PeerError):
+    """A peer sends more messages than any honest one. They are taken more slowly; the link stays."""
 
 
 class PeersUnreachable(DilocoError):

@@ -19,6 +19,7 @@ from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.plan.command import plan
 from diloco_node.cli.wan.command import app as wan
 from diloco_node.errors import DilocoError
+from diloco_node.escaping import escaped
 
 DEBUG_FLAG = "--debug"
 INTERRUPTED_CODE = 130
@@ -80,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DilocoError as error:
         if is_debug:
             raise
-        sys.stderr.write(f"diloco-node: {str(error).strip()}\n")
+        # It may hold the words of a peer, or of whatever answers at an address.
+        lines = (escaped(line) for line in str(error).strip().split("\n"))
+        sys.stderr.write("diloco-node: " + "\n".join(lines) + "\n")
         return error.exit_code
     except SystemExit as end:  # how typer ends, after help, a usage error or a command's own exit code
         return end.code if isinstance(end.code, int) else 0

@@ -232,8 +232,8 @@ def schedule_steps(config: NodeConfig) -> int:
 def lr_floor(config: NodeConfig) -> float:
     """Part of the peak at which the schedule ends: as set, else 0 if no learner can train beyond its end, else 0.1.
 
-    `[run] steps` ends the run when the fastest learner has made them. A run that ends by tokens, by hand or by the
-    clock may outlast the schedule of a fast learner, which would then contribute nothing for ever.
+    `[run] steps` ends the run when the median learner has made them: set a floor where one learner is much faster. A
+    run that ends by tokens, by hand or by the clock may outlast the schedule of every learner.
     """
     if config.model.lr_floor is not None:
         return config.model.lr_floor

@@ -19,6 +19,7 @@ import typer
 
 from diloco_node.cli.options import ConfigOption, load
 from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.escaping import escaped, escaped_document
 from diloco_node.unix_sockets import socket_path
 
 TIMEOUT_S: Final = 3.0
@@ -123,9 +124,10 @@ def ask(target: Target) -> dict[str, Any]:
         if not isinstance(document, dict):
             raise ValueError("the answer is no JSON object")
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return {"region": target.name, "error": f"no status from 127.0.0.1:{target.port}: {error}"}
+        return {"region": target.name, "error": escaped(f"no status from 127.0.0.1:{target.port}: {error}")}
     document.setdefault("region", target.name)
-    return document
+    shown: dict[str, Any] = escaped_document(document)
+    return shown
 
 
 def connect(target: Target) -> http.client.HTTPConnection:
@@ -195,6 +197,11 @@ def detail_lines(document: dict[str, Any]) -> list[str]:
         what = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
         ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
         lines.append(f"{region}: {what}{ballot}: {entry.get('reason') or 'open'}")
+    if document.get("role") == "leader":
+        # Every region knows it from the ballots; once is enough.
+        for one in _tables(document, "left_out"):
+            what = f"{one.get('region', '?')} is left out as {one.get('part', '?')}"
+            lines.append(f"{region}: {what}: {one.get('reason') or 'no reason'}")
     for peer in _tables(document, "peers"):
         if peer.get("link", "up") != "up":
             error = f": {peer['error']}" if peer.get("error") else ""

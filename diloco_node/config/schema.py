@@ -77,7 +77,7 @@ class RunSection(Section):
 
     Attributes:
         id: in every certificate; regions of another run are refused.
-        tokens, steps: end by merged tokens of all regions, or by the steps of the fastest learner; 0: no end.
+        tokens, steps: end by merged tokens of all regions, or by the steps of the median learner; 0: no end.
         seed: of parameters, data order and election timeouts.
         state_dir: a region keeps everything in `state_dir/REGION`.
         certs_dir: as `certs init` made it; a region reads `certs_dir/REGION`.

@@ -122,6 +122,19 @@ class ReusedStripe:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A region that takes no part in the leader's ballots for a while.
+
+    Attributes:
+        part: member or reducer. reason: why, in words.
+    """
+
+    region: str
+    part: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class BallotOpened:
     """Leader to all: a round to take fragment to `version`; members contribute, stripes say who reduces what.
 
@@ -130,6 +143,7 @@ class BallotOpened:
 
     Attributes:
         reused: what members need not send again; the stripe is an index into `stripes`.
+        left_out: for the status of every region, and a first hint for the next leader.
     """
 
     ballot: Ballot
@@ -138,6 +152,7 @@ class BallotOpened:
     members: tuple[str, ...]
     stripes: tuple[Stripe, ...]
     reused: tuple[ReusedStripe, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +211,20 @@ class ReductionReported:
     squared_norms: tuple[float, ...]
     contribution_norms: tuple[tuple[float, ...], ...]
     digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MergedReceived:
+    """Region to leader, when a ballot is announced again: the merged stripes that are here.
+
+    So the leader sees whose stripes come to nobody, and who tells it another digest than it sends around.
+
+    Attributes:
+        digests: one per stripe of the ballot; empty for a stripe that is not here.
+    """
+
+    ballot: Ballot
+    digests: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +291,7 @@ Message = (
     | StripesReceived
     | MergeDecided
     | ReductionReported
+    | MergedReceived
     | PayloadDurable
     | FinishRequested
     | DiscardReported

@@ -26,8 +26,9 @@ from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.discards import DiscardReporter
+from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.leader import RoundLeader
+from diloco_node.core.rounds.leader import RoundLeader, RoundMessage
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import (
     Entry,
@@ -44,14 +45,6 @@ TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
 
 _LEDGER_MESSAGES = msg.RequestVote | msg.RequestVoteReply | msg.AppendEntries | msg.AppendEntriesReply | msg.TimeoutNow
-_LEADER_MESSAGES = (
-    msg.Contributed
-    | msg.Declined
-    | msg.StripesReceived
-    | msg.ReductionReported
-    | msg.PayloadDurable
-    | msg.DiscardReported
-)
 
 
 class RegionCore:
@@ -109,6 +102,7 @@ class RegionCore:
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,
+            meaning=EntryCheck((run_id, settings_digest, manifest.digest, self._regions), manifest),
         )
         self.liveness = Liveness(
             region=region,
@@ -187,12 +181,7 @@ class RegionCore:
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
-        """Take a fact, return what to do.
-
-        Args:
-            event: a fact.
-            now_ns: monotonic time, never less than before.
-        """
+        """Take a fact, return what to do; `now_ns` is monotonic time, never less than before."""
         self._now_ns = now_ns
         self._arrows[type(event)](event, now_ns)
         self._settle(now_ns)
@@ -240,7 +229,7 @@ class RegionCore:
             self._genesis.propose()
             self.leader.advance(now_ns=now_ns)
             while self.leader.proposals and self.ledger.is_leader:
-                self._emit(self.ledger.propose(self.leader.proposals.popleft(), now_ns=now_ns))
+                self._propose(self.leader.proposals.popleft(), now_ns)
                 is_news = True
             self.versions.pump()
             self.participant.pump()
@@ -274,6 +263,12 @@ class RegionCore:
             self._genesis.committed(body)
         self.leader.committed(entry, now_ns=now_ns)
 
+    def _propose(self, body: EntryBody, now_ns: int) -> None:
+        last_index = self.ledger.last_index
+        self._emit(self.ledger.propose(body, now_ns=now_ns))
+        if self.ledger.last_index == last_index and isinstance(body, RoundBody):
+            self.leader.rounds.pop(body.fragment, None)  # refused, with an alarm: opened again when it is due
+
     def _follow_role(self, now_ns: int) -> None:
         ledger = self.ledger
         if self._reported_leader != f"{ledger.term} {ledger.leader}" and ledger.leader:
@@ -284,7 +279,8 @@ class RegionCore:
         if self.leader.is_acting or not ledger.is_settled or ledger.commit_index < ledger.cluster_commit_index:
             return
         # Everything that older leaders committed is known and applied to the history now.
-        self.leader.begin(ledger.term, self.participant.open_versions(), now_ns=now_ns)
+        reopen, left_out = self.participant.open_versions(), self.participant.left_out
+        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out)
 
     def _has_payload(self, body: EntryBody) -> bool:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
@@ -350,7 +346,7 @@ class RegionCore:
         elif now_ns - self._behind_since_ns >= self._settings.ballot_deadline_min_ns:
             self._emit(ledger.transfer_leadership("its disk lacks what is committed", now_ns=now_ns))
         if self.leader.is_in_the_way:
-            self._emit(ledger.transfer_leadership("its disk holds up the others", now_ns=now_ns))
+            self._emit(ledger.transfer_leadership("it holds up the others: its disk, or its bulk", now_ns=now_ns))
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(
@@ -382,7 +378,7 @@ class RegionCore:
             self._round_message(event.peer, message, now_ns)
 
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
-        if isinstance(message, _LEADER_MESSAGES):
+        if isinstance(message, RoundMessage):
             self.leader.arrived(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
             self.leader.finish_requested(message.reason)
@@ -510,4 +506,5 @@ class RegionCore:
             is_ending=self.leader.is_ending,
             finished="" if history.finished is None else history.finished.reason,
             is_final=self._is_final,
+            left_out=self.leader.left_out if self.leader.is_acting else self.participant.left_out,
         )

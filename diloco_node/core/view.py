@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.messages import LeftOut
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
@@ -86,6 +87,7 @@ class RegionView:
         digest_differences: alarms about unequal bytes at equal versions; must be 0.
         is_ending: last rounds are being held. finished: the reason, once the run's end is committed, else empty.
         is_final: every fragment is at its final version and written.
+        left_out: whom the leader leaves out of its ballots for a while, in which part, and why.
     """
 
     region: str
@@ -111,6 +113,7 @@ class RegionView:
     is_ending: bool
     finished: str
     is_final: bool
+    left_out: tuple[LeftOut, ...] = ()
 
 
 class Participation:

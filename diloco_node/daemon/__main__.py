@@ -10,7 +10,7 @@ import structlog
 import uvloop
 
 from diloco_node.daemon.daemon import Daemon
-from diloco_node.daemon.process import keep_freed_memory, set_up_logs
+from diloco_node.daemon.process import DESCRIPTORS_LOW, keep_freed_memory, raise_descriptor_limit, set_up_logs
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import DISK_CODE
 from diloco_node.errors import DilocoError, DiskRefused, LedgerGone
@@ -19,8 +19,13 @@ from diloco_node.errors import DilocoError, DiskRefused, LedgerGone
 def main(arguments: list[str]) -> int:
     """Run the daemon; the exit code."""
     keep_freed_memory()
+    descriptors = raise_descriptor_limit()
     set_up_logs()
     log = structlog.get_logger()
+    if descriptors < DESCRIPTORS_LOW:
+        log.warning(
+            "few open files allowed", limit=descriptors, remedy="raise the hard limit: ulimit -Hn, LimitNOFILE="
+        )
     if len(arguments) != 1:
         log.error("usage: python -m diloco_node.daemon SPEC.json (written by `diloco-node start`)")
         return 2

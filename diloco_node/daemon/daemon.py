@@ -35,6 +35,7 @@ from diloco_node.errors import ConfigError, PeersUnreachable, StorageError
 from diloco_node.measure.documents import OnPartial
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import set_damaged_aside
 from diloco_node.transport.certs import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
@@ -57,7 +58,7 @@ class Daemon:
         self._store: RegionStore | None = None
         self._node: Node | None = None
         self._is_building = False
-        self._admission = Admission(spec.state_dir)
+        self._admission = Admission(spec.state_dir, self._threads.disk)
         self._waiting_attach: Attach | None = None
 
     async def run(self) -> int:
@@ -167,6 +168,8 @@ class Daemon:
         if self._store.lost:
             text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
             self.notes.add(Note("disk", text, is_alarm=True))
+        counters = await in_thread(self._threads.pool, set_damaged_aside, self.spec.state_dir)
+        self._note_damage(self._store, counters)
         runtime = NodeRuntime(
             self.spec,
             self._store,
@@ -183,6 +186,20 @@ class Daemon:
         attach, self._waiting_attach = self._waiting_attach, None
         if attach is not None:
             node.on_learner_message(attach)
+
+    def _note_damage(self, store: RegionStore, counters: tuple[str, ...]) -> None:
+        """What recovery has found on the disk and worked around: a disk that does that once may do it again."""
+        for name in store.set_aside:
+            text = (
+                f"{name} was damaged: it is set aside as {name}.damaged, and fetched if it is needed. Look at the disk"
+            )
+            self.notes.add(Note("disk", text, is_alarm=True))
+        for name in counters:
+            text = f"{name} was damaged: it is set aside, and begins with no steps. Look at the disk"
+            self.notes.add(Note("disk", text, is_alarm=True))
+        if store.cut_bytes:
+            # After a power cut this is what is to be expected: nothing of it was ever acknowledged.
+            self.notes.add(Note("disk", f"{store.cut_bytes} bytes of an interrupted write were cut off the ledger"))
 
     def rejection_reason(self, attach: Attach, process: Process | None) -> str:
         """Why this process may not be the learner; empty if it may, and then it is the one."""
@@ -217,7 +234,7 @@ class Daemon:
         except ConfigError as error:
             self.learner_server.refuse(str(error), is_final=True)
             raise
-        save_manifest(self.spec.state_dir, manifest)
+        await in_thread(self._threads.disk, save_manifest, self.spec.state_dir, manifest)
         await self._build(manifest)
 
     def learner_detached(self, reason: str) -> None:
@@ -280,5 +297,10 @@ class Daemon:
         return await self._node.measure(document, on_progress, on_partial)
 
     def _finish(self, reason: str) -> None:
-        if self._node is not None:
-            self._node.finish(reason)
+        """Raises ConfigError: nothing has begun that could end."""
+        if self._node is None:
+            raise ConfigError(
+                f"there is no run to finish yet: {self.spec.region} {self._not_ready_reason()}. Ask again when it is "
+                "there, or stop the region"
+            )
+        self._node.finish(reason)

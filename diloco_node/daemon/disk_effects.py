@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from diloco_node.daemon.stripes import MergedPart, is_contiguous
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import save_trained
 
 T = TypeVar("T")
 
@@ -67,6 +69,11 @@ class DiskEffects:
             await self._until_written("ledger", self.disk, write)
             self._is_ledger_broken = False
             self.post(ev.LedgerPersisted(order.token))
+
+    async def save_counters(self, incarnation: int, area: mmap.mmap) -> None:
+        """Wait until what an incarnation of the learner has counted, in the shared memory, is durable."""
+        save = partial(save_trained, self.state_dir, incarnation, area)
+        await self._until_written(f"the counters of incarnation {incarnation}", self.disk, save)
 
     async def store_payload(self, order: ev.StorePayload, parts: list[MergedPart]) -> None:
         """Write a merged payload.

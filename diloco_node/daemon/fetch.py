@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -25,8 +26,11 @@ from diloco_node.storage.tensor_files import DamagedFile
 
 FETCH_SILENCE_S: Final = 30.0
 """A donor that sends nothing for this long has forgotten us: the core asks another."""
-SERVES_MAX: Final = 4
+SERVES_MAX: Final = 8
 """Transfers served to peers at once; further ones are refused as busy and requested again."""
+
+SERVES_OF_A_PEER_MAX: Final = 4
+"""What one region fetches at once. A peer that asks for more, all the time, leaves the others their part."""
 
 
 @dataclass(slots=True)
@@ -53,6 +57,7 @@ class Fetcher:
     spawn: Spawn
     initial: InitialStates
     serves: int = field(default=0, init=False)
+    _serves_of: Counter[str] = field(default_factory=Counter, init=False)
     _pending: dict[tuple[str, int, bool], _Pending] = field(default_factory=dict, init=False)
 
     def ask(self, order: FetchPayload | FetchState) -> None:
@@ -169,10 +174,11 @@ class Fetcher:
         version = message.version if isinstance(message, PayloadRequested) else message.version_min
         if not 0 <= message.fragment < len(self.parameters.versions):
             self.transport.send(peer, Refused(message.fragment, version, "unknown"))
-        elif self.serves >= SERVES_MAX:
+        elif self.serves >= SERVES_MAX or self._serves_of[peer] >= SERVES_OF_A_PEER_MAX:
             self.transport.send(peer, Refused(message.fragment, version, "busy"))
         else:
             self.serves += 1
+            self._serves_of[peer] += 1
             self.spawn(self._serve(peer, message, version), f"serve {peer}")
 
     async def _serve(self, peer: str, message: PayloadRequested | StateRequested, version: int) -> None:
@@ -193,6 +199,7 @@ class Fetcher:
             pass  # the peer sees the link go too, and asks again when it is back
         finally:
             self.serves -= 1
+            self._serves_of[peer] -= 1
 
     async def _state(self, fragment: int, version_min: int) -> tuple[int, bytes, U8]:
         """From memory, or before genesis is committed Theta_0 from disk. Raises StorageError when there is neither."""

@@ -38,8 +38,9 @@ from diloco_node.errors import PeerError, ProtocolViolation, StorageError
 from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.trained import allot_incarnation, read_trained
+from diloco_node.storage.trained import Trained, allot_incarnation, read_trained
 from diloco_node.transport.certs import load_identity
+from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import learner_link
 
@@ -47,6 +48,9 @@ DRAIN_S: Final = 5.0
 """What a stopping leader waits for another region to take over."""
 
 LINGER_POLL_S: Final = 0.1
+
+COUNTERS_S: Final = 5.0
+"""Between two times that the learner's counters are saved. Rounds save them, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,9 @@ class Node:
             post=self._post,
             spawn=spawn,
             now_ns=now_ns,
+            save_counters=self._save_counters,
+            region=spec.region,
+            note=self._note,
         )
         self.transport = GrpcTransport(
             region=spec.region,
@@ -117,6 +124,11 @@ class Node:
             seed=spec.seed,
             budget=spec.budget,
             superseded=runtime.end,
+            messages_per_s=messages_per_s(
+                len(spec.regions),
+                rounds_in_flight=spec.settings.rounds_in_flight_max,
+                heartbeat_ns=spec.settings.heartbeat_ns,
+            ),
         )
         self._measuring = Measuring(
             region=spec.region,
@@ -135,6 +147,9 @@ class Node:
         self._posted_limits = NO_LIMITS
         self._is_lingering = False
         self._waiting_attach: learner_link.Attach | None = None
+        self._attaches = 0
+        self._is_welcomed = False
+        self._welcome_lock = asyncio.Lock()
         self._no_longer_leader = asyncio.Event()
         self.rounds_in_flight_max = 0
 
@@ -198,6 +213,7 @@ class Node:
         self._pump.start()
         self._post_limits()
         self._runtime.spawn(self._watch_budget(), "budget watch")
+        self._runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self) -> None:
         """Hand leadership over if this region has it, and give the others a moment to elect another."""
@@ -214,6 +230,8 @@ class Node:
         """Close the links, drop the timer."""
         self._pump.close()
         await self.transport.stop()
+        with contextlib.suppress(StorageError):  # the memory outlives this daemon, if not its supervisor
+            await in_thread(self._runtime.threads.disk, read_trained, self._spec.state_dir, self.learner.counters)
         self.learner.close()
 
     def _post(self, event: ev.Event) -> None:
@@ -223,7 +241,7 @@ class Node:
             self._no_longer_leader.set()
         if self._waiting_attach is not None and self.core.may_allot_incarnation:
             attach, self._waiting_attach = self._waiting_attach, None
-            self._welcome(attach)
+            self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
         if isinstance(event, ev.FinalWritten) and not self._is_lingering:
             self._is_lingering = True
             self._runtime.spawn(self._linger(), "linger")
@@ -305,21 +323,24 @@ class Node:
         if difference:
             return f"this is not the run's model: {difference}"
         try:
-            attach.in_fragments(len(self._manifest.fragments))
+            whole = attach.in_fragments(len(self._manifest.fragments))
         except ProtocolViolation as error:
             return str(error)
-        return ""
-
-    def learner_detached(self) -> None:
-        """The learner's connection is gone."""
-        self._waiting_attach = None
-        self.learner.detached()
+        fault = self.learner.attach_fault(whole, run_id=self._spec.run_id)
+        return f"what it says of itself can't be: {fault}" if fault else ""
 
     def on_learner_message(self, message: learner_link.ToDaemon) -> None:
         """What follows from each message of the learner."""
+        if isinstance(message, learner_link.Attach):
+            self._attaches += 1
+            self._is_welcomed = False
+            self._runtime.spawn(self._welcome(message, self._attaches), "welcome")
+            return
+        if not self._is_welcomed:
+            # None does that: it knows neither its incarnation nor which versions are there.
+            self._note(ev.Note("learner", f"{type(message).__name__} before its welcome: ignored", is_alarm=True))
+            return
         match message:
-            case learner_link.Attach():
-                self._welcome(message)
             case learner_link.Report():
                 self.learner.reported(message)
             case learner_link.SnapshotReady():
@@ -330,6 +351,9 @@ class Node:
                 self.learner.applied(message)
             case learner_link.InitialState():
                 area = self.learner.version_area
+                if not area.is_lent:  # what it wrote over is no Theta_0, and the run has one
+                    self._note(ev.Note("learner", "Theta_0 that nobody asked for: ignored", is_alarm=True))
+                    return
                 work = self.effects.disk.store_initial_state(area, area.generation)
                 self._runtime.spawn(work, "initial state")
             case learner_link.Done():
@@ -339,32 +363,67 @@ class Node:
             case _:
                 assert_never(message)
 
-    def _welcome(self, attach: learner_link.Attach) -> None:
-        """Welcome the learner, or say why not."""
+    async def _save_counters(self, incarnation: int) -> None:
+        await self.effects.disk.save_counters(incarnation, self.learner.counters)
+
+    async def _keep_counters(self) -> None:
+        """So that little is forgotten when all processes of the region die at once."""
+        while True:
+            await asyncio.sleep(COUNTERS_S)
+            if self.learner.status is not None:
+                await self._save_counters(self.learner.incarnation)
+
+    def learner_detached(self) -> None:
+        """Its connection is gone, whether or not it was welcomed."""
+        self._attaches += 1
+        self._is_welcomed = False
+        self._waiting_attach = None
+        self.learner.detached()
+
+    async def _welcome(self, attach: learner_link.Attach, number: int) -> None:
+        """Welcome the learner, or say why not. Nothing is done for one that went, or was replaced, meanwhile."""
         server = self._runtime.learner_server
-        rejection_reason = self.rejection_reason(attach)  # again: the node may not have been there when it was let in
-        if rejection_reason:
-            server.refuse(rejection_reason, is_final=True)
-            return
-        attach = attach.in_fragments(len(self._manifest.fragments))
-        if attach.incarnation == learner_link.NEW_PROCESS and not self.core.may_allot_incarnation:
-            # A folder that was lost does not know which incarnations there were; the others tell it.
-            self._waiting_attach = attach
-            return
-        try:
-            incarnation = attach.incarnation
-            if incarnation == learner_link.NEW_PROCESS:
-                incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=self.known_incarnation + 1)
-            before = tuple(one for one in read_trained(self._spec.state_dir) if one.incarnation < incarnation)
-        except StorageError as error:
-            self._note(ev.Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
-            server.refuse(str(error), is_final=False)
-            return
+        async with self._welcome_lock:  # one at a time, so that a later one has the greater incarnation
+            if number != self._attaches:
+                return
+            # Again: the node may not have been there when it was let in.
+            rejection_reason = self.rejection_reason(attach)
+            if rejection_reason:
+                server.refuse(rejection_reason, is_final=True)
+                return
+            attach = attach.in_fragments(len(self._manifest.fragments))
+            if attach.incarnation == learner_link.NEW_PROCESS and not self.core.may_allot_incarnation:
+                # A folder that was lost does not know which incarnations there were; the others tell it.
+                self._waiting_attach = attach
+                return
+            try:
+                incarnation, before = await in_thread(
+                    self._runtime.threads.disk, self._counters_of, attach, self.known_incarnation
+                )
+            except StorageError as error:
+                self._note(ev.Note("disk", f"no counters for a new learner: {error}", is_alarm=True))
+                if number == self._attaches:
+                    server.refuse(str(error), is_final=False)
+                return
+            if number == self._attaches:
+                self._welcome_as(attach, incarnation, before)
+
+    def _counters_of(self, attach: learner_link.Attach, known: int) -> tuple[int, tuple[Trained, ...]]:
+        """In the disk's thread: its incarnation, and what those before it trained, durably. Raises StorageError."""
+        incarnation = attach.incarnation
+        if incarnation == learner_link.NEW_PROCESS:
+            incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=known + 1)
+        trained = read_trained(self._spec.state_dir, self.learner.counters)
+        return incarnation, tuple(one for one in trained if one.incarnation < incarnation)
+
+    def _welcome_as(self, attach: learner_link.Attach, incarnation: int, before: tuple[Trained, ...]) -> None:
+        """The answer, and from here on what it says counts."""
         # A learner in mid-run has nothing to write, and would leave the version area to itself for ever.
         is_placed = min(position.base_version for position in attach.positions) >= 0
         wants_initial_state = self.core.wants_initial_state and not is_placed
         settings = self._spec.settings
-        server.send(
+        self._is_welcomed = True
+        self._runtime.learner_server.send(
             learner_link.Welcome(
                 region=self._spec.region,
                 region_index=self._spec.regions.index(self._spec.region),
@@ -428,6 +487,10 @@ class Node:
                 "buffered_bytes": self.effects.stripes.table.buffered_bytes(),
                 "events": self._pump.events_total,
                 "manifest_digest": self._manifest.digest,
+                "disk": {
+                    "files_set_aside": len(self._runtime.store.set_aside),
+                    "ledger_cut_bytes": self._runtime.store.cut_bytes,
+                },
                 "measurement": self._measuring.describe(),
                 "parameters": self._manifest.size,
             },

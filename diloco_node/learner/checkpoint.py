@@ -28,7 +28,7 @@ from torch import Tensor
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Ranks
-from diloco_node.storage.durable import sync_folder
+from diloco_node.storage.durable import make_folder, sync_folder
 
 FORMAT: Final = 1
 KEPT: Final = 2
@@ -270,7 +270,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
             raise LearnerError(f"optimizer state {name} is not finite")
     progress = checkpoint.progress
     text = checkpoint.document()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _remove_partial(folder)  # of a process that was killed
     path = folder / f"learner-{progress.incarnation:08d}-{progress.step:012d}.safetensors"
     partial = path.with_suffix(".partial")

@@ -14,15 +14,16 @@ import numpy as np
 
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
-from diloco_node.errors import LearnerError
+from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
 from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.learner.link import LearnerLink
 from diloco_node.learner.revert import RevertCheck
 from diloco_node.shared_memory import request_area
-from diloco_node.storage.trained import TrainedCounter
+from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
+    COUNTERS_AREA,
     LINK_PROTOCOL,
     NEW_PROCESS,
     VERSION_AREA,
@@ -168,12 +169,13 @@ class LearnerSession:
                 "the training script builds another model than the run was started with"
             )
         version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
-        counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation)
+        area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
+        counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
         self._counter = counter
 
         def make_durable() -> None:
             # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(StorageError):
                 counter.flush()
 
         return LearnerFragments(

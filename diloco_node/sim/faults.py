@@ -129,7 +129,7 @@ def _contribute_too_early(core: Any) -> None:
 
     view.participant(core).stripe_arrived = keep_any_stripe  # type: ignore[method-assign]
     view.participant(core)._may_contribute = lambda fragment, version: ""  # type: ignore[method-assign]
-    view.rounds(core)._may_contribute = lambda offered, version: ""  # type: ignore[method-assign]
+    view.rounds(core)._answers.may_contribute = lambda offered, version: ""  # type: ignore[method-assign]
 
 
 def _with_late_learners(setup: Setup) -> Setup:

@@ -113,10 +113,10 @@ def reduce_stripe(parts: Sequence[F32], coefficients: Sequence[F32], residual: F
 
 
 def state_digest(theta: F32, momentum: F32) -> bytes:
-    """First 16 bytes of SHA-256 over parameters and momentum."""
+    """SHA-256 over parameters and momentum."""
     digest = hashlib.sha256(theta.tobytes())
     digest.update(momentum.tobytes())
-    return digest.digest()[:16]
+    return digest.digest()
 
 
 def payload_digest(data: bytes, layout: FragmentLayout, ranges: Sequence[tuple[int, int]], codec: Codec) -> bytes:

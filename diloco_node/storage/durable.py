@@ -45,6 +45,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def make_folder(folder: Path) -> None:
+    """Make a folder, and those above it, durably; nothing when it is there. Raises OSError."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
 def write_parts(descriptor: int, parts: Sequence[bytes | memoryview]) -> None:
     """Write all of the parts, one after the other, however often the kernel takes only some. Raises OSError."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]

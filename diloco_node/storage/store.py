@@ -131,9 +131,7 @@ class RegionStore:
         self.lost = str(why)
         try:
             for name in (LEDGER_NAME, LEDGER_END_NAME, VOTE_NAME):
-                aside = set_aside(self._folder / name)
-                if aside:
-                    self.set_aside.append(aside)
+                set_aside(self._folder / name)
         except OSError as error:
             raise disk_error("set aside the damaged ledger in", self._folder, error) from error
         self._vote, self._ledger = VoteFile(self._folder), LedgerFile(self._folder)

@@ -1,61 +1,82 @@
-"""Trained counters: what each life of a region's learner trained, in a file of 16 bytes that the learner writes itself.
+"""Trained counters: what each life of a region's learner trained, in shared memory and in a file of 16 bytes.
 
-`learner/trained-<incarnation>` in the region's state folder holds inner steps and tokens of one incarnation, two
-little-endian u64. The learner writes it through a mapping at each step, which a SIGKILL does not undo. The daemon reads
-it to book what died as discarded.
+The learner writes steps and tokens of its incarnation into an area of the supervisor's memory at each step. That never
+waits for a disk, and a SIGKILL of the learner does not undo it. `learner/trained-<incarnation>` in the region's state
+folder holds the same, two little-endian u64, for when the memory is gone. The learner saves it before a contribution is
+announced, the daemon before it tells what died, and every few seconds. What is booked must not be forgotten by a power
+cut, so a file is durable before its counts are told.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from diloco_node.core.bounds import INCARNATION_MAX, STEP_MAX, TOKENS_MAX
 from diloco_node.errors import StorageError
-from diloco_node.storage.durable import sync_folder
+from diloco_node.storage.durable import disk_error, make_folder, replace_file, sync_folder
 
 _COUNTERS: Final = struct.Struct("<QQ")
+_SLOT: Final = struct.Struct("<QQQ")
+
+_SLOTS: Final = 16
+"""A slot in the area belongs to one incarnation of sixteen: an old life that still steps writes into its own."""
+
+AREA_BYTES: Final = _SLOTS * _SLOT.size
+"""Size of the shared area."""
+
+READS_MAX: Final = 1000
+"""Tries to read a slot between two writes; each write takes under a microsecond."""
+
+_DIGITS_MAX: Final = len(str(INCARNATION_MAX))
 
 
 class TrainedCounter:
-    """The learner's side of its trained counter: steps and tokens of this incarnation, on disk at each step.
+    """The learner's side of its trained counter: steps and tokens of this incarnation.
+
+    Args:
+        area: AREA_BYTES of memory that outlives this process.
 
     Raises:
-        StorageError: the daemon has not allotted this incarnation, or the file is damaged.
+        StorageError: the daemon has not allotted this incarnation, or the file can't be opened.
     """
 
-    def __init__(self, state_dir: Path, incarnation: int) -> None:
+    def __init__(self, state_dir: Path, incarnation: int, area: mmap.mmap) -> None:
+        self._state_dir = state_dir
+        self._incarnation = incarnation
+        self._area = area
         path = _counter_path(state_dir, incarnation)
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                self._map = mmap.mmap(self._fd, _COUNTERS.size)
-            except (OSError, ValueError):
-                os.close(self._fd)
-                raise
-        except (OSError, ValueError) as error:
+            os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
             raise StorageError(
                 f"trained counter {path}: {error}; does the daemon use the same state folder?"
             ) from error
 
     def write(self, steps: int, tokens: int) -> None:
-        """Set both. One copy of 16 bytes, so a kill leaves the old or the new pair."""
-        self._map[0 : _COUNTERS.size] = _COUNTERS.pack(steps, tokens)
+        """Set both. One copy of 24 bytes in memory, so a kill leaves the old or the new ones."""
+        start = _slot_start(self._incarnation)
+        self._area[start : start + _SLOT.size] = _SLOT.pack(self._incarnation, steps, tokens)
 
     def flush(self) -> None:
-        """Make the counters survive a power cut too; takes a disk write, so not from the training thread.
+        """Make the counters survive a power cut too. Takes a disk write, so not from the training thread.
 
-        Not `mmap.flush`, which holds the GIL for as long as the disk takes.
+        Raises:
+            StorageError: the disk refused.
         """
-        os.fdatasync(self._fd)
+        save_trained(self._state_dir, self._incarnation, self._area)
 
     def close(self) -> None:
-        """Unmap; the file stays."""
-        self._map.close()
-        os.close(self._fd)
+        """Save them if the disk takes them; else the daemon does, as long as the memory is there."""
+        with suppress(StorageError):
+            self.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +88,103 @@ class Trained:
     tokens: int
 
 
-def read_trained(state_dir: Path) -> tuple[Trained, ...]:
-    """All counters in the state folder, by incarnation.
+def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Trained, ...]:
+    """All counters in the state folder, by incarnation. They are durable on return: what is read may be told.
 
     After a power cut one may lie behind the ledger: take the larger.
 
+    Args:
+        area: the shared memory, for what is newer there; None: the files alone.
+
     Raises:
-        StorageError: a counter file has not 16 bytes.
+        StorageError: a counter file has not 16 bytes, holds no count, or the disk refuses.
+    """
+    return tuple(save_trained(state_dir, incarnation, area) for incarnation, _ in _counter_files(state_dir))
+
+
+def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
+    """Replace counters that are damaged by empty ones, once at start, before a learner attaches. Returns their names.
+
+    Their numbers stay used. What a dead life trained beyond the ledger is not known then; a living one's count is still
+    in the shared memory.
+
+    Raises:
+        StorageError: the disk refused.
     """
     found = []
-    for incarnation, path in _counter_files(state_dir):
-        raw = path.read_bytes()
-        if len(raw) != _COUNTERS.size:
-            raise StorageError(f"trained counter {path} has {len(raw)} B, not {_COUNTERS.size}: the disk lost it")
-        found.append(Trained(incarnation, *_COUNTERS.unpack(raw)))
+    for _, path in _counter_files(state_dir):
+        try:
+            if path.is_file() and _is_sound(path.read_bytes()):
+                continue
+            path.rename(path.with_name(path.name + ".damaged"))
+        except OSError as error:
+            raise disk_error("set aside", path, error) from error
+        replace_file(path, [_COUNTERS.pack(0, 0)])
+        found.append(path.name)
     return tuple(found)
 
 
+def _is_sound(raw: bytes) -> bool:
+    return len(raw) == _COUNTERS.size and _can_be(*_COUNTERS.unpack(raw))
+
+
+def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
+    """Bring an incarnation's file up to what the shared memory says, durably, also while it counts on.
+
+    Returns:
+        What the file says now.
+
+    Raises:
+        StorageError: as for `read_trained`.
+    """
+    path = _counter_path(state_dir, incarnation)
+    with _locked(path) as descriptor:
+        raw = os.pread(descriptor, _COUNTERS.size + 1, 0)
+        if len(raw) != _COUNTERS.size:
+            raise StorageError(f"trained counter {path} has {len(raw)} B, not {_COUNTERS.size}: the disk lost it")
+        counted = _COUNTERS.unpack(raw)
+        if not _can_be(*counted):
+            steps, tokens = counted
+            raise StorageError(f"trained counter {path} says {steps} steps and {tokens} tokens: it is damaged")
+        newer = None if area is None else _read_slot(area, incarnation)
+        if newer is not None and newer > counted:
+            os.pwrite(descriptor, _COUNTERS.pack(*newer), 0)
+            counted = newer
+        os.fdatasync(descriptor)
+    return Trained(incarnation, *counted)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The file, for this process alone: learner and daemon both save, and the older count must not come last."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise disk_error("save", path, error) from error
+
+
+def _slot_start(incarnation: int) -> int:
+    return incarnation % _SLOTS * _SLOT.size
+
+
+def _read_slot(area: mmap.mmap, incarnation: int) -> tuple[int, int] | None:
+    """(steps, tokens) of an incarnation; None: the slot is another's, or holds no count."""
+    start = _slot_start(incarnation)
+    for _ in range(READS_MAX):
+        raw = area[start : start + _SLOT.size]
+        if raw == area[start : start + _SLOT.size]:  # else its learner was writing just then
+            owner, steps, tokens = _SLOT.unpack(raw)
+            return (steps, tokens) if owner == incarnation and _can_be(steps, tokens) else None
+    return None
+
+
 def newest_incarnation(state_dir: Path) -> int:
-    """The last life that was allotted; 0 if there was none."""
+    """The last life that was allotted; 0 if there was none. Raises StorageError."""
     return max((number for number, _ in _counter_files(state_dir)), default=0)
 
 
@@ -102,7 +201,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     number = max(incarnation_min, newest_incarnation(state_dir) + 1)
     path = _counter_path(state_dir, number)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         with path.open("xb") as file:
             file.write(_COUNTERS.pack(0, 0))
             file.flush()
@@ -113,10 +212,20 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     return number
 
 
+def _can_be(steps: int, tokens: int) -> bool:
+    """Whether a learner can have counted so far. The ledger would refuse more for ever."""
+    return steps <= STEP_MAX and tokens <= TOKENS_MAX
+
+
 def _counter_path(state_dir: Path, incarnation: int) -> Path:
     return state_dir / "learner" / f"trained-{incarnation}"
 
 
 def _counter_files(state_dir: Path) -> list[tuple[int, Path]]:
-    found = ((path.name.removeprefix("trained-"), path) for path in (state_dir / "learner").glob("trained-*"))
-    return sorted((int(number), path) for number, path in found if number.isdecimal())
+    folder = state_dir / "learner"
+    try:
+        found = [(path.name.removeprefix("trained-"), path) for path in folder.glob("trained-*")]
+    except OSError as error:
+        raise disk_error("read", folder, error) from error
+    numbered = ((int(number), path) for number, path in found if number.isdecimal() and len(number) <= _DIGITS_MAX)
+    return sorted((number, path) for number, path in numbered if number <= INCARNATION_MAX)

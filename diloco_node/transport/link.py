@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -27,6 +28,7 @@ from typing import Any
 import structlog
 
 from diloco_node.errors import LinkLost, PayloadCorrupt, PeerError, PeerIncompatible, ProtocolViolation
+from diloco_node.transport.intake import Intake
 from diloco_node.transport.kernel.congestion import (
     METADATA_KEY,
     CongestionControls,
@@ -93,6 +95,7 @@ class PeerLink:
         self.peer = peer
         self._address = address
         self._env = env
+        self._intake = Intake(env.messages_per_s, now_ns=time.monotonic_ns())
         self._random = random.Random(seed)
         self._is_smaller = env.hello.region < peer
         self._dials = 0
@@ -223,7 +226,8 @@ class PeerLink:
                 raise LinkLost(f"{self.peer} at {self._address}: no hello within {env.times.hello_s:.0f} s") from None
             raise
         more = partial(self._dial_more, self._address, instance, dial_number)
-        return Session(self.peer, streams[Lane.CONTROL], streams[Lane.BULK], env, instance=instance, more=more)
+        control, bulk = streams[Lane.CONTROL], streams[Lane.BULK]
+        return Session(self.peer, control, bulk, env, intake=self._intake, instance=instance, more=more)
 
     async def _dial_more(self, address: str, instance: bytes, dial_number: int, connection: int) -> DialedStream:
         """Open one more bulk connection of a session that is up. Raises PeerError."""
@@ -290,7 +294,13 @@ class PeerLink:
                 del self._accepted[key]
                 control, bulk = accepted[Lane.CONTROL], accepted[Lane.BULK]
                 session = Session(
-                    self.peer, control, bulk, self._env, instance=hello.instance_id, accepted_dial=hello.dial
+                    self.peer,
+                    control,
+                    bulk,
+                    self._env,
+                    intake=self._intake,
+                    instance=hello.instance_id,
+                    accepted_dial=hello.dial,
                 )
                 self._spawn(self.run_session(session))
             else:

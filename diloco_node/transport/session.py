@@ -9,6 +9,7 @@ transfer has failed.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,16 +17,20 @@ from typing import Any, Final
 
 import structlog
 
-from diloco_node.errors import LinkLost, PeerError
+from diloco_node.errors import LinkLost, PeerError, RateExceeded
 from diloco_node.transport.certs import Identity
 from diloco_node.transport.inbound import BulkInbound, TransportHandler
+from diloco_node.transport.intake import MESSAGES_PER_S, Intake
 from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.pacing.token_bucket import NS_PER_S
 from diloco_node.transport.streams import DialedStream, Stream
-from diloco_node.wire.envelope import PING_FRAME, Hello, decode_control_lane
+from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control_lane
 
 _log = structlog.get_logger(__name__)
+
+BEGIN_KIND: Final = bytes([KIND_BEGIN])
 
 ALIVE_PINGS: Final = 3
 """A peer of which nothing came for so many of its pings may be dead."""
@@ -33,6 +38,10 @@ ALIVE_PINGS: Final = 3
 
 MORE_AGAIN_S_MAX: Final = 600.0
 """Between two tries to open another connection; from `backoff_max_s` on, doubling."""
+
+
+class Ping:
+    """The kind of message that a ping is, for the intake."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,7 @@ class LinkEnvironment:
         superseded: called with (peer, error) when a peer has refused us for a while because a newer process of ours is
             linked with it, and with (peer, None) when a link to it is up again.
         quarantined: why a peer is shut out now, and for how long; empty when it is not.
+        messages_per_s: what a peer may send of one kind of message.
     """
 
     hello: Hello
@@ -86,6 +96,7 @@ class LinkEnvironment:
     reject: Callable[[str, PeerError], None]
     superseded: Callable[[str, PeerError | None], None] = lambda _peer, _error: None
     quarantined: Callable[[str], str] = lambda _peer: ""
+    messages_per_s: int = MESSAGES_PER_S
 
 
 More = Callable[[int], Awaitable[DialedStream]]
@@ -96,6 +107,7 @@ class Session:
 
     Args:
         peer: its name. control, bulk: the two streams that there always are. env: see LinkEnvironment.
+        intake: limits how fast the peer's messages are taken; the same for all sessions with it.
         instance: of the peer's process, from its hello.
         accepted_dial: the peer's number of this session; None: we dialed.
         more: opens the bulk connection of an index, where we dialed; raises PeerError.
@@ -108,12 +120,14 @@ class Session:
         bulk: Stream,
         env: LinkEnvironment,
         *,
+        intake: Intake,
         instance: bytes = b"",
         accepted_dial: int | None = None,
         more: More | None = None,
     ) -> None:
         self._peer = peer
         self._env = env
+        self._intake = intake
         self._streams = [control, bulk]
         self._more = more
         self.queue = ControlQueue()
@@ -235,6 +249,7 @@ class Session:
             self._received_s = loop.time()
             pacer.was_read(self._peer, len(frame), is_bulk=False)
             message = decode_control_lane(frame)
+            await self._pace(Ping if message is None else type(message), len(frame))
             if message is not None and not pacer.received(self._peer, message):
                 self._env.handler.control_arrived(self._peer, message)
 
@@ -254,7 +269,16 @@ class Session:
             frame = await stream.read()
             self._unread += 1
             pacer.was_read(self._peer, len(frame))
+            if frame[:1] == BEGIN_KIND:
+                await self._pace(TransferBegin, 0)
             await self._inbound.feed(frame, connection)
+
+    async def _pace(self, kind: type, size_bytes: int) -> None:
+        """Let the peer wait if it sends more than an honest one."""
+        wait_ns = self._intake.take(kind, size_bytes, now_ns=time.monotonic_ns())
+        if wait_ns:
+            self._env.reject(self._peer, RateExceeded(f"{self._peer} sends {kind.__name__} too often: it has to wait"))
+            await asyncio.sleep(wait_ns / NS_PER_S)
 
     async def _open_more(self, more: More) -> None:
         """Open bulk connections while the link is worth more than there are."""

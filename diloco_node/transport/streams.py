@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeAlias
@@ -27,6 +28,10 @@ METHOD_PREFIX: Final = "/diloco.Region/"
 
 _STREAMS_PER_CONNECTION: Final = 2
 """A connection carries one call. What a peer opens beyond two has to wait."""
+
+CONNECTIONS_MAX: Final = 1024
+"""Accepted at once, whoever makes them: all connections of 64 regions, and hundreds in the middle of a handshake. One
+that is beyond is closed."""
 
 _KEEPALIVE_MS: Final = 10_000
 """HTTP/2's own pings: a line that carries nothing any more is noticed by gRPC, too."""
@@ -50,6 +55,8 @@ _SERVER_OPTIONS: Final[list[tuple[str, Any]]] = [
     ("grpc.max_concurrent_streams", _STREAMS_PER_CONNECTION),
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 3),
+    # Every connection of a peer carries a call; one without is only a descriptor that is held.
+    ("grpc.max_connection_idle_ms", 10_000),
 ]
 
 _CHANNEL_OPTIONS: Final[list[tuple[str, Any]]] = [
@@ -251,7 +258,8 @@ def make_server(identity: Identity, address: str, serve: Serve, *, handshake_s: 
         BindError: the address can't be taken. IdentityError: TLS does not accept our certificate.
     """
     handshake = ("grpc.server_handshake_timeout_ms", max(1, int(handshake_s * 1000)))
-    server = aio.server(options=[*_SERVER_OPTIONS, handshake])
+    connections = ("grpc.max_allowed_incoming_connections", connections_max())
+    server = aio.server(options=[*_SERVER_OPTIONS, handshake, connections])
     server.add_generic_rpc_handlers((_Calls(serve),))
     try:
         credentials = grpc.ssl_server_credentials(
@@ -268,6 +276,13 @@ def make_server(identity: Identity, address: str, serve: Serve, *, handshake_s: 
             "Stop what listens there (`ss -ltnp` shows it), or set another port for this region."
         )
     return server, port
+
+
+def connections_max() -> int:
+    """How many connections may come in: at most half of this process's descriptors. The rest is for its own files,
+    dials and the admin port: a flood of connections must not keep a payload from the disk.
+    """
+    return min(CONNECTIONS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 class _Calls(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -30,10 +30,12 @@ from diloco_node.errors import (
     PeerError,
     PeerIncompatible,
     ProtocolViolation,
+    RateExceeded,
     SupersededError,
 )
 from diloco_node.transport.certs import Identity, tls_name
 from diloco_node.transport.inbound import TransportHandler
+from diloco_node.transport.intake import MESSAGES_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.link import PeerLink, PeerStatus
@@ -90,6 +92,7 @@ class GrpcTransport:
         connections: for bulk to each peer that we dial; None: as many as a link is worth (`transport.connections`).
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         role: of this process; the others must have the same.
+        messages_per_s: what one peer may send of one kind of message (`intake.messages_per_s`).
 
     Raises:
         ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate is
@@ -116,6 +119,7 @@ class GrpcTransport:
         connections: int | None = None,
         superseded: Callable[[SupersededError], None] | None = None,
         role: LinkRole = LinkRole.TRAINING,
+        messages_per_s: int = MESSAGES_PER_S,
     ) -> None:
         if connections is not None and not 1 <= connections <= TRANSFER_CONNECTIONS_MAX:
             raise ConfigError(f"{connections} bulk connections: 1 to {TRANSFER_CONNECTIONS_MAX}")
@@ -157,6 +161,7 @@ class GrpcTransport:
             self.reject,
             self._link_superseded,
             self.quarantined,
+            messages_per_s,
         )
         self._quarantine = Quarantine(self._peers)
         self._superseded = superseded
@@ -433,5 +438,6 @@ def _reason(error: PeerError) -> str:
         (PeerIncompatible, "incompatible"),
         (PayloadCorrupt, "corrupt"),
         (ProtocolViolation, "protocol"),
+        (RateExceeded, "rate"),
     )
     return next((reason for kind, reason in reasons if isinstance(error, kind)), "other")

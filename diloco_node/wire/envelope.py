@@ -26,6 +26,7 @@ from enum import StrEnum
 from typing import Final
 
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
+from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.schema import Limits, Schema
 from diloco_node.wire.tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
 
@@ -153,7 +154,7 @@ class TransferAbort:
 
 BulkFrame = TransferBegin | TransferChunk | TransferEnd | TransferAbort
 
-_HELLO: Final[Schema[Hello]] = Schema({1: Hello}, limits=Limits(message_bytes_max=4096, str_bytes_max=256))
+_HELLO: Final[Schema[Hello]] = Schema({1: Hello}, bounds=BOUNDS, limits=Limits(message_bytes_max=4096))
 
 
 _OTHER_ROLE: Final = {

@@ -27,6 +27,7 @@ from typing import Final
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
 from diloco_node.errors import ProtocolViolation
+from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.schema import Limits, Schema
 
 LINK_PROTOCOL: Final = 2
@@ -34,6 +35,7 @@ LINK_PROTOCOL: Final = 2
 VERSION_AREA: Final = "versions"
 """Area of 4 bytes per value: the model, fragment after fragment, float32."""
 
+COUNTERS_AREA: Final = "counters"
 CONTRIBUTION_AREA: Final = "contributions"
 """Area of the encoded contributions, one place of `FragmentBlocks.encoded_bytes` per fragment."""
 
@@ -256,7 +258,7 @@ class Stop:
 
 ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop
 
-_LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX, str_bytes_max=4096)
+_LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
 
 TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
     {
@@ -269,10 +271,11 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
         7: Done,
         8: Failed,
     },
+    bounds=BOUNDS,
     limits=_LIMITS,
 )
 TO_LEARNER: Final[Schema[ToLearner]] = Schema(
-    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop}, limits=_LIMITS
+    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop}, bounds=BOUNDS, limits=_LIMITS
 )
 
 # ---- frames ----------------------------------------------------------------------------------------------------------

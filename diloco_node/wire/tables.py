@@ -10,6 +10,7 @@ from typing import Final
 
 from diloco_node.core import messages, types
 from diloco_node.wire import link_messages, measure_messages
+from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.schema import Limits, Schema
 
 PROTOCOL_VERSION: Final = 6
@@ -63,6 +64,7 @@ MESSAGES: Final[dict[int, type]] = {
     28: measure_messages.MeasurementSent,
     29: measure_messages.LinkTestRequested,
     30: measure_messages.LinkMeasured,
+    32: messages.MergedReceived,
 }
 
 BULK_HEADERS: Final[dict[int, type]] = {
@@ -95,14 +97,16 @@ BULK_LANES: Final[dict[type, BudgetLane]] = {
 """The lane of the budget in which a transfer travels."""
 
 CONTROL: Final[Schema[ControlMessage]] = Schema(
-    MESSAGES, parts=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
+    MESSAGES, bounds=BOUNDS, parts=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
 )
 """Messages of the control lane."""
 
-HEADERS: Final[Schema[TransferHeader]] = Schema(BULK_HEADERS, limits=Limits(message_bytes_max=HEADER_BYTES_MAX))
+HEADERS: Final[Schema[TransferHeader]] = Schema(
+    BULK_HEADERS, bounds=BOUNDS, limits=Limits(message_bytes_max=HEADER_BYTES_MAX)
+)
 """Headers of bulk transfers."""
 
 ENTRIES: Final[Schema[types.Entry]] = Schema(
-    {1: types.Entry}, parts=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
+    {1: types.Entry}, bounds=BOUNDS, parts=ENTRY_BODIES, limits=Limits(message_bytes_max=CONTROL_BYTES_MAX)
 )
 """Entries of the ledger by themselves, for who keeps them on disk."""

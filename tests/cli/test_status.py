@@ -220,8 +220,26 @@ def test_details_name_links_that_are_down_and_the_last_alarm() -> None:
 
 
 def test_details_read_only_what_is_there() -> None:
+    left_out = [{"region": "ap", "part": "reducer", "reason": "its merged stripe did not reach sa"}, "junk"]
+    assert detail_lines({"region": "eu", "role": "leader", "left_out": left_out}) == [
+        "eu: ap is left out as reducer: its merged stripe did not reach sa"
+    ]
+    assert detail_lines({"region": "eu", "role": "follower", "left_out": left_out}) == [], "the leader says it once"
     assert detail_lines({"region": "eu"}) == []
     assert detail_lines({"region": "eu", "budget_warning": "too small"}) == ["eu: too small"]
     assert detail_lines({"region": "eu", "rounds": [{"fragment": 0, "version": 1}, "junk"], "peers": None}) == [
         "eu: fragment 0 to version 1: open"
     ]
+
+
+def test_what_a_peer_wrote_reaches_no_terminal_as_it_is(admin: int, capsys: pytest.CaptureFixture[str]) -> None:
+    reason = "declined: \x1b[2J\u202e\nus-east: all is well"
+    alarm = {"kind": "report", "text": "eu: \x9b31m", "is_alarm": True}
+    Admin.body = json.dumps(DOCUMENT | {"reason": reason, "alarms": 1, "notes": [alarm]}).encode()
+    assert main(["status", str(admin)]) == 0
+    shown = capsys.readouterr().out
+    assert "\\x1b[2J\\u202e\\nus-east" in shown
+    assert "\\x9b31m" in shown
+    assert all(line.isprintable() for line in shown.split("\n"))
+    assert main(["status", "\x1b[31m"]) == 2
+    assert "\x1b" not in capsys.readouterr().err

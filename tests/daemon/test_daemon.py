@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import shutil
 import tempfile
 import threading
@@ -12,10 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.merge.fragments import TensorSpec
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
@@ -23,7 +26,7 @@ from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.errors import StorageError, SupersededError
+from diloco_node.errors import ConfigError, StorageError, SupersededError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import init_run
@@ -38,6 +41,7 @@ from diloco_node.wire.learner_link import (
     Attach,
     InitialState,
     Refuse,
+    Report,
     ToLearner,
     Welcome,
     frame,
@@ -338,6 +342,122 @@ async def test_a_full_disk_refuses_a_new_learner_for_now_and_the_daemon_goes_on(
     assert await end(daemon, running) == 0
 
 
+async def test_an_attach_waits_for_the_disk_and_the_loop_does_not(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No fsync on the loop's thread, none of the learners that come meanwhile is welcomed out of turn."""
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    first = await Learner.attach(spec)
+    await first.hear()
+    await first.close()
+    loop_thread, gate, waiting = threading.get_ident(), threading.Event(), threading.Event()
+    on_loop: list[str] = []
+
+    def slow(real: Callable[[int], None]) -> Callable[[int], None]:
+        def sync(descriptor: int) -> None:
+            if threading.get_ident() == loop_thread:
+                on_loop.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+            elif "trained" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+                waiting.set()
+                gate.wait(120)
+            real(descriptor)
+
+        return sync
+
+    monkeypatch.setattr(os, "fsync", slow(os.fsync))
+    monkeypatch.setattr(os, "fdatasync", slow(os.fdatasync))
+    second = await Learner.attach(spec)
+    await until(waiting.is_set)
+    assert daemon.status()["learner"] is None, "the loop answers"
+    third = await Learner.attach(spec)  # a newer process: the second is refused, with its number allotted
+    refused = await second.hear()
+    assert isinstance(refused, Refuse)
+    third.say(Report(5, 50, None, 1, 0, None, None, 5))
+    await until(lambda: daemon.notes.last[-1]["text"] == "Report before its welcome: ignored")
+    assert daemon.status()["learner"] is None
+    gate.set()
+    welcome = await third.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 3, "the second one's is used up"
+    await until(lambda: daemon.status()["learner"] is not None)
+    assert daemon.status()["learner"]["incarnation"] == 3
+    assert on_loop == []
+    for learner in (second, third):
+        await learner.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_a_learner_that_goes_while_the_disk_is_slow_is_not_attached(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, waiting = threading.Event(), threading.Event()
+    real = node_module.read_trained
+
+    def slow(*args: Any) -> Any:
+        waiting.set()
+        gate.wait(120)
+        return real(*args)
+
+    monkeypatch.setattr(node_module, "read_trained", slow)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await until(waiting.is_set)
+    await learner.close()
+    await until(lambda: not daemon.learner_server.is_attached)
+    gate.set()
+    await until(lambda: not any(task.get_name() == "welcome" for task in daemon._tasks))
+    assert nodes[0].learner.status is None
+    assert await end(daemon, running) == 0
+
+
+async def test_a_region_that_lost_its_disk_uses_no_incarnation_that_the_ledger_knows(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RoundHistory, "incarnation", lambda _, region: 41 if region == "a" else 99)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    welcome = await learner.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 42
+    await learner.close()
+    assert await end(daemon, running) == 0
+
+
+async def test_what_recovery_found_damaged_is_an_alarm_and_in_the_status(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    save_manifest(spec.state_dir, MANIFEST)
+    store = RegionStore(spec.state_dir)
+    store.load(2)
+    theta = np.zeros(MANIFEST.fragments[0].size, np.float32)
+    store.store_state(0, 0, theta, theta, b"d" * 32)
+    store.close()
+    (damaged,) = spec.state_dir.glob("state/f000*")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with (spec.state_dir / "ledger.log").open("ab") as file:
+        file.write(b"half")
+    (spec.state_dir / "learner").mkdir()
+    (spec.state_dir / "learner" / "trained-1").write_bytes(b"half")
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: "disk" in daemon.status())
+    assert daemon.status()["disk"] == {"files_set_aside": 1, "ledger_cut_bytes": 4}
+    told = [note for note in daemon.notes.last if note["kind"] == "disk"]
+    assert [note["is_alarm"] for note in told] == [True, True, False]
+    assert f"{damaged.name}.damaged" in told[0]["text"]
+    assert "trained-1" in told[1]["text"]
+    assert "4 bytes" in told[2]["text"]
+    learner = await Learner.attach(spec)
+    welcome = await learner.hear()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 2
+    await learner.close()
+    assert await end(daemon, running) == 0
+
+
 async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
@@ -355,3 +475,9 @@ async def test_a_fault_of_the_core_ends_the_daemon_with_it(spec: NodeSpec, nodes
     await learner.close()
     assert not (spec.state_dir / ADMIN_PORT_NAME).exists()
     RegionStore(spec.state_dir).close()
+
+
+def test_an_order_to_finish_before_there_is_a_run_is_refused_with_a_reason(spec: NodeSpec) -> None:
+    daemon = Daemon(spec)
+    with pytest.raises(ConfigError, match=r"no run to finish yet.*learner"):
+        daemon._finish("asked by the operator")

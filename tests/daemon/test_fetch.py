@@ -14,7 +14,7 @@ from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
 from diloco_node.core.types import Stripe
 from diloco_node.daemon import fetch as fetch_module
-from diloco_node.daemon.fetch import SERVES_MAX, Fetcher
+from diloco_node.daemon.fetch import SERVES_MAX, SERVES_OF_A_PEER_MAX, Fetcher
 from diloco_node.daemon.initial import InitialStates
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.errors import StorageError
@@ -320,13 +320,34 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
     assert bench.transport.sent == [("c", Refused(0, 1, "busy"))], "a peer that is gone is not asked for it again"
 
 
+async def test_a_peer_that_asks_all_the_time_leaves_the_others_their_part(bench: Bench) -> None:
+    bench.transport.is_slow = True
+    for _ in range(100):
+        bench.fetcher.requested("c", StateRequested(0, 0))
+    await settle(50)
+    assert bench.fetcher.serves == SERVES_OF_A_PEER_MAX
+    assert set(bench.transport.sent) == {("c", Refused(0, 0, "busy"))}
+    for _ in range(SERVES_OF_A_PEER_MAX):
+        bench.fetcher.requested("b", StateRequested(0, 0))
+    await settle(50)
+    assert {peer for peer, _ in bench.transport.sent} == {"c"}, "b is served"
+    await bench.transport.deliver()
+    await bench.tasks.finish()
+    assert bench.fetcher.serves == 0
+    bench.fetcher.requested("c", StateRequested(0, 0))
+    await settle(50)
+    assert bench.fetcher.serves == 1, "and c again, when its own are done"
+    await bench.transport.deliver()
+    await bench.tasks.finish()
+
+
 async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
     bench.transport.is_slow = True
-    for _ in range(SERVES_MAX + 1):
-        bench.fetcher.requested("c", StateRequested(0, 0))
+    for number in range(SERVES_MAX + 1):
+        bench.fetcher.requested(f"c{number}", StateRequested(0, 0))
         await settle(50)
     assert bench.fetcher.serves == SERVES_MAX
-    assert bench.transport.sent == [("c", Refused(0, 0, "busy"))]
+    assert bench.transport.sent == [(f"c{SERVES_MAX}", Refused(0, 0, "busy"))]
     await bench.transport.deliver()
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0

@@ -1,13 +1,16 @@
-"""The allocator's settings: in a process of its own, for they hold for the whole process."""
+"""The allocator's settings, and the log: in a process of its own, for they hold for the whole process."""
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
 import pytest
+import structlog
 
-from diloco_node.daemon.process import HEAP_BLOCK_BYTES_MAX
+from diloco_node.daemon import process
+from diloco_node.daemon.process import HEAP_BLOCK_BYTES_MAX, PEER_CAUSES_MAX
 
 PROBE = """
 import ctypes, resource, sys
@@ -47,3 +50,67 @@ def test_a_block_that_was_freed_is_used_again_without_asking_the_kernel() -> Non
 def test_larger_blocks_go_back_to_the_kernel() -> None:
     size_bytes = 2 * HEAP_BLOCK_BYTES_MAX
     assert faults_of_a_block("kept", size_bytes) >= 16
+
+
+LINES = """
+import structlog
+from diloco_node.daemon.process import set_up_logs
+set_up_logs()
+log = structlog.get_logger()
+for number in range(1000):
+    log.warning("no link", peer="b", reason=f"eu at 1.2.3.4:{number}: the peer ended the stream")
+    log.info("link up", peer="b")
+log.warning("no link", peer="c", reason="\\x1b[31mred\\x1b[0m\\nlevel=error event=forged \\u202e")
+log.error("ends", region="a", error=ValueError("\\x1b]0;x\\x07"))
+for number in range(5000):
+    log.warning("no link", peer="d", reason=f"w{number}")
+"""
+
+
+def test_log_lines_of_a_peer_are_bounded_and_escaped() -> None:
+    done = subprocess.run([sys.executable, "-c", LINES], capture_output=True, text=True, check=True, timeout=240)
+    lines = done.stderr.splitlines()
+    of_b = [line for line in lines if "peer=b" in line]
+    assert len(of_b) == 2, "one of each event"
+    assert len([line for line in lines if "peer=d" in line]) == PEER_CAUSES_MAX
+    (of_c,) = [line for line in lines if "peer=c" in line]
+    assert "\\x1b[31mred" in of_c
+    assert "forged" in of_c, "no line of its own"
+    assert all(line.isprintable() for line in lines)
+    assert len(lines) == 4 + PEER_CAUSES_MAX
+
+
+def test_the_next_line_about_a_peer_says_how_many_were_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = [0]
+    monkeypatch.setattr(process.time, "monotonic_ns", lambda: now_ns[0])
+    lines = process.PeerLines()
+
+    def told() -> dict | None:
+        try:
+            return dict(lines(None, "", {"event": "no link", "peer": "b", "reason": "gone"}))
+        except structlog.DropEvent:
+            return None
+
+    assert [told() is not None for _ in range(5)] == [True, False, False, False, False]
+    now_ns[0] = 10**10
+    again = told()
+    assert again is not None
+    assert again["held_back"] == "no link:4"
+    assert lines(None, "", {"event": "started"}) == {"event": "started"}
+
+
+LIMITS = """
+import resource, sys
+from diloco_node.daemon.process import raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[2])))
+print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(64, 900, 900), (700, 700, 700), (128, 2**17, 2**16)])
+def test_the_limit_of_open_files_is_raised_as_far_as_it_makes_sense(soft: int, hard: int, raised: int) -> None:
+    if hard > resource.getrlimit(resource.RLIMIT_NOFILE)[1]:
+        pytest.skip("this system allows less")
+    command = [sys.executable, "-c", LIMITS, str(soft), str(hard)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout.split() == [str(raised), str(raised), str(hard)]

@@ -15,6 +15,7 @@ from diloco_node.core.events import (
     TimerFired,
 )
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.messages import (
     AppendEntries,
@@ -63,6 +64,7 @@ def a_core(
     cls: type[LedgerCore] = LedgerCore,
     now_ns: int = 0,
     seed: int = 1,
+    meaning: Meaning | None = None,
     disk: bytes = b"",
     is_founded: bool = True,
 ) -> LedgerCore:
@@ -80,6 +82,7 @@ def a_core(
         seed=seed,
         now_ns=now_ns,
         has_payload=has_payload,
+        meaning=meaning,
     )
 
 

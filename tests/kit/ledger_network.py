@@ -16,6 +16,7 @@ from diloco_node.core.events import (
     Send,
     TimerFired,
 )
+from diloco_node.core.ledger.entry_gate import Meaning
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import DiskReplacement
 from diloco_node.core.types import Entry, EntryBody, GenesisBody, RoundBody
@@ -50,12 +51,14 @@ class Network:
         cls: type[LedgerCore] = LedgerCore,
         delay_ns: int = 23,
         fsync_ns: int = 7,
+        meaning: Callable[[str], Meaning | None] = lambda name: None,
         is_founded: bool = True,
     ) -> None:
         self.names = tuple("abcde"[:voters])
         self.rng = random.Random(seed)
         self.seed = seed
         self.cls = cls
+        self.meaning = meaning
         self.delay_ns, self.fsync_ns = delay_ns, fsync_ns
         self.loss = self.duplicates = 0.0
         self.jitter_ns = 0
@@ -90,6 +93,7 @@ class Network:
             cls=self.cls,
             now_ns=self.now_ns,
             seed=self.seed,
+            meaning=self.meaning(name),
         )
 
         self.replacements[name] = DiskReplacement(self.cores[name], heartbeat_ns=HEARTBEAT_NS)
@@ -109,7 +113,7 @@ class Network:
         core = self.cores[name]
         if core.is_settled and core.founders and not any(isinstance(e.body, GenesisBody) for e in core.entries):
             founders = core.founders
-            genesis = GenesisBody("run", "m", "s", self.names, (b"",), tuple(founders[one] for one in self.names))
+            genesis = GenesisBody("run", "m", "s", self.names, (bytes(32),), tuple(founders[one] for one in self.names))
             self.perform(name, core.propose(genesis, now_ns=self.now_ns))
         due = self.replacements[name].due(now_ns=self.now_ns)
         if due is not None:

@@ -38,7 +38,7 @@ LINKS = LinkTimes(
     silent_s=60.0,
 )
 QUICK = FlowTimes(100_000_000, 400_000_000)
-STRIPE = MergedStripe(Ballot(1, 2), 0, 0, 1, b"", 0, 1)
+STRIPE = MergedStripe(Ballot(1, 2), 0, 0, 1, bytes(32), 0, 1)
 
 
 class Region:

@@ -30,7 +30,7 @@ from diloco_node.daemon.work import Threads
 from diloco_node.errors import LinkLost
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.trained import TrainedCounter
+from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.wire.envelope import (
     TransferBegin,
@@ -41,6 +41,7 @@ from diloco_node.wire.envelope import (
 )
 from diloco_node.wire.learner_link import (
     CONTRIBUTION_AREA,
+    COUNTERS_AREA,
     LINK_PROTOCOL,
     VERSION_AREA,
     Attach,
@@ -270,7 +271,8 @@ class FakeLearner:
             self.incarnation = message.incarnation
             self._orders.clear()
             if self._counter is None:
-                self._counter = TrainedCounter(Path(message.state_dir), message.incarnation)
+                area = request_area(self.region.memory.path, COUNTERS_AREA, AREA_BYTES)
+                self._counter = TrainedCounter(Path(message.state_dir), message.incarnation, area)
             if message.wants_initial_state and min(position.base_version for position in self.positions) < 0:
                 for fragment, values in enumerate(self.theta):
                     self._place(fragment)[:] = values
@@ -307,6 +309,8 @@ class FakeLearner:
                 self._say(self._apply(order))
             case Stop():
                 self.is_done = True
+                if self._counter is not None:
+                    self._counter.close()
                 self._say(Done(self.step, self.tokens, None, None, 0))
 
     def _snapshot(self, wanted: SnapshotRequested) -> SnapshotReady | SnapshotDenied:

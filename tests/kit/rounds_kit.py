@@ -9,7 +9,9 @@ from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.messages import Heartbeat
+from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.suspicion import SuspicionBook
 from diloco_node.core.types import (
     NO_LIMITS,
     Ballot,
@@ -35,7 +37,8 @@ MANIFEST: Manifest = build_manifest(
     [TensorSpec("one", (600,)), TensorSpec("two", (601,), MergeRule.AVG), TensorSpec("three", (300,))], 2
 )
 DIGESTS = tuple(bytes([number]) * 32 for number in range(1, 3))
-GENESIS = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, DIGESTS)
+DISKS = tuple(bytes([number]) * 16 for number in range(1, 4))
+GENESIS = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, DIGESTS, DISKS)
 
 
 def pieces(fragment: int) -> int:
@@ -101,6 +104,14 @@ def history_of(*bodies: EntryBody, now_ns: int = 0) -> RoundHistory:
     for body in bodies:
         history.apply(ledger.add(body), now_ns=now_ns)
     return history
+
+
+def eligibility_of(
+    liveness: Liveness, history: RoundHistory, regions: tuple[str, ...] = REGIONS, book: SuspicionBook | None = None
+) -> Eligibility:
+    """What region a asks about the others; nobody is left out unless the book says so."""
+    own = book or SuspicionBook(ballot_ns=SETTINGS.ballot_deadline_min_ns)
+    return Eligibility(region="a", regions=regions, history=history, liveness=liveness, book=own)
 
 
 class Neighbourhood:

@@ -19,8 +19,10 @@ import diloco_node
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
 from diloco_node.learner import attach as attach_module
-from diloco_node.storage.trained import read_trained
+from diloco_node.shared_memory import request_area
+from diloco_node.storage.trained import AREA_BYTES, read_trained
 from diloco_node.wire.learner_link import (
+    COUNTERS_AREA,
     Attach,
     Done,
     Failed,
@@ -69,8 +71,8 @@ def test_learner_goes_on_without_a_daemon_and_tells_the_next_one_where_it_is(fol
             second.commit(0, theta[0] - second.decoded(0), ready.contribution.snapshot)
             toy.steps_until(diloco, second, OfferApplied, 1)
             assert second.wait_for(OfferApplied).position.included_step == ready.contribution.step_to
-            assert read_trained(folder)[-1].steps == diloco.steps
             diloco.close()
+            assert read_trained(folder)[-1].steps == diloco.steps
 
 
 def test_offer_of_a_dead_daemon_is_void(folder: Path) -> None:
@@ -183,7 +185,8 @@ def test_killed_learner_leaves_its_counter_and_the_next_one_its_checkpoint(folde
             daemon.wait_for(Report)
             process.kill()
             process.wait(PATIENCE_S)
-        (trained,) = read_trained(folder)
+        area = request_area(folder / "memory.sock", COUNTERS_AREA, AREA_BYTES)
+        (trained,) = read_trained(folder, area)  # as the next daemon, or this one, does
         reports = [message for message in daemon.said if isinstance(message, Report)]
         assert trained.incarnation == 1
         assert trained.steps >= reports[-1].step > 0

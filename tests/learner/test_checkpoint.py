@@ -19,6 +19,7 @@ from diloco_node.learner.checkpoint import (
     read_newest,
     write_checkpoint,
 )
+from tests.kit.fsync_kit import traced
 
 DIGEST = "ab" * 32
 
@@ -239,3 +240,25 @@ def test_parts_travel_to_other_ranks_without_loss() -> None:
     document = json.loads(one.document()) | {"format": 2}
     with pytest.raises(LearnerError, match="format 2, expected 1"):
         Checkpoint.from_parts(json.dumps(document), b"")
+
+
+def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_before_the_older_ones_go(tmp_path: Path) -> None:
+    """A power cut leaves this one whole, or the one before."""
+    folder = tmp_path / "learner" / "checkpoints"
+    with traced() as trace:
+        path = write_checkpoint(folder, checkpoint(1))
+    partial = str(path.with_suffix(".partial"))
+    made = [("fsync", str(tmp_path)), ("fsync", str(folder.parent))]
+    written = [("fsync", partial), ("rename", str(path)), ("fsync", str(folder))]
+    assert trace == made + written
+    write_checkpoint(folder, checkpoint(2))
+    left: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        real = checkpoint_module.sync_folder
+        patch.setattr(
+            checkpoint_module,
+            "sync_folder",
+            lambda where: (left.append(len(list(folder.glob("*.safetensors")))), real(where))[1],
+        )
+        write_checkpoint(folder, checkpoint(3))
+    assert left == [3], "the oldest goes when the newest is sure to stay"

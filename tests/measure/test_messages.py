@@ -9,27 +9,40 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_node.core.shapes import Whole, bound_of
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire import measure_messages as g
+from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.tables import CONTROL, HEADERS, MESSAGES
 
 S = g.NS_PER_S
-INT64 = st.integers(-(2**63), 2**63 - 1)
 ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9, 0)
 TOKEN = b"t" * g.TOKEN_BYTES
 LINK = g.LinkTestRequested(3, "eu", S, 0, 5 * S, 10**9, False)
 KINDS = typing.get_args(g.MeasureMessage)
 
 
+def numbers(kind: type, name: str) -> st.SearchStrategy[int]:
+    bound = bound_of(BOUNDS, kind.__name__, name)
+    assert isinstance(bound, Whole)
+    return st.integers(bound.lowest, bound.highest)
+
+
 def messages() -> st.SearchStrategy[g.MeasureMessage]:
+    token = st.binary(min_size=g.TOKEN_BYTES, max_size=g.TOKEN_BYTES)
     fields: dict[object, st.SearchStrategy[object]] = {
-        int: INT64,
         bool: st.booleans(),
         str: st.from_regex(r"[a-z0-9-]{1,63}", fullmatch=True),
-        g.PlainPort | None: st.none() | st.builds(g.PlainPort, st.binary(max_size=g.TOKEN_BYTES), INT64),
+        g.PlainPort | None: st.none() | st.builds(g.PlainPort, token, numbers(g.PlainPort, "port")),
     }
     return st.one_of(
-        *(st.builds(kind, **{k: fields[t] for k, t in typing.get_type_hints(kind).items()}) for kind in KINDS)
+        *(
+            st.builds(
+                kind,
+                **{k: numbers(kind, k) if t is int else fields[t] for k, t in typing.get_type_hints(kind).items()},
+            )
+            for kind in KINDS
+        )
     )
 
 
@@ -65,7 +78,7 @@ def test_mutated_bytes_decode_to_something_of_the_schema_or_are_refused(
     assert type(decoded) in MESSAGES.values()
 
 
-@given(INT64, st.sampled_from(typing.get_args(g.ProbeHeader)))
+@given(numbers(g.Probe, "measurement"), st.sampled_from(typing.get_args(g.ProbeHeader)))
 def test_a_probe_header_comes_back_equal(measurement: int, kind: type[g.Probe]) -> None:
     header = kind(measurement)
     assert HEADERS.decode(HEADERS.encode(header)) == header

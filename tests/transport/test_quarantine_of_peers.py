@@ -111,7 +111,7 @@ async def break_protocol(hostile: Process, victim: Process, name: str, peer: str
     async with asyncio.timeout(DEADLINE_S):
         while victim.transport.rejections[name, "protocol"] == count:
             with contextlib.suppress(LinkLost):
-                await hostile.transport.transfer(peer, Payload(0, 0, b""), memoryview(bytes(10_000)))
+                await hostile.transport.transfer(peer, Payload(0, 0, bytes(32)), memoryview(bytes(10_000)))
             await asyncio.sleep(0.01)  # the link is down, or has not been dropped yet
 
 

@@ -56,11 +56,11 @@ async def test_control_messages_go_both_ways_in_order(mesh: Mesh) -> None:
     a, at_a, b, at_b = await mesh.pair()
     for term in range(300):
         a.send("b", RequestVoteReply(term, True, False, b""))
-        b.send("a", RequestVoteReply(-term, False, True, b""))
+        b.send("a", RequestVoteReply(300 - term, False, True, b""))
     await at_b.until(lambda: len(at_b.messages) == 300)
     await at_a.until(lambda: len(at_a.messages) == 300)
     assert at_b.messages == [("a", RequestVoteReply(term, True, False, b"")) for term in range(300)]
-    assert at_a.messages == [("b", RequestVoteReply(-term, False, True, b"")) for term in range(300)]
+    assert at_a.messages == [("b", RequestVoteReply(300 - term, False, True, b"")) for term in range(300)]
     assert a.peer_status()["b"].state is LinkState.UP
 
 
@@ -160,10 +160,10 @@ async def test_three_nodes_have_a_link_for_each_pair(mesh: Mesh) -> None:
         others = [other for other in "abc" if other != region]
         await handler.until(lambda handler=handler, others=others: all(handler.is_up.get(other) for other in others))
         for other in others:
-            transport.send(other, PayloadRequested(ord(region), ord(other), b"d"))
+            transport.send(other, PayloadRequested(ord(region), ord(other), bytes(32)))
     for region, (_, handler) in made.items():
         await handler.until(lambda handler=handler: len(handler.messages) == 2)
-        expected = [(other, PayloadRequested(ord(other), ord(region), b"d")) for other in "abc" if other != region]
+        expected = [(other, PayloadRequested(ord(other), ord(region), bytes(32))) for other in "abc" if other != region]
         assert sorted(handler.messages) == expected
 
 
@@ -179,7 +179,7 @@ async def test_bodies_of_all_sizes_arrive_whole_and_in_order(mesh: Mesh) -> None
     sizes = [0, 1, 255, 64 * 1024, 64 * 1024 + 1, mib - 1, mib, mib + 1, 3 * mib + 12_345]
     bodies = [rng.randbytes(size) if index % 2 else bytes(size) for index, size in enumerate(sizes)]
     bodies.append(rng.randbytes(mib) + bytes(2 * mib) + rng.randbytes(77))
-    work = [a.transfer("b", Payload(index, 0, b"d"), memoryview(body)) for index, body in enumerate(bodies)]
+    work = [a.transfer("b", Payload(index, 0, bytes(32)), memoryview(body)) for index, body in enumerate(bodies)]
     await asyncio.wait_for(asyncio.gather(*work), DEADLINE_S)
     await at_b.until(lambda: len(at_b.closed) == len(bodies))
     assert [(header.fragment, whole) for _, header, _, whole in at_b.closed] == [(i, True) for i in range(len(bodies))]
@@ -190,14 +190,14 @@ async def test_both_directions_carry_transfers_at_once(mesh: Mesh) -> None:
     a, at_a, b, at_b = await mesh.pair()
     body = os.urandom(8 * 2**20)
     moving = [
-        a.transfer("b", Payload(0, 0, b""), memoryview(body)),
-        b.transfer("a", State(0, 0, b""), memoryview(body)),
+        a.transfer("b", Payload(0, 0, bytes(32)), memoryview(body)),
+        b.transfer("a", State(0, 0, bytes(32)), memoryview(body)),
     ]
     await asyncio.wait_for(asyncio.gather(*moving), DEADLINE_S)
     await at_a.until(lambda: at_a.closed)
     await at_b.until(lambda: at_b.closed)
-    assert at_a.closed == [("b", State(0, 0, b""), body, True)]
-    assert at_b.closed == [("a", Payload(0, 0, b""), body, True)]
+    assert at_a.closed == [("b", State(0, 0, bytes(32)), body, True)]
+    assert at_b.closed == [("a", Payload(0, 0, bytes(32)), body, True)]
 
 
 async def test_control_goes_on_while_the_receiver_can_not_decode(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +214,7 @@ async def test_control_goes_on_while_the_receiver_can_not_decode(mesh: Mesh, mon
     b, at_b = await mesh.start("b", {"a": None}, executor=mesh.another_executor())
     a, at_a = await mesh.start("a", {"b": address(b)})
     await at_a.until(lambda: at_a.is_up.get("b"))
-    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(bytes(8 * 2**20))))
+    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(bytes(8 * 2**20))))
     await at_b.until(lambda: at_b.opened)
     for term in range(50):
         a.send("b", RequestVoteReply(term, True, True, b""))
@@ -223,7 +223,7 @@ async def test_control_goes_on_while_the_receiver_can_not_decode(mesh: Mesh, mon
     may_decode.set()
     await moving
     await at_b.until(lambda: at_b.closed)
-    assert at_b.closed == [("a", Payload(0, 0, b""), bytes(8 * 2**20), True)]
+    assert at_b.closed == [("a", Payload(0, 0, bytes(32)), bytes(8 * 2**20), True)]
 
 
 async def test_a_buffer_is_given_back_only_when_no_thread_writes_into_it(
@@ -240,7 +240,7 @@ async def test_a_buffer_is_given_back_only_when_no_thread_writes_into_it(
     monkeypatch.setattr(inbound, "decompress_chunk", wait_and_write)
     b, at_b = await mesh.start("b", {"a": None}, executor=mesh.another_executor())
     made = await rogue(mesh, b)
-    await made[e.Lane.BULK].write(e.encode_begin(0, Payload(1, 2, b"d"), 2**20))
+    await made[e.Lane.BULK].write(e.encode_begin(0, Payload(1, 2, bytes(32)), 2**20))
     await made[e.Lane.BULK].write(e.encode_chunk(0, 0, 2**20, b"zstd", is_compressed=True))
     await eventually(writing.is_set)
     await made[e.Lane.BULK].write(b"garbage")
@@ -249,7 +249,7 @@ async def test_a_buffer_is_given_back_only_when_no_thread_writes_into_it(
     assert not at_b.closed
     may_decode.set()
     await at_b.until(lambda: at_b.closed)
-    assert at_b.closed == [("a", Payload(1, 2, b"d"), b"\xee" * 2**20, False)]
+    assert at_b.closed == [("a", Payload(1, 2, bytes(32)), b"\xee" * 2**20, False)]
     for stream in made.values():
         await stream.aclose()
 
@@ -257,7 +257,7 @@ async def test_a_buffer_is_given_back_only_when_no_thread_writes_into_it(
 async def test_a_typed_view_is_sent_as_its_bytes(mesh: Mesh) -> None:
     a, _, _, at_b = await mesh.pair()
     view = memoryview(bytearray(b"\x01\x02\x03\x04" * 2)).cast("I")
-    await a.transfer("b", Payload(0, 0, b""), view)
+    await a.transfer("b", Payload(0, 0, bytes(32)), view)
     await at_b.until(lambda: at_b.closed)
     assert at_b.closed[0][2] == b"\x01\x02\x03\x04" * 2
 
@@ -265,21 +265,21 @@ async def test_a_typed_view_is_sent_as_its_bytes(mesh: Mesh) -> None:
 async def test_a_transfer_that_is_not_wanted_is_skipped(mesh: Mesh) -> None:
     a, _, _, at_b = await mesh.pair()
     at_b.refuses.add(State)
-    await a.transfer("b", State(0, 0, b""), memoryview(os.urandom(3 * 2**20)))
-    await a.transfer("b", Payload(1, 0, b""), memoryview(b"wanted"))
+    await a.transfer("b", State(0, 0, bytes(32)), memoryview(os.urandom(3 * 2**20)))
+    await a.transfer("b", Payload(1, 0, bytes(32)), memoryview(b"wanted"))
     await at_b.until(lambda: at_b.closed)
-    assert at_b.closed == [("a", Payload(1, 0, b""), b"wanted", True)]
+    assert at_b.closed == [("a", Payload(1, 0, bytes(32)), b"wanted", True)]
     assert [type(header) for _, header, _ in at_b.opened] == [State, Payload]
 
 
 async def test_a_cancelled_transfer_is_reported_as_broken_and_the_link_goes_on(mesh: Mesh) -> None:
     a, _, _, at_b = await mesh.pair()
-    task = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(bytes(64 * 2**20))))
+    task = asyncio.create_task(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(bytes(64 * 2**20))))
     await at_b.until(lambda: at_b.opened)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await a.transfer("b", Payload(1, 0, b""), memoryview(b"next"))
+    await a.transfer("b", Payload(1, 0, bytes(32)), memoryview(b"next"))
     await at_b.until(lambda: len(at_b.closed) == 2)
     assert [(header.fragment, whole) for _, header, _, whole in at_b.closed] == [(0, False), (1, True)]
     assert at_b.changes == [("a", True)]
@@ -288,7 +288,7 @@ async def test_a_cancelled_transfer_is_reported_as_broken_and_the_link_goes_on(m
 async def test_transfers_fail_with_link_lost_when_the_link_dies_and_buffers_are_given_back(mesh: Mesh) -> None:
     a, at_a, b, at_b = await mesh.pair()
     body = memoryview(os.urandom(2**20) * 128)
-    tasks = [asyncio.create_task(a.transfer("b", Payload(index, 0, b""), body)) for index in range(3)]
+    tasks = [asyncio.create_task(a.transfer("b", Payload(index, 0, bytes(32)), body)) for index in range(3)]
     await at_b.until(lambda: at_b.opened)
     await b.stop()
     for task in tasks:
@@ -298,7 +298,7 @@ async def test_transfers_fail_with_link_lost_when_the_link_dies_and_buffers_are_
     assert at_b.changes[-1] == ("a", False)
     await at_a.until(lambda: not at_a.is_up["b"])
     with pytest.raises(LinkLost, match="b: the link is down"):
-        await a.transfer("b", Payload(9, 0, b""), memoryview(b"x"))
+        await a.transfer("b", Payload(9, 0, bytes(32)), memoryview(b"x"))
 
 
 async def test_a_peer_that_does_not_read_is_too_slow(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ async def test_a_peer_that_does_not_read_is_too_slow(mesh: Mesh, monkeypatch: py
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
     with pytest.raises(LinkLost, match="too slow"):
-        await b.transfer("a", Payload(0, 0, b""), memoryview(os.urandom(2**20) * 64))
+        await b.transfer("a", Payload(0, 0, bytes(32)), memoryview(os.urandom(2**20) * 64))
     await at_b.until(lambda: not at_b.is_up["a"])
     assert "too slow" in b.peer_status()["a"].error
     for stream in made.values():
@@ -331,7 +331,7 @@ async def test_messages_without_a_link_are_dropped(mesh: Mesh) -> None:
     a.send("b", RequestVoteReply(1, True, True, b""))
     assert a.peer_status()["b"].control_dropped == 1
     with pytest.raises(LinkLost, match="down"):
-        await a.transfer("b", Payload(0, 0, b""), memoryview(b"x"))
+        await a.transfer("b", Payload(0, 0, bytes(32)), memoryview(b"x"))
     with pytest.raises(ValueError, match="not a peer"):
         a.send("z", RequestVoteReply(1, True, True, b""))
 
@@ -413,8 +413,8 @@ async def test_pings_keep_an_idle_link_up(mesh: Mesh) -> None:
 async def test_stop_is_clean_while_everything_moves(mesh: Mesh) -> None:
     a, _, b, at_b = await mesh.pair()
     body = memoryview(os.urandom(2**20) * 64)
-    tasks = [asyncio.create_task(a.transfer("b", Payload(i, 0, b""), body)) for i in range(4)]
-    tasks += [asyncio.create_task(b.transfer("a", Payload(i, 0, b""), body)) for i in range(4)]
+    tasks = [asyncio.create_task(a.transfer("b", Payload(i, 0, bytes(32)), body)) for i in range(4)]
+    tasks += [asyncio.create_task(b.transfer("a", Payload(i, 0, bytes(32)), body)) for i in range(4)]
     await at_b.until(lambda: at_b.opened)
     await asyncio.wait_for(asyncio.gather(a.stop(), b.stop()), DEADLINE_S)
     results = await asyncio.gather(*tasks, return_exceptions=True)
@@ -578,7 +578,7 @@ async def test_a_method_that_is_not_ours_is_refused_by_grpc(mesh: Mesh, monkeypa
 
 # ---- broken peers ----------------------------------------------------------------------------------------------------
 
-BEGIN = e.encode_begin(0, Payload(1, 2, b"d"), 100)
+BEGIN = e.encode_begin(0, Payload(1, 2, bytes(32)), 100)
 ZSTD_BOMB = bytes.fromhex("28b52ffde4ffffffffffff0000000000")
 
 
@@ -594,8 +594,8 @@ ZSTD_BOMB = bytes.fromhex("28b52ffde4ffffffffffff0000000000")
         (e.Lane.BULK, [e.encode_end(0)], "protocol"),
         (e.Lane.BULK, [e.encode_abort(3, "")], "protocol"),
         (e.Lane.BULK, [BEGIN, BEGIN], "protocol"),
-        (e.Lane.BULK, [BEGIN, e.encode_begin(1, Payload(1, 2, b"d"), 100)], "protocol"),
-        (e.Lane.BULK, [e.encode_begin(1, Payload(1, 2, b"d"), 0), e.encode_end(1), BEGIN], "protocol"),
+        (e.Lane.BULK, [BEGIN, e.encode_begin(1, Payload(1, 2, bytes(32)), 100)], "protocol"),
+        (e.Lane.BULK, [e.encode_begin(1, Payload(1, 2, bytes(32)), 0), e.encode_end(1), BEGIN], "protocol"),
         (e.Lane.BULK, [BEGIN, e.encode_end(0)], "protocol"),
         (
             e.Lane.BULK,
@@ -611,7 +611,7 @@ ZSTD_BOMB = bytes.fromhex("28b52ffde4ffffffffffff0000000000")
         (
             e.Lane.BULK,
             [
-                e.encode_begin(0, Payload(1, 2, b"d"), 2**20),
+                e.encode_begin(0, Payload(1, 2, bytes(32)), 2**20),
                 e.encode_chunk(0, 0, 2**20, b"not zstd", is_compressed=True),
                 e.encode_end(0, [1]),
             ],
@@ -733,7 +733,7 @@ async def test_wrong_identities_are_refused_before_anything_starts(mesh: Mesh) -
 async def test_traffic_is_measured_by_the_kernel_and_agrees_on_both_sides(mesh: Mesh) -> None:
     a, _, b, at_b = await mesh.pair()
     body = os.urandom(8 * 2**20)
-    await a.transfer("b", Payload(0, 0, b""), memoryview(body))
+    await a.transfer("b", Payload(0, 0, bytes(32)), memoryview(body))
     await at_b.until(lambda: at_b.closed)
     await eventually(lambda: a.traffic()["b"].is_measured and a.traffic()["b"].bytes_out > len(body))
     await eventually(lambda: b.traffic()["a"].is_measured and b.traffic()["a"].bytes_in > len(body))

@@ -38,7 +38,7 @@ def entry(body: t.EntryBody) -> t.Entry:
 
 
 BODIES: list[t.EntryBody] = [
-    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 16,), (b"d" * 16, b"e" * 16)),
+    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 32,), (b"d" * 16, b"e" * 16)),
     t.LeaderBody("eu"),
     ROUND,
     t.DiscardedBody("us-east", 1, 2, 10, 26, 4096, "died"),
@@ -77,6 +77,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     g.MeasurementSent(3, 500, 1000, 900, -1, -1),
     g.LinkTestRequested(3, "eu", 1, 0, 2, 3, True),
     g.LinkMeasured(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ""),
+    m.MergedReceived(BALLOT, (b"d" * 32, b"")),
 ]
 
 HEADER_EXAMPLES: list[TransferHeader] = [

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable, StorageError
+from diloco_node.escaping import escaped_document
 
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
@@ -221,7 +222,7 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
         peers, addresses = (asked["peer"],), {asked["peer"]: address}
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
     with _quiet(), progress(str(asked["what"])) as on_progress:
-        return dict(await command.run(asked, on_progress, on_partial))
+        return dict(escaped_document(await command.run(asked, on_progress, on_partial)))
 
 
 @contextmanager

@@ -66,6 +66,11 @@ class AccountCore:
         """(steps, tokens) of an incarnation that are merged or discarded in this fragment: where its next begins."""
         return self._covered.get((learner, incarnation, fragment), (0, 0))
 
+    def covered_tokens(self, learner: str, fragments: int) -> int:
+        """Tokens of all incarnations of a learner that are merged or discarded: the mean over the fragments."""
+        tokens = (tokens for (name, _, _), (_, tokens) in self._covered.items() if name == learner)
+        return sum(tokens) // fragments
+
     def merged_tokens(self, fragments: int) -> int:
         """Tokens of all inclusions, the mean over the fragments, rounded down."""
         return sum(self._merged.values()) // fragments

@@ -8,13 +8,34 @@ longer form, an integer for a float). Equal hashes therefore mean equal entries,
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Final, get_args, get_type_hints
 
 import msgpack
 
+from diloco_node.core.bounds import CORE_BOUNDS, HASH, INDEX
+from diloco_node.core.shapes import (
+    REGION_FIELDS,
+    Bound,
+    Check,
+    Items,
+    Octets,
+    OutOfBounds,
+    Real,
+    Text,
+    Whole,
+    bound_of,
+    check_bool,
+    check_region,
+    check_relations,
+    items_check,
+    octets_check,
+    real_check,
+    relations,
+    text_check,
+    whole_check,
+)
 from diloco_node.core.types import (
     DiscardedBody,
     DiskNamedBody,
@@ -44,10 +65,12 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.DISK_NAMED.value: DiskNamedBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
-_INT_LIMIT: Final = 1 << 63
-_STR_CHARS_MAX: Final = 4096
 _DEPTH_MAX: Final = 6
 """An entry, its round, the members, one of them, its contribution, the norms."""
+
+_INDEX: Final = whole_check(INDEX)
+_TERM: Final = whole_check(INDEX)
+_HASH: Final = octets_check(HASH)
 
 _Plain = int | float | str | bytes | list[Any]
 
@@ -62,8 +85,8 @@ def seal(index: int, term: int, previous: bytes, body: EntryBody) -> Entry:
         body: what it records.
 
     Raises:
-        ValueError: a field has the wrong type or is out of range (NaN, an integer beyond 63 bits), or the entry would
-            be longer than ENTRY_BYTES_MAX.
+        ValueError: a field has the wrong type or is out of its bounds (`core.bounds`), or the entry would be longer
+            than ENTRY_BYTES_MAX.
     """
     return Entry(index=index, term=term, previous=previous, body=body, hash=_hash_of(index, term, previous, body))
 
@@ -119,13 +142,15 @@ def decode_entry(data: bytes | memoryview) -> Entry:
         index, term, previous, kind, body, own_hash = plain
         body_type = _BODY_TYPES[kind]
         entry = Entry(
-            index=_read_int(index),
-            term=_read_int(term),
-            previous=_read_hash(previous),
+            index=_INDEX(index),
+            term=_TERM(term),
+            previous=_HASH(previous),
             body=_codec(body_type)[1](body),
-            hash=_read_hash(own_hash),
+            hash=_HASH(own_hash),
         )
         is_canonical = encode_entry(entry) == data
+    except OutOfBounds as error:
+        raise ProtocolViolation(f"not an entry of the ledger: {kind}{error.path}: {error.found}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise ProtocolViolation(f"not an entry of the ledger: {type(error).__name__}: {error}") from error
     if not is_canonical:
@@ -141,7 +166,10 @@ def _plain_body(body: EntryBody) -> list[_Plain]:
     kind = _KINDS.get(type(body))
     if kind is None:
         raise ValueError(f"{type(body).__name__} is no body of an entry")
-    return [kind, _codec(type(body))[0](body)]
+    try:
+        return [kind, _codec(type(body))[0](body)]
+    except OutOfBounds as error:
+        raise ValueError(f"{type(body).__name__}{error.path}: {error.found}") from None
 
 
 def _pack(plain: list[_Plain]) -> bytes:
@@ -151,92 +179,77 @@ def _pack(plain: list[_Plain]) -> bytes:
     return packed
 
 
-_Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+_Codec = tuple[Check, Check]
+_CODECS: Final[dict[Any, _Codec]] = {}
 
 
 def _codec(kind: Any) -> _Codec:
-    """(write, read) for a dataclass, `tuple[X, ...]`, or a scalar; made once for each type."""
+    """(write, read) for a dataclass as an array of its fields; both refuse what is out of bounds. Made once."""
     if kind not in _CODECS:
-        _CODECS[kind] = _dataclass_codec(kind) if is_dataclass(kind) else _tuple_codec(kind)
+        _CODECS[kind] = _dataclass_codec(kind)
     return _CODECS[kind]
-
-
-def _tuple_codec(kind: Any) -> _Codec:
-    write_item, read_item = _codec(get_args(kind)[0])
-    return (lambda values: [write_item(value) for value in values], lambda plain: _read_tuple(plain, read_item))
 
 
 def _dataclass_codec(kind: Any) -> _Codec:
     hints = get_type_hints(kind)
     names = [field.name for field in fields(kind)]
-    codecs = [_codec(hints[name]) for name in names]
+    bounds = [bound_of(CORE_BOUNDS, kind.__name__, name) for name in names]
+    codecs = [_field(hints[name], bound, name) for name, bound in zip(names, bounds, strict=True)]
+    writers = [(name, write) for name, (write, _) in zip(names, codecs, strict=True)]
+    readers = [(name, read) for name, (_, read) in zip(names, codecs, strict=True)]
+    related = relations(names, bounds)
 
     def write(value: Any) -> list[Any]:
         if type(value) is not kind:
-            raise ValueError(f"expected {kind.__name__}, found {type(value).__name__}")
-        return [codec[0](getattr(value, name)) for name, codec in zip(names, codecs, strict=True)]
+            raise OutOfBounds(f"expected {kind.__name__}, found {type(value).__name__}")
+        return _each_field(writers, [getattr(value, name) for name in names])
 
     def read(plain: Any) -> Any:
         if type(plain) is not list or len(plain) != len(names):
-            raise ValueError(f"expected {kind.__name__} as an array of {len(names)}")
-        return kind(*[codec[1](item) for item, codec in zip(plain, codecs, strict=True)])
+            raise OutOfBounds(f"expected {kind.__name__} as an array of {len(names)}")
+        return kind(*_each_field(readers, plain))
+
+    def _each_field(checks: list[tuple[str, Check]], values: list[Any]) -> list[Any]:
+        found = []
+        for (name, check), value in zip(checks, values, strict=True):
+            try:
+                found.append(check(value))
+            except OutOfBounds as error:
+                raise error.within(f".{name}") from None
+        if related:
+            check_relations(names, found, related)
+        return found
 
     return write, read
 
 
-def _read_tuple(plain: Any, read_item: Callable[[Any], Any]) -> tuple[Any, ...]:
-    if type(plain) is not list:
-        raise ValueError(f"expected an array, found {type(plain).__name__}")
-    return tuple(read_item(item) for item in plain)
+def _field(hint: Any, bound: Bound | None, name: str) -> _Codec:
+    """Of one field: a dataclass, `tuple[X, ...]`, or a scalar with a bound."""
+    if is_dataclass(hint):
+        return _codec(hint)
+    if isinstance(bound, Items):
+        write, read = _field(get_args(hint)[0], bound.of, name)
+        return (
+            items_check(write, bound, container=tuple, make=list),
+            items_check(read, bound, container=list, make=tuple),
+        )
+    if hint is float and isinstance(bound, Real):
+        check = real_check(bound)
+        # An integer in a float field gets the bytes of the float: 1 == 1.0, and equal bodies must have equal hashes.
+        return (lambda value: check(float(value) if type(value) is int else value)), check
+    check = _scalar(hint, bound, name)
+    return check, check
 
 
-def _read_int(value: Any) -> int:
-    if type(value) is not int or not -_INT_LIMIT <= value < _INT_LIMIT:
-        raise ValueError(f"expected an integer of 64 bits, found {value!r:.40}")
-    return value
-
-
-def _write_float(value: Any) -> float:
-    # An integer in a float field gets the bytes of the float: 1 == 1.0, and equal bodies must have equal hashes.
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError(f"expected a finite float, found {value!r:.40}")
-    return float(value)
-
-
-def _read_float(value: Any) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise ValueError(f"expected a finite float, found {value!r:.40}")
-    return value
-
-
-def _check_bool(value: Any) -> bool:
-    if type(value) is not bool:
-        raise ValueError(f"expected true or false, found {value!r:.40}")
-    return value
-
-
-def _check_str(value: Any) -> str:
-    if type(value) is not str or len(value) > _STR_CHARS_MAX:
-        raise ValueError(f"expected a string of at most {_STR_CHARS_MAX} characters, found {value!r:.40}")
-    return value
-
-
-def _check_bytes(value: Any) -> bytes:
-    if type(value) is not bytes:
-        raise ValueError(f"expected bytes, found {type(value).__name__}")
-    return value
-
-
-def _read_hash(value: Any) -> bytes:
-    if type(value) is not bytes or len(value) != len(ZERO_HASH):
-        raise ValueError("expected a hash of 32 bytes")
-    return value
-
-
-_CODECS: Final[dict[Any, _Codec]] = {
-    bool: (_check_bool, _check_bool),
-    int: (_read_int, _read_int),
-    float: (_write_float, _read_float),
-    str: (_check_str, _check_str),
-    bytes: (_check_bytes, _check_bytes),
-}
+def _scalar(hint: Any, bound: Bound | None, name: str) -> Check:
+    if hint is bool:
+        return check_bool
+    if hint is str and name in REGION_FIELDS:
+        return check_region
+    if hint is int and isinstance(bound, Whole):
+        return whole_check(bound)
+    if hint is str and isinstance(bound, Text):
+        return text_check(bound)
+    if hint is bytes and isinstance(bound, Octets):
+        return octets_check(bound)
+    raise TypeError(f"{name}: no bound in core/bounds.py for {hint!r}, found {bound}")

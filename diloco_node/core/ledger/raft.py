@@ -38,7 +38,8 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import Election, Role, TermClaims, majority_of, majority_value
-from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.entries import ZERO_HASH
+from diloco_node.core.ledger.entry_gate import EntryGate, Meaning, check_held
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.ledger.replication import Follower, Following, fault_in, majority_contact_ns, most_complete
 from diloco_node.core.ledger.write_gate import WriteGate
@@ -69,6 +70,7 @@ class LedgerCore:
         now_ns: monotonic time.
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
             turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
+        meaning: of entries; None: each makes sense. Raises StorageError when what the disk held makes none.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class LedgerCore:
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
         named: Mapping[str, bytes] | None = None,
+        meaning: Meaning | None = None,
     ) -> None:
         if region not in voters or len(set(voters)) != len(voters):
             raise ValueError(f"{region!r} is not exactly once among the voters {sorted(voters)}")
@@ -102,10 +105,12 @@ class LedgerCore:
         self._disk = disk
         self._is_draining = False
 
+        check_held(entries, meaning)
         self.disks = DiskView(self._voters, named)
         self._log = ReplicaLog(entries, self._may_persist)
         self.disks.follow(entries)
         self._gate = WriteGate()
+        self._entry_gate = EntryGate(self._log, meaning)
         self._election = Election(
             region=region,
             peers=self._peers,
@@ -238,7 +243,7 @@ class LedgerCore:
             granted = ", ".join(sorted(self._election.granted))
             return f"no leader; {request}: {granted}; needs {needed} of {len(self._voters)}"
         if not self.leader:
-            return f"no leader in term {self.term} yet"
+            return f"no leader in term {self.term} yet{self._entry_gate.reason}"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"
         missing = self.missing_payloads()
         return state + (f"; waits for {_named(missing[0])}" if missing else "")
@@ -280,7 +285,7 @@ class LedgerCore:
         return self._flush()
 
     def propose(self, body: EntryBody, *, now_ns: int) -> list[Effect]:
-        """Append an entry. Only the leader may, and only what its own disk can apply."""
+        """Append an entry: the leader, what its disk can apply. What makes no sense gives an alarm and no entry."""
         assert self.is_leader, f"{self._region} is {self.role} and can't propose"
         assert self._has_payload(body), f"proposed without its payload: {_named(body)}"
         self._append(body, now_ns)
@@ -364,6 +369,7 @@ class LedgerCore:
             self._count_votes(now_ns)
 
     def _link_changed(self, peer: str, is_up: bool, now_ns: int) -> None:
+        self._entry_gate.link_changed(peer)
         if self.is_leader and peer in self._followers:
             self._followers[peer].link_changed()
             if is_up:
@@ -411,7 +417,7 @@ class LedgerCore:
         self._election.answer(
             peer,
             request,
-            is_up_to_date=self._is_up_to_date(request.last_index, request.last_term),
+            is_up_to_date=self._is_up_to_date(request.last_index, request.last_term) and self._entry_gate.trusts(peer),
             has_leader_contact=hears_leader,
             now_ns=now_ns,
         )
@@ -446,8 +452,10 @@ class LedgerCore:
         self._broadcast(now_ns)
 
     def _append(self, body: EntryBody, now_ns: int) -> None:
-        index = self._log.last_index + 1
-        entry = seal(index, self.term, self._log.hash_at(index - 1), body)
+        entry = self._entry_gate.sealed(body, term=self.term, committed_index=self._cluster_commit_index)
+        if isinstance(entry, str):
+            self._note(f"does not append what can't be: {entry}", is_alarm=True)
+            return
         self._log.append(entry)
         self.disks.follow([entry])
         for peer in self._peers:
@@ -525,9 +533,14 @@ class LedgerCore:
         if self.leader not in ("", peer):
             self._note(f"{peer} and {self.leader} both lead this term: ignored {peer}", is_alarm=True)
             return
-        fault = fault_in(request, self._log, committed_index=self._cluster_commit_index)
-        if fault:
-            self._note(f"ignored entries from {peer}: {fault}", is_alarm=True)
+        if not self._entry_gate.trusts(peer):
+            return
+        committed_index = self._cluster_commit_index
+        fault = fault_in(request, self._log, committed_index=committed_index)
+        if fault or (fault := self._entry_gate.fault(request, committed_index=committed_index)):
+            self._note(f"ignored entries from {peer}, and follows it no more: {fault}", is_alarm=True)
+            self._entry_gate.distrust(peer)  # without contact to a leader it asks for votes, and grants pre-votes
+            self._become_follower("", now_ns)
             return
         if self.leader != peer:
             self._become_follower(peer, now_ns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
@@ -42,7 +42,6 @@ class _Peer:
     hears: tuple[str, ...] = ()
     learner: LearnerStatus | None = None
     applied_index: int = 0
-    digests: dict[int, FragmentDigest] = field(default_factory=dict)
     budget: RateLimits = NO_LIMITS
 
 
@@ -63,6 +62,7 @@ class Liveness:
         silent_heartbeats: int = SILENT_HEARTBEATS,
     ) -> None:
         self._region = region
+        self._regions = tuple(sorted(regions))
         self._peers = {name: _Peer() for name in sorted(regions) if name != region}
         self._silent_ns = silent_heartbeats * heartbeat_ns
         self._effects = effects
@@ -93,12 +93,11 @@ class Liveness:
                 return False
         known.old_in_a_row = 0
         known.sequence, known.sequence_at_ns = beat.sequence, now_ns
-        known.hears, known.applied_index, known.budget = beat.hears, beat.applied_index, beat.budget
+        known.hears = tuple(name for name in self._regions if name in beat.hears)
+        known.applied_index, known.budget = beat.applied_index, beat.budget
         self._measure_rtt(known, beat, now_ns)
         self._set_learner(peer, beat.learner, now_ns)
         known.learner = beat.learner
-        for digest in beat.digests:
-            known.digests[digest.fragment] = digest
         return True
 
     def own_learner(self, status: LearnerStatus | None, *, now_ns: int) -> None:
@@ -188,10 +187,6 @@ class Liveness:
     def rtt_ns(self, region: str) -> int:
         """Round-trip time; 0 if unknown, and to itself."""
         return 0 if region == self._region else self._peers[region].rtt_ns
-
-    def digests(self, region: str) -> tuple[FragmentDigest, ...]:
-        """The newest digest of each fragment that another region reported, by fragment."""
-        return tuple(digest for _, digest in sorted(self._peers[region].digests.items()))
 
     def hears_claimed(self, region: str) -> tuple[str, ...]:
         """Whom another region reports to hear, by its last heartbeat."""

@@ -117,12 +117,13 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
 
     Args:
         averages_ns: any order; 0 means unknown and is left out. Of an even number the mean of the middle two, rounded
-            down.
+            down. If the larger one is beyond `SLOWER_MAX` times the smaller, it is not believed: the smaller counts.
     """
     known = sorted(average for average in averages_ns if average > 0)
     if not known:
         return 0
-    return (known[(len(known) - 1) // 2] + known[len(known) // 2]) // 2
+    lower, upper = known[(len(known) - 1) // 2], known[len(known) // 2]
+    return lower if upper > SLOWER_MAX * lower else (lower + upper) // 2
 
 
 def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:

@@ -106,12 +106,14 @@ def weights(
     if not any(raw):
         return (1.0,) * len(raw)
     is_away = [one.steps > carry_steps_limit for one in contributions]
-    usual = [value for value, away in zip(raw, is_away, strict=True) if not away and value > 0.0]
-    ordered = sorted(usual or raw)
+    # Members without tokens say nothing about what is usual: with them the cap of all others could be 0.
+    weighty = [(value, away) for value, away in zip(raw, is_away, strict=True) if value > 0.0]
+    ordered = sorted([value for value, away in weighty if not away] or [value for value, _ in weighty])
     median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
     cap = weight_cap * median
     limit = WEIGHT_RATIO_MAX * median if len(raw) >= MEMBERS_MIN else FLOAT32_MAX
-    return tuple(to_float32(min(value, cap if away else limit)) for value, away in zip(raw, is_away, strict=True))
+    capped = tuple(to_float32(min(value, cap if away else limit)) for value, away in zip(raw, is_away, strict=True))
+    return capped if any(capped) else (1.0,) * len(raw)
 
 
 def share(weights: Sequence[float], versions_missed: Sequence[int]) -> float:

@@ -11,7 +11,7 @@ from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.rounds.eligibility import Eligibility
+from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
@@ -26,6 +26,16 @@ READY_STEPS: Final = 4
 
 GIVE_UP_BALLOTS: Final = 8
 """A fragment's last round may take as long as this many shortest ballots; then the run ends without it."""
+
+SHARE_MIN_PART: Final = 32
+"""A run ends by tokens when the median live learner has at least one part in 32 of its fair share of them.
+
+One learner with a huge count can't end the run then. Of four regions one may train 125 times as much as each other one
+before the others' share delays the end at all: eight times the batch at sixteen times the speed is 128.
+"""
+
+REASON_CHARACTERS_MAX: Final = 200
+"""Of an operator's reason, which goes into the ledger of every region."""
 
 
 @dataclass(slots=True)
@@ -49,22 +59,33 @@ class Ending:
         return self.give_up_ns.setdefault(fragment, now_ns + GIVE_UP_BALLOTS * ballot_ns)
 
 
-def end_reason(settings: RunSettings, *, steps: Iterable[int], tokens: int, requested: str) -> str:
-    """Why the run ends now; empty while it goes on.
+def end_reason(
+    settings: RunSettings, *, steps: Iterable[int], tokens: int, covered: Iterable[int], requested: str
+) -> str:
+    """Why the run ends now; empty while it goes on. What a single learner claims of itself ends no run.
 
     Args:
-        steps: of each learner, all its incarnations together.
+        steps: of each live learner, all its incarnations together.
         tokens: merged, mean over the fragments.
+        covered: tokens of each live learner that the ledger has booked; asked only when enough are merged.
         requested: an operator's reason, empty if there was no request.
     """
-    fastest = max(steps, default=0)
     if requested:
         return requested
-    if 0 < settings.steps_max <= fastest:
-        return f"the fastest learner made {fastest} of {settings.steps_max} steps"
+    median = _lower_median(steps)
+    if 0 < settings.steps_max <= median:
+        return f"the median learner made {median} of {settings.steps_max} steps"
     if 0 < settings.tokens_max <= tokens:
-        return f"{tokens} of {settings.tokens_max} tokens are merged"
+        booked = list(covered)
+        if SHARE_MIN_PART * len(booked) * _lower_median(booked) >= settings.tokens_max and booked:
+            return f"{tokens} of {settings.tokens_max} tokens are merged"
     return ""
+
+
+def _lower_median(values: Iterable[int]) -> int:
+    """Of an even number the lower one of the middle two: of two, one may be wrong. 0 of none."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2] if ordered else 0
 
 
 def begin_ending(settings: RunSettings, reason: str, *, fragments: int, step_time_ns: int, now_ns: int) -> Ending:
@@ -94,7 +115,6 @@ class Agenda:
     def __init__(
         self,
         *,
-        regions: tuple[str, ...],
         fragments: int,
         settings: RunSettings,
         history: RoundHistory,
@@ -105,7 +125,6 @@ class Agenda:
         self.reason = ""
         self.wake_at_ns: int | None = None
         self.opener = Opener(settings=settings, fragments=fragments, history=history, liveness=liveness)
-        self._regions = regions
         self._fragments = fragments
         self._settings = settings
         self._history = history
@@ -124,7 +143,7 @@ class Agenda:
 
     def finish_requested(self, reason: str) -> None:
         """An operator asks for the end of the run."""
-        self._finish_ordered = self._finish_ordered or reason
+        self._finish_ordered = self._finish_ordered or reason[:REASON_CHARACTERS_MAX] or "an operator asked for the end"
 
     def abandoned(self, fragment: int, *, now_ns: int) -> None:
         """A round was given up: let the fragment rest for a heartbeat.
@@ -153,9 +172,9 @@ class Agenda:
         if self._history.finished is not None or self._is_finishing:
             self.reason = "the run is finished"
             return None
-        if self._has_ended(now_ns):
-            return self._next_last(rounds, now_ns)
         reachability = self._eligibility.reachability(now_ns=now_ns)
+        if self._has_ended(reachability, now_ns):
+            return self._next_last(rounds, now_ns)
         opening = self.opener.choose(reachability, rounds, self._resting, self._eligibility, now_ns=now_ns)
         self.reason, self.wake_at_ns = self.opener.reason, self.opener.wake_at_ns
         if opening is None:
@@ -165,18 +184,24 @@ class Agenda:
             self._effects.note_change("waits", state, self.reason)
         return opening
 
-    def _has_ended(self, now_ns: int) -> bool:
+    def _has_ended(self, reachability: Reachability, now_ns: int) -> bool:
         if self._ending is None:
-            steps = []
-            for name in self._regions:
-                status = self._liveness.learner(name)
-                if status is not None:
-                    steps.append(status.step + self._history.steps_before(name, status.incarnation))
-            tokens = self._history.account.merged_tokens(self._fragments)
-            reason = end_reason(self._settings, steps=steps, tokens=tokens, requested=self._finish_ordered)
+            statuses = ((name, self._liveness.learner(name)) for name in reachability.learners)
+            account = self._history.account
+            reason = end_reason(
+                self._settings,
+                steps=[
+                    status.step + self._history.steps_before(name, status.incarnation)
+                    for name, status in statuses
+                    if status is not None
+                ],
+                tokens=account.merged_tokens(self._fragments),
+                covered=(account.covered_tokens(name, self._fragments) for name in reachability.learners),
+                requested=self._finish_ordered,
+            )
             if not reason:
                 return False
-            timing = self.opener.timing(self._eligibility.reachability(now_ns=now_ns))
+            timing = self.opener.timing(reachability)
             self._ending = begin_ending(
                 self._settings, reason, fragments=self._fragments, step_time_ns=timing.step_time_ns, now_ns=now_ns
             )

@@ -24,6 +24,12 @@ MARGIN: Final = 3
 ATTEMPTS_DOUBLED_MAX: Final = 3
 """The time doubles with each further ballot of a round, up to 8 times: a link slower than measured gets there."""
 
+PROBE_HEARTBEATS: Final = 3
+"""A ballot that tries a region lasts at least so long: what was lost is asked for again with each heartbeat."""
+
+PROBE_MARGIN: Final = 2
+"""And twice as long as ballots of this fragment usually take."""
+
 RATE_UNKNOWN_BYTES_PER_S: Final = 12_500_000
 """Assumed before anything was measured: 100 Mbit/s, the slow end of what regions are joined by."""
 
@@ -131,6 +137,18 @@ class BallotClock:
             else self._reported_rate(members, stripes),
         )
 
+    def of_probe(self, fragment: int, usual: Deadline, doublings: int) -> Deadline:
+        """For a ballot that tries a region which was left out: short, so that it costs the others little.
+
+        Args:
+            usual: what a ballot with these members is given; never more than that.
+            doublings: how often the region was tried in vain; the time doubles with every second one, as the pause does
+                with each. Who is slow and not broken gets there in the end.
+        """
+        shortest_ns = max(PROBE_HEARTBEATS * self._settings.heartbeat_ns, PROBE_MARGIN * self._usual_ns(fragment))
+        duration_ns = min(usual.duration_ns, shortest_ns << doublings // 2)
+        return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who was left out, of {usual.derivation}")
+
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
         """What the slowest reported budget leaves to one round, where that is less than what is assumed; else 0."""
         budgets = [self._liveness.budget(name) for name in {*members, *(one.reducer for one in stripes)}]
@@ -201,20 +219,3 @@ def plan_next(
         if name in usable and old in one.received.get(name, ())
     )
     return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused)
-
-
-def reducers_to_exclude(one: OpenRound) -> set[str]:
-    """Reducers that held up a ballot whose deadline has passed.
-
-    A reducer that lacks more than half of what another one holds is itself the one that is cut off from the bulk; where
-    merged stripes are missing, those that did not merge.
-    """
-    received_by = {
-        stripe.reducer: sum(1 for name in one.contributions if index in one.received.get(name, ()))
-        for index, stripe in enumerate(one.stripes)
-    }
-    highest = max(received_by.values(), default=0)
-    late = {name for name, count in received_by.items() if 2 * count < highest}
-    if one.merged:
-        late |= {stripe.reducer for index, stripe in enumerate(one.stripes) if index not in one.merged}
-    return late

@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Final
 
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.plausible import discard_claim_fault
 from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
+from diloco_node.numeric import NS_PER_S
 
 REPORTED_MAX: Final = 64
 """Intervals in one report; the next ones follow when these are booked."""
 
 BOOKING_MAX: Final = 256
 """Intervals in the leader's log that are not committed yet; the rest is reported again."""
+
+DEATHS_AT_ONCE: Final = 2
+"""Incarnations of one region whose losses are booked without a pause. Each has one interval per fragment."""
 
 
 class DiscardReporter:
@@ -90,11 +95,17 @@ class DiscardReporter:
 
 
 class DiscardDesk:
-    """The leader's side: books an interval once, and only when nothing can include any of it any more."""
+    """The leader's side: books an interval once, and only when nothing can include any of it any more.
+
+    Each region may book so many intervals at once, and then one a second and one for each committed round. That is what
+    `overwrite` needs, which throws away something of each learner in each round. The rest is reported again.
+    """
 
     def __init__(self, history: RoundHistory) -> None:
         self._history = history
         self._booking: set[tuple[str, int, int]] = set()
+        self._spent: dict[str, int] = {}
+        self._earned_at_ns = 0
 
     def clear(self) -> None:
         """This region leads no longer: what it had in its log commits or not without it."""
@@ -104,16 +115,33 @@ class DiscardDesk:
         """It is committed."""
         self._booking.discard(_line(body))
 
+    def round_committed(self) -> None:
+        """Every region may book one interval more."""
+        self._earn(1)
+
     def is_booking(self, offered: Contribution) -> bool:
         """Whether steps of the same incarnation and fragment are in the log as discarded, but not committed yet."""
         return _line(offered) in self._booking
 
-    def accept(self, body: DiscardedBody) -> bool:
+    def accept(self, body: DiscardedBody, *, now_ns: int) -> bool:
         """Whether to put it into the log now. The caller has made sure that no open round includes the learner."""
-        if len(self._booking) >= BOOKING_MAX or _line(body) in self._booking or self._history.discard_fault(body):
+        seconds = (now_ns - self._earned_at_ns) // NS_PER_S
+        if seconds > 0:
+            self._earn(seconds)
+            self._earned_at_ns += seconds * NS_PER_S
+        if len(self._booking) >= BOOKING_MAX or _line(body) in self._booking:
             return False
+        if self._spent.get(body.learner, 0) >= DEATHS_AT_ONCE * len(self._history.versions):
+            return False
+        known = self._history.incarnation(body.learner)
+        if self._history.discard_fault(body) or discard_claim_fault(body, incarnation_known=known):
+            return False
+        self._spent[body.learner] = self._spent.get(body.learner, 0) + 1
         self._booking.add(_line(body))
         return True
+
+    def _earn(self, intervals: int) -> None:
+        self._spent = {name: spent - intervals for name, spent in self._spent.items() if spent > intervals}
 
 
 def _line(one: DiscardedBody | Contribution) -> tuple[str, int, int]:

@@ -9,6 +9,8 @@ from typing import Final
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.plausible import is_plausible_incarnation
+from diloco_node.core.rounds.suspicion import BallotPart, SuspicionBook
 from diloco_node.core.types import LearnerStatus
 
 STALLED_STEPS: Final = 8
@@ -52,6 +54,7 @@ def assess_reachability(
     *,
     now_ns: int,
     excluded: Collection[str] = (),
+    left_out: Mapping[str, str] | None = None,
 ) -> Reachability:
     """Who is there, who can reduce, whose learner steps.
 
@@ -62,6 +65,7 @@ def assess_reachability(
         leader: the asking region.
         regions: all, in any order.
         excluded: not to be reducers, unless nobody else is left.
+        left_out: learners that are not asked, and why, unless nobody else is left.
     """
     reachable = tuple(
         sorted(name for name in regions if liveness.reach_each_other(leader, name, now_ns=now_ns) or name == leader)
@@ -80,6 +84,10 @@ def assess_reachability(
             away.append((name, reason))
         else:
             learners.append(name)
+    asked = [name for name in learners if name not in (left_out or {})]
+    if left_out and asked:
+        away = sorted(away + [(name, f"left out: {left_out[name]}") for name in learners if name in left_out])
+        learners = asked
     return Reachability(reachable, reducers, tuple(learners), tuple(away))
 
 
@@ -137,11 +145,20 @@ def member_fault(
 class Eligibility:
     """What the leader asks about regions and learners, and which incarnations of learners it knows to be over."""
 
-    def __init__(self, *, region: str, regions: tuple[str, ...], history: RoundHistory, liveness: Liveness) -> None:
+    def __init__(
+        self,
+        *,
+        region: str,
+        regions: tuple[str, ...],
+        history: RoundHistory,
+        liveness: Liveness,
+        book: SuspicionBook,
+    ) -> None:
         self._region = region
         self._regions = tuple(sorted(regions))
         self._history = history
         self._liveness = liveness
+        self._book = book
         self._incarnations: dict[str, int] = {}
         self._applied: dict[str, int] = {}
         self._lag: dict[str, StepTime] = {}
@@ -164,6 +181,8 @@ class Eligibility:
 
     def saw_incarnation(self, learner: str, incarnation: int) -> None:
         """An incarnation of this number is there, or will be the next: older ones are over."""
+        if not is_plausible_incarnation(incarnation, self._history.incarnation(learner)):
+            return
         newest = max(incarnation, self._history.incarnation(learner), self._incarnations.get(learner, 0))
         self._incarnations[learner] = newest
 
@@ -175,9 +194,21 @@ class Eligibility:
         """Whether the leader and the region hear each other."""
         return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
-    def reachability(self, *, now_ns: int, excluded: Collection[str] = ()) -> Reachability:
-        """See `assess_reachability`."""
-        return assess_reachability(self._region, self._regions, self._liveness, now_ns=now_ns, excluded=excluded)
+    def reachability(self, *, now_ns: int, excluded: Collection[str] = (), probed: str = "") -> Reachability:
+        """See `assess_reachability`; without those that are left out.
+
+        Args:
+            probed: the region that is tried again, if its pause is over.
+        """
+        reducers = self._book.held_back(BallotPart.REDUCER, probed=probed, now_ns=now_ns)
+        return assess_reachability(
+            self._region,
+            self._regions,
+            self._liveness,
+            now_ns=now_ns,
+            excluded={*excluded, *reducers},
+            left_out=self._book.held_back(BallotPart.MEMBER, probed=probed, now_ns=now_ns),
+        )
 
     def members(
         self, fragment: int, reachability: Reachability, *, now_ns: int, rejected: Mapping[str, str] | None = None

@@ -12,30 +12,21 @@ from typing import assert_never
 
 from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.merge import weights as weighing
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
-from diloco_node.core.messages import (
-    BallotOpened,
-    Contributed,
-    Declined,
-    DiscardReported,
-    PayloadDurable,
-    ReductionReported,
-    StripesReceived,
-)
+from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
-from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next, reducers_to_exclude
-from diloco_node.core.rounds.discards import DiscardDesk
+from diloco_node.core.rounds.answers import Answers, BallotAnswer
+from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
-from diloco_node.core.rounds.open_round import OpenRound
+from diloco_node.core.rounds.open_round import Deadline, OpenRound
 from diloco_node.core.rounds.opening import Opening
+from diloco_node.core.rounds.suspicion import SuspicionBook
 from diloco_node.core.types import (
     Ballot,
-    Contribution,
-    DiscardedBody,
     Entry,
     EntryBody,
     FinishedBody,
@@ -45,7 +36,7 @@ from diloco_node.core.types import (
 )
 from diloco_node.numeric import NS_PER_S
 
-RoundMessage = Contributed | Declined | StripesReceived | ReductionReported | PayloadDurable | DiscardReported
+RoundMessage = BallotAnswer | DiscardReported
 
 
 class RoundLeader:
@@ -54,8 +45,8 @@ class RoundLeader:
     Attributes:
         proposals: bodies for the ledger, in order.
         rounds: open rounds by fragment.
-        is_in_the_way: a majority without this region had a payload on disk when its second ballot failed, this region
-            had not. Its disk is full, or stands still: merging goes on when another region leads.
+        is_in_the_way: when the second ballot of a round failed, the others had the payload or its stripes, this region
+            had not. Its disk is full or stands still, or bulk does not reach it: merging goes on when another leads.
     """
 
     def __init__(
@@ -84,8 +75,20 @@ class RoundLeader:
         self._is_acting = False
         self._is_stale = True
         self._clock = BallotClock(manifest=manifest, settings=settings, liveness=liveness, regions=len(regions))
-        self._eligibility = Eligibility(region=region, regions=regions, history=history, liveness=liveness)
-        self._discards = DiscardDesk(history)
+        self._book = SuspicionBook(ballot_ns=settings.ballot_deadline_min_ns)
+        self._judge = Judge(region=region, regions=self._regions, book=self._book, effects=effects)
+        self._eligibility = Eligibility(
+            region=region, regions=regions, history=history, liveness=liveness, book=self._book
+        )
+        self._answers = Answers(
+            region=region,
+            fragments=self._fragments,
+            history=history,
+            liveness=liveness,
+            eligibility=self._eligibility,
+            proposals=self.proposals,
+            effects=effects,
+        )
         self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, effects=effects)
         self._agenda = self._new_agenda()
 
@@ -104,14 +107,21 @@ class RoundLeader:
         """Why no (further) round is open, in words."""
         return self._agenda.reason
 
-    def begin(self, term: int, reopen: Mapping[int, int], *, now_ns: int) -> None:
+    @property
+    def left_out(self) -> tuple[LeftOut, ...]:
+        """Who takes no part in ballots for now, and why."""
+        return self._book.left_out()
+
+    def begin(self, term: int, reopen: Mapping[int, int], *, now_ns: int, left_out: tuple[LeftOut, ...] = ()) -> None:
         """Take over.
 
         Args:
             term: of this leader.
             reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
+            left_out: by the leader before, as far as is known here.
         """
         self._is_acting, self._is_stale = True, True
+        self._book.begin(left_out, self._regions)
         self._term, self._number = term, 0
         self._agenda = self._new_agenda()
         for name in self._regions:
@@ -126,7 +136,7 @@ class RoundLeader:
         self._is_acting = self.is_in_the_way = False
         self.rounds.clear()
         self.proposals.clear()
-        self._discards.clear()
+        self._answers.clear()
         self._merges.clear()
         self._agenda = self._new_agenda()
 
@@ -160,8 +170,7 @@ class RoundLeader:
         """An entry is committed."""
         body = entry.body
         self._is_stale = True
-        if isinstance(body, DiscardedBody):
-            self._discards.booked(body)
+        self._answers.committed(body)
         if not isinstance(body, RoundBody):
             return
         one = self.rounds.get(body.fragment)
@@ -172,6 +181,7 @@ class RoundLeader:
             return
         took_ns = now_ns - one.opened_at_ns
         self._agenda.committed(one, now_ns=now_ns)
+        self._judge.committed(one)
         self._clock.took(body.fragment, now_ns - one.ballot_at_ns)
         names = ", ".join(member.contribution.learner for member in body.members)
         self._effects.note(
@@ -186,22 +196,11 @@ class RoundLeader:
         if not self._is_acting:
             return
         if isinstance(message, DiscardReported):
-            self._discards_reported(peer, message)
+            self._answers.discards_reported(peer, message, self.rounds, now_ns=now_ns)
             return
         one = next((found for found in self._open_rounds() if found.ballot == message.ballot), None)
-        if one is None or one.is_proposed:
-            return
-        match message:
-            case Contributed():
-                self._contributed(one, peer, message.contribution)
-            case Declined():
-                self._declined(one, peer, message.reason)
-            case StripesReceived():
-                one.stripes_received(peer, message.learner)
-            case ReductionReported():
-                self._stripe_merged(one, peer, message)
-            case PayloadDurable():
-                one.holders[peer] = message.digest
+        if one is not None and not one.is_proposed:
+            self._answers.take(one, peer, message)
 
     def finish_requested(self, reason: str) -> None:
         """An operator asks for the end of the run."""
@@ -237,7 +236,9 @@ class RoundLeader:
         if one.is_proposed:
             return
         lost = [name for name in one.reducers if not self._reaches(name, now_ns)]
-        if lost:
+        if one.renamed:
+            self._next_ballot(one, self._judge.renamed(one, now_ns=now_ns), now_ns=now_ns)
+        elif lost:
             self._next_ballot(one, f"reducer {', '.join(lost)} is lost", now_ns=now_ns)
         elif one.decision is None:
             self._try_decide(one, now_ns)
@@ -245,10 +246,8 @@ class RoundLeader:
             self._try_propose(one, now_ns)
         if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
             reason = f"deadline passed while it {one.waiting()}"
-            one.excluded |= reducers_to_exclude(one)
-            if one.excluded >= set(self._regions):
-                one.excluded.clear()
-            self.is_in_the_way |= one.attempt > 0 and self._lacks_alone(one)
+            is_cut_off = self._judge.deadline_passed(one, now_ns=now_ns)
+            self.is_in_the_way |= one.attempt > 0 and (is_cut_off or self._lacks_alone(one))
             self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
 
     def _try_decide(self, one: OpenRound, now_ns: int) -> None:
@@ -259,7 +258,7 @@ class RoundLeader:
             return
         chosen = []
         for name, offered in sorted(one.contributions.items()):
-            fault = self._may_contribute(offered, one.version)
+            fault = self._answers.may_contribute(offered, one.version)
             if not fault and not self._reaches(name, now_ns) and not one.is_received(name):
                 fault = "lost before its stripes arrived"
             if fault:
@@ -283,18 +282,25 @@ class RoundLeader:
                     self._next_ballot(one, f"{name} is lost before its stripes arrived", now_ns=now_ns)
                     return
             return
-        mismatched = one.norm_mismatch()
-        if mismatched:
-            fault = "its stripes do not add up to the norms it named"
-            one.rejected.update(dict.fromkeys(mismatched, fault))
-            text = f"contribution of {', '.join(mismatched)}: {fault}"
-            self._effects.note("norms", text, fragment=one.fragment, version=one.version, is_alarm=True)
-            self._next_ballot(one, text, now_ns=now_ns)
+        if self._is_wrong(one, now_ns):
             return
         holders = one.payload_holders()
         if self._region in holders and 2 * len(holders) > len(self._regions):
             one.is_proposed = True
             self.proposals.append(self._merges.body(one))
+
+    def _is_wrong(self, one: OpenRound, now_ns: int) -> bool:
+        """Whether a merged ballot can't be what it says; then there is another one."""
+        self._judge.answer_norms(one, now_ns=now_ns)
+        mismatched = one.norm_mismatch()
+        disputed = "" if mismatched else self._judge.disputed(one, now_ns=now_ns)
+        if disputed:
+            self._next_ballot(one, disputed, now_ns=now_ns)
+        elif mismatched:
+            text = self._judge.question_norms(one, mismatched, now_ns=now_ns)
+            own = tuple(Stripe(self._region, cut.block_start, cut.block_stop) for cut in one.stripes)
+            self._next_ballot(one, text or "norms are in question", now_ns=now_ns, stripes=None if text else own)
+        return bool(disputed or mismatched)
 
     def _lacks_alone(self, one: OpenRound) -> bool:
         """Whether the round waits for nothing but this region's disk."""
@@ -302,65 +308,6 @@ class RoundLeader:
             return False
         holders = one.payload_holders()
         return self._region not in holders and 2 * len(holders) > len(self._regions)
-
-    def _may_contribute(self, offered: Contribution, version: int) -> str:
-        """Why a contribution may not be merged; empty if it may. The one place where the leader decides it."""
-        if self._discards.is_booking(offered):
-            return "its steps are being booked as discarded"
-        return self._history.contribution_fault(
-            offered, version=version, incarnation_min=self._eligibility.incarnation_min(offered.learner)
-        )
-
-    def _contributed(self, one: OpenRound, peer: str, offered: Contribution) -> None:
-        known = one.contributions.get(peer)
-        if peer not in one.members or one.decision is not None or known == offered:
-            return
-        if known is not None and known.incarnation >= offered.incarnation:
-            return
-        fault = weighing.refusal(offered, len(self._fragments[one.fragment].pieces))
-        if offered.learner != peer or offered.fragment != one.fragment:
-            fault = f"is named for {offered.learner} and fragment {offered.fragment}"
-        self._eligibility.saw_incarnation(peer, offered.incarnation)
-        fault = fault or self._may_contribute(offered, one.version)
-        if fault:
-            self._declined(one, peer, fault)
-            return
-        one.received.pop(peer, None)
-        one.declined.pop(peer, None)
-        one.contributions[peer] = offered
-
-    def _declined(self, one: OpenRound, peer: str, reason: str) -> None:
-        if peer in one.members and peer not in one.contributions and peer not in one.declined:
-            one.declined[peer] = reason
-            self._effects.note("declined", f"{peer}: {reason}", fragment=one.fragment, version=one.version)
-
-    def _stripe_merged(self, one: OpenRound, peer: str, report: ReductionReported) -> None:
-        if one.decision is None or report.stripe in one.merged:
-            return
-        fault = one.report_fault(peer, report, len(self._fragments[one.fragment].pieces))
-        if fault:
-            self._effects.note("report", f"{peer}: {fault}", fragment=one.fragment, version=one.version, is_alarm=True)
-            return
-        one.merged[report.stripe] = report
-
-    def _discards_reported(self, peer: str, message: DiscardReported) -> None:
-        """Book what is lost, as soon as no open round can still include any of it."""
-        for body in message.bodies:
-            if body.learner != peer:
-                return
-            status = self._liveness.learner(peer)
-            if status is not None and body.incarnation < status.incarnation:
-                # That incarnation is over: no ballot may name it from now on.
-                self._eligibility.saw_incarnation(peer, body.incarnation + 1)
-            one = self.rounds.get(body.fragment)
-            if (one is not None and peer in one.contributions) or not self._discards.accept(body):
-                continue
-            self.proposals.append(body)
-            self._effects.note(
-                "discarded",
-                f"steps ({body.step_from}, {body.step_to}] of {peer}'s incarnation {body.incarnation}: {body.reason}",
-                fragment=body.fragment,
-            )
 
     def _next_number(self) -> Ballot:
         """A ballot that never was before: one leader per term, one number per attempt of that leader."""
@@ -370,17 +317,22 @@ class RoundLeader:
     def _open(self, opening: Opening, *, now_ns: int) -> bool:
         """Open a round with everybody who can contribute; returns False when nobody can."""
         fragment, version = opening.fragment, self._history.versions[opening.fragment] + 1
-        reachability = self._eligibility.reachability(now_ns=now_ns)
+        probed = self._judge.next_probe(self.rounds.values(), now_ns=now_ns)
+        reachability = self._eligibility.reachability(now_ns=now_ns, probed=probed)
         members, ineligible = self._eligibility.members(fragment, reachability, now_ns=now_ns)
         if not members:
             return False
         stripes = self._stripes(fragment, reachability)
+        tried = self._judge.tried_parts(probed, members, [cut.reducer for cut in stripes], now_ns=now_ns)
         one = OpenRound(
             opened_at_ns=now_ns,
             is_last=opening.is_last,
-            announcement=BallotOpened(self._next_number(), fragment, version, members, stripes),
+            announcement=BallotOpened(
+                self._next_number(), fragment, version, members, stripes, left_out=self._book.left_out()
+            ),
             ballot_at_ns=now_ns,
-            deadline=self._clock.deadline(fragment, members, stripes, attempt=0),
+            deadline=self._deadline(fragment, members, stripes, probed if tried else ""),
+            tried=tried,
         )
         self.rounds[fragment] = one
         self._agenda.opener.opened(opening, now_ns=now_ns)
@@ -395,15 +347,27 @@ class RoundLeader:
         self._announce(one)
         return True
 
-    def _next_ballot(self, one: OpenRound, reason: str, *, now_ns: int, is_late: bool = False) -> None:
+    def _deadline(self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], probed: str) -> Deadline:
+        deadline = self._clock.deadline(fragment, members, stripes, attempt=0)
+        return self._clock.of_probe(fragment, deadline, self._book.doublings(probed)) if probed else deadline
+
+    def _next_ballot(
+        self,
+        one: OpenRound,
+        reason: str,
+        *,
+        now_ns: int,
+        is_late: bool = False,
+        stripes: tuple[Stripe, ...] | None = None,
+    ) -> None:
         """Try the round again with what there is; contributions keep their name, so what arrived is not sent again."""
         reachability = self._eligibility.reachability(now_ns=now_ns, excluded=one.excluded)
-        stripes = self._stripes(one.fragment, reachability)
+        stripes = stripes or self._stripes(one.fragment, reachability)
         able, _ = self._eligibility.members(one.fragment, reachability, now_ns=now_ns, rejected=one.rejected)
         usable = {
             name: offered
             for name, offered in one.contributions.items()
-            if name not in one.rejected and not self._may_contribute(offered, one.version)
+            if name not in one.rejected and not self._answers.may_contribute(offered, one.version)
         }
         plan = plan_next(one, stripes, usable=usable, able=able, reachable=reachability.reachable, is_late=is_late)
         if not plan.members:
@@ -411,7 +375,7 @@ class RoundLeader:
             return
         ballot, attempt = self._next_number(), one.attempt + 1
         one.begin_ballot(
-            BallotOpened(ballot, one.fragment, one.version, plan.members, stripes, plan.reused),
+            BallotOpened(ballot, one.fragment, one.version, plan.members, stripes, plan.reused, self._book.left_out()),
             deadline=self._clock.deadline(one.fragment, plan.members, stripes, attempt=attempt),
             contributions=plan.contributions,
             now_ns=now_ns,
@@ -440,8 +404,9 @@ class RoundLeader:
         """Ask every region that is not done what it has; whatever was lost on the way is sent again."""
         if one.is_proposed:
             return
+        done = one.payload_holders() if one.is_merged else one.holders
         for name in self._regions:
-            if name not in one.holders:
+            if name not in done:
                 self._effects.send(name, one.announcement)
         if one.decision is not None:
             for name in one.late_reducers():
@@ -462,7 +427,6 @@ class RoundLeader:
 
     def _new_agenda(self) -> Agenda:
         return Agenda(
-            regions=self._regions,
             fragments=len(self._fragments),
             settings=self._settings,
             history=self._history,

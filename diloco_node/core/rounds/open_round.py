@@ -10,6 +10,7 @@ from typing import Final
 from diloco_node.core.merge.outliers import Clips
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
 from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported
+from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
 NORM_TOLERANCE: Final = 1e-3
@@ -22,6 +23,28 @@ NORM_FLOOR: Final = 2.0**-200
 def payload_digest(stripe_digests: Sequence[bytes]) -> bytes:
     """The digest that names a merged payload: SHA-256 over its stripes' digests in block order."""
     return hashlib.sha256(b"".join(stripe_digests)).digest()
+
+
+def is_same_norm(one: float, other: float) -> bool:
+    """Whether two squared norms of the same values agree, whoever added them up in whatever order."""
+    return abs(one - other) <= NORM_TOLERANCE * max(one, other) + NORM_FLOOR
+
+
+@dataclass(frozen=True, slots=True)
+class Questioned:
+    """A merged ballot whose norms do not add up: the leader reduces the same stripes itself to see who is wrong.
+
+    Attributes:
+        stripes: of the ballot. reports: one per stripe. contributions: as they were named in the decision.
+    """
+
+    stripes: tuple[Stripe, ...]
+    reports: tuple[ReductionReported, ...]
+    contributions: tuple[Contribution, ...]
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """How the fragment was cut."""
+        return [(stripe.block_start, stripe.block_stop) for stripe in self.stripes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +73,10 @@ class OpenRound:
         decision, weights, clips: once decided.
         merged: by stripe.
         holders: regions that have the merged payload on disk, with its digest.
+        received_merged: the digests of the merged stripes that a region has, as it says.
+        questioned: the ballot before, whose norms did not add up.
+        tried: the region and the parts in which this ballot tries it after it was left out.
+        renamed: members that gave their contribution another name in this round.
         rejected: learners that may not be in any ballot of this round, and why.
         excluded: reducers that held up a ballot of this round.
         is_proposed: it is in the leader's log; nothing is changed any more.
@@ -70,6 +97,10 @@ class OpenRound:
     clips: Clips = ()
     merged: dict[int, ReductionReported] = field(default_factory=dict)
     holders: dict[str, bytes] = field(default_factory=dict)
+    received_merged: dict[str, tuple[bytes, ...]] = field(default_factory=dict)
+    questioned: Questioned | None = None
+    tried: tuple[tuple[str, BallotPart], ...] = ()
+    renamed: set[str] = field(default_factory=set)
     rejected: dict[str, str] = field(default_factory=dict)
     excluded: set[str] = field(default_factory=set)
     is_proposed: bool = False
@@ -81,8 +112,8 @@ class OpenRound:
         self.announcement, self.deadline, self.ballot_at_ns = announcement, deadline, now_ns
         self.attempt += 1
         self.contributions = contributions
-        self.declined, self.received, self.merged, self.holders = {}, {}, {}, {}
-        self.decision, self.weights, self.clips = None, (), ()
+        self.declined, self.received, self.merged, self.holders, self.received_merged = {}, {}, {}, {}, {}
+        self.decision, self.weights, self.clips, self.tried = None, (), (), ()
 
     @property
     def fragment(self) -> int:
@@ -132,6 +163,24 @@ class OpenRound:
     def payload_holders(self) -> list[str]:
         """Regions that have this very payload on disk, sorted; once `is_merged`."""
         return [name for name, digest in sorted(self.holders.items()) if digest == self.digest]
+
+    def has_merged_of(self, reducer: str, region: str) -> bool:
+        """Whether a region has said that it has all merged stripes of a reducer, as that one told them."""
+        if self.holders.get(region) == self.digest:
+            return True
+        got = self.received_merged.get(region)
+        return got is not None and all(got[index] == self.merged[index].digest for index in self.stripes_of(reducer))
+
+    def holds_other_of(self, reducer: str, region: str) -> bool:
+        """Whether a region has said that it got a merged stripe of a reducer with another digest than the told one."""
+        got = self.received_merged.get(region)
+        return got is not None and any(
+            got[index] and got[index] != self.merged[index].digest for index in self.stripes_of(reducer)
+        )
+
+    def stripes_of(self, reducer: str) -> list[int]:
+        """What a reducer merges: indexes into `stripes`."""
+        return [index for index, stripe in enumerate(self.stripes) if stripe.reducer == reducer]
 
     def late_reducers(self) -> tuple[str, ...]:
         """Those that have not reported each of their merged stripes, each once, in the order of the stripes."""
@@ -187,7 +236,7 @@ class OpenRound:
         for place, one in enumerate(self.decision.contributions):
             for piece, claimed in enumerate(one.squared_norms):
                 summed = sum(self.merged[index].contribution_norms[place][piece] for index in range(len(self.stripes)))
-                if abs(summed - claimed) > NORM_TOLERANCE * max(summed, claimed) + NORM_FLOOR:
+                if not is_same_norm(summed, claimed):
                     found.append(one.learner)
                     break
         return tuple(found)

@@ -22,7 +22,9 @@ from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
     Declined,
+    LeftOut,
     MergeDecided,
+    MergedReceived,
     PayloadDurable,
     StripesReceived,
 )
@@ -30,11 +32,16 @@ from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.followed import Block, EarlyArrivals, FollowedBallot, FollowedRound, Name, name_of
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
+from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
 from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings
 
 
 class RoundParticipant:
-    """See the module. Feed it facts, then call `pump`."""
+    """See the module. Feed it facts, then call `pump`.
+
+    Attributes:
+        left_out: whom the leader leaves out of its ballots, as its last one said.
+    """
 
     def __init__(
         self,
@@ -47,6 +54,7 @@ class RoundParticipant:
         versions: Versions,
         effects: EffectBuffer,
     ) -> None:
+        self.left_out: tuple[LeftOut, ...] = ()
         self._region = region
         self._others = tuple(sorted(name for name in regions if name != region))
         self._settings = settings
@@ -145,6 +153,10 @@ class RoundParticipant:
             self._effects.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
         if opened.version > one.version:
             one.version, one.pending, one.requested_base = opened.version, None, None
+        self.left_out = tuple(
+            LeftOut(name.region, name.part, name.reason[:REASON_SHOWN_MAX])
+            for name in opened.left_out[:LEFT_OUT_SHOWN_MAX]
+        )
         one.part = FollowedBallot(leader, opened)
         # What came before the announcement, and what has arrived in the ballots before.
         for event in self._early.take(opened.ballot, opened.fragment):
@@ -368,6 +380,8 @@ class RoundParticipant:
             self._effects.send(part.leader, part.report_of(reduced))
         if part.digest and self._is_stored(one, part):
             self._effects.send(part.leader, PayloadDurable(part.ballot, part.digest))
+        digests = tuple(part.merged.get(index, b"") for index in range(len(part.opened.stripes)))
+        self._effects.send(part.leader, MergedReceived(part.ballot, digests))
 
     def _send_durable(self, one: FollowedRound, part: FollowedBallot) -> None:
         for learner in one.received_members(part, self._region):

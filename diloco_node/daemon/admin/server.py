@@ -2,7 +2,7 @@
 
 Bound to loopback, and to a Unix socket in the state folder (mode 0600): that one is reached by path also from another
 network namespace, where this loopback is not. A container adds the one address (`host`) at which a port published on
-its machine's loopback arrives. The Host header must name loopback (DNS rebinding), and what changes state is POST with
+its machine's loopback arrives. One Host header must name loopback (DNS rebinding), and what changes state is POST with
 the bearer token from `admin.token` in the state folder (CSRF). GET never changes anything.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -22,6 +23,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from diloco_node.errors import BindError, ConfigError, DilocoError
+from diloco_node.escaping import escaped_document
 from diloco_node.unix_sockets import socket_path
 
 TOKEN_FILE: Final = "admin.token"
@@ -33,7 +35,11 @@ BODY_BYTES_MAX: Final = 64 * 1024
 PROGRESS_S: Final = 0.5
 """Between two lines of a measurement that goes on: so soon it is seen, too, that who asked is gone."""
 
-HOSTS_ALLOWED: Final = frozenset({"127.0.0.1", "localhost", "[::1]"})
+HOST_ALLOWED: Final = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
+"""The whole of a Host header. What is no more than a name and a port can't hide another name."""
+
+CONNECTIONS_MAX: Final = 64
+"""Over TCP at once: each is a file descriptor, and any user of this machine may open one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class AdminHandlers:
     Attributes:
         status: the status document, ready for JSON.
         not_ready_reason: "" when the region trains (or has finished), else why not.
-        finish: ask the run to end after one last round per fragment; the argument is the reason.
+        finish: ask the run to end after one last round per fragment; the argument is the reason. Raises ConfigError.
         set_budget: change the bandwidth budget (`changed_plan`); returns the new one. Raises ConfigError.
         measure: carry out a measurement (`MeasureCommand`); calls its second argument with what goes on, the
             third with the document as it is so far; returns the document.
@@ -86,6 +92,7 @@ class AdminServer:
         self._state_dir = state_dir
         self._token = ""
         self._runner: web.AppRunner | None = None
+        self._listening: list[asyncio.Server] = []
 
     @property
     def port(self) -> int:
@@ -124,25 +131,33 @@ class AdminServer:
             await web.UnixSite(self._runner, str(path)).start()
             path.chmod(0o600)
         except OSError as error:
-            await self._runner.cleanup()
+            await self.stop()
             raise BindError(f"{path} can't be bound ({error.strerror}); is the state folder writable?") from error
 
     async def _bind(self, runner: web.AppRunner, host: str) -> None:
-        site = web.TCPSite(runner, host, self._port)
+        assert runner.server is not None
+        serve = runner.server
+
+        def accept() -> asyncio.BaseProtocol:
+            return serve() if len(serve.connections) < CONNECTIONS_MAX else _HangUp()
+
         try:
-            await site.start()
+            server = await asyncio.get_running_loop().create_server(accept, host, self._port, reuse_address=True)
         except OSError as error:
-            await runner.cleanup()
+            await self.stop()
             raise BindError(
                 f"admin port {host}:{self._port} can't be bound ({error.strerror}). "
                 f"Free it, or set another: [regions.NAME] admin_port (and admin_host) in run.toml, or --admin-port."
             ) from error
-        sockets = site._server.sockets if site._server is not None else ()  # type: ignore[attr-defined]
-        for sock in sockets:
+        self._listening.append(server)
+        for sock in server.sockets:
             self._port = sock.getsockname()[1]
 
     async def stop(self) -> None:
         """Close the port."""
+        for server in self._listening:
+            server.close()
+        self._listening.clear()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -203,11 +218,11 @@ class AdminServer:
     @web.middleware
     async def _check(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         """Whether to answer at all; a request that makes no sense gets the reason."""
-        host = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
-        if host not in HOSTS_ALLOWED:
+        hosts = request.headers.getall("Host", [])  # none at all in HTTP/1.0: then nobody has named this machine
+        # A whole URL as the target names its host itself, whatever the header says.
+        if len(hosts) != 1 or not HOST_ALLOWED.fullmatch(hosts[0]) or not request.raw_path.startswith("/"):
             return web.json_response({"error": "this port answers to loopback names only"}, status=403)
-        given = request.headers.get("Authorization", "").encode()
-        if request.method == "POST" and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+        if request.method not in ("GET", "HEAD") and not self._has_token(request):
             reason = f"missing or wrong bearer token; it is in {self._state_dir / TOKEN_FILE}"
             return web.json_response({"error": reason}, status=401)
         try:
@@ -215,6 +230,20 @@ class AdminServer:
         except ConfigError as error:
             return web.json_response({"error": str(error)}, status=400)
         return response
+
+    def _has_token(self, request: web.Request) -> bool:
+        # aiohttp makes surrogates of bytes that are no UTF-8.
+        given = [one.encode("utf-8", "surrogateescape") for one in request.headers.getall("Authorization", [])]
+        return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {self._token}".encode())
+
+
+class _HangUp(asyncio.Protocol):
+    """Closes a connection that is one too many."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Part of asyncio's interface."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.abort()
 
 
 async def _document(request: web.Request) -> dict[str, Any]:
@@ -229,7 +258,7 @@ async def _document(request: web.Request) -> dict[str, Any]:
 
 
 async def _write_line(answer: web.StreamResponse, line: Mapping[str, Any]) -> None:
-    await answer.write(json.dumps(line).encode() + b"\n")
+    await answer.write(json.dumps(escaped_document(line)).encode() + b"\n")
 
 
 def _outcome(done: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:
@@ -243,7 +272,9 @@ def _outcome(done: asyncio.Future[Mapping[str, Any]]) -> dict[str, Any]:
 def load_token(state_dir: Path) -> str:
     """The bearer token of a region, made on first use (mode 0600)."""
     path = state_dir / TOKEN_FILE
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_urlsafe(32))
-    return path.read_text().strip()
+    path.touch(mode=0o600)
+    token = path.read_text().strip()
+    if not token:  # also after a crash, or a full disk, between the file and what is in it
+        token = secrets.token_urlsafe(32)
+        path.write_text(token)
+    return token

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +15,8 @@ import structlog
 from diloco_node.core.events import Note
 from diloco_node.core.view import PeerView, RegionView, RoundView
 from diloco_node.daemon.learner.proxy import LearnerProxy
+from diloco_node.daemon.repeats import Repeats, numberless
+from diloco_node.escaping import escaped, escaped_document
 from diloco_node.storage.durable import replace_file
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.transport.link import PeerStatus
@@ -29,26 +31,57 @@ log = structlog.get_logger()
 class NoteBook:
     """Decisions with their reasons: each goes to the log, the last ones to the status.
 
+    A peer can cause notes as fast as it can send. So one of the same cause as another within some seconds is counted
+    and not repeated (`Repeats`), and one kind never pushes the last ones of another kind out of the status.
+
     Args:
         region: for the log. now_ns: monotonic.
 
     Attributes:
-        last: as the status shows them. alarms: how many there were.
+        last: as the status shows them, `count` with each: how often it came. alarms: how many there were.
     """
 
     def __init__(self, region: str, now_ns: Callable[[], int]) -> None:
-        self.last: deque[dict[str, Any]] = deque(maxlen=NOTES_SHOWN_MAX)
+        self.last: list[dict[str, Any]] = []
         self.alarms = 0
         self._region = region
         self._now_ns = now_ns
+        self._repeats = Repeats(now_ns)
+        self._recent: dict[Hashable, dict[str, Any]] = {}
 
     def add(self, note: Note) -> None:
         """Take one."""
-        self.last.append({"at_ns": self._now_ns(), **dataclasses.asdict(note)})
         self.alarms += note.is_alarm
+        for kind, count in self._repeats.ended():
+            log.info("held back", region=self._region, kind=kind, count=count)
+            self._recent.clear()
+        text = escaped(note.text)
+        cause = _cause(note, text)
+        if not self._repeats.is_new(note.kind, cause):
+            if (shown := self._recent.get((note.kind, cause))) is not None:
+                shown["count"] += 1
+            return
         write = log.warning if note.is_alarm else log.info
         where = {} if note.fragment < 0 else {"fragment": note.fragment, "version": note.version}
-        write(note.kind, region=self._region, **where, reason=note.text)
+        write(note.kind, region=self._region, **where, reason=text)
+        shown = {"at_ns": self._now_ns(), **dataclasses.asdict(note), "text": text, "count": 1}
+        self._recent[note.kind, cause] = shown
+        self.last.append(shown)
+        if len(self.last) > NOTES_SHOWN_MAX:
+            self._drop_one()
+
+    def _drop_one(self) -> None:
+        """The oldest of the kind that has the most."""
+        kinds = Counter(note["kind"] for note in self.last)
+        doomed = max(kinds, key=lambda kind: kinds[kind])
+        del self.last[next(index for index, note in enumerate(self.last) if note["kind"] == doomed)]
+
+
+def _cause(note: Note, text: str) -> Hashable:
+    """Equal for notes of which one is enough. Of what goes on in a round every line counts, unless it is the same."""
+    if note.is_alarm or note.fragment < 0:
+        return note.fragment, numberless(text)
+    return note.fragment, note.version, text
 
 
 def model_digest(digests: Iterable[bytes]) -> str:
@@ -72,13 +105,13 @@ def region_status(
     now_ns: int,
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The status document: plain values only, ready for JSON."""
+    """The status document: plain values only, ready for JSON, all texts fit to be shown."""
     traffic, links = transport.traffic(), transport.peer_status()
     own = next(one for one in view.participation if one.learner == view.region)
     facts = learner.facts
     digests = [digest for version, digest in view.digests]
     is_hashed = all(version == done for (version, _), done in zip(view.digests, view.versions, strict=True))
-    return {
+    document: dict[str, Any] = {
         "region": view.region,
         "run_id": run_id,
         "state": state,
@@ -95,6 +128,7 @@ def region_status(
         "tokens_merged": view.tokens_merged,
         "participation": own.ratio,
         "participation_of": {one.learner: one.ratio for one in view.participation},
+        "left_out": [dataclasses.asdict(one) for one in view.left_out],
         "rounds": [_round(one, now_ns) for one in view.rounds],
         "peers": [_peer(peer, links[peer.region], traffic[peer.region]) for peer in view.peers],
         "fetching": [{"fragment": f, "version": v, "peer": p} for f, v, p in view.fetching],
@@ -122,6 +156,9 @@ def region_status(
         "notes": list(notes.last),
         **extra,
     }
+    # Reasons and errors are in part the words of peers.
+    escaped_one: dict[str, Any] = escaped_document(document)
+    return escaped_one
 
 
 def _headline(view: RegionView) -> str:

@@ -6,6 +6,8 @@ before the newer one does.
 
 from __future__ import annotations
 
+import contextlib
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +25,17 @@ log = structlog.get_logger()
 
 
 class Admission:
-    """Remembers who was let in last, in the state folder: the next daemon must know it, too."""
+    """Remembers who was let in last, in the state folder: the next daemon must know it, too.
 
-    def __init__(self, state_dir: Path) -> None:
+    Args:
+        disk: one thread. What it is handed later, such as a new incarnation, is written after who was let in.
+    """
+
+    def __init__(self, state_dir: Path, disk: Executor) -> None:
         self._state_dir = state_dir
         self._path = state_dir / HOLDER_NAME
+        self._disk = disk
+        self._holder: Process | None = None
 
     def rejection_reason(self, attach: Attach, process: Process | None, *, known_incarnation: int = 0) -> str:
         """Why this process may not take the learner's place; empty if it may.
@@ -36,23 +44,35 @@ class Admission:
             attach: what it said. process: what the kernel says of it; None if that can't be had.
             known_incarnation: the newest that the ledger knows of.
         """
-        newest = max(known_incarnation, newest_incarnation(self._state_dir))
+        newest = known_incarnation
+        with contextlib.suppress(StorageError):  # then no number is allotted either
+            newest = max(newest, newest_incarnation(self._state_dir))
         if NEW_PROCESS < attach.incarnation < newest:
             return f"incarnation {attach.incarnation} of this learner was over when incarnation {newest} began"
-        try:
-            pid, ticks, boot = self._path.read_text().split()
-            holder = Process(int(pid), int(ticks), boot)
-        except (OSError, ValueError):
+        if attach.incarnation > newest > 0:
+            return f"incarnation {attach.incarnation} of this learner was never allotted here, the newest is {newest}"
+        holder = self._holder or self._last_holder()
+        if holder is None:
             return ""  # nobody yet, or the disk: then the incarnations decide alone
         is_older = process is not None and process.is_older_than(holder)
         if is_older and process_of(holder.pid) == holder:
             return f"process {holder.pid} was started later and is this region's learner"
         return ""
 
+    def _last_holder(self) -> Process | None:
+        try:
+            pid, ticks, boot = self._path.read_text().split()
+            return Process(int(pid), int(ticks), boot)
+        except (OSError, ValueError):
+            return None
+
     def let_in(self, process: Process | None) -> None:
         """This process has the place now."""
-        if process is None:
-            return
+        if process is not None:
+            self._holder = process
+            self._disk.submit(self._write, process)
+
+    def _write(self, process: Process) -> None:
         try:
             replace_file(self._path, [f"{process.pid} {process.start_ticks} {process.boot}\n".encode()])
         except StorageError as error:

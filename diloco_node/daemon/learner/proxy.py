@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -21,12 +21,15 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
-from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.core.types import CarryMode, LearnerStatus, RunSettings
+from diloco_node.daemon.learner.plausible import Plausible, attach_fault
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
+from diloco_node.escaping import escaped
 from diloco_node.numeric import U8
 from diloco_node.shared_memory import request_area
+from diloco_node.storage.trained import AREA_BYTES
 from diloco_node.wire import learner_link
 
 REPORT_EVERY_NS: Final = 20_000_000
@@ -71,8 +74,14 @@ class LearnerProxy:
         post: Callable[[ev.Event], None],
         spawn: Spawn,
         now_ns: Callable[[], int],
+        save_counters: Callable[[int], Awaitable[None]],
+        region: str,
+        note: Callable[[ev.Note], None],
     ) -> None:
         self.facts = LearnerFacts()
+        self._note = note
+        self._plausible = Plausible(region, [len(fragment.pieces) for fragment in manifest.fragments])
+        self._newest: LearnerStatus | None = None
         self.status: LearnerStatus | None = None
         self.done: learner_link.Done | None = None
         self.pid = 0
@@ -87,6 +96,9 @@ class LearnerProxy:
         self._send = send
         self._post = post
         self._now_ns = now_ns
+        self._spawn = spawn
+        self._save_counters = save_counters
+        self._is_overwriting = settings.carry is CarryMode.OVERWRITE
         self._offsets = list(accumulate((blocks.encoded_bytes for blocks in self.blocks), initial=0))
         self._version_area: mmap.mmap = request_area(memory_socket, learner_link.VERSION_AREA, 4 * manifest.size)
         self._contribution_area: mmap.mmap = request_area(
@@ -101,9 +113,15 @@ class LearnerProxy:
             spawn=spawn,
             now_ns=now_ns,
         )
+        self.counters: mmap.mmap = request_area(memory_socket, learner_link.COUNTERS_AREA, AREA_BYTES)
         self._requested: dict[int, ev.TakeSnapshot] = {}
         self._sync_every = settings.sync_every
         self._reported_ns = -REPORT_EVERY_NS
+
+    @property
+    def incarnation(self) -> int:
+        """Of the learner that was welcomed last; 0 if none was."""
+        return self._incarnation
 
     @property
     def shown_status(self) -> LearnerStatus | None:
@@ -143,10 +161,16 @@ class LearnerProxy:
             step_time_ns=attach.step_time_ns,
             positions=attach.positions,
         )
+        self._newest = self.status
+        self._plausible.attached(attach.step, now_ns=self._now_ns())
         self._steps_before = sum(steps for _, steps, _ in trained_before)
         self._tokens_before = sum(tokens for _, _, tokens in trained_before)
         self._note_totals()
         self._post(ev.LearnerAttached(self.status, attach.snapshots, trained_before))
+
+    def attach_fault(self, attach: learner_link.Attach, *, run_id: str) -> str:
+        """Why what a process says of itself can't be; empty if it can."""
+        return attach_fault(attach, last=self._newest, run_id=run_id)
 
     def detached(self) -> None:
         """Its connection is gone."""
@@ -162,6 +186,10 @@ class LearnerProxy:
         if self.status is None:
             return
         now_ns = self._now_ns()
+        fault = self._plausible.report_fault(self.status, report.step, report.tokens, now_ns=now_ns)
+        if fault:
+            self._ignore("a report", fault)
+            return
         facts = self.facts
         if not facts.first_report_ns:
             facts.first_report_ns, facts.tokens_at_first_report = now_ns, report.tokens
@@ -173,6 +201,7 @@ class LearnerProxy:
         self._note_figures(report)
         before = self.status
         self.status = replace(before, step=report.step, tokens=report.tokens, step_time_ns=report.step_time_ns)
+        self._newest = self.status
         self._note_totals()
         if now_ns - self._reported_ns >= REPORT_EVERY_NS or self._is_news(before.step, report.step):
             self._reported_ns = now_ns
@@ -200,8 +229,14 @@ class LearnerProxy:
         """The answer to SnapshotRequested: its bytes lie in the contribution area."""
         contribution = message.contribution
         order = self._requested.get(contribution.fragment)
-        if order is not None and order.base_version == contribution.base_version:
-            del self._requested[contribution.fragment]
+        if self.status is None or order is None or order.base_version != contribution.base_version:
+            return
+        del self._requested[contribution.fragment]
+        fault = self._plausible.contribution_fault(self.status, contribution, now_ns=self._now_ns())
+        if fault:
+            self._ignore("a snapshot", fault)
+            self._post(ev.SnapshotRefused(order.fragment, order.version, "the learner's answer makes no sense"))
+        else:
             self._post(ev.SnapshotTaken(contribution))
 
     def snapshot_denied(self, message: learner_link.SnapshotDenied) -> None:
@@ -212,7 +247,32 @@ class LearnerProxy:
             self._post(ev.SnapshotRefused(message.fragment, message.version, message.reason))
 
     def applied(self, message: learner_link.OfferApplied) -> None:
-        """It took a version: its place in the version area is free."""
+        """It took a version: its place in the version area is free.
+
+        Steps that it threw away on the way are told to the others, so the counters that say them must be durable first.
+        """
+        if self.status is None:
+            return
+        if not self.version_area.is_offered(message.fragment, message.version):
+            fault = f"version {message.version} of fragment {message.fragment} was not offered"
+        else:
+            fault = self._plausible.applied_fault(message, now_ns=self._now_ns())
+        if fault:
+            self._ignore("an applied version", fault)
+            return
+        is_over = message.position.included_step > self.status.positions[message.fragment].included_step
+        if is_over and (self._is_overwriting or message.carry_factor <= 0.0):
+            self._spawn(self._applied_when_durable(message), f"applied {message.fragment}")
+        else:
+            self._applied(message)
+
+    async def _applied_when_durable(self, message: learner_link.OfferApplied) -> None:
+        generation = self.version_area.generation
+        await self._save_counters(self._incarnation)
+        if generation == self.version_area.generation:  # else it has said anew where it stands
+            self._applied(message)
+
+    def _applied(self, message: learner_link.OfferApplied) -> None:
         if self.status is None:
             return
         positions = list(self.status.positions)
@@ -228,7 +288,12 @@ class LearnerProxy:
         self.done = done
         self._note_figures(done)
         if self.status is not None:
-            self.status = replace(self.status, step=done.step, tokens=done.tokens, finished=True)
+            step, tokens = done.step, done.tokens
+            fault = self._plausible.report_fault(self.status, step, tokens, now_ns=self._now_ns())
+            if fault:
+                self._ignore("the end of its counters", fault)
+                step, tokens = self.status.step, self.status.tokens
+            self.status = self._newest = replace(self.status, step=step, tokens=tokens, finished=True)
             self._note_totals()
             self._post(ev.LearnerReported(self.status))
 
@@ -241,8 +306,8 @@ class LearnerProxy:
         self._send(learner_link.SnapshotRequested(order.fragment, order.version, order.base_version))
 
     def stop(self, reason: str) -> None:
-        """The run is over."""
-        self._send(learner_link.Stop(reason))
+        """The run is over; a peer may have chosen the words."""
+        self._send(learner_link.Stop(escaped(reason)))
 
     def has_restarted_since(self, incarnation: int) -> bool:
         """Whether another incarnation of the learner has begun, which may write over the contributions."""
@@ -262,6 +327,9 @@ class LearnerProxy:
             # A transfer may still read a slice of it; then it goes with the process.
             with contextlib.suppress(BufferError):
                 area.close()
+
+    def _ignore(self, what: str, fault: str) -> None:
+        self._note(ev.Note("learner", f"process {self.pid}: {what} is ignored: {fault}", is_alarm=True))
 
     def _note_totals(self) -> None:
         if self.status is not None:

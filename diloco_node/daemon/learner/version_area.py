@@ -69,6 +69,16 @@ class VersionArea:
         """Its connection is gone. It may live and read on, until it attaches again or another one does."""
         self._begin_generation()
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether the learner is to write Theta_0, and it has not been read out yet."""
+        return self._is_lent
+
+    def is_offered(self, fragment: int, version: int) -> bool:
+        """Whether the learner was offered exactly this, and has not taken it yet."""
+        offered = self._offered.get(fragment)
+        return offered is not None and offered.version == version
+
     def applied(self, fragment: int, version: int) -> None:
         """The learner has taken a version: the place is free, and the next one may be offered."""
         offered = self._offered.get(fragment)

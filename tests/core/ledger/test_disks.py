@@ -32,7 +32,7 @@ from tests.kit.ledger_kit import (
 )
 from tests.kit.ledger_network import Network
 
-GENESIS = GenesisBody("run", "m", "s", ("a", "b", "c"), (b"",), (disk_of("a"), disk_of("b"), disk_of("c")))
+GENESIS = GenesisBody("run", "m", "s", ("a", "b", "c"), (bytes(32),), (disk_of("a"), disk_of("b"), disk_of("c")))
 OTHER = b"another folder.."
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco_node.core.bounds import FLOAT32_MAX, FRAGMENTS, INCARNATION_MAX, STEP_MAX, VERSION_MAX
 from diloco_node.core.ledger.entries import (
     ENTRY_BYTES_MAX,
     ZERO_HASH,
@@ -20,6 +21,7 @@ from diloco_node.core.ledger.entries import (
     seal,
     verify_chain,
 )
+from diloco_node.core.shapes import REGION_PATTERN
 from diloco_node.core.types import (
     Ballot,
     Contribution,
@@ -39,10 +41,10 @@ from diloco_node.errors import ProtocolViolation
 
 CONTRIBUTION = Contribution("us-east", 3, 7, 11, 42, 100, 124, 24 * 499, (0.5, 1.25e-7))
 BODIES: list[EntryBody] = [
-    GenesisBody("run-1", "ab" * 32, "cd" * 32, ("eu", "us-east"), (b"\x01" * 16, b"\x02" * 16), (b"\x03" * 16,)),
+    GenesisBody("run-1", "ab" * 32, "cd" * 32, ("eu", "us-east"), (b"\x01" * 32, b"\x02" * 32), (b"\x03" * 16,)),
     LeaderBody("eu"),
     RoundBody(
-        7, 12, Ballot(3, 9), (Member(CONTRIBUTION, 0.1),), 0.75, (0.5, -0.25), (Stripe("eu", 0, 9),), b"\x07" * 32
+        7, 12, Ballot(3, 9), (Member(CONTRIBUTION, 0.1),), 0.75, (0.5, 0.125), (Stripe("eu", 0, 9),), b"\x07" * 32
     ),
     DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
     FinishedBody((12, 13), "tokens"),
@@ -50,34 +52,64 @@ BODIES: list[EntryBody] = [
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "84ea81f4d07bcc8b0938eee7448abc9ea4524791686a0136d086a5db267b41b2"
+GOLDEN_CHAIN = "e2cecd732003cbf157afb7bbf7a7ace803a642a0ac94fe01016e8689b6ca5d75"
 
-ints = st.integers(-(2**63), 2**63 - 1)
-floats = st.floats(allow_nan=False, allow_infinity=False)
-names = st.text(max_size=20)
+fragments = st.integers(0, FRAGMENTS - 1)
+versions = st.integers(1, VERSION_MAX)
+ints = st.integers(0, INCARNATION_MAX)
+steps = st.integers(0, STEP_MAX // 2)
+floats = st.floats(0.0, allow_nan=False, allow_infinity=False)
+weights = st.floats(0.0, FLOAT32_MAX)
+texts = st.text(max_size=20)
+names = st.from_regex(REGION_PATTERN, fullmatch=True)
 contributions = st.builds(
-    Contribution, names, ints, ints, ints, ints, ints, ints, ints, st.lists(floats, max_size=5).map(tuple)
+    lambda step_from, length, *rest: Contribution(*rest[:5], step_from, step_from + length, *rest[5:]),
+    steps,
+    steps,
+    names,
+    ints,
+    fragments,
+    st.integers(-1, VERSION_MAX),
+    ints,
+    ints,
+    st.lists(floats, max_size=5).map(tuple),
 )
-members = st.builds(Member, contributions, floats)
-stripes = st.builds(Stripe, names, ints, ints)
+members = st.builds(Member, contributions, weights)
+stripes = st.builds(
+    lambda name, start, length: Stripe(name, start, start + length), names, st.integers(0, 2**31), st.integers(1, 2**31)
+)
 bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(LeaderBody, names),
-    st.builds(DiskNamedBody, names, st.binary(max_size=20)),
-    st.builds(FinishedBody, st.lists(ints, max_size=5).map(tuple), names),
-    st.builds(DiscardedBody, names, ints, ints, ints, ints, ints, names),
+    st.builds(DiskNamedBody, names, st.binary(min_size=16, max_size=16) | st.just(b"")),
+    st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts),
     st.builds(
-        GenesisBody, names, names, names, st.lists(names, max_size=4).map(tuple), st.lists(st.binary()).map(tuple)
+        lambda step_from, length, *rest: DiscardedBody(*rest[:3], step_from, step_from + length, *rest[3:]),
+        steps,
+        steps,
+        names,
+        ints,
+        fragments,
+        ints,
+        texts,
+    ),
+    st.builds(
+        GenesisBody,
+        texts,
+        texts,
+        texts,
+        st.lists(names, max_size=4, unique=True).map(tuple),
+        st.lists(st.binary(min_size=32, max_size=32), max_size=4).map(tuple),
     ),
     st.builds(
         RoundBody,
-        ints,
-        ints,
+        fragments,
+        versions,
         st.builds(Ballot, ints, ints),
         st.lists(members, max_size=4).map(tuple),
-        floats,
-        st.lists(floats, max_size=5).map(tuple),
+        st.floats(0.0, 1.0),
+        st.lists(weights, max_size=5).map(tuple),
         st.lists(stripes, max_size=4).map(tuple),
-        st.binary(max_size=40),
+        st.binary(min_size=32, max_size=32),
     ),
 )
 

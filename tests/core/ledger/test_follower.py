@@ -17,7 +17,7 @@ from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
 from diloco_node.core.messages import (
     AppendEntries,
 )
-from diloco_node.core.types import LeaderBody, RoundBody
+from diloco_node.core.types import Contribution, LeaderBody, Member, RoundBody
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
     TIMEOUT_NS,
@@ -88,7 +88,9 @@ def test_what_is_staged_is_limited_in_entries() -> None:
 
 
 def test_what_is_staged_is_limited_in_bytes() -> None:
-    body = replace(a_round(1), payload_digest=bytes(2_700_000))
+    norms = (0.5,) * 65_536
+    members = tuple(Member(Contribution(name, 1, 0, 0, 1, 0, 1, 7, norms), 1.0) for name in "abcd")
+    body = replace(a_round(1), members=members)
     log = chain(*[1] * 12, bodies=lambda index, term: replace(body, version=index))
     core = a_core(term=1, has_payload=lambda body: False)
     for index in range(1, 13):
@@ -168,8 +170,9 @@ def test_a_follower_commits_what_the_leader_committed_as_far_as_it_matches_and_i
 def test_what_is_committed_is_never_forgotten_whoever_asks() -> None:
     core = a_core(entries=chain(1, 1))
     arrive(core, "b", append_entries(chain(1, 1), 2, 2, term=1, commit=2))
-    for term, other in ((2, append_entries(chain(2), 1, 1, term=2)), (3, append_entries(chain(1, 3), 2, 2, term=3))):
-        effects = arrive(core, "c", other, now_ns=TIMEOUT_NS)
+    others = (append_entries(chain(2), 1, 1, term=2), append_entries(chain(1, 3), 2, 2, term=3))
+    for term, peer, other in zip((2, 3), "cb", others, strict=True):
+        effects = arrive(core, peer, other, now_ns=TIMEOUT_NS)
         assert "committed here" in alarms(effects)[0]
         assert (core.term, core.entries) == (term, chain(1, 1))
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 from diloco_node.core.events import Send
 from diloco_node.core.membership.liveness import OLD_SEQUENCES_MAX, RTT_NS_MAX, SENT_KEPT, SILENT_HEARTBEATS
 from diloco_node.core.messages import Heartbeat
-from diloco_node.core.types import RateLimits
+from diloco_node.core.types import FragmentDigest, RateLimits
 from tests.kit.rounds_kit import MS, SETTINGS, Neighbourhood, status
 
 SILENT_NS = SILENT_HEARTBEATS * SETTINGS.heartbeat_ns
@@ -156,3 +157,20 @@ def test_heartbeat_of_a_stranger_is_ignored() -> None:
     assert not world.liveness.heartbeat_arrived("nobody", BEAT, now_ns=1)
     world.liveness.link_changed("nobody", is_up=False)
     assert not world.liveness.is_alive("nobody", now_ns=1)
+
+
+def test_a_region_hears_only_regions_of_the_run() -> None:
+    world = Neighbourhood()
+    liars = tuple(f"r{number}" for number in range(10_000))
+    world.liveness.heartbeat_arrived("b", replace(BEAT, hears=("c", *liars, "a")), now_ns=1)
+    assert world.liveness.hears_claimed("b") == ("a", "c")
+    assert not world.liveness.hears("b", "r7", now_ns=1)
+
+
+def test_nothing_is_kept_of_the_digests_in_a_heartbeat() -> None:
+    """`DigestWatch` compares them; a peer that names other fragments each time must not make this region grow."""
+    world = Neighbourhood()
+    for number in range(1, 50):
+        digests = tuple(FragmentDigest(1_000 * number + one, 2**62, b"x" * 16) for one in range(100))
+        assert world.liveness.heartbeat_arrived("b", replace(BEAT, sequence=number, digests=digests), now_ns=number)
+    assert len(pickle.dumps(world.liveness._peers["b"])) < 2_000

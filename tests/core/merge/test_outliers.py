@@ -53,6 +53,21 @@ def test_of_two_nobody_knows_who_is_the_outlier() -> None:
     assert clipped(of("a", 1000.0)) == [1.0]
 
 
+@pytest.mark.parametrize("names", ["d", "ad"])
+def test_of_two_the_rounds_before_know(names: str) -> None:
+    """A learner that is left alone, or with one other, can't take the model away with it."""
+    recent = RecentRounds()
+    for _ in range(ROUNDS_KEPT - 1):
+        recent.took([of(name, 1.0) for name in "abcd"])
+    offered = [of(name, 1000.0 if name == "d" else 1.0) for name in names]
+    assert clipped(*offered, recent=recent)[-1] == 1.0, "the first rounds of a run are short"
+    recent.took([of(name, 1.0) for name in "abcd"])
+    assert clipped(*offered, recent=recent)[-1] == 0.001
+    assert clipped(*offered[:-1], of("d", 5.0), recent=recent)[-1] == 1.0
+    assert clipped(*offered[:-1], of("d", 10.0), recent=recent)[-1] == 0.5
+    assert set(excess(offered, clips(offered, ONE, recent), recent)) == {"d"}
+
+
 def test_where_nobody_learnt_anything_there_is_nothing_to_compare_with() -> None:
     assert clipped(of("a", 0.0), of("b", 0.0), of("c", 7.0)) == [1.0] * 3
 

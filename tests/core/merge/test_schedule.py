@@ -104,6 +104,13 @@ def test_the_median_ignores_learners_that_know_nothing() -> None:
     assert median_step_time_ns([4, 1, 2, 99]) == 3
 
 
+@pytest.mark.parametrize("reported_ns", [2**62, 1_700])
+def test_of_two_learners_one_huge_step_time_does_not_stop_the_pacing(reported_ns: int) -> None:
+    assert median_step_time_ns([100, reported_ns]) == 100
+    assert median_step_time_ns([100, 110, reported_ns, 2**62]) <= 16 * 110
+    assert median_step_time_ns([100, 1_600]) == 850, "sixteen times slower is a slow learner"
+
+
 def test_the_average_by_hand() -> None:
     average = StepTime()
     assert average.average_ns == 0

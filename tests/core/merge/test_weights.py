@@ -122,6 +122,36 @@ def test_members_without_tokens_still_merge() -> None:
     )
 
 
+@given(
+    st.lists(
+        st.tuples(
+            st.just(0) | st.integers(0, 2**62),
+            st.integers(1, 80) | st.integers(1, 2**62),
+            st.sampled_from([0, 1, 7, 2**40]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from([1.0, 2.0, 1e-3]),
+)
+def test_the_weights_of_a_round_are_never_all_zero(members: list[tuple[int, int, int]], weight_cap: float) -> None:
+    """Neither members without tokens nor one that was away makes a round divide by zero."""
+    offered = [contribution(f"r{at}", (4.0,), tokens=own[0], steps=own[1]) for at, own in enumerate(members)]
+    missed = [own[2] for own in members]
+    found = weights(offered, missed, weight_cap=weight_cap, carry_steps_limit=40)
+    assert all(math.isfinite(value) and value >= 0.0 for value in found)
+    assert sum(found) > 0.0
+    assert 0.0 < share(found, missed) <= 1.0
+    assert all(math.isfinite(value) for row in coefficients(offered, found, [AVG]) for value in row)
+
+
+def test_of_members_without_tokens_and_one_that_was_away_the_one_counts() -> None:
+    offered = [contribution(name, (1.0,), tokens=0) for name in "ab"] + [contribution("c", (1.0,), steps=41)]
+    found = weights(offered, (0, 0, 3), weight_cap=2.0, carry_steps_limit=40)
+    assert found[:2] == (0.0, 0.0)
+    assert found[2] > 0.0
+
+
 def test_a_contribution_holds_its_last_cycle_and_halves_of_those_it_missed() -> None:
     assert [cycles(missed) for missed in (0, 1, 2, 3)] == [1.0, 1.5, 1.75, 1.875]
     assert cycles(10**6) == 2.0

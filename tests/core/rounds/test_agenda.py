@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
+
 from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, READY_STEPS, begin_ending, end_reason
+from diloco_node.core.types import RunSettings
 from tests.kit.rounds_kit import SECOND, SETTINGS
 
 BY_STEPS = replace(SETTINGS, steps_max=100)
 BY_TOKENS = replace(SETTINGS, tokens_max=5_000)
 
 
-def test_fastest_learner_decides_by_steps() -> None:
-    assert end_reason(BY_STEPS, steps=[99, 7], tokens=10**9, requested="") == ""
-    assert end_reason(BY_STEPS, steps=[7, 100], tokens=0, requested="") == "the fastest learner made 100 of 100 steps"
-    assert end_reason(BY_STEPS, steps=[], tokens=0, requested="") == ""
+def reason(
+    settings: RunSettings, steps: Sequence[int] = (), tokens: int = 0, covered: Sequence[int] = (), requested: str = ""
+) -> str:
+    return end_reason(settings, steps=steps, tokens=tokens, covered=covered, requested=requested)
+
+
+def test_median_learner_decides_by_steps() -> None:
+    assert reason(BY_STEPS, [99, 99, 100], 10**9) == ""
+    assert reason(BY_STEPS, [7, 100, 101]) == "the median learner made 100 of 100 steps"
+    assert reason(BY_STEPS) == ""
+
+
+@pytest.mark.parametrize("others", [(7,), (7, 8), (7, 8, 9)])
+def test_no_single_learner_ends_the_run_by_its_steps(others: tuple[int, ...]) -> None:
+    assert reason(BY_STEPS, [*others, 2**40]) == ""
 
 
 def test_merged_tokens_decide_by_tokens() -> None:
-    assert end_reason(BY_TOKENS, steps=[10**9], tokens=4_999, requested="") == ""
-    assert end_reason(BY_TOKENS, steps=[], tokens=5_000, requested="") == "5000 of 5000 tokens are merged"
+    assert reason(BY_TOKENS, [10**9], 4_999, [4_999]) == ""
+    assert reason(BY_TOKENS, [], 5_000, [5_000]) == "5000 of 5000 tokens are merged"
+
+
+@pytest.mark.parametrize("others", [(40,), (30, 30), (20, 30, 30)])
+def test_no_single_learner_ends_the_run_by_its_tokens(others: tuple[int, ...]) -> None:
+    assert reason(BY_TOKENS, [], 2**50, [*others, 2**50]) == ""
+
+
+@pytest.mark.parametrize("ratio", [1, 8, 16, 125])
+def test_regions_of_different_size_end_the_run_in_time(ratio: int) -> None:
+    """One learner trains many times what each of the three others does: as much as that may be, nobody waits."""
+    own = 5_000 / (ratio + 3)
+    booked = [int(own) + 1] * 3 + [int(ratio * own) + 1]
+    assert reason(BY_TOKENS, [], sum(booked), booked) != ""
 
 
 def test_run_without_limits_goes_on_until_somebody_asks() -> None:
-    assert end_reason(SETTINGS, steps=[10**9], tokens=10**12, requested="") == ""
-    assert end_reason(SETTINGS, steps=[], tokens=0, requested="enough") == "enough"
+    assert reason(SETTINGS, [10**9], 10**12, [10**12]) == ""
+    assert reason(SETTINGS, requested="enough") == "enough"
 
 
 def test_last_rounds_wait_a_few_steps_for_everybody_and_are_given_up_in_the_end() -> None:

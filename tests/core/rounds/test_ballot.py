@@ -14,7 +14,6 @@ from diloco_node.core.rounds.ballot import (
     ballot_deadline,
     encoded_bytes,
     plan_next,
-    reducers_to_exclude,
 )
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
@@ -212,19 +211,6 @@ def test_contribution_that_may_not_be_merged_is_not_reused() -> None:
     plan = plan_next(one, STRIPES, usable=usable, able=ALL, reachable=ALL, is_late=True)
     assert plan.members == ("b",)
     assert plan.reused == tuple(ReusedStripe("b", stripe) for stripe in range(3))
-
-
-def test_reducer_that_lacks_what_others_hold_is_excluded() -> None:
-    assert reducers_to_exclude(a_round(a={0, 1}, b={0, 1}, c={0, 1})) == {"c"}
-    assert reducers_to_exclude(a_round(a={0, 1, 2}, b={0, 1, 2}, c=set())) == set(), "then it is the member"
-    assert reducers_to_exclude(a_round()) == set()
-
-
-def test_reducer_that_did_not_merge_is_excluded() -> None:
-    one = a_round(a={0, 1, 2}, b={0, 1, 2}, c={0, 1, 2})
-    decided(one, *ALL)
-    one.merged = {0: report(0, 1.0, 1.0, 1.0, 1.0)}
-    assert reducers_to_exclude(one) == {"b", "c"}
 
 
 def test_next_ballot_forgets_answers_but_not_who_is_rejected() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from diloco_node.core.rounds.discards import BOOKING_MAX, REPORTED_MAX, DiscardDesk, DiscardReporter
+from diloco_node.core.rounds.discards import BOOKING_MAX, DEATHS_AT_ONCE, REPORTED_MAX, DiscardDesk, DiscardReporter
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.plausible import INCARNATIONS_AHEAD_MAX, STEPS_MAX
 from diloco_node.core.types import DiscardedBody
-from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, contribution, history_of, position, status
+from tests.kit.rounds_kit import GENESIS, SECOND, Ledger, committed_round, contribution, history_of, position, status
 
 
 def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
@@ -88,29 +91,82 @@ BODY = DiscardedBody("a", 1, 0, 0, 5, 320, "died")
 def test_interval_is_booked_once() -> None:
     history, ledger = history_of(), Ledger()
     desk = DiscardDesk(history)
-    assert desk.accept(BODY)
-    assert not desk.accept(BODY), "it is in the log"
+    assert desk.accept(BODY, now_ns=0)
+    assert not desk.accept(BODY, now_ns=0), "it is in the log"
     assert desk.is_booking(contribution("a"))
     assert not desk.is_booking(contribution("a", incarnation=2))
     assert not desk.is_booking(contribution("a", 1))
     history.apply(ledger.add(BODY), now_ns=0)
     desk.booked(BODY)
     assert not desk.is_booking(contribution("a"))
-    assert not desk.accept(BODY), "it is in the ledger"
+    assert not desk.accept(BODY, now_ns=0), "it is in the ledger"
 
 
 def test_interval_that_does_not_follow_is_not_booked() -> None:
-    assert not DiscardDesk(history_of()).accept(DiscardedBody("a", 1, 0, 1, 5, 320, "died"))
+    assert not DiscardDesk(history_of()).accept(DiscardedBody("a", 1, 0, 1, 5, 320, "died"), now_ns=0)
 
 
 def test_leader_that_comes_back_starts_afresh() -> None:
     desk = DiscardDesk(history_of())
-    desk.accept(BODY)
+    desk.accept(BODY, now_ns=0)
     desk.clear()
-    assert desk.accept(BODY)
+    assert desk.accept(BODY, now_ns=0)
 
 
 def test_intervals_in_the_log_are_limited() -> None:
     desk = DiscardDesk(history_of())
-    accepted = [desk.accept(DiscardedBody(f"r{number}", 1, 0, 0, 5, 1, "")) for number in range(BOOKING_MAX + 1)]
+    accepted = [
+        desk.accept(DiscardedBody(f"r{number}", 1, 0, 0, 5, 1, ""), now_ns=0) for number in range(BOOKING_MAX + 1)
+    ]
     assert accepted == [True] * BOOKING_MAX + [False]
+
+
+def booked(desk: DiscardDesk, history: RoundHistory, ledger: Ledger, *, seconds: int, rounds: int = 0) -> int:
+    """How many intervals of one step each a region gets into the ledger that reports the next one again and again."""
+    count = 0
+    for _ in range(rounds):
+        desk.round_committed()
+    for tick in range(5 * seconds):
+        body = DiscardedBody("a", 1, 0, count, count + 1, 1, "again")
+        while desk.accept(body, now_ns=(tick + 1) * SECOND // 5):
+            history.apply(ledger.add(body), now_ns=0)
+            desk.booked(body)
+            count += 1
+            body = DiscardedBody("a", 1, 0, count, count + 1, 1, "again")
+    return count
+
+
+def test_a_region_that_reports_discards_again_and_again_does_not_fill_the_ledger() -> None:
+    history, ledger = history_of(), Ledger()
+    desk = DiscardDesk(history)
+    assert booked(desk, history, ledger, seconds=10) == DEATHS_AT_ONCE * 2 + 10, "two fragments, one a second"
+    assert desk.accept(replace(BODY, learner="b"), now_ns=10 * SECOND), "the others are not to suffer for it"
+
+
+def test_each_round_allows_an_interval_more_for_what_overwrite_throws_away() -> None:
+    history, ledger = history_of(), Ledger()
+    desk = DiscardDesk(history)
+    assert booked(desk, history, ledger, seconds=1) == DEATHS_AT_ONCE * 2 + 1
+    for _ in range(7):
+        desk.round_committed()
+    count = len(ledger.entries)
+    accepted = 0
+    while desk.accept(DiscardedBody("a", 1, 0, count, count + 1, 1, "x"), now_ns=SECOND):
+        body = DiscardedBody("a", 1, 0, count, count + 1, 1, "x")
+        history.apply(ledger.add(body), now_ns=0)
+        desk.booked(body)
+        count, accepted = count + 1, accepted + 1
+    assert accepted == DEATHS_AT_ONCE * 2, "what was not used up is not saved beyond the limit"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        replace(BODY, incarnation=INCARNATIONS_AHEAD_MAX + 1),
+        replace(BODY, incarnation=2**63 - 1),
+        replace(BODY, step_to=STEPS_MAX + 1),
+        replace(BODY, incarnation=-1),
+    ],
+)
+def test_what_no_learner_can_have_lost_is_not_booked(lie: DiscardedBody) -> None:
+    assert not DiscardDesk(history_of()).accept(lie, now_ns=0)

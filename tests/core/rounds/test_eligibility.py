@@ -25,6 +25,7 @@ from tests.kit.rounds_kit import (
     Neighbourhood,
     committed_round,
     contribution,
+    eligibility_of,
     history_of,
     position,
     status,
@@ -135,7 +136,7 @@ def test_a_learner_that_says_its_steps_take_for_ever_is_not_waited_for_for_ever(
 def test_region_that_fetches_is_left_out_some_time_after_the_commit() -> None:
     world = Neighbourhood()
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a")]), now_ns=SECOND)
-    eligibility = Eligibility(region="a", regions=("a", "b", "c"), history=history, liveness=world.liveness)
+    eligibility = eligibility_of(world.liveness, history)
     report = status(20, f0=position(base=1, step=10))
 
     def ineligible(now_ns: int) -> tuple[tuple[str, str], ...]:
@@ -152,7 +153,7 @@ def test_region_that_fetches_is_left_out_some_time_after_the_commit() -> None:
 def rounds_applied_late(lag_ns: int, rounds: int) -> tuple[Eligibility, Neighbourhood, RoundHistory, int]:
     """Region b applied so many versions of fragment 0, and told so `lag_ns` after each commit; c did at once."""
     world, history, ledger = Neighbourhood(), RoundHistory(2), Ledger()
-    eligibility = Eligibility(region="a", regions=("a", "b", "c"), history=history, liveness=world.liveness)
+    eligibility = eligibility_of(world.liveness, history)
     now_ns = 60 * SECOND
     history.apply(ledger.add(GENESIS), now_ns=now_ns)
     for version in range(1, rounds + 1):
@@ -189,14 +190,14 @@ def test_how_long_a_region_may_take_is_bounded_and_no_less_than_the_usual() -> N
 
 def test_where_heartbeats_are_rare_nobody_is_behind_before_the_next_one() -> None:
     rare = Liveness(region="a", regions=("a", "b"), heartbeat_ns=2 * SECOND, effects=EffectBuffer("a"))
-    eligibility = Eligibility(region="a", regions=("a", "b"), history=history_of(GENESIS), liveness=rare)
+    eligibility = eligibility_of(rare, history_of(GENESIS), ("a", "b"))
     assert eligibility.behind_ns("b") == rare.silent_ns == SILENT_HEARTBEATS * 2 * SECOND
 
 
 def test_rejected_learner_is_excluded_with_its_reason() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=MS)
-    eligibility = Eligibility(region="a", regions=("a", "b", "c"), history=history_of(GENESIS), liveness=world.liveness)
+    eligibility = eligibility_of(world.liveness, history_of(GENESIS))
     members, ineligible = eligibility.members(0, eligibility.reachability(now_ns=MS), now_ns=MS, rejected={"b": "lied"})
     assert members == ("a", "c")
     assert ineligible == (("b", "lied"),)
@@ -204,7 +205,7 @@ def test_rejected_learner_is_excluded_with_its_reason() -> None:
 
 def test_newest_incarnation_is_remembered_whatever_comes_later() -> None:
     world = Neighbourhood()
-    eligibility = Eligibility(region="a", regions=("a", "b"), history=history_of(GENESIS), liveness=world.liveness)
+    eligibility = eligibility_of(world.liveness, history_of(GENESIS), ("a", "b"))
     eligibility.saw_incarnation("b", 3)
     eligibility.saw_incarnation("b", 2)
     assert eligibility.incarnation_min("b") == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -13,17 +14,21 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     DiscardReported,
+    LeftOut,
     MergeDecided,
+    MergedReceived,
     Message,
     PayloadDurable,
     ReductionReported,
     ReusedStripe,
     StripesReceived,
 )
-from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS
+from diloco_node.core.rounds.agenda import GIVE_UP_BALLOTS, REASON_CHARACTERS_MAX
+from diloco_node.core.rounds.ballot import PROBE_HEARTBEATS
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.open_round import payload_digest
+from diloco_node.core.rounds.suspicion import PAUSE_BALLOTS
 from diloco_node.core.types import (
     Ballot,
     Contribution,
@@ -440,8 +445,10 @@ def test_passed_deadline_goes_on_with_what_has_arrived() -> None:
     office.report(DUE)
     sent = office.go(1)
     again = ballots(sent)[0]
-    assert (again.ballot, again.members, again.stripes) == (Ballot(3, 2), ("a", "c"), opened.stripes)
-    assert len(again.reused) == 6
+    assert (again.ballot, again.members) == (Ballot(3, 2), ("a", "c"))
+    assert {stripe.reducer for stripe in again.stripes} == {"a", "c"}, "what b merges would not arrive either"
+    office.contribute(again, "ac")
+    sent += office.go()
     assert [one.learner for one in decisions(sent)[0].contributions] == ["a", "c"]
     assert "deadline passed while it waits for merged stripes of a, b, c" in office.notes[-1].text
 
@@ -455,11 +462,140 @@ def test_lie_in_a_header_raises_an_alarm_and_the_round_goes_on_without_it() -> N
     for index, stripe in enumerate(opened.stripes):
         rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
         office.answer(stripe.reducer, ReductionReported(opened.ballot, index, (1.0,) * width, rows, b"d" * 32))
+    trial = ballots(office.go())[0]
+    assert trial.members == REGIONS, "nobody is put out by the word of others"
+    assert [stripe.reducer for stripe in trial.stripes] == ["a"] * len(opened.stripes)
+    for index in range(len(trial.stripes)):
+        rows = tuple(((2.0 if name == "b" else 4.0 / 3),) * width for name in REGIONS)
+        office.answer("a", ReductionReported(trial.ballot, index, (1.0,) * width, rows, b"d" * 32))
     sent = office.go()
     assert ballots(sent)[0].members == ("a", "c")
     alarms = [note for note in office.notes if note.is_alarm]
     assert len(alarms) == 1
-    assert "contribution of b" in alarms[0].text
+    assert "b as member: its stripes do not add up" in alarms[0].text
+
+
+def norms_of(opened: BallotOpened, index: int, *, lie: Iterable[str] = ()) -> ReductionReported:
+    """What a reducer says of three equal contributions; of some of them it lies."""
+    rows = tuple(((9.0 if name in lie else 4.0 / 3),) * pieces(0) for name in REGIONS)
+    return ReductionReported(opened.ballot, index, (1.0,) * pieces(0), rows, bytes([index]) * 32)
+
+
+def test_a_reducer_that_lies_about_norms_loses_its_stripes_and_nobody_else_anything() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    for index, stripe in enumerate(opened.stripes):
+        office.answer(stripe.reducer, norms_of(opened, index, lie="ab" if stripe.reducer == "c" else ""))
+    trial = ballots(office.go())[0]
+    assert (trial.members, {stripe.reducer for stripe in trial.stripes}) == (REGIONS, {"a"})
+    for index in range(len(trial.stripes)):
+        office.answer("a", norms_of(trial, index))
+    office.go()
+    for name in "ab":
+        office.answer(name, PayloadDurable(trial.ballot, office.leader.rounds[0].digest))
+    office.go()
+    (body,) = office.leader.proposals
+    assert isinstance(body, RoundBody)
+    assert [member.contribution.learner for member in body.members] == ["a", "b", "c"]
+    assert [(one.region, one.part) for one in office.leader.left_out] == [("c", "reducer")]
+    assert next(note.text for note in office.notes if note.is_alarm).startswith("c as reducer: the norms")
+
+
+def test_a_reducer_that_tells_a_wrong_digest_costs_one_question() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    office.merge(opened)
+    sent_around = [bytes([index]) * 32 for index in range(len(opened.stripes))]
+    at = next(index for index, stripe in enumerate(opened.stripes) if stripe.reducer == "c")
+    sent_around[at] = b"y" * 32
+    for name in REGIONS:
+        office.answer(name, PayloadDurable(opened.ballot, payload_digest(sent_around)))
+    office.leader.tick()
+    assert {peer for peer, message in office.go() if message == opened} == set(REGIONS), "all are asked what they have"
+    office.answer("a", MergedReceived(opened.ballot, tuple(sent_around)))
+    assert ballots(office.go()) == [], "one region's word"
+    office.answer("b", MergedReceived(opened.ballot, (b"too", b"short")))
+    assert ballots(office.go()) == []
+    office.answer("b", MergedReceived(opened.ballot, tuple(sent_around)))
+    again = ballots(office.go())[0]
+    assert again.members == REGIONS
+    assert {stripe.reducer for stripe in again.stripes} == {"a", "b"}
+    assert [(one.region, one.part) for one in again.left_out] == [("c", "reducer")]
+
+
+def test_a_member_that_renames_its_contribution_is_left_out_at_once() -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened)
+    office.go()
+    office.answer("b", Contributed(opened.ballot, replace(offered("b"), snapshot=2)))
+    again = ballots(office.go())[0]
+    assert again.members == ("a", "c")
+    assert [(one.region, one.part) for one in again.left_out] == [("b", "member")]
+
+
+def test_a_region_that_fails_twice_is_left_out_and_tried_again_with_a_short_deadline() -> None:
+    office = Office()
+    steps = itertools.count(4)
+
+    def report() -> None:
+        office.report(status(next(steps)))
+
+    def fail() -> BallotOpened:
+        """A round in which b does not contribute in time, and then without it."""
+        report()
+        opened = ballots(office.go())[0]
+        office.contribute(opened, set(opened.members) - {"b"})
+        office.hold(opened, "ac")
+        while office.now_ns < office.leader.rounds[0].deadline_ns:
+            office.now_ns += 200 * MS
+            report()
+        again = next(one for one in ballots(office.go()) if one.ballot != opened.ballot)
+        assert again.members == ("a", "c")
+        return opened
+
+    assert fail().members == REGIONS
+    assert office.leader.left_out == ()
+    office.leader.end()
+    office.leader.begin(3, {}, now_ns=office.now_ns, left_out=(LeftOut("b", "member", "late"),))
+    assert fail().members == REGIONS, "the word of the leader before is a first strike"
+    assert [(one.region, one.part) for one in office.leader.left_out] == [("b", "member")]
+    office.leader.rounds.clear()
+    report()
+    opened = ballots(office.go(SECOND // 2))[0]
+    assert opened.members == ("a", "c"), "the others do not wait for it"
+    office.leader.rounds.clear()
+    office.now_ns += PAUSE_BALLOTS * SETTINGS.ballot_deadline_min_ns
+    report()
+    opened = ballots(office.go())[0]
+    assert opened.members == REGIONS
+    one = office.leader.rounds[0]
+    assert one.deadline_ns - office.now_ns == PROBE_HEARTBEATS * SETTINGS.heartbeat_ns
+    assert "to try who was left out" in one.deadline.derivation
+
+
+@pytest.mark.parametrize("tokens", [2**50, 2**62])
+def test_tokens_that_nobody_else_can_have_trained_are_not_merged(tokens: int) -> None:
+    office = Office()
+    opened = office.open()
+    office.contribute(opened, "ac")
+    office.answer("b", Contributed(opened.ballot, replace(offered("b"), tokens=tokens)))
+    (decision, *_) = decisions(office.go())
+    assert [one.learner for one in decision.contributions] == ["a", "c"]
+    assert "tokens in 4 steps" in office.notes[-1].text
+
+
+def test_an_operators_reason_is_bounded() -> None:
+    office = Office()
+    office.report(status(1))
+    office.leader.finish_requested("x" * 100_000)
+    office.go()
+    assert office.leader.is_ending
+    assert all(len(note.text) < 2 * REASON_CHARACTERS_MAX for note in office.notes)
 
 
 def test_a_contribution_far_longer_than_the_others_counts_in_part_and_is_an_alarm_once() -> None:
@@ -558,7 +694,7 @@ def test_discard_is_booked_and_then_the_dead_incarnation_is_refused() -> None:
     office.answer("b", DiscardReported((DISCARD,)))
     office.answer("b", DiscardReported((DISCARD,)))
     assert list(office.leader.proposals) == [DISCARD]
-    assert office.leader._may_contribute(offered("b"), 1)
+    assert office.leader._answers.may_contribute(offered("b"), 1)
 
 
 def test_discard_waits_while_an_open_round_may_include_the_steps() -> None:

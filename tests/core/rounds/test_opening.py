@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.types import FragmentPosition, LearnerStatus
 from tests.kit.rounds_kit import (
     GENESIS,
     MS,
-    REGIONS,
     SECOND,
     SETTINGS,
     Ledger,
     Neighbourhood,
     committed_round,
     contribution,
+    eligibility_of,
     position,
     status,
 )
@@ -29,7 +28,7 @@ class Desk:
         self.history, self.ledger = RoundHistory(2), Ledger()
         self.history.apply(self.ledger.add(GENESIS), now_ns=0)
         self.opener = Opener(settings=SETTINGS, fragments=2, history=self.history, liveness=self.world.liveness)
-        self.eligibility = Eligibility(region="a", regions=REGIONS, history=self.history, liveness=self.world.liveness)
+        self.eligibility = eligibility_of(self.world.liveness, self.history)
         self.now_ns = SECOND
 
     def report(self, learner: LearnerStatus, names: str = "abc") -> None:

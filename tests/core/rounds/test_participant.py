@@ -26,6 +26,7 @@ from diloco_node.core.messages import (
     Contributed,
     Declined,
     MergeDecided,
+    MergedReceived,
     PayloadDurable,
     ReductionReported,
     ReusedStripe,
@@ -56,6 +57,10 @@ OPENED = BallotOpened(FIRST, 0, 1, REGIONS, STRIPES)
 AGAIN = replace(OPENED, ballot=SECOND_BALLOT)
 OWN = contribution("b", steps=(0, 10), snapshot=4)
 TAKE = TakeSnapshot(0, 1, 0)
+
+
+LACKS_ALL = Send("a", MergedReceived(FIRST, (b"",) * len(STRIPES)))
+"""What a region adds when it is asked again: no merged stripe is here."""
 
 
 class Place:
@@ -151,7 +156,7 @@ def told(effects: list[Effect]) -> list[object]:
 def test_member_takes_a_snapshot_once_and_sends_it() -> None:
     place = Place()
     assert place.open() == [TAKE]
-    assert place.open() == [], "it is being taken"
+    assert place.open() == [LACKS_ALL], "it is being taken"
     assert place.take() == [Send("a", Contributed(FIRST, OWN)), SendContribution(FIRST, 1, OWN, STRIPES)]
 
 
@@ -199,7 +204,7 @@ def test_member_that_can_not_contribute_says_so(learner: object, reason: str) ->
     place = Place()
     place.participant.learner_changed(learner)  # type: ignore[arg-type]
     assert told(place.open()) == [Declined(FIRST, reason)]
-    assert told(place.open()) == [Declined(FIRST, reason)], "again when asked again"
+    assert told(place.open()) == [Declined(FIRST, reason), LACKS_ALL.message], "again when asked again"
 
 
 def test_member_waits_until_its_learner_has_applied_the_version_before() -> None:
@@ -323,6 +328,7 @@ def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all(
     assert told(place.open(replace(OPENED, members=("a", "c"), stripes=cut))) == [
         StripesReceived(FIRST, "a"),
         StripesReceived(FIRST, "c"),
+        MergedReceived(FIRST, (b"",) * 4),
     ]
     effects = place.open(replace(AGAIN, members=("a", "c"), stripes=(Stripe("b", 1, 2), Stripe("b", 2, 4))))
     assert told(effects) == [], "one of the two has moved"
@@ -417,7 +423,8 @@ def test_whole_payload_is_stored_and_then_vouched_for() -> None:
     place.open(replace(OPENED, members=("a", "c")))
     assert place.merged([2, 0]) == []
     assert place.merged([1]) == [StorePayload(FIRST, 0, 1, PAYLOAD, STRIPES)]
-    assert place.open(replace(OPENED, members=("a", "c"))) == [], "not on disk yet: nothing is said"
+    again = told(place.open(replace(OPENED, members=("a", "c"))))
+    assert [type(message) for message in again] == [MergedReceived], "not on disk yet: only what is here is said"
     place.versions.payload_stored(0, 1, PAYLOAD)
     place.participant.payload_stored(0, 1, PAYLOAD)
     assert told(place.go()) == [PayloadDurable(FIRST, PAYLOAD)]

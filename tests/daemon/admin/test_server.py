@@ -1,6 +1,7 @@
 """The admin port: health, status, metrics, and who may change what."""
 
 import asyncio
+import contextlib
 import json
 import socket
 from pathlib import Path
@@ -253,3 +254,106 @@ async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(ser
         answer = await session.post("/api/v1/quarantine/lift", json=body, headers=token(tmp_path))
         assert answer.status == 400
         assert text in (await answer.json())["error"]
+
+
+LOOPBACK = "Host: localhost"
+STRANGERS: dict[str, tuple[str, list[str], int]] = {
+    "DNS rebinding": ("GET /api/v1/status HTTP/1.1", ["Host: evil.example"], 403),
+    "a host in what looks like a port": ("GET /api/v1/status HTTP/1.1", ["Host: 127.0.0.1:1@evil"], 403),
+    "a host behind a port": ("GET /api/v1/status HTTP/1.1", ["Host: localhost:80:evil"], 403),
+    "userinfo": ("GET /api/v1/status HTTP/1.1", ["Host: localhost@evil.example"], 403),
+    "a loopback name in front of another": ("GET /api/v1/status HTTP/1.1", ["Host: localhost.evil.example"], 403),
+    "a trailing dot": ("GET /api/v1/status HTTP/1.1", ["Host: localhost."], 403),
+    "another address of this machine": ("GET /api/v1/status HTTP/1.1", ["Host: 127.0.0.2"], 403),
+    "any address": ("GET /api/v1/status HTTP/1.1", ["Host: 0.0.0.0"], 403),
+    "an address as one number": ("GET /api/v1/status HTTP/1.1", ["Host: 2130706433"], 403),
+    "IPv6 without brackets": ("GET /api/v1/status HTTP/1.1", ["Host: ::1"], 403),
+    "IPv6 with a zone": ("GET /api/v1/status HTTP/1.1", ["Host: [::1%25evil]"], 403),
+    "IPv4 in IPv6": ("GET /api/v1/status HTTP/1.1", ["Host: [::ffff:127.0.0.1]"], 403),
+    "a port that is none": ("GET /api/v1/status HTTP/1.1", ["Host: localhost:http"], 403),
+    "digits that are not ASCII": ("GET /api/v1/status HTTP/1.1", ["Host: localhost:\u0661"], 403),
+    "no host": ("GET /api/v1/status HTTP/1.0", [], 403),
+    "an empty host": ("GET /api/v1/status HTTP/1.1", ["Host:"], 403),
+    "two hosts": ("GET /api/v1/status HTTP/1.1", [LOOPBACK, "Host: evil.example"], 403),
+    "a whole URL": ("GET http://evil.example/api/v1/status HTTP/1.1", [LOOPBACK], 403),
+    "CSRF by a form": (
+        "POST /api/v1/finish HTTP/1.1",
+        [LOOPBACK, "Origin: http://evil.example", "Content-Type: text/plain"],
+        401,
+    ),
+    "no scheme": ("POST /api/v1/finish HTTP/1.1", [LOOPBACK, "Authorization: {token}"], 401),
+    "another scheme": ("POST /api/v1/finish HTTP/1.1", [LOOPBACK, "Authorization: Basic {token}"], 401),
+    "more than the token": ("POST /api/v1/finish HTTP/1.1", [LOOPBACK, "Authorization: Bearer {token}x"], 401),
+    "an empty token": ("POST /api/v1/finish HTTP/1.1", [LOOPBACK, "Authorization: Bearer "], 401),
+    "a token in UTF-8": ("POST /api/v1/finish HTTP/1.1", [LOOPBACK, "Authorization: Bearer é"], 401),
+    "a token of any bytes": ("POST /api/v1/finish HTTP/1.1", [LOOPBACK, "Authorization: Bearer \udcff\udc80"], 401),
+    "two tokens": (
+        "POST /api/v1/finish HTTP/1.1",
+        [LOOPBACK, "Authorization: Bearer {token}", "Authorization: Bearer x"],
+        401,
+    ),
+    "a token in the query": ("POST /api/v1/finish?token={token} HTTP/1.1", [LOOPBACK], 401),
+    "the token from elsewhere": (
+        "POST /api/v1/finish HTTP/1.1",
+        ["Host: evil.example", "Authorization: Bearer {token}"],
+        403,
+    ),
+    "a method that reads": ("GET /api/v1/finish HTTP/1.1", [LOOPBACK, "Authorization: Bearer {token}"], 405),
+    "a method that there is not": ("PUT /api/v1/finish HTTP/1.1", [LOOPBACK], 401),
+    "a method in disguise": (
+        "GET /api/v1/finish HTTP/1.1",
+        [LOOPBACK, "X-HTTP-Method-Override: POST", "Authorization: Bearer {token}"],
+        405,
+    ),
+}
+
+
+async def answer_to(port: int, lines: list[str]) -> int:
+    """The status of the answer to a request of these lines."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write("\r\n".join([*lines, "Connection: close", "", ""]).encode("utf-8", "surrogateescape"))
+    status = int((await asyncio.wait_for(reader.read(), 120)).split(b" ", 2)[1])
+    writer.close()
+    return status
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+async def test_a_request_that_no_operator_makes_is_refused(served, tmp_path: Path, name: str) -> None:
+    region, server, _ = served
+    secret = (tmp_path / TOKEN_FILE).read_text()
+    request, headers, status = STRANGERS[name]
+    lines = [line.replace("{token}", secret) for line in (request, *headers)]
+    assert await answer_to(server.port, lines) in (status, 400), "400: what the parser itself refuses"
+    assert region.finished == []
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:1", "127.0.0.1", "127.0.0.1:7401", "[::1]", "[::1]:65535"])
+async def test_loopback_s_names_are_answered_with_any_port(served, host: str) -> None:
+    _, server, _ = served
+    assert await answer_to(server.port, ["GET /api/v1/status HTTP/1.1", f"Host: {host}"]) == 200
+
+
+def test_a_token_that_a_full_disk_left_empty_is_made_anew(tmp_path: Path) -> None:
+    (tmp_path / TOKEN_FILE).touch(mode=0o600)
+    made = admin.load_token(tmp_path)
+    assert len(made) > 20
+    assert admin.load_token(tmp_path) == made
+
+
+async def test_connections_over_the_limit_are_closed_and_the_socket_still_answers(
+    served, tmp_path: Path, monkeypatch
+) -> None:
+    _, server, _ = served
+    monkeypatch.setattr(admin, "CONNECTIONS_MAX", 3)
+    held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
+    for _ in range(20):  # no more than the limit are kept, however many come
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 120) == b""
+        writer.close()
+    async with aiohttp.ClientSession(
+        "http://localhost", connector=aiohttp.UnixConnector(str(tmp_path / SOCKET_FILE))
+    ) as session:
+        assert (await session.get("/livez")).status == 200
+    for _, writer in held:
+        writer.close()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
 
 from diloco_node.core.events import Note
+from diloco_node.core.messages import LeftOut
 from diloco_node.core.types import Ballot, FragmentPosition, LearnerStatus
 from diloco_node.core.view import ParticipationView, PeerView, RegionView, RoundView
 from diloco_node.daemon.admin.metrics import StatusCollector
@@ -58,6 +62,7 @@ def view_of(fragments: int = 2, **changes: Any) -> RegionView:
         "is_ending": False,
         "finished": "",
         "is_final": False,
+        "left_out": (LeftOut("eu", "member", "its contribution did not come"),),
     }
     return RegionView(**fields | changes)
 
@@ -140,6 +145,7 @@ def test_the_document_is_plain_json_with_times_in_seconds() -> None:
     assert document["participation"] == 1.0
     assert document["participation_of"] == {"eu": 0.75, "us": 1.0}
     assert document["rejections"] == [{"peer": "eu", "reason": "corrupt", "count": 2}]
+    assert document["left_out"] == [{"region": "eu", "part": "member", "reason": "its contribution did not come"}]
     assert document["quarantine"] == {"eu": "in quarantine for 600 s more"}
     assert document["fetching"] == [{"fragment": 1, "version": 3, "peer": "eu"}]
     assert document["offers"] == [[1, 3, 7]]
@@ -190,11 +196,79 @@ def test_without_a_learner_there_is_none() -> None:
 def test_notes_are_the_newest_and_alarms_are_counted() -> None:
     notes = NoteBook("us", lambda: 0)
     for number in range(3 * NOTES_SHOWN_MAX):
-        notes.add(Note("kind", f"text {number}", is_alarm=number % 10 == 0))
+        notes.add(Note("kind", f"text-{number}", is_alarm=number % 10 == 0))
     document = status_of(view_of(), notes=notes)
     assert len(document["notes"]) == NOTES_SHOWN_MAX
-    assert document["notes"][-1]["text"] == f"text {3 * NOTES_SHOWN_MAX - 1}"
+    assert document["notes"][-1]["text"] == f"text-{3 * NOTES_SHOWN_MAX - 1}"
     assert document["alarms"] == 20
+
+
+def test_a_flood_of_one_cause_is_one_line_and_one_note_with_a_count() -> None:
+    now_ns = [0]
+    notes = NoteBook("us", lambda: now_ns[0])
+    with capture_logs() as lines:
+        for size in range(50_000):
+            notes.add(Note("refused", f"State of {size} bytes from eu"))
+            notes.add(Note("report", f"eu reports {size} fragments", is_alarm=True))
+        assert [line["event"] for line in lines] == ["refused", "report"]
+        assert [(note["kind"], note["count"]) for note in notes.last] == [("refused", 50_000), ("report", 50_000)]
+        assert notes.alarms == 50_000, "each counts, told or not"
+        now_ns[0] = 10**10
+        notes.add(Note("refused", "State of 7 bytes from eu"))
+    assert [(line["kind"], line["count"]) for line in lines if line["event"] == "held back"] == [
+        ("refused", 49_999),
+        ("report", 49_999),
+    ]
+    assert lines[-1]["event"] == "refused"
+
+
+def test_a_flood_of_words_that_all_differ_is_bounded_and_leaves_the_other_kinds_in_the_status() -> None:
+    notes = NoteBook("us", lambda: 0)
+    notes.add(Note("digest", "parameters differ", 3, 4, is_alarm=True))
+    with capture_logs() as lines:
+        for number in range(20_000):
+            notes.add(Note("declined", f"eu: x{number}", 1, 2))
+    assert len(lines) <= 200
+    assert len(notes.last) == NOTES_SHOWN_MAX
+    assert notes.last[0]["kind"] == "digest", "the alarm is still there to be seen"
+
+
+def test_each_step_of_a_round_is_told() -> None:
+    notes = NoteBook("us", lambda: 0)
+    with capture_logs() as lines:
+        for version in range(20):
+            notes.add(Note("open", f"ballot 3.{version}: due", 1, version))
+            notes.add(Note("ballot", f"ballot 3.{version + 100}: the deadline passed", 1, version))
+            notes.add(Note("ballot", f"ballot 3.{version + 200}: the deadline passed", 1, version))
+            notes.add(Note("committed", f"ballot 3.{version + 200} with us, eu", 1, version))
+    assert len(lines) == 80
+
+
+def test_what_a_peer_wrote_is_escaped_in_status_log_and_metrics() -> None:
+    notes = NoteBook("us", lambda: 0)
+    with capture_logs() as lines:
+        notes.add(Note("declined", "eu: \x1b[2J\nlevel=error \u202e"))
+    assert lines[0]["reason"] == "eu: \\x1b[2J\\nlevel=error \\u202e"
+    view = replace(view_of(), finished="\x1b]0;title\x07", waiting="\x9b")
+    document = status_of(view, notes=notes)
+    assert document["reason"] == "finished: \\x1b]0;title\\x07"
+    assert all(text.isprintable() for text in texts(document))
+    registry = CollectorRegistry()
+    document["rejections"] = [{"peer": "eu", "reason": document["notes"][0]["text"], "count": 1}]
+    registry.register(StatusCollector(lambda: document))
+    assert b"\x1b" not in generate_latest(registry)
+
+
+def texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from texts(key)
+            yield from texts(one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from texts(one)
 
 
 def test_metrics_say_what_the_document_says() -> None:

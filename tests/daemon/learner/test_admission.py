@@ -16,6 +16,7 @@ from diloco_node.daemon.learner.admission import HOLDER_NAME, Admission
 from diloco_node.storage.trained import allot_incarnation
 from diloco_node.unix_sockets import Process, process_of
 from diloco_node.wire.learner_link import LINK_PROTOCOL, Attach
+from tests.kit.node_kit import InlineExecutor
 
 ATTACH = Attach(LINK_PROTOCOL, 17, (TensorSpec("w", (3,)),), 0, "", 0, 0, 0, (), ())
 
@@ -52,11 +53,11 @@ def test_the_kernel_says_who_was_started_first(own: Process, later: Process) -> 
 
 @pytest.mark.parametrize("is_same_daemon", [True, False])
 def test_an_incarnation_that_is_over_does_not_come_back(tmp_path: Path, own: Process, *, is_same_daemon: bool) -> None:
-    order = Admission(tmp_path)
+    order = Admission(tmp_path, InlineExecutor())
     first, second = allot_incarnation(tmp_path), allot_incarnation(tmp_path)
     order.let_in(own)
     if not is_same_daemon:
-        order = Admission(tmp_path)
+        order = Admission(tmp_path, InlineExecutor())
     assert "over when incarnation 2 began" in order.rejection_reason(of_incarnation(first), own)
     assert order.rejection_reason(of_incarnation(second), own) == ""
     assert order.rejection_reason(ATTACH, own) == "", "a new one is newer than all"
@@ -69,28 +70,43 @@ def test_an_incarnation_that_is_over_does_not_come_back(tmp_path: Path, own: Pro
 def test_a_process_that_was_started_earlier_and_attaches_later_is_refused(
     tmp_path: Path, own: Process, later: Process, *, is_same_daemon: bool
 ) -> None:
-    order = Admission(tmp_path)
+    order = Admission(tmp_path, InlineExecutor())
     earlier = replace(own, start_ticks=later.start_ticks - 1)
     assert order.rejection_reason(ATTACH, later) == ""
     order.let_in(later)
     if not is_same_daemon:
-        order = Admission(tmp_path)
+        order = Admission(tmp_path, InlineExecutor())
     assert f"process {later.pid} was started later" in order.rejection_reason(ATTACH, earlier)
     assert order.rejection_reason(ATTACH, later) == ""
     assert order.rejection_reason(ATTACH, None) == "", "of a process that can't be seen nothing is known"
 
 
 def test_who_was_started_later_and_is_gone_holds_nobody_off(tmp_path: Path, own: Process) -> None:
-    order = Admission(tmp_path)
+    order = Admission(tmp_path, InlineExecutor())
     order.let_in(replace(own, start_ticks=own.start_ticks + 1))  # its number is another process's now
     assert order.rejection_reason(ATTACH, own) == ""
 
 
 def test_without_its_file_the_lives_decide(tmp_path: Path, own: Process, later: Process) -> None:
-    order = Admission(tmp_path)
+    order = Admission(tmp_path, InlineExecutor())
     (tmp_path / HOLDER_NAME).write_text("not a process")
     assert order.rejection_reason(ATTACH, own) == ""
     (tmp_path / HOLDER_NAME).unlink()
     (tmp_path / HOLDER_NAME).mkdir()
     order.let_in(later)  # the disk refuses: that is said, and no reason to refuse a learner
+    assert "started later" in order.rejection_reason(ATTACH, own), "this daemon knows all the same"
+    order = Admission(tmp_path, InlineExecutor())
     assert order.rejection_reason(ATTACH, own) == ""
+
+
+def test_an_incarnation_that_was_never_allotted_does_not_come_in(tmp_path: Path, own: Process) -> None:
+    order = Admission(tmp_path, InlineExecutor())
+    newest = allot_incarnation(tmp_path)
+    assert order.rejection_reason(of_incarnation(newest), own) == ""
+    for number in (newest + 1, 2**40):
+        assert "was never allotted here, the newest is 1" in order.rejection_reason(of_incarnation(number), own)
+    assert order.rejection_reason(of_incarnation(newest + 1), own, known_incarnation=newest + 1) == ""
+
+
+def test_a_folder_that_knows_nothing_takes_what_its_learner_says(tmp_path: Path, own: Process) -> None:
+    assert Admission(tmp_path, InlineExecutor()).rejection_reason(of_incarnation(3), own) == ""

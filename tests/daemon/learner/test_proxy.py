@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from diloco_node.core.events import (
     LearnerAttached,
     LearnerDetached,
     LearnerReported,
+    Note,
+    OfferVersion,
     SnapshotRefused,
     SnapshotTaken,
     TakeSnapshot,
 )
 from diloco_node.core.merge.schedule import due_step
-from diloco_node.core.types import FragmentPosition
+from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.daemon.learner.proxy import REPORT_EVERY_NS, LearnerProxy
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.wire.learner_link import (
@@ -39,7 +42,7 @@ from diloco_node.wire.learner_link import (
     Stop,
     ToLearner,
 )
-from tests.kit.node_kit import MANIFEST, SETTINGS, Tasks, contribution_of
+from tests.kit.node_kit import MANIFEST, SETTINGS, Tasks, contribution_of, settle
 
 SECOND = 1_000_000_000
 FRAGMENTS = len(MANIFEST.fragments)
@@ -54,21 +57,41 @@ def report(step: int, tokens: int, *, loss: float | None = None, blocked_ns: int
 
 
 class Bench:
-    def __init__(self, memory: Path) -> None:
+    def __init__(self, memory: Path, carry: CarryMode = SETTINGS.carry) -> None:
         self.memory = memory
         self.said: list[ToLearner] = []
         self.posted: list[Event] = []
+        self.notes: list[Note] = []
         self.now_ns = 0
+        self.tasks = Tasks()
+        self.synced: list[int] = []
+        self.may_sync = asyncio.Event()
+        self.may_sync.set()
         self.side = LearnerProxy(
             manifest=MANIFEST,
-            settings=SETTINGS,
+            settings=replace(SETTINGS, carry=carry),
             parameters=None,  # type: ignore[arg-type] - nothing is offered here
             memory_socket=memory,
             send=lambda message: self.said.append(message) is None,
             post=self.posted.append,
-            spawn=Tasks().spawn,
+            spawn=self.tasks.spawn,
             now_ns=lambda: self.now_ns,
+            save_counters=self.sync,
+            region="a",
+            note=lambda note: self.notes.append(note),
         )
+
+    async def sync(self, incarnation: int) -> None:
+        await self.may_sync.wait()
+        self.synced.append(incarnation)
+
+    def offer(self, fragment: int, version: int) -> None:
+        """As if the learner had been offered it."""
+        self.side.version_area._offered[fragment] = OfferVersion(fragment, version, -1)
+
+    def take_notes(self) -> str:
+        texts, self.notes[:] = " | ".join(note.text for note in self.notes), []
+        return texts
 
     def take(self) -> list[Event]:
         events, self.posted[:] = list(self.posted), []
@@ -111,6 +134,7 @@ def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(benc
     position = FragmentPosition(0, 0, 0, 0)
     bench.side.reported(report(1, 100))
     for fragment in range(FRAGMENTS):
+        bench.offer(fragment, 0)
         bench.side.applied(OfferApplied(fragment, 0, position, 1.0, 0))
     bench.take()
     told = []
@@ -126,6 +150,7 @@ def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(benc
 def test_the_first_step_after_an_inclusion_is_told(bench: Bench) -> None:
     bench.side.attached(attach(), 3, ())
     bench.side.reported(report(9, 900))
+    bench.offer(0, 1)
     bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 9, 9, 900), 1.0, 0))
     bench.take()
     bench.side.reported(report(10, 1000))
@@ -239,6 +264,7 @@ def test_an_applied_version_moves_the_position_of_its_fragment_only(bench: Bench
     bench.side.attached(attach(), 1, ())
     bench.take()
     position = FragmentPosition(4, 9, 8, 800)
+    bench.offer(1, 4)
     bench.side.applied(OfferApplied(1, 4, position, 0.5, 3))
     (event,) = bench.take()
     assert isinstance(event, LearnerReported)
@@ -296,3 +322,150 @@ def test_facts_of_an_attach_are_taken_over(bench: Bench) -> None:
     (event,) = bench.take()
     assert isinstance(event, LearnerAttached)
     assert (event.status.step, event.status.tokens, event.snapshots) == (12, 1200, (5,) * FRAGMENTS)
+
+
+@pytest.mark.parametrize(
+    ("carry", "factor", "is_discarding"),
+    [(CarryMode.OVERWRITE, 1.0, True), (CarryMode.CARRY, 0.0, True), (CarryMode.CARRY, 0.5, False)],
+)
+async def test_what_a_living_learner_threw_away_is_told_when_its_counters_are_durable(
+    bench: Bench, carry: CarryMode, factor: float, *, is_discarding: bool
+) -> None:
+    """The core reports every step up to the position that no version includes: a power cut must not forget them."""
+    one = Bench(bench.memory, carry)
+    one.may_sync.clear()
+    one.side.attached(attach(), 3, ())
+    one.side.reported(report(12, 1200))
+    one.take()
+    one.offer(0, 5)
+    one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), factor, 0))
+    await settle()
+    assert (one.take() == []) is is_discarding, "not before"
+    assert one.side.status is not None
+    assert (one.side.status.positions[0].base_version == 5) is not is_discarding
+    one.side.reported(report(13, 1300))
+    assert not any(event.status.positions[0].included_step == 12 for event in one.take()) or not is_discarding
+    one.may_sync.set()
+    await one.tasks.finish()
+    assert one.synced == [3] * is_discarding
+    assert one.side.status.positions[0] == FragmentPosition(5, 12, 12, 1200)
+    assert one.side.status.step == 13, "what it said meanwhile stays"
+    if is_discarding:
+        (event,) = one.take()
+        assert event.status.positions[0].included_step == 12
+    one.side.close()
+
+
+async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_attach_alone(bench: Bench) -> None:
+    one = Bench(bench.memory, CarryMode.OVERWRITE)
+    one.may_sync.clear()
+    one.side.attached(attach(), 3, ())
+    one.offer(0, 5)
+    one.side.applied(OfferApplied(0, 5, FragmentPosition(5, 12, 12, 1200), 1.0, 0))
+    await settle()
+    one.side.detached()
+    one.side.attached(attach(), 4, ())
+    one.take()
+    one.may_sync.set()
+    await one.tasks.finish()
+    assert one.take() == []
+    assert one.side.status is not None
+    assert one.side.status.positions[0].included_step == 0
+    one.side.close()
+# ---- a learner that lies ---------------------------------------------------------------------------------------------
+
+
+def test_counters_never_go_back(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.reported(report(10, 1000))
+    bench.take()
+    bench.now_ns += REPORT_EVERY_NS
+    for step, tokens in ((9, 1000), (10, 999), (0, 0)):
+        bench.side.reported(report(step, tokens))
+        assert f"a report is ignored: {step} steps and {tokens} tokens after 10 and 1000" in bench.take_notes()
+    assert bench.take() == []
+    assert bench.side.status is not None
+    assert (bench.side.status.step, bench.side.status.tokens) == (10, 1000)
+
+
+@pytest.mark.parametrize(("step", "tokens"), [(1 << 40, 1 << 41), (1 << 48, 5), (10, 1 << 50)])
+def test_more_than_a_learner_can_do_is_ignored(bench: Bench, step: int, tokens: int) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.side.reported(report(step, tokens))
+    assert "a report is ignored" in bench.take_notes()
+    bench.side.finished(Done(step, tokens, None, None, 0))
+    assert "the end of its counters is ignored" in bench.take_notes()
+    (event,) = bench.take()
+    assert isinstance(event, LearnerReported)
+    assert (event.status.step, event.status.tokens, event.status.finished) == (0, 0, True)
+
+
+@pytest.mark.parametrize(("fragment", "version"), [(0, 2), (0, 0), (1, 1), (999, 1)])
+def test_what_was_not_offered_was_not_applied(bench: Bench, fragment: int, version: int) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.offer(0, 1)
+    bench.side.applied(OfferApplied(fragment, version, FragmentPosition(version, 0, 0, 0), 1.0, 0))
+    assert f"version {version} of fragment {fragment} was not offered" in bench.take_notes()
+    assert bench.take() == []
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        FragmentPosition(0, 0, 0, 0),
+        FragmentPosition(1 << 40, 0, 0, 0),
+        FragmentPosition(1, 1 << 40, 0, 0),
+        FragmentPosition(1, 0, 1 << 40, 0),
+        FragmentPosition(1, 0, 5, 1 << 50),
+    ],
+)
+def test_a_position_that_can_not_be_is_ignored(bench: Bench, position: FragmentPosition) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.take()
+    bench.offer(0, 1)
+    bench.side.applied(OfferApplied(0, 1, position, 1.0, 0))
+    assert "an applied version is ignored" in bench.take_notes()
+    assert bench.take() == []
+    bench.side.applied(OfferApplied(0, 1, FragmentPosition(1, 0, 0, 0), 1.0, 0))
+    assert len(bench.take()) == 1, "the offer still stands"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"learner": "b"},
+        {"incarnation": 2},
+        {"squared_norms": ()},
+        {"step_to": 1 << 40},
+        {"tokens": 1 << 50},
+    ],
+)
+def test_a_snapshot_that_can_not_be_is_declined(bench: Bench, change: dict[str, object]) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.take_snapshot(TakeSnapshot(0, 1, 0))
+    bench.take()
+    contribution = replace(contribution_of("a", 0, base=0), **change)  # type: ignore[arg-type]
+    bench.side.snapshot_ready(SnapshotReady(contribution))
+    assert bench.take() == [SnapshotRefused(0, 1, "the learner's answer makes no sense")]
+    assert "a snapshot is ignored" in bench.take_notes()
+
+
+def test_what_a_process_says_when_it_attaches_is_asked_for_sense(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.side.reported(report(100, 1000))
+    bench.side.detached()
+    good = replace(attach(100, 1000), incarnation=1, run_id="run")
+    assert bench.side.attach_fault(good, run_id="run") == ""
+    assert bench.side.attach_fault(attach(), run_id="run") == "", "a new process"
+    far = (FragmentPosition(0, 0, 101, 5),) * FRAGMENTS
+    for bad, says in (
+        (replace(good, run_id="other"), "it is of run other"),
+        (replace(good, step=99), "99 steps and 1000 tokens after 100 and 1000"),
+        (replace(good, tokens=999), "999 tokens after"),
+        (replace(good, tokens=1 << 50), "tokens in 100 steps"),
+        (replace(good, positions=far), "a position at step 101"),
+        (attach(1, 0), "a new process with 1 steps"),
+    ):
+        assert says in bench.side.attach_fault(bad, run_id="run")

@@ -228,3 +228,12 @@ async def test_each_coming_and_going_is_another_life(bench: Bench) -> None:
     bench.version_area.attached(writes_initial=False)
     lives.append(bench.version_area.generation)
     assert lives == sorted(set(lives))
+
+
+async def test_the_places_are_lent_for_theta_0_once_and_only_when_it_is_wanted() -> None:
+    bench = Bench()
+    assert not bench.version_area.is_lent
+    bench.version_area.attached(writes_initial=True)
+    assert bench.version_area.is_lent
+    bench.version_area.initial_taken()
+    assert not bench.version_area.is_lent

@@ -137,9 +137,9 @@ async def main():
     await handlers["a"].up.wait()
     for _ in range(3):
         handlers["b"].done.clear()
-        await made["a"].transfer("b", Payload(0, 0, b""), memoryview(os.urandom(8 * 2**20)))
+        await made["a"].transfer("b", Payload(0, 0, bytes(32)), memoryview(os.urandom(8 * 2**20)))
         await handlers["b"].done.wait()
-    await made["b"].transfer("a", Payload(0, 0, b""), memoryview(os.urandom(4 * 2**20)))
+    await made["b"].transfer("a", Payload(0, 0, bytes(32)), memoryview(os.urandom(4 * 2**20)))
     await handlers["a"].done.wait()
     await made["a"].stop()
     await made["b"].stop()

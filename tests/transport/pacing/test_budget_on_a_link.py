@@ -310,17 +310,17 @@ async def test_a_transfer_takes_as_long_as_the_budget_says(pair: Pair, side: str
                 await asyncio.sleep(0.01)
     body = os.urandom(MB // 2)
     started_s = time.monotonic()
-    await asyncio.wait_for(a.transfer("b", Payload(0, 0, b""), memoryview(body)), DEADLINE_S)
+    await asyncio.wait_for(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(body)), DEADLINE_S)
     await b_handler.until_closed(1)
     assert time.monotonic() - started_s > 0.4
-    assert b_handler.closed == [(Payload(0, 0, b""), True)]
+    assert b_handler.closed == [(Payload(0, 0, bytes(32)), True)]
     assert a.budget_status()["peers"]["b"]["lanes"]["recovery"]["used_bytes"] > MB // 2
     assert b_handler.messages == [], "grants are the transports' own business"
 
 
 async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(pair: Pair) -> None:
     a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=12_500)), BudgetPlan())
-    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(os.urandom(4 * MB))))
+    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(os.urandom(4 * MB))))
     await asyncio.sleep(0.05)
     assert not moving.done()
     a.set_budget(BudgetPlan())
@@ -331,9 +331,9 @@ async def test_a_budget_that_is_raised_lets_a_waiting_transfer_go(pair: Pair) ->
 
 async def test_control_does_not_wait_for_bulk_that_waits_for_the_budget(pair: Pair) -> None:
     a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=1000)), BudgetPlan())
-    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, b""), memoryview(os.urandom(4 * MB))))
+    moving = asyncio.create_task(a.transfer("b", Payload(0, 0, bytes(32)), memoryview(os.urandom(4 * MB))))
     await settle()
-    requests = [PayloadRequested(0, version, b"") for version in range(200)]
+    requests = [PayloadRequested(0, version, bytes(32)) for version in range(200)]
     for message in requests:
         assert a.send("b", message)
     async with asyncio.timeout(DEADLINE_S):
@@ -348,8 +348,8 @@ async def test_control_does_not_wait_for_bulk_that_waits_for_the_budget(pair: Pa
 
 async def test_a_round_overtakes_a_recovery_that_is_on_its_way(pair: Pair) -> None:
     a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=2 * MB)), BudgetPlan())
-    state = State(0, 0, b"")
-    stripe = MergedStripe(Ballot(1, 1), 0, 0, 1, b"", 0, 1)
+    state = State(0, 0, bytes(32))
+    stripe = MergedStripe(Ballot(1, 1), 0, 0, 1, bytes(32), 0, 1)
     slow = asyncio.create_task(a.transfer("b", state, memoryview(os.urandom(2 * MB))))
     await asyncio.wait_for(b_handler.changed.wait(), DEADLINE_S)
     await asyncio.wait_for(a.transfer("b", stripe, memoryview(os.urandom(100_000))), DEADLINE_S)
@@ -361,7 +361,7 @@ async def test_a_round_overtakes_a_recovery_that_is_on_its_way(pair: Pair) -> No
 
 async def test_rounds_go_by_their_ballot(pair: Pair) -> None:
     a, _, _, b_handler = await pair.both(BudgetPlan(RateLimits(egress=2 * MB)), BudgetPlan())
-    stripes = [MergedStripe(Ballot(1, number), 0, 0, 1, b"", 0, 1) for number in (5, 9, 8, 7)]
+    stripes = [MergedStripe(Ballot(1, number), 0, 0, 1, bytes(32), 0, 1) for number in (5, 9, 8, 7)]
     body = memoryview(os.urandom(100_000))
     await asyncio.wait_for(asyncio.gather(*(a.transfer("b", stripe, body) for stripe in stripes)), DEADLINE_S)
     await b_handler.until_closed(4)
@@ -395,7 +395,7 @@ async def test_a_peer_that_ignores_its_share_is_read_at_that_share(pair: Pair, t
 
     async def flood() -> None:
         nonlocal accepted
-        await bulk.write(e.encode_begin(0, Payload(0, 0, b""), 2**34))
+        await bulk.write(e.encode_begin(0, Payload(0, 0, bytes(32)), 2**34))
         while True:
             await bulk.write(e.encode_chunk(0, accepted, len(piece), piece, is_compressed=False))
             accepted += len(piece)

@@ -1,0 +1,146 @@
+"""The bounds of what the core says and keeps: messages, bulk headers and entries of the ledger (`docs/protocol.md`).
+
+A bound is as wide as an honest region may ever need, and no wider. Whether a value inside it makes sense now is a
+question of meaning, which the core asks where it uses the field.
+
+A field is looked up by `Class.field`, then by its name, then by the end of its name. One without a bound can't be
+sent or kept: the schema is not built.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diloco_node.core.shapes import Bound, Items, Octets, Real, Text, Whole
+
+REGIONS: Final = 64
+FRAGMENTS: Final = 1024
+PIECES: Final = 65_536
+"""Of one fragment: it may hold each of as many tensors as a model may have."""
+
+STRIPES: Final = 96
+"""One for each region, and 32 more of a large fragment."""
+
+VERSION_MAX: Final = 1 << 40
+"""At ten versions a second of one fragment: 3,500 years. Versions are multiplied and shifted nowhere."""
+
+STEP_MAX: Final = 1 << 48
+"""At a thousand steps a second: 9,000 years."""
+
+TOKENS_MAX: Final = 1 << 56
+"""Of one incarnation: 7e16, a thousand times the tokens of the largest runs. Sums of a run stay below 2^63."""
+
+INCARNATION_MAX: Final = 1 << 40
+INDEX_MAX: Final = 1 << 48
+"""Of entries, terms, messages, ballots and snapshots: each is counted up by one."""
+
+SPAN_NS_MAX: Final = 1 << 56
+"""Two years: a process that was stopped for long reports long spans honestly."""
+
+RATE_MAX: Final = 1 << 44
+"""Bytes per second: 140 Tbit/s, above every ceiling that a run.toml may set."""
+
+BLOCKS_MAX: Final = (1 << 32) + PIECES
+"""Blocks of 256 values of the largest model, the last one of each piece not full."""
+
+FLOAT32_MAX: Final = 3.4028234663852886e38
+HASH_BYTES: Final = 32
+SHORT_DIGEST_BYTES: Final = 16
+DISK_BYTES: Final = 16
+DIGEST_TEXT_BYTES: Final = 128
+"""A digest as hexadecimal text, with room for a longer one."""
+
+PART_BYTES: Final = 16
+"""Of the name of a region's part in a ballot."""
+
+RUN_ID_BYTES: Final = 256
+REASON_BYTES: Final = 1024
+
+INDEX: Final = Whole(0, INDEX_MAX)
+VERSION: Final = Whole(0, VERSION_MAX)
+REACHED: Final = Whole(-1, VERSION_MAX)
+"""A version that was reached: -1 before genesis."""
+
+STEP: Final = Whole(0, STEP_MAX)
+TOKENS: Final = Whole(0, TOKENS_MAX)
+NORM: Final = Real(0.0)
+COEFFICIENT: Final = Real(0.0, FLOAT32_MAX)
+HASH: Final = Octets((HASH_BYTES,))
+NAMES: Final = Items(REGIONS, is_set=True)
+
+CORE_BOUNDS: Final[dict[str, Bound]] = {
+    # Who and where
+    "regions": NAMES,
+    "members": NAMES,
+    "hears": NAMES,
+    "run_id": Text(RUN_ID_BYTES),
+    "manifest_digest": Text(DIGEST_TEXT_BYTES),
+    "settings_digest": Text(DIGEST_TEXT_BYTES),
+    "reason": Text(REASON_BYTES),
+    # The ledger
+    "index": Whole(1, INDEX_MAX),
+    "term": INDEX,
+    "last_index": INDEX,
+    "last_term": INDEX,
+    "previous_index": INDEX,
+    "commit_index": INDEX,
+    "durable_index": INDEX,
+    "applied_index": INDEX,
+    "sequence": INDEX,
+    "previous": HASH,
+    "previous_hash": HASH,
+    "hash": HASH,
+    "digest": HASH,
+    "durable_hash": HASH,
+    "payload_digest": HASH,
+    "entries": Items(64),
+    "disk": Octets((0, DISK_BYTES)),
+    "disks": Items(REGIONS, Octets((DISK_BYTES,))),
+    # Fragments and versions
+    "fragment": Whole(0, FRAGMENTS - 1),
+    "version": VERSION,
+    "version_min": VERSION,
+    "versions": Items(FRAGMENTS, VERSION),
+    "base_version": REACHED,
+    "positions": Items(FRAGMENTS),
+    "fragment_digests": Items(FRAGMENTS, HASH),
+    "digests": Items(FRAGMENTS),
+    # Rounds
+    "number": INDEX,
+    "stripe": Whole(0, STRIPES - 1),
+    "stripes": Items(STRIPES),
+    "reused": Items(REGIONS * STRIPES),
+    "block_start": Whole(0, BLOCKS_MAX),
+    "block_stop": Whole(0, BLOCKS_MAX, above="block_start"),
+    "contributions": Items(REGIONS),
+    "coefficients": Items(REGIONS, Items(PIECES, COEFFICIENT)),
+    "squared_norms": Items(PIECES, NORM),
+    "contribution_norms": Items(REGIONS, Items(PIECES, NORM)),
+    "factors": Items(PIECES, COEFFICIENT),
+    "weight": COEFFICIENT,
+    "share": Real(0.0, 1.0),
+    "left_out": Items(2 * REGIONS),
+    "part": Text(PART_BYTES),
+    # Learners
+    "incarnation": Whole(0, INCARNATION_MAX),
+    "snapshot": INDEX,
+    "step": STEP,
+    "step_from": STEP,
+    "step_to": Whole(0, STEP_MAX, since="step_from"),
+    "cycle_start_step": STEP,
+    "included_step": STEP,
+    "tokens": TOKENS,
+    "included_tokens": TOKENS,
+    "bodies": Items(64),
+    # Times and rates
+    "*_ns": Whole(0, SPAN_NS_MAX),
+    "egress": Whole(0, RATE_MAX),
+    "ingress": Whole(0, RATE_MAX),
+    # The same name with another meaning
+    "Entry.term": Whole(1, INDEX_MAX),
+    "FragmentDigest.digest": Octets((SHORT_DIGEST_BYTES,)),
+    "Heartbeat.echo": INDEX,
+    "MergedReceived.digests": Items(STRIPES, Octets((0, HASH_BYTES))),
+    "RoundBody.members": Items(REGIONS),
+    "RoundBody.version": Whole(1, VERSION_MAX),
+}

@@ -1,0 +1,135 @@
+"""Nothing gets into the log that makes no sense: entries are asked for their meaning before they are staged.
+
+What an entry may say is not the ledger's business (`core.rounds.entry_check` knows it). The gate keeps that check in
+step with the log, whatever is truncated and sent again, and remembers who sent what was refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from diloco_node.core.ledger.entries import seal
+from diloco_node.core.ledger.log import ReplicaLog
+from diloco_node.core.messages import AppendEntries
+from diloco_node.core.types import Entry, EntryBody
+from diloco_node.errors import StorageError
+
+
+class Meaning(Protocol):
+    """Follows the log entry by entry, and says whether the next one makes sense.
+
+    Attributes:
+        index: of the last entry that was taken.
+    """
+
+    index: int
+
+    def fault(self, entry: Entry) -> str:
+        """Why the entry can't be the next one; empty if it can."""
+        ...
+
+    def take(self, entry: Entry) -> None:
+        """It is the next one."""
+        ...
+
+    def back_to(self, index: int) -> None:
+        """What was taken after this index is not in the log any more. Never before what was settled."""
+        ...
+
+    def settle(self, index: int) -> None:
+        """Entries up to this index stay for ever."""
+        ...
+
+
+def _first_fault(meaning: Meaning, entries: Sequence[Entry]) -> str:
+    before = meaning.index
+    for entry in entries:
+        fault = meaning.fault(entry)
+        if fault:
+            # The log keeps what it has: the next question begins there again.
+            meaning.back_to(before)
+            return f"entry {entry.index}: {fault}"
+        meaning.take(entry)
+    return ""
+
+
+def check_held(entries: Sequence[Entry], meaning: Meaning | None) -> None:
+    """Ask about what the disk held, before anything is made of it.
+
+    Raises:
+        StorageError: it makes no sense: the ledger is damaged.
+    """
+    fault = _first_fault(meaning, entries) if meaning is not None else ""
+    if fault:
+        raise StorageError(f"the ledger on disk makes no sense: {fault}")
+
+
+class EntryGate:
+    """See the module.
+
+    Args:
+        log: read only. meaning: None: every entry is welcome.
+
+    Attributes:
+        refused: by peer, how many of its messages held what can't be.
+    """
+
+    def __init__(self, log: ReplicaLog, meaning: Meaning | None) -> None:
+        self.refused: dict[str, int] = {}
+        self._log = log
+        self._meaning = meaning
+        self._distrusted: set[str] = set()
+
+    @property
+    def reason(self) -> str:
+        """Whose entries were refused, in words; empty if nobody's."""
+        counts = [f"{peer} ({count} times)" for peer, count in sorted(self.refused.items())]
+        return f"; refused entries of {', '.join(counts)}" if counts else ""
+
+    def fault(self, request: AppendEntries, *, committed_index: int) -> str:
+        """Why an entry of the message can't be; empty: all can, or its previous entry does not match, so that none is
+        taken. Those that the log has already are not asked again.
+
+        Args:
+            request: its entries follow each other and the previous one.
+            committed_index: entries up to here are never truncated.
+        """
+        if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
+            return ""
+        new = [one for one in request.entries if not self._log.has(one.index, one.hash)]
+        return self._fault_after(new, committed_index) if new else ""
+
+    def sealed(self, body: EntryBody, *, term: int, committed_index: int) -> Entry | str:
+        """The next entry of a leader's log; or why it can't be one."""
+        index = self._log.last_index + 1
+        try:
+            entry = seal(index, term, self._log.hash_at(index - 1), body)
+        except ValueError as error:
+            return str(error)
+        return self._fault_after([entry], committed_index) or entry
+
+    def distrust(self, peer: str) -> None:
+        """It sent what can't be: it is not followed, and gets no vote."""
+        self.refused[peer] = self.refused.get(peer, 0) + 1
+        self._distrusted.add(peer)
+
+    def trusts(self, peer: str) -> bool:
+        """Whether it may lead."""
+        return peer not in self._distrusted
+
+    def link_changed(self, peer: str) -> None:
+        """Another process may run there now."""
+        self._distrusted.discard(peer)
+
+    def _fault_after(self, entries: Sequence[Entry], committed_index: int) -> str:
+        """Bring the check to where the log is before these entries, and ask."""
+        meaning, index = self._meaning, entries[0].index - 1
+        if meaning is None:
+            return ""
+        if meaning.index > index:
+            meaning.back_to(index)
+        while meaning.index < index:
+            meaning.take(self._log.entry(meaning.index + 1))
+        meaning.settle(min(committed_index, index))
+        return _first_fault(meaning, entries)

@@ -1,0 +1,240 @@
+"""What an entry may say after the entries before it: every region asks this before it keeps an entry.
+
+The rules are those by which an honest leader makes entries (`core.rounds`), asked of the log as it is, committed or
+not. So a leader that was captured, or is broken, can put nothing into the ledger that ends the run later.
+
+- Genesis comes once, and is this run's, with a folder for each region. Before it nothing but leaders.
+- A round takes its fragment to the next version, with members whose steps follow the account.
+- What is discarded follows the account, too.
+- After the end there are no more rounds.
+
+Nothing is replayed: what an entry changes is kept with what was there before, until the entry is committed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.merge.stripes import block_count
+from diloco_node.core.merge.weights import refusal, to_float32
+from diloco_node.core.types import (
+    Contribution,
+    DiscardedBody,
+    DiskNamedBody,
+    Entry,
+    EntryBody,
+    FinishedBody,
+    GenesisBody,
+    LeaderBody,
+    RoundBody,
+    Stripe,
+)
+
+INCARNATIONS_SKIPPED_MAX: Final = 1 << 20
+"""Lives of a learner that left no trace in the ledger, between two that did: twelve days of one restart a second. A
+larger number would bar the learner, which can't count any further."""
+
+_Key = tuple[Any, ...]
+
+
+class EntryCheck:
+    """Follows the log (`core.ledger.entry_gate.Meaning`).
+
+    Args:
+        run: run_id, settings_digest, manifest_digest and regions, sorted: what all regions must agree on.
+        manifest: of the model.
+    """
+
+    def __init__(self, run: tuple[str, str, str, tuple[str, ...]], manifest: Manifest) -> None:
+        self.index = 0
+        self._run = run
+        self._regions = frozenset(run[3])
+        self._fragments = manifest.fragments
+        self._blocks = [block_count(fragment) for fragment in manifest.fragments]
+        # ("genesis",), ("finished",): True. ("version", fragment). ("covered", learner, incarnation, fragment): a step.
+        # ("disk", region): the id of its folder, empty for none.
+        # ("included", learner, fragment): (incarnation, version). ("incarnation", learner): the newest.
+        self._facts: dict[_Key, Any] = {}
+        # For each entry that may still be truncated, what its facts were before: None where there were none.
+        self._before: deque[list[tuple[_Key, Any]]] = deque()
+        self._rules: dict[type, Callable[[Any, Entry], str]] = {
+            GenesisBody: self._genesis_fault,
+            LeaderBody: lambda body, _: self._region_fault(body.leader),
+            RoundBody: self._round_fault,
+            DiscardedBody: self._discard_fault,
+            FinishedBody: self._finished_fault,
+            DiskNamedBody: self._disk_fault,
+        }
+
+    def fault(self, entry: Entry) -> str:
+        """Why the entry can't be the next one; empty if it can."""
+        body = entry.body
+        rule = self._rules.get(type(body))
+        if rule is None:
+            return f"{type(body).__name__} is not known here"
+        if ("genesis",) not in self._facts and not isinstance(body, (GenesisBody, LeaderBody)):
+            return f"a {type(body).__name__} before genesis"
+        return rule(body, entry)
+
+    def take(self, entry: Entry) -> None:
+        """It is the next one."""
+        self.index = entry.index
+        before: list[tuple[_Key, Any]] = []
+        for key, value in self._changes(entry.body):
+            before.append((key, self._facts.get(key)))
+            self._facts[key] = value
+        self._before.append(before)
+
+    def back_to(self, index: int) -> None:
+        """What was taken after this index is not in the log any more."""
+        assert self.index - index <= len(self._before), (self.index, index)
+        while self.index > index:
+            for key, value in reversed(self._before.pop()):
+                if value is None:
+                    del self._facts[key]
+                else:
+                    self._facts[key] = value
+            self.index -= 1
+
+    def settle(self, index: int) -> None:
+        """Entries up to this index stay for ever."""
+        while len(self._before) > max(0, self.index - index):
+            self._before.popleft()
+
+    def _changes(self, body: EntryBody) -> Iterable[tuple[_Key, Any]]:
+        if isinstance(body, GenesisBody):
+            yield ("genesis",), True
+            yield from ((("version", fragment.index), 0) for fragment in self._fragments)
+            yield from ((("disk", name), disk) for name, disk in zip(body.regions, body.disks, strict=True))
+        elif isinstance(body, DiskNamedBody):
+            yield ("disk", body.region), body.disk
+        elif isinstance(body, FinishedBody):
+            yield ("finished",), True
+        elif isinstance(body, DiscardedBody):
+            yield from self._covered(body)
+        elif isinstance(body, RoundBody):
+            yield ("version", body.fragment), body.version
+            for member in body.members:
+                one = member.contribution
+                yield from self._covered(one)
+                yield ("included", one.learner, one.fragment), (one.incarnation, body.version)
+
+    def _covered(self, body: Contribution | DiscardedBody) -> Iterable[tuple[_Key, Any]]:
+        yield ("covered", body.learner, body.incarnation, body.fragment), body.step_to
+        yield ("incarnation", body.learner), max(body.incarnation, self._facts.get(("incarnation", body.learner), 0))
+
+    def _genesis_fault(self, body: GenesisBody, _: Entry) -> str:
+        run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
+        if ("genesis",) in self._facts:
+            return "a second genesis"
+        if run != self._run:
+            return f"genesis of another run: {run}, here {self._run}"
+        if len(body.fragment_digests) != len(self._fragments):
+            return f"{len(body.fragment_digests)} digests for {len(self._fragments)} fragments"
+        if len(body.disks) != len(body.regions) or len(set(body.disks)) != len(body.disks) or b"" in body.disks:
+            return f"{len(set(body.disks))} folders for {len(body.regions)} regions"
+        return ""
+
+    def _disk_fault(self, body: DiskNamedBody, _: Entry) -> str:
+        """A folder's id is taken away before another one is named."""
+        named = self._facts.get(("disk", body.region), b"")
+        if bool(named) == bool(body.disk):
+            return f"{body.region}'s folder is {named.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
+        return self._region_fault(body.region)
+
+    def _region_fault(self, name: str) -> str:
+        return "" if name in self._regions else f"{name} is no region of the run"
+
+    def _fragment_fault(self, fragment: int) -> str:
+        return "" if 0 <= fragment < len(self._fragments) else f"there is no fragment {fragment}"
+
+    def _finished_fault(self, body: FinishedBody, _: Entry) -> str:
+        versions = tuple(self._facts["version", fragment.index] for fragment in self._fragments)
+        if ("finished",) in self._facts:
+            return "a second end"
+        return "" if body.versions == versions else f"ends at versions {body.versions}, the ledger is at {versions}"
+
+    def _discard_fault(self, body: DiscardedBody, _: Entry) -> str:
+        return (
+            self._region_fault(body.learner)
+            or self._fragment_fault(body.fragment)
+            or self._account_fault(body)
+            or self._incarnation_fault(body)
+        )
+
+    def _account_fault(self, body: Contribution | DiscardedBody) -> str:
+        covered = self._facts.get(("covered", body.learner, body.incarnation, body.fragment), 0)
+        if body.step_from != covered or body.step_to <= body.step_from:
+            interval = f"({body.step_from}, {body.step_to}]"
+            return f"{interval} of {body.learner}'s incarnation {body.incarnation} does not follow step {covered}"
+        return ""
+
+    def _incarnation_fault(self, body: Contribution | DiscardedBody) -> str:
+        newest = self._facts.get(("incarnation", body.learner), 0)
+        is_far = body.incarnation > newest + INCARNATIONS_SKIPPED_MAX
+        return f"incarnation {body.incarnation} of {body.learner} after {newest}" if is_far else ""
+
+    def _round_fault(self, body: RoundBody, entry: Entry) -> str:
+        fault = self._fragment_fault(body.fragment)
+        if fault:
+            return fault
+        next_version = self._facts["version", body.fragment] + 1
+        if ("finished",) in self._facts:
+            return "a round after the end"
+        if body.version != next_version:
+            return f"version {body.version} of fragment {body.fragment}, the next is {next_version}"
+        if not 1 <= body.ballot.term <= entry.term:
+            return f"ballot {body.ballot} in an entry of term {entry.term}"
+        return (
+            self._members_fault(body)
+            or self._numbers_fault(body, self._fragments[body.fragment])
+            or self._stripes_fault(body.stripes, self._blocks[body.fragment])
+        )
+
+    def _members_fault(self, body: RoundBody) -> str:
+        names = [member.contribution.learner for member in body.members]
+        if not names or names != sorted(set(names)):
+            return f"members {', '.join(names) or '(none)'}: each once, sorted, at least one"
+        for member in body.members:
+            fault = self._region_fault(member.contribution.learner) or self._contribution_fault(
+                member.contribution, body
+            )
+            if fault:
+                return fault
+        return ""
+
+    def _contribution_fault(self, one: Contribution, body: RoundBody) -> str:
+        if one.fragment != body.fragment:
+            return f"{one.learner} contributes to fragment {one.fragment}, the round is of {body.fragment}"
+        if not 0 <= one.base_version < body.version:
+            return f"{one.learner}'s base is version {one.base_version} for a round to version {body.version}"
+        incarnation, version = self._facts.get(("included", one.learner, one.fragment), (-1, -1))
+        if one.incarnation < incarnation:
+            return f"incarnation {one.incarnation} of {one.learner} after {incarnation} was included"
+        if one.incarnation == incarnation and one.base_version < version:
+            return f"{one.learner}'s base is version {one.base_version}, it was included in {version}"
+        fault = refusal(one, len(self._fragments[body.fragment].pieces))
+        return (f"{one.learner} {fault}" if fault else "") or self._account_fault(one) or self._incarnation_fault(one)
+
+    @staticmethod
+    def _numbers_fault(body: RoundBody, fragment: Fragment) -> str:
+        weights = [member.weight for member in body.members]
+        if len(body.factors) != len(fragment.pieces):
+            return f"{len(body.factors)} factors for {len(fragment.pieces)} pieces"
+        if not any(weights) or any(weight < 0.0 for weight in weights) or not 0.0 < body.share <= 1.0:
+            return f"weights {weights} with share {body.share}"
+        if any(to_float32(number) != number for number in (*weights, *body.factors, body.share)):
+            return "a weight, factor or share that is no float32"
+        return ""
+
+    def _stripes_fault(self, stripes: tuple[Stripe, ...], blocks: int) -> str:
+        at = 0
+        for stripe in stripes:
+            fault = self._region_fault(stripe.reducer)
+            if fault or stripe.block_start != at or stripe.block_stop <= at:
+                return fault or f"a stripe from block {stripe.block_start} where {at} is next"
+            at = stripe.block_stop
+        return "" if at == blocks else f"stripes of {at} blocks for a fragment of {blocks}"

@@ -1,0 +1,272 @@
+"""What one field may hold at most: bounds as values, and the checks that are made of them. Pure.
+
+A check takes a value and returns it, or raises `OutOfBounds` with what was found. `wire.schema` makes a message's
+checks of them, `core.ledger.entries` those of an entry, so that both refuse the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isfinite
+from sys import float_info
+from typing import Any, Final
+
+REGION_PATTERN: Final = re.compile(r"[a-z0-9-]{1,63}")
+"""What a region may be called: it becomes part of file names, log lines and certificate names."""
+
+REGION_FIELDS: Final = frozenset(
+    {"hears", "leader", "learner", "learners", "members", "peer", "reducer", "region", "regions", "successor"}
+)
+"""Fields of type `str` or `tuple[str, ...]` with one of these names hold region names, and are checked as such."""
+
+SHOWN_CHARACTERS_MAX: Final = 80
+"""Of a value in an error message."""
+
+POWER_MIN: Final = 20
+"""From 2^20 on a power of two is shown as one."""
+
+Check = Callable[[Any], Any]
+
+
+class OutOfBounds(Exception):
+    """Carries the path of the wrong field upwards; grows at each level, so that a right value pays nothing."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(found)
+        self.found = found
+        self.path = ""
+
+    def within(self, part: str) -> OutOfBounds:
+        """The same, found one level further out."""
+        self.path = part + self.path
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """An integer, both ends included.
+
+    Attributes:
+        above: the field of the same dataclass that this one must be greater than. since: at least as great as.
+    """
+
+    lowest: int
+    highest: int
+    above: str = ""
+    since: str = ""
+
+    def __str__(self) -> str:
+        relation = f", above `{self.above}`" if self.above else f", at least `{self.since}`" if self.since else ""
+        return f"{show_number(self.lowest)} to {show_number(self.highest)}{relation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Real:
+    """A finite float, both ends included."""
+
+    lowest: float = -float_info.max
+    highest: float = float_info.max
+
+    def __str__(self) -> str:
+        if self.highest < float_info.max:
+            return f"{self.lowest:.6g} to {self.highest:.6g}"
+        return "finite" if self.lowest < 0.0 else f"finite, at least {self.lowest:.6g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A string of so many bytes of UTF-8."""
+
+    bytes_max: int
+
+    def __str__(self) -> str:
+        return f"at most {self.bytes_max:,} bytes of UTF-8"
+
+
+@dataclass(frozen=True, slots=True)
+class Octets:
+    """Bytes of exactly one of these lengths."""
+
+    lengths: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{' or '.join(map(str, self.lengths))} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A tuple.
+
+    Attributes:
+        most: items. of: the bound of each; None where the type of the items says it (a dataclass, a region).
+        is_set: no item twice.
+    """
+
+    most: int
+    of: Bound | None = None
+    is_set: bool = False
+
+    def __str__(self) -> str:
+        each = f", each {self.of}" if self.of is not None else ""
+        return f"at most {self.most:,}{' different' if self.is_set else ''}{each}"
+
+
+Bound = Whole | Real | Text | Octets | Items
+
+Bounds = Mapping[str, Bound]
+"""By `Class.field`, by `field` where the meaning is the same everywhere, or by `*_ending` of a field's name."""
+
+
+def bound_of(bounds: Bounds, class_name: str, field_name: str) -> Bound | None:
+    """The bound of a field: by class and name, else by name, else by the end of its name; None: it has none."""
+    ending = "*_" + field_name.rpartition("_")[2]
+    found = (bounds.get(key) for key in (f"{class_name}.{field_name}", field_name, ending))
+    return next((bound for bound in found if bound is not None), None)
+
+
+def whole_check(bound: Whole) -> Check:
+    """Of an integer. bool is none."""
+    lowest, highest = bound.lowest, bound.highest
+
+    def check(value: Any) -> int:
+        if type(value) is not int:
+            raise OutOfBounds(f"expected int, got {type(value).__name__}")
+        if lowest <= value <= highest:
+            return value
+        raise OutOfBounds(_outside(value, bound))
+
+    return check
+
+
+def real_check(bound: Real) -> Check:
+    """Of a float. NaN is in no range."""
+    lowest, highest = bound.lowest, bound.highest
+
+    def check(value: Any) -> float:
+        if type(value) is not float:
+            raise OutOfBounds(f"expected float, got {type(value).__name__}")
+        if lowest <= value <= highest:
+            return value
+        raise OutOfBounds(_outside(value, bound))
+
+    return check
+
+
+def text_check(bound: Text) -> Check:
+    """Of a string."""
+    bytes_max = bound.bytes_max
+
+    def check(value: Any) -> str:
+        if type(value) is not str:
+            raise OutOfBounds(f"expected str, got {type(value).__name__}")
+        # A character takes up to four bytes; only strings that could be too long are measured.
+        if len(value) * 4 > bytes_max and len(value.encode("utf-8", "replace")) > bytes_max:
+            raise OutOfBounds(f"a string over {bytes_max} bytes")
+        return value
+
+    return check
+
+
+def octets_check(bound: Octets) -> Check:
+    """Of bytes."""
+    lengths = bound.lengths
+
+    def check(value: Any) -> bytes:
+        if type(value) is not bytes:
+            raise OutOfBounds(f"expected bytes, got {type(value).__name__}")
+        if len(value) not in lengths:
+            raise OutOfBounds(f"{len(value)} bytes, expected {bound}")
+        return value
+
+    return check
+
+
+def check_bool(value: Any) -> bool:
+    """Of true and false."""
+    if type(value) is not bool:
+        raise OutOfBounds(f"expected bool, got {type(value).__name__}")
+    return value
+
+
+def check_region(value: Any) -> str:
+    """Of a region's name."""
+    if type(value) is not str:
+        raise OutOfBounds(f"expected str, got {type(value).__name__}")
+    if REGION_PATTERN.fullmatch(value) is None:
+        raise OutOfBounds(f"{show(value)} is no region name ([a-z0-9-], 1 to 63)")
+    return value
+
+
+def items_check(each: Check, bound: Items, *, container: Any, make: Any) -> Check:
+    """Of an array, which is `container` before and `make(...)` after."""
+    most, is_set = bound.most, bound.is_set
+
+    def check(values: Any) -> Any:
+        if type(values) is not container:
+            raise OutOfBounds(f"expected an array, got {type(values).__name__}")
+        if len(values) > most:
+            raise OutOfBounds(f"{len(values)} items; the limit is {most}")
+        try:
+            checked = make(map(each, values))
+        except OutOfBounds:
+            raise _named_item(each, values) from None
+        if is_set and len(set(checked)) != len(checked):
+            raise OutOfBounds("an item is there twice")
+        return checked
+
+    return check
+
+
+def _named_item(each: Check, values: Any) -> OutOfBounds:
+    """Find the wrong item again, for its index: the right case must not pay for the counting."""
+    for index, value in enumerate(values):
+        try:
+            each(value)
+        except OutOfBounds as error:
+            return error.within(f"[{index}]")
+    raise AssertionError("an item that was wrong is right now")
+
+
+def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, int, int]]:
+    """(place, place of the other, least difference) of the fields that are bounded by another one."""
+    found = []
+    for place, bound in enumerate(bounds):
+        other = (bound.above or bound.since) if isinstance(bound, Whole) else ""
+        if isinstance(bound, Whole) and other:
+            found.append((place, names.index(other), 1 if bound.above else 0))
+    return found
+
+
+def check_relations(names: list[str], values: list[Any], related: list[tuple[int, int, int]]) -> None:
+    """That the fields of one dataclass go together. Raises OutOfBounds: they don't."""
+    for place, other, least in related:
+        if values[place] - values[other] < least:
+            found = f"{show_number(values[place])} with {names[other]} {show_number(values[other])}"
+            raise OutOfBounds(found).within(f".{names[place]}")
+
+
+def show(value: Any) -> str:
+    """A value for an error message: short, and escaped, for it comes from outside."""
+    text = ascii(value)
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else text[: SHOWN_CHARACTERS_MAX - 3] + "..."
+
+
+def show_number(value: float) -> str:
+    """A number, as a power of two where it is a large one (or one less)."""
+    if type(value) is int and abs(value) >= 1 << POWER_MIN:
+        sign, size = ("-" if value < 0 else ""), abs(value)
+        if size & (size - 1) == 0:
+            return f"{sign}2^{size.bit_length() - 1}"
+        if size & (size + 1) == 0:
+            return f"{sign}(2^{size.bit_length()} - 1)" if sign else f"2^{size.bit_length()} - 1"
+    return str(value)
+
+
+def _outside(value: float, bound: Whole | Real) -> str:
+    if not isfinite(value):
+        return f"{value} is not finite"
+    if value < bound.lowest:
+        return f"{show_number(value)} is below {show_number(bound.lowest)}"
+    return f"{show_number(value)} is above {show_number(bound.highest)}"

@@ -1,0 +1,105 @@
+"""What a learner may say of itself: counters never go back, nothing is further than it can be.
+
+A learner is code of the user: it may be broken, or another program that holds its socket. What it says goes
+into the ledger, so each word is asked here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from diloco_node.core.types import Contribution, FragmentPosition, LearnerStatus
+from diloco_node.wire.learner_link import NEW_PROCESS, Attach, OfferApplied
+
+STEPS_PER_S_MAX: Final = 1_000_000
+"""No device makes a step in less than a microsecond."""
+
+STEPS_FREE: Final = 1 << 20
+"""Beyond that: a daemon that stood still, or has just begun to count, sees many steps at once."""
+
+TOKENS_PER_STEP_MAX: Final = 1 << 32
+"""A thousand times the largest batches."""
+
+NS_PER_STEP_MIN: Final = 1_000_000_000 // STEPS_PER_S_MAX
+
+
+def attach_fault(attach: Attach, *, last: LearnerStatus | None, run_id: str) -> str:
+    """Why what a process says when it attaches can't be; empty if it can.
+
+    Args:
+        attach: with a position per fragment.
+        last: what this daemon knows of the learner that was here last.
+    """
+    if attach.run_id not in ("", run_id):
+        return f"it is of run {attach.run_id}, this is {run_id}"
+    if attach.incarnation == NEW_PROCESS and (attach.step or attach.tokens):
+        return f"a new process with {attach.step} steps and {attach.tokens} tokens"
+    if last is not None and attach.incarnation == last.incarnation:
+        fault = counters_fault(last, attach.step, attach.tokens)
+        if fault:
+            return fault
+    if attach.tokens > attach.step * TOKENS_PER_STEP_MAX:
+        return f"{attach.tokens} tokens in {attach.step} steps"
+    faults = (position_fault(one, attach.step, attach.tokens) for one in attach.positions)
+    return next((fault for fault in faults if fault), "")
+
+
+def counters_fault(status: LearnerStatus, step: int, tokens: int) -> str:
+    """Why an incarnation's counters can't be these now; empty if they can. They never go back."""
+    if step < status.step or tokens < status.tokens:
+        return f"{step} steps and {tokens} tokens after {status.step} and {status.tokens}"
+    return ""
+
+
+def position_fault(position: FragmentPosition, step: int, tokens: int) -> str:
+    """Why a learner that made so many steps can't stand there; empty if it can."""
+    furthest = max(position.cycle_start_step, position.included_step)
+    if furthest > step or position.included_tokens > tokens:
+        return f"a position at step {furthest} and {position.included_tokens} tokens after {step} and {tokens}"
+    return ""
+
+
+class Plausible:
+    """What the learner that is attached can have done by now.
+
+    Args:
+        region: whose learner it is.
+        pieces: per fragment.
+    """
+
+    def __init__(self, region: str, pieces: Sequence[int]) -> None:
+        self._region = region
+        self._pieces = tuple(pieces)
+        self._step = 0
+        self._attached_ns = 0
+
+    def attached(self, step: int, *, now_ns: int) -> None:
+        """It says that it has made so many steps."""
+        self._step, self._attached_ns = step, now_ns
+
+    def report_fault(self, status: LearnerStatus, step: int, tokens: int, *, now_ns: int) -> str:
+        """Why its counters can't be these; empty if they can."""
+        return counters_fault(status, step, tokens) or self._excess(step, tokens, now_ns)
+
+    def applied_fault(self, message: OfferApplied, *, now_ns: int) -> str:
+        """Why it can't stand there after an offer; empty if it can. A report of its last steps may still follow."""
+        position = message.position
+        if position.base_version != message.version:
+            return f"version {message.version} leads to a base of {position.base_version}"
+        step = max(position.cycle_start_step, position.included_step)
+        return self._excess(step, position.included_tokens, now_ns)
+
+    def contribution_fault(self, status: LearnerStatus, one: Contribution, *, now_ns: int) -> str:
+        """Why it can't have made this contribution; empty if it can."""
+        if (one.learner, one.incarnation) != (self._region, status.incarnation):
+            return f"a contribution of {one.learner}, incarnation {one.incarnation}"
+        if len(one.squared_norms) != self._pieces[one.fragment]:
+            return f"{len(one.squared_norms)} norms for {self._pieces[one.fragment]} pieces"
+        return self._excess(one.step_to, one.tokens, now_ns)
+
+    def _excess(self, step: int, tokens: int, now_ns: int) -> str:
+        possible = self._step + STEPS_FREE + max(0, now_ns - self._attached_ns) // NS_PER_STEP_MIN
+        if step > possible:
+            return f"step {step}; at most {possible} are possible by now"
+        return f"{tokens} tokens in {step} steps" if tokens > step * TOKENS_PER_STEP_MAX else ""

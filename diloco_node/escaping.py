@@ -1,0 +1,29 @@
+"""Text from outside, as it may be shown: in a log, a status document, a table on a terminal, a metric's label.
+
+A peer chooses the words of its reasons and errors. A terminal obeys escape sequences, a log is read line by line, and
+bidirectional marks show a text in another order than it has. So wherever text leaves for people's eyes it goes through
+here. What is stored or hashed stays as it came.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def escaped(text: str) -> str:
+    """The text with everything that is not printable written out, as in `\\x1b` or `\\u202e`. Doing it twice changes
+    nothing: backslashes stay."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text)
+
+
+def escaped_document(value: Any) -> Any:
+    """A JSON-like value with all of its texts, keys too, escaped. What is not text stays the same object."""
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, dict):
+        return {escaped_document(key): escaped_document(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [escaped_document(one) for one in value]
+    return value

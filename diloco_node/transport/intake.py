@@ -1,0 +1,76 @@
+"""How fast one peer's messages are taken: what is beyond waits in the peer's own connection, nothing is dropped.
+
+Each kind of message has a token bucket, all kinds together have one, and so have the bytes of the control lane. An
+honest peer never empties one of them. When one is empty the peer's connection is not read for a moment, so HTTP/2's
+flow control stops the peer, and its memory holds what is too much. An AppendEntries can come late so, never be lost.
+
+How often an honest region sends one kind of message: a leader repeats to each region what each round in flight lacks
+once a heartbeat, and the answer has a message for each region. That is `regions x rounds in flight` for one heartbeat.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from diloco_node.transport.pacing.token_bucket import NS_PER_S, TokenBucket
+
+HEADROOM: Final = 4
+"""Over what an honest region sends: rounds that are faster than heartbeats, ballots that are repeated."""
+
+MESSAGES_PER_S_MIN: Final = 200
+"""A learner's news go out at once, at most 50 times a second; echoes of a measurement 100 times."""
+
+MESSAGES_PER_S: Final = 1000
+"""Of one kind, where no run's settings are known."""
+
+KINDS: Final = 4
+"""So many times the limit of one kind is that of all together: few kinds are frequent at the same time."""
+
+BURST_S: Final = 2
+"""What may come at once, in seconds of the rate: what has piled up while a line or this process stood still."""
+
+HEARTBEAT_NS_MIN: Final = 10_000_000
+
+BYTES_PER_S: Final = 4 * 2**20
+"""Of the control lane, one message of the largest size: to decode it takes a tenth of a second. Ten thousand entries of
+the ledger are as much."""
+
+
+def messages_per_s(regions: int, *, rounds_in_flight: int, heartbeat_ns: int) -> int:
+    """What one peer of a run may send of one kind of message, in a second."""
+    honest = regions * rounds_in_flight * NS_PER_S // max(heartbeat_ns, HEARTBEAT_NS_MIN)
+    return max(MESSAGES_PER_S_MIN, HEADROOM * honest)
+
+
+class Intake:
+    """One peer's buckets; they stay when its link goes.
+
+    Args:
+        per_s: messages of one kind in a second.
+    """
+
+    def __init__(self, per_s: int, *, now_ns: int) -> None:
+        self._per_s = per_s
+        self._kinds: dict[type, TokenBucket] = {}
+        self._all = _bucket(KINDS * per_s, now_ns)
+        self._bytes = _bucket(BYTES_PER_S, now_ns)
+
+    def take(self, kind: type, size_bytes: int, *, now_ns: int) -> int:
+        """Count a message that came. Returns for how many nanoseconds nothing more may be read; 0 for honest peers.
+
+        Args:
+            kind: of the message, one of those that the wire knows.
+        """
+        bucket = self._kinds.get(kind)
+        if bucket is None:
+            bucket = self._kinds[kind] = _bucket(self._per_s, now_ns)
+        waits_ns = 0
+        for one, amount in ((bucket, 1), (self._all, 1), (self._bytes, size_bytes)):
+            one.charge(amount, now_ns=now_ns)
+            assert one.rate_bytes_per_s is not None
+            waits_ns = max(waits_ns, -(-one.debt_bytes(now_ns=now_ns) * NS_PER_S // one.rate_bytes_per_s))
+        return waits_ns
+
+
+def _bucket(per_s: int, now_ns: int) -> TokenBucket:
+    return TokenBucket(per_s, now_ns=now_ns, burst=BURST_S * per_s)

@@ -1,0 +1,123 @@
+"""The book of suspicion: who is left out, for how long, and how a region comes back."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_node.core.messages import LeftOut
+from diloco_node.core.rounds.suspicion import (
+    CLEAN_BALLOTS,
+    DOUBLINGS_MAX,
+    LEFT_OUT_SHOWN_MAX,
+    PAUSE_BALLOTS,
+    REASON_SHOWN_MAX,
+    BallotPart,
+    Blame,
+    SuspicionBook,
+)
+from tests.kit.rounds_kit import SECOND
+
+PAUSE_NS = PAUSE_BALLOTS * SECOND
+LATE = Blame("b", BallotPart.MEMBER, "late")
+LIED = Blame("b", BallotPart.REDUCER, "lied", is_proved=True)
+
+
+def book() -> SuspicionBook:
+    return SuspicionBook(ballot_ns=SECOND)
+
+
+def fail(own: SuspicionBook, now_ns: int, blame: Blame = LATE) -> int | None:
+    return own.blame(blame, opened_at_ns=now_ns - 1, now_ns=now_ns)
+
+
+def test_the_second_failure_in_a_row_leaves_a_region_out() -> None:
+    own = book()
+    assert fail(own, 10) is None
+    assert own.held_back(BallotPart.MEMBER, now_ns=10) == {}
+    assert fail(own, 20) == PAUSE_NS
+    assert own.held_back(BallotPart.MEMBER, now_ns=20) == {"b": "late"}
+    assert own.held_back(BallotPart.REDUCER, now_ns=20) == {}, "only in the part that it failed"
+
+
+def test_a_part_that_is_done_in_between_begins_the_row_again() -> None:
+    own = book()
+    for now_ns in range(10, 100, 10):
+        assert fail(own, now_ns) is None
+        assert not own.did("b", BallotPart.MEMBER)
+        own.did("b", BallotPart.REDUCER)
+    assert own.left_out() == ()
+
+
+def test_ballots_that_were_open_at_the_same_time_fail_once() -> None:
+    own = book()
+    assert own.blame(LATE, opened_at_ns=5, now_ns=10) is None
+    assert own.blame(LATE, opened_at_ns=9, now_ns=11) is None
+    assert own.blame(LATE, opened_at_ns=10, now_ns=12) == PAUSE_NS
+
+
+def test_who_is_proved_wrong_is_left_out_at_once() -> None:
+    own = book()
+    assert own.blame(LIED, opened_at_ns=5, now_ns=10) == PAUSE_NS
+    assert own.left_out() == (LeftOut("b", "reducer", "lied"),)
+
+
+def test_a_region_is_tried_when_its_pause_is_over_and_each_failure_doubles_it() -> None:
+    own, now_ns = book(), 10
+    fail(own, now_ns, LIED)
+    for level in range(1, DOUBLINGS_MAX + 4):
+        pause_ns = PAUSE_NS << min(level - 1, DOUBLINGS_MAX)
+        assert own.next_probe(now_ns=now_ns + pause_ns - 1) == ""
+        now_ns += pause_ns
+        assert own.next_probe(now_ns=now_ns) == "b"
+        assert own.held_back(BallotPart.REDUCER, now_ns=now_ns) == {"b": "lied"}, (
+            "in all other ballots it is still left out"
+        )
+        assert own.held_back(BallotPart.REDUCER, probed="b", now_ns=now_ns) == {}
+        assert own.held_back(BallotPart.REDUCER, probed="b", now_ns=now_ns - 1) == {"b": "lied"}
+        late = Blame("b", BallotPart.REDUCER, "lied")
+        assert fail(own, now_ns, late) == PAUSE_NS << min(level, DOUBLINGS_MAX), "one failure is enough now"
+
+
+def test_who_is_out_is_not_blamed_for_ballots_that_were_open_before() -> None:
+    own = book()
+    fail(own, 10, LIED)
+    assert own.blame(LIED, opened_at_ns=9, now_ns=11) is None
+    assert own.next_probe(now_ns=10 + PAUSE_NS) == "b", "the pause is no longer for it"
+
+
+def test_a_region_that_did_its_part_is_back_and_is_forgiven_in_time() -> None:
+    own = book()
+    fail(own, 10, LIED)
+    assert own.did("b", BallotPart.REDUCER)
+    assert own.held_back(BallotPart.REDUCER, now_ns=10) == {}
+    for _ in range(CLEAN_BALLOTS - 2):
+        assert not own.did("b", BallotPart.REDUCER)
+    late = Blame("b", BallotPart.REDUCER, "late")
+    assert fail(own, 99, late) == 2 * PAUSE_NS, "not forgotten yet"
+    for _ in range(2 * CLEAN_BALLOTS):
+        own.did("b", BallotPart.REDUCER)
+    assert fail(own, 199, late) is None, "forgiven"
+
+
+def test_one_region_is_tried_at_a_time_the_longest_waiting_first() -> None:
+    own = book()
+    own.blame(Blame("c", BallotPart.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=1)
+    own.blame(LIED, opened_at_ns=0, now_ns=2)
+    assert own.next_probe(now_ns=10 * PAUSE_NS) == "c"
+    assert own.held_back(BallotPart.REDUCER, probed="c", now_ns=10 * PAUSE_NS) == {"b": "lied"}
+
+
+def test_whom_the_leader_before_left_out_has_failed_once() -> None:
+    own = book()
+    own.begin((LeftOut("b", "member", "z" * 5000), LeftOut("nobody", "member", ""), LeftOut("b", "king", "")), "abc")
+    assert own.left_out() == (), "the word of another leader alone leaves nobody out"
+    assert fail(own, 10) == PAUSE_NS
+
+
+@pytest.mark.parametrize("regions", [LEFT_OUT_SHOWN_MAX + 3])
+def test_what_ballots_say_of_it_is_short(regions: int) -> None:
+    own = book()
+    for number in range(regions):
+        own.blame(Blame(f"r{number:02}", BallotPart.MEMBER, "y" * 1000, is_proved=True), opened_at_ns=0, now_ns=1)
+    assert len(own.left_out()) == LEFT_OUT_SHOWN_MAX
+    assert max(len(one.reason) for one in own.left_out()) == REASON_SHOWN_MAX

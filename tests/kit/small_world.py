@@ -1,0 +1,117 @@
+"""Small worlds of real cores on virtual time, for tests of the region core as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_node.core import events as ev
+from diloco_node.core.events import Note
+from diloco_node.core.merge.fragments import build_manifest
+from diloco_node.core.region import RegionCore
+from diloco_node.core.types import CarryMode
+from diloco_node.core.view import RegionView
+from diloco_node.sim import run
+from diloco_node.sim.run import Simulation
+from diloco_node.sim.setup import draw_setup
+from diloco_node.sim.tensors import FragmentLayout
+from diloco_node.sim.world import MS, SECOND, FakeLink
+
+SEED = 4711
+"""Of all worlds here; a world of this seed always has the same trace."""
+
+
+class Small:
+    """Regions on good links; H = 8, P = 4, steps of 100 ms, all learners at the same speed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, regions: int = 4, *, loss: float = 0.0, **settings: object) -> None:
+        def setup(rng: object, _: int) -> object:
+            drawn = draw_setup(rng, regions)  # type: ignore[arg-type]
+            own_settings = {
+                "fragments": 4,
+                "sync_every": 8,
+                "quorum_min": 0,
+                "carry": CarryMode.CARRY,
+                "rounds_in_flight_max": 2,
+                "heartbeat_ns": 200 * MS,
+                "election_timeout_ns": SECOND,
+                "ballot_deadline_min_ns": 2 * SECOND,
+            } | settings
+            changed = replace(drawn.settings, **own_settings)  # type: ignore[arg-type]
+            manifest = build_manifest(drawn.manifest.tensors[:4], 4)
+            layouts = tuple(FragmentLayout.of(part.piece_sizes) for part in manifest.fragments)
+            return replace(
+                drawn,
+                settings=changed,
+                manifest=manifest,
+                layouts=layouts,
+                step_ns_min=100 * MS,
+                step_ns_max=100 * MS,
+                is_theta_shared=False,
+            )
+
+        def links(_: object, drawn: object) -> dict[tuple[str, str], FakeLink]:
+            names = drawn.regions  # type: ignore[attr-defined]
+            return {
+                (one, other): FakeLink(20 * MS, MS, loss, 0.0, 2_000_000)
+                for one in names
+                for other in names
+                if one != other
+            }
+
+        patch.setattr(run, "draw_setup", setup)
+        patch.setattr(run, "draw_links", links)
+        self.sim = Simulation(SEED)
+        self.world = self.sim.world
+        self.hosts = self.sim.hosts
+        self.notes: list[tuple[str, Note]] = []
+        for name, host in self.hosts.items():
+            host.effects.handlers[ev.Note] = lambda note, name=name: self.notes.append((name, note))
+        self.sim.start()
+
+    def go(self, seconds: float) -> None:
+        """Let time pass; a rule that is broken fails the test."""
+        until_ns = self.world.now_ns + int(seconds * SECOND)
+        self.sim.run_until(lambda: self.world.now_ns > until_ns)
+        assert self.sim.checkers.violations == [], f"seed {SEED}"
+
+    def settle(self, seconds: float = 20) -> None:
+        """Until everybody has caught up with everything."""
+        until_ns = self.world.now_ns + int(seconds * SECOND)
+        self.sim.run_until(lambda: self.world.now_ns > until_ns or self.sim.has_caught_up((0,) * 4))
+        assert self.sim.checkers.violations == [], f"seed {SEED}"
+        assert self.sim.has_caught_up((0,) * 4), f"seed {SEED}: not caught up"
+        self.sim.check_equal()
+        self.sim.checkers.audit.close(self.hosts)
+        assert self.sim.checkers.violations == [], f"seed {SEED}"
+
+    def view(self, name: str) -> RegionView:
+        core = self.hosts[name].core
+        assert isinstance(core, RegionCore)
+        return core.view()
+
+    def leader(self) -> str:
+        return next(name for name, host in sorted(self.hosts.items()) if host.core is not None and host.core.is_leader)
+
+    def others(self) -> list[str]:
+        return [name for name in sorted(self.hosts) if name != self.leader()]
+
+    def bodies(self) -> list[object]:
+        ledger = self.hosts[self.leader()].core.ledger
+        return [entry.body for entry in ledger.entries[: ledger.commit_index]]
+
+    def cut(self, name: str) -> list[tuple[str, str]]:
+        """Cut a region from all others, both directions."""
+        pairs = [(name, other) for other in sorted(self.hosts) if other != name]
+        pairs += [(other, name) for name, other in pairs]
+        for source, target in pairs:
+            self.sim.network.cut(source, target)
+        return pairs
+
+    def heal(self, pairs: list[tuple[str, str]]) -> None:
+        for source, target in pairs:
+            self.sim.network.mend(source, target)
+
+    def alarms(self) -> list[Note]:
+        return [note for _, note in self.notes if note.is_alarm]
