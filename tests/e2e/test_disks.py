@@ -98,9 +98,9 @@ async def end_and_check(cluster: Cluster) -> None:
 
 
 REWRITTEN = frozenset(
-    {"node.json", "trainer.json", "admin.port", "admin.token", "learner.process", "lock", "report.json"}
+    {"node.json", "trainer.json", "admin.port", "admin.token", "learner.process", "ledger.end", "lock", "report.json"}
 )
-"""Written by every start, or only for people: nothing is lost with them, so nothing need be kept."""
+"""Written by every start, for people only, or a hint: nothing is lost with them, so nothing need be kept."""
 
 
 def kinds(folder: Path) -> dict[str, Path]:
