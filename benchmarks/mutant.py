@@ -1,11 +1,7 @@
 """A region with a valid certificate whose messages are wrong in one field at a time, over the real listener.
 
-`mutations` makes the wrong frames: of each message a right one, as this region could send it now, and in it one field
-after the other with values that no honest region sends. They are encoded without the checks of `wire`, for a client
-that means harm has none.
-
-`Mutant` is the client. It speaks with the real transport, beats as a live region does, and hears what the others say,
-from which the right messages are made.
+`Mutant` is the client. It speaks with the real transport, beats as a live region does, and hears what the others say.
+From that it makes right messages of each kind, as this region could send them now, and `mutations` makes wrong ones.
 """
 
 from __future__ import annotations
@@ -14,16 +10,14 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import math
 import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import msgpack
+from mutations import Mutation, completed, sample
 
 from diloco_node.cli.orders import order
 from diloco_node.core import messages as m
@@ -36,119 +30,12 @@ from diloco_node.transport.session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope, measure_messages
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted
-from diloco_node.wire.tables import BULK_HEADERS, CONTROL, ENTRY_BODIES, HEADERS, MESSAGES
+from diloco_node.wire.tables import ENTRY_BODIES, MESSAGES
 
 TIMES = LinkTimes(backoff_min_s=0.05, backoff_max_s=0.2, violation_backoff_s=0.1)
 UP_S = 60.0
 PAUSE_S = 0.006
 """Between two messages: a flood would only show that floods are slowed down."""
-
-TAGS = {cls: tag for tag, cls in (MESSAGES | ENTRY_BODIES).items()}
-HEADER_TAGS = {cls: tag for tag, cls in BULK_HEADERS.items()}
-Row = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One wrong message.
-
-    Attributes:
-        row: class and field of the bounds table. text: what was changed, for people.
-        data: msgpack. is_header: of a bulk transfer, else a control message.
-    """
-
-    row: Row
-    text: str
-    data: bytes
-    is_header: bool
-
-    @property
-    def has_shape(self) -> bool:
-        """Whether `wire` lets it pass: then only what it means is wrong."""
-        try:
-            (HEADERS if self.is_header else CONTROL).decode(self.data)
-        except PeerError:
-            return False
-        return True
-
-
-def plain(value: Any, tags: Mapping[type, int], *, is_tagged: bool = True) -> Any:
-    """A message as the nested arrays that travel; nothing is checked."""
-    if dataclasses.is_dataclass(value):
-        fields = [plain(getattr(value, one.name), tags, is_tagged=False) for one in dataclasses.fields(value)]
-        has_tag = is_tagged or type(value) in ENTRY_BODIES.values()
-        return [tags[type(value)], *fields] if has_tag else fields
-    if isinstance(value, tuple):
-        return [plain(one, tags, is_tagged=False) for one in value]
-    return value.value if isinstance(value, Enum) else value
-
-
-def wrong_values(value: Any) -> Iterator[Any]:
-    """What may stand in a field instead of an honest value."""
-    if isinstance(value, bool):
-        yield from (not value, 2, None)
-    elif isinstance(value, int):
-        yield from (-1, 0, value - 1, value + 1, value + 1000, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63), 2**64 - 1, 1.5)
-        yield from (None, "1")
-    elif isinstance(value, float):
-        yield from (0.0, -value, 1e-300, 1e300, math.nan, math.inf, -math.inf, 0, None)
-    elif isinstance(value, str):
-        yield from ("", "nobody", "us-west", "eu-west", "../../x", "\x1b[2J\x1b]0;x\x07\n")
-        yield from ("x" * 900, "x" * 70_000, 7, None)
-    elif isinstance(value, bytes):
-        flipped = bytes([value[0] ^ 1, *value[1:]]) if value else b"\0"
-        yield from (b"", flipped, value[:-1], value + b"\0", bytes(len(value)), b"x" * 70_000, None)
-    elif isinstance(value, list):
-        yield from ([], value + value, value[:-1], list(reversed(value)), value * 500, None, 7)
-    elif value is None:
-        yield from (0, "", [])
-
-
-def mutations(message: Any, *, is_header: bool = False) -> Iterator[Mutation]:
-    """All wrong forms of a message: each field of it and of what is inside it, one at a time."""
-    tags = HEADER_TAGS if is_header else TAGS
-    whole = plain(message, tags)
-    for row, path, value in _leaves(message, (1,)):
-        for wrong in wrong_values(_at(whole, path)):
-            if type(wrong) is type(_at(whole, path)) and wrong == _at(whole, path):
-                continue
-            changed = _replaced(whole, path, wrong)
-            text = f"{type(message).__name__}: {'.'.join(row)} {str(value)[:40]!r} -> {str(wrong)[:40]!r}"
-            yield Mutation(row, text, msgpack.packb(changed), is_header)
-
-
-def _leaves(value: Any, start: tuple[int, ...]) -> Iterator[tuple[Row, tuple[int, ...], Any]]:
-    """(row, path in the arrays, value) of each field, and of what is inside it; of a tuple inside its first item."""
-    for index, one in enumerate(dataclasses.fields(value)):
-        inner = getattr(value, one.name)
-        path = (*start[:-1], start[-1] + index)
-        row = (type(value).__name__, one.name)
-        if dataclasses.is_dataclass(inner):
-            yield row, path, inner
-            yield from _leaves(inner, (*path, _first_field(inner)))
-            continue
-        yield row, path, inner
-        if isinstance(inner, tuple) and inner:
-            if dataclasses.is_dataclass(inner[0]):
-                yield from _leaves(inner[0], (*path, 0, _first_field(inner[0])))
-            else:
-                yield row, (*path, 0), inner[0]
-
-
-def _first_field(value: Any) -> int:
-    return 1 if type(value) in ENTRY_BODIES.values() else 0
-
-
-def _at(whole: Any, path: tuple[int, ...]) -> Any:
-    for index in path:
-        whole = whole[index]
-    return whole
-
-
-def _replaced(whole: list[Any], path: tuple[int, ...], wrong: Any) -> list[Any]:
-    copy = list(whole)
-    copy[path[0]] = wrong if len(path) == 1 else _replaced(whole[path[0]], path[1:], wrong)
-    return copy
 
 
 @dataclass(eq=False)
@@ -172,6 +59,9 @@ class Mutant:
     last: dict[type, Any] = field(default_factory=dict)
     is_beating: bool = True
     last_sent: str = ""
+    _sequence: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _transfers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _heard: dict[str, int] = field(default_factory=dict)
 
     async def start(self, status: Mapping[str, Any]) -> None:
         """Link with all others. `status`: the region's last one, from which the learner's figures are taken."""
@@ -181,10 +71,7 @@ class Mutant:
         self.manifest = manifest
         self._status = status
         self._executor = ThreadPoolExecutor(2)
-        self._sequence = itertools.count(1)
-        self._transfers = itertools.count(1)
         self._is_up: dict[str, asyncio.Event] = {peer: asyncio.Event() for peer in self.spec.peers}
-        self._heard: dict[str, int] = {}
         self.transport = GrpcTransport(
             region=self.region,
             run_id=self.spec.run_id,
@@ -384,7 +271,11 @@ class Mutant:
             IngressGranted(10**9),
             IngressDemand(10**6),
         ]
-        return made + self._measuring() + [dataclasses.replace(append, entries=(one,)) for one in self._entries(term)]
+        made += self._measuring()
+        made += [dataclasses.replace(append, entries=(one,)) for one in self._entries(term)]
+        known = self._known(term)
+        made += [sample(cls, known) for cls in MESSAGES.values() if cls not in {type(one) for one in made}]
+        return [completed(one, known) for one in made]
 
     def _measuring(self) -> list[Any]:
         w = measure_messages
@@ -429,48 +320,36 @@ class Mutant:
         )
 
     def _entries(self, term: int) -> list[t.Entry]:
-        """One entry with each body that there is; those of kinds that came later are taken as they were heard."""
-        fragment, version = 0, self.versions()[0] + 1
-        made = self.contribution(fragment, version)
-        pieces = len(self.manifest.fragments[0].pieces)
+        """One entry with each body that there is."""
+        return [self._entry(term, sample(body, self._known(term))) for body in ENTRY_BODIES.values()]
+
+    def _known(self, term: int) -> dict[str, Any]:
+        """What fields of these names hold in a right message, wherever they are."""
+        made = self.contribution(0, self.versions()[0] + 1)
         regions = tuple(sorted([*self.peers, self.region]))
-        fragments = len(self.manifest.fragments)
-        digests = tuple(bytes(32) for _ in range(fragments))
-        named: dict[str, Any] = {
+        return {
             "run_id": self.spec.run_id,
             "manifest_digest": self.manifest.digest,
             "settings_digest": self.spec.settings_digest,
             "regions": regions,
-            "fragment_digests": digests,
+            "fragment_digests": tuple(bytes(32) for _ in self.manifest.fragments),
             "disks": tuple(bytes(16) for _ in regions),
-            "disk": bytes(16),
+            "disk": self.disk(),
             "region": self.region,
             "leader": self.region,
-            "fragment": fragment,
-            "version": version,
+            "learner": self.region,
+            "fragment": 0,
+            "version": made.base_version + 1,
             "ballot": t.Ballot(term, 1),
             "members": (t.Member(made, 1.0),),
-            "share": 1.0,
-            "factors": (1.0,) * pieces,
+            "contribution": made,
+            "factors": (1.0,) * len(made.squared_norms),
             "stripes": (t.Stripe(regions[0], 0, 8),),
-            "payload_digest": bytes(32),
-            "is_last": False,
-            "learner": self.region,
             "incarnation": made.incarnation,
             "step_from": 0,
             "step_to": 1,
-            "tokens": 1,
-            "reason": "x",
             "versions": tuple(self.versions()),
-            "digest": bytes(32),
-            "account_digest": bytes(32),
         }
-        found = []
-        for body_type in ENTRY_BODIES.values():
-            fields = {one.name: named[one.name] for one in dataclasses.fields(body_type) if one.name in named}
-            with contextlib.suppress(TypeError):  # a body with fields that this program has not heard of
-                found.append(self._entry(term, body_type(**fields)))
-        return found
 
     def _entry(self, term: int, body: Any = None) -> t.Entry:
         from diloco_node.core.ledger.entries import seal
@@ -494,8 +373,3 @@ def _filled(cls: type, last: Mapping[type, Any], **offered: Any) -> Any:
         if one.name not in given and one.default is dataclasses.MISSING
     }
     return cls(**given, **rest)
-
-
-def rows_of(sent: list[Mutation]) -> set[Row]:
-    """The rows of the bounds table that these touch."""
-    return {one.row for one in sent}

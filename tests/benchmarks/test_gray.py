@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import gray
 import msgpack
 import mutant
+import mutations
 import pytest
 
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
+from diloco_node.wire import bounds
 from diloco_node.wire.envelope import decode_control, encode_control
+from diloco_node.wire.tables import BULK_HEADERS, MESSAGES
+from tests.kit.node_kit import MANIFEST
 
 
 def test_a_rate_counts_the_rounds_between_the_samples_of_a_window() -> None:
@@ -54,15 +61,15 @@ def test_a_message_is_encoded_as_wire_encodes_it() -> None:
     made = t.Contribution("a", 1, 0, 3, 2, 8, 16, 4096, (1.0, 2.0))
     decided = m.MergeDecided(t.Ballot(2, 7), 0, 4, (made,), ((0.5, 0.25),))
     for message in (m.Refused(0, 3, "gone"), decided):
-        frame = b"\x02" + msgpack.packb(mutant.plain(message, mutant.TAGS))
+        frame = b"\x02" + msgpack.packb(mutations.plain(message, mutations.TAGS))
         assert frame == encode_control(message)
         assert decode_control(frame) == message
 
 
 def test_each_field_is_wrong_alone_and_in_several_ways() -> None:
     refused = m.Refused(1, 3, "gone")
-    made = list(mutant.mutations(refused))
-    right = mutant.plain(refused, mutant.TAGS)
+    made = list(mutations.mutations(refused))
+    right = mutations.plain(refused, mutations.TAGS)
     for one in made:
         wrong = msgpack.unpackb(one.data)
         assert sum(repr(a) != repr(b) for a, b in zip(wrong, right, strict=True)) == 1, one.text
@@ -73,5 +80,21 @@ def test_each_field_is_wrong_alone_and_in_several_ways() -> None:
 
 def test_fields_of_what_is_inside_a_message_are_wrong_too() -> None:
     opened = m.BallotOpened(t.Ballot(1, 1), 0, 1, ("a",), (t.Stripe("a", 0, 8),), (m.ReusedStripe("a", 0),))
-    rows = {one.row for one in mutant.mutations(opened)}
+    rows = {one.row for one in mutations.mutations(opened)}
     assert {("Ballot", "term"), ("Stripe", "reducer"), ("BallotOpened", "stripes"), ("ReusedStripe", "stripe")} <= rows
+
+
+def test_every_row_of_the_table_of_bounds_has_wrong_values(tmp_path: Path) -> None:
+    made = mutant.Mutant(tmp_path, "ap-east")
+    made.spec = SimpleNamespace(peers=dict.fromkeys(("eu-west", "us-east")), run_id="demo", settings_digest="d" * 64)
+    made.manifest = MANIFEST
+    position = {"included_step": 40, "included_tokens": 800}
+    fragments = len(MANIFEST.fragments)
+    learner = {"step": 50, "tokens": 1000, "incarnation": 1, "positions": [position] * fragments}
+    made._status = {"applied_index": 5, "versions": [3] * fragments, "learner": learner}
+    sent = [one for base in made.bases() for one in mutations.mutations(base)]
+    sent += [one for base in made.headers() for one in mutations.mutations(base, is_header=True)]
+    table = {(cls, name) for cls, name, _ in bounds.rows([*MESSAGES.values(), *BULK_HEADERS.values()])}
+    assert table <= mutations.rows_of(sent)
+    refused = {one.row for one in sent if not one.has_shape}
+    assert table <= refused, "of each row there is a value that wire refuses"

@@ -194,11 +194,12 @@ class Cluster:
         """The demo's report of the ended run."""
         return build_report(self.folder, self.names)
 
-    def check_equal(self) -> None:
-        """Every region ended with the same bytes, and nobody saw a difference on the way."""
+    def check_equal(self, *, differences_max: int | None = 0) -> None:
+        """Every region ended with the same bytes; nobody was told of more different digests on the way than this."""
         reports = self.reports()
         assert len({report["digest"] for report in reports.values()}) == 1, brief(reports)
-        assert {report["digest_differences"] for report in reports.values()} == {0}
+        told = [report["digest_differences"] for report in reports.values()]
+        assert differences_max is None or max(told) <= differences_max, told
         finals = [(self.folder / name / "final.safetensors").read_bytes() for name in self.names]
         assert len({hashlib.sha256(final).hexdigest() for final in finals}) == 1
 
