@@ -91,11 +91,13 @@ class Mutant:
         self._beats = asyncio.create_task(self._beat())
 
     async def stop(self) -> None:
-        """Close the links."""
+        """Close the links, and lift quarantines as an operator would: the region's own daemon did no wrong."""
         self._beats.cancel()
         await asyncio.gather(self._beats, return_exceptions=True)
         await self.transport.stop()
         self._executor.shutdown()
+        for peer in self.peers:
+            await self._lift(peer)
 
     @property
     def peers(self) -> list[str]:
@@ -141,8 +143,11 @@ class Mutant:
                     return
             if loop.time() - started_s > UP_S:
                 raise LinkLost(f"{peer}: no link within {UP_S:.0f} s; the last that was sent: {self.last_sent}")
-            with contextlib.suppress(DilocoError):
-                await asyncio.to_thread(order, self.folder / peer, "quarantine/lift", {"peer": self.region})
+            await self._lift(peer)
+
+    async def _lift(self, peer: str) -> None:
+        with contextlib.suppress(DilocoError):
+            await asyncio.to_thread(order, self.folder / peer, "quarantine/lift", {"peer": self.region})
 
     async def send(self, peer: str, mutation: Mutation) -> None:
         """One wrong message, and a moment for the peer to look at it."""
