@@ -16,7 +16,7 @@ demo: $(STAMP)
 
 # Everything below the end-to-end tier: two minutes. Half of it is waiting, so three workers share two cores.
 test-fast: $(STAMP)
-	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not system' $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not seeds and not system' $(PYTEST_ARGS)
 
 # With daemons and learners in processes of their own: eight minutes.
 test: $(STAMP)

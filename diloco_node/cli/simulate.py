@@ -11,6 +11,9 @@ import typer
 
 app = typer.Typer(help="Run without a network.", no_args_is_help=True, rich_markup_mode=None)
 
+_SCHEDULE_HELP = "Which faults: usual, elections, gray, away. The seed chooses if not given."
+_LIAR_HELP = "One region changes fields of what it sends."
+
 
 @app.command()
 def run(
@@ -19,14 +22,73 @@ def run(
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
     fault: Annotated[str | None, typer.Option("--fault", help="Plant this bug, to see that it is found.")] = None,
+    schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
+    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Real region cores in a fake world: crashes, cuts, loss. Exit code 1 if a promise was broken."""
     from diloco_node.sim.run import format_report, simulate
 
-    report = simulate(seed, regions=regions, events=events, fault=fault)
+    report = simulate(seed, regions=regions, events=events, fault=fault, schedule=schedule, liar=liar)
     typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else format_report(report))
     if not report.is_good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def hunt(
+    *,
+    seeds: Annotated[str, typer.Option("--seeds", help="A..B, both counted.")],
+    jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, help="Processes.")] = 1,
+    regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets each seed choose 3 to 5.")] = 0,
+    events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
+    schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
+    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
+    failures_max: Annotated[int, typer.Option("--failures-max", min=1, help="Stop after so many.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
+) -> None:
+    """Many seeds, for a night. Each failure is printed with the command that runs it again; exit code 1 if any."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from diloco_node.sim.hunt import Hunt, reports, seed_range
+    from diloco_node.sim.run import format_report
+
+    first, last = seed_range(seeds)
+    asked = Hunt(first, last, regions, events, schedule, liar)
+    began_s, done, total_events, failed = time.monotonic(), 0, 0, []
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failures]} failed"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=asked.seeds, failures=0)
+        found = reports(asked, jobs=jobs)
+        for report in found:
+            done, total_events = done + 1, total_events + report.events
+            if not report.is_good:
+                failed.append(report)
+                if not as_json:
+                    typer.echo(format_report(report))
+            progress.update(bar, completed=done, failures=len(failed))
+            if len(failed) >= failures_max:
+                break
+        found.close()
+    took_s = time.monotonic() - began_s
+    if as_json:
+        document = {
+            "seeds": [first, last],
+            "done": done,
+            "events": total_events,
+            "seconds": round(took_s, 3),
+            "failed": [dataclasses.asdict(report) | {"command": report.command} for report in failed],
+        }
+        typer.echo(json.dumps(document, indent=1))
+    else:
+        pace = f"{total_events / took_s:,.0f} events a second" if took_s else ""
+        typer.echo(f"{done} of {asked.seeds} seeds run, {len(failed)} failed; {total_events:,} events, {pace}")
+        for report in failed:
+            typer.echo(report.command)
+    if failed:
         raise typer.Exit(1)
 
 

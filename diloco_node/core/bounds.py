@@ -45,7 +45,9 @@ BLOCKS_MAX: Final = (1 << 32) + PIECES
 
 FLOAT32_MAX: Final = 3.4028234663852886e38
 HASH_BYTES: Final = 32
-SHORT_DIGEST_BYTES: Final = 16
+SUMMARY_BYTES_MAX: Final = 3 << 20
+"""Longest summary of a ledger, below the limit of a control message. 64 regions, 100 fragments: about 0.5 MB."""
+
 DISK_BYTES: Final = 16
 DIGEST_TEXT_BYTES: Final = 128
 """A digest as hexadecimal text, with room for a longer one."""
@@ -62,6 +64,9 @@ REACHED: Final = Whole(-1, VERSION_MAX)
 """A version that was reached: -1 before genesis."""
 
 STEP: Final = Whole(0, STEP_MAX)
+SUM: Final = Whole(0, (1 << 63) - 1)
+"""Of steps or tokens of many incarnations."""
+
 TOKENS: Final = Whole(0, TOKENS_MAX)
 NORM: Final = Real(0.0)
 COEFFICIENT: Final = Real(0.0, FLOAT32_MAX)
@@ -99,7 +104,6 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     # Fragments and versions
     "fragment": Whole(0, FRAGMENTS - 1),
     "version": VERSION,
-    "version_min": VERSION,
     "versions": Items(FRAGMENTS, VERSION),
     "base_version": REACHED,
     "positions": Items(FRAGMENTS),
@@ -138,9 +142,35 @@ CORE_BOUNDS: Final[dict[str, Bound]] = {
     "ingress": Whole(0, RATE_MAX),
     # The same name with another meaning
     "Entry.term": Whole(1, INDEX_MAX),
-    "FragmentDigest.digest": Octets((SHORT_DIGEST_BYTES,)),
+    "BaseSent.base_term": INDEX,
+    "BaseSent.summary": Octets((), most=SUMMARY_BYTES_MAX),
     "Heartbeat.echo": INDEX,
     "MergedReceived.digests": Items(STRIPES, Octets((0, HASH_BYTES))),
     "RoundBody.members": Items(REGIONS),
     "RoundBody.version": Whole(1, VERSION_MAX),
+    # What stands for entries (`core.ledger.summary`)
+    "RunSummary.genesis": Items(1),
+    "RunSummary.finished": Items(1),
+    "RunSummary.version_entries": Items(FRAGMENTS, INDEX),
+    "RunSummary.versions": Items(FRAGMENTS, REACHED),
+    "RunSummary.snapshots": Items(2 * FRAGMENTS),
+    "RunSummary.merged": Items(FRAGMENTS, SUM),
+    "RunSummary.discarded": Items(FRAGMENTS, SUM),
+    "RunSummary.covered": Items(REGIONS * FRAGMENTS),
+    "RunSummary.closed": Items(REGIONS),
+    "RunSummary.included": Items(REGIONS * FRAGMENTS),
+    "RunSummary.given_up": Items(REGIONS * FRAGMENTS),
+    "RunSummary.last_rounds": Items(FRAGMENTS, REACHED),
+    "RunSummary.rounds_committed": INDEX,
+    "RunSummary.joined": Items(REGIONS),
+    "RunSummary.disks": Items(REGIONS, Octets((0, DISK_BYTES))),
+    "Covered.steps": Items(FRAGMENTS, STEP),
+    "Covered.tokens": Items(FRAGMENTS, TOKENS),
+    "Closed.steps": SUM,
+    "Closed.tokens": Items(FRAGMENTS, SUM),
+    "Included.step_to": STEP,
+    "GivenUp.step_to": STEP,
+    "GivenUp.version": REACHED,
+    "Included.tokens_to": TOKENS,
+    "Joined.rounds": INDEX,
 }

@@ -21,6 +21,7 @@ from diloco_node.core.types import (
     Contribution,
     Entry,
     LearnerStatus,
+    LedgerBase,
     RateLimits,
     RoundBody,
     Stripe,
@@ -188,6 +189,22 @@ class StateStored:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """This region's own state of a fragment at a version is on its disk, fsynced. Nobody asked for it."""
+
+    fragment: int
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StatesRenamed:
+    """The answer to SetStatesAside."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
 class FetchFailed:
     """A FetchPayload or FetchState came to nothing: refused, link lost, or wrong bytes."""
 
@@ -244,6 +261,8 @@ Event = (
     | PayloadStored
     | PayloadNotStored
     | StateStored
+    | CheckpointWritten
+    | StatesRenamed
     | FetchFailed
     | VersionApplied
     | DigestComputed
@@ -269,6 +288,7 @@ class PersistLedger:
     Attributes:
         truncate_from: forget the entries from this index on before appending; 0 means none.
         entries: to append.
+        base: then begin the ledger with this, and forget the entries up to it; None: leave its beginning as it is.
     """
 
     token: int
@@ -276,6 +296,7 @@ class PersistLedger:
     voted_for: str
     truncate_from: int
     entries: tuple[Entry, ...]
+    base: LedgerBase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,14 +434,31 @@ class FetchState:
     """Get state from the peer (StateRequested, transfer, check, store); answer StateStored or FetchFailed.
 
     Attributes:
-        initial_digest: what genesis names, if Theta_0 will do: other bytes of version 0 (the peer's own proposal, or an
-            earlier leader's) are refused with FetchFailed and never stored over what is here. Later versions are fine.
+        version, digest: as the ledger names them (a snapshot, or Theta_0 of genesis): anything else is refused with
+            FetchFailed and never stored over what is here.
     """
 
     peer: str
     fragment: int
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PruneFiles:
+    """Payloads and states of the fragment before this version are not needed any more, here or by others."""
+
+    fragment: int
+    keep_from_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetStatesAside:
+    """This region's states of the fragment from this version on are not what the ledger names: rename their files, so
+    that no later process takes them; answer StatesRenamed."""
+
+    fragment: int
     version_min: int
-    initial_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -476,6 +514,8 @@ Effect = (
     | OfferVersion
     | FetchPayload
     | FetchState
+    | PruneFiles
+    | SetStatesAside
     | CloseBallot
     | StopLearner
     | WriteFinal

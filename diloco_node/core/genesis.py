@@ -47,7 +47,7 @@ class Genesis:
         is fetched.
         """
         ledger = self._ledger
-        is_lacking = min(self._versions.states) < 0
+        is_lacking = min(self._versions.states) < 0 and ledger.base.index == 0 and self._history.genesis is None
         bodies = (ledger.entry(index).body for index in range(1, ledger.last_index + 1))  # it is an early one
         return is_lacking and not any(isinstance(body, GenesisBody) for body in bodies)
 
@@ -74,10 +74,15 @@ class Genesis:
                 GenesisBody(run_id, manifest_digest, settings_digest, regions, digests, disks)
             )
 
+    def fault(self, body: GenesisBody) -> str:
+        """Why a ledger that begins so is of another run; empty if it is of this one."""
+        run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
+        return "" if run == self._run else f"the ledger is of another run: {run}, here {self._run}"
+
     def committed(self, body: GenesisBody) -> None:
         """Say that the run has begun, or raise an alarm when the ledger is of another one."""
-        run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
-        if run != self._run:
-            self._effects.note("genesis", f"the ledger is of another run: {run}, here {self._run}", is_alarm=True)
+        fault = self.fault(body)
+        if fault:
+            self._effects.note("genesis", fault, is_alarm=True)
         else:
             self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun")

@@ -81,6 +81,24 @@ class AppendEntriesReply:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseSent:
+    """Leader to a follower whose next entry is summed up: begin your ledger with this. AppendEntriesReply answers it.
+
+    Attributes:
+        sequence: as in AppendEntries.
+        index, base_term, hash: of the last entry that is summed up.
+        summary: of the entries up to there (`LedgerBase.summary`).
+    """
+
+    term: int
+    sequence: int
+    index: int
+    base_term: int
+    hash: bytes
+    summary: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class TimeoutNow:
     """Leader to all: the successor may stand for election at once, no pre-vote; the others may vote for it."""
 
@@ -263,10 +281,11 @@ class PayloadRequested:
 
 @dataclass(frozen=True, slots=True)
 class StateRequested:
-    """Send me parameters and momentum of a fragment at a committed version >= version_min (kind STATE), or Refused."""
+    """Send me parameters and momentum of a fragment at this version with this digest (kind STATE), or Refused."""
 
     fragment: int
-    version_min: int
+    version: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +302,7 @@ Message = (
     | RequestVoteReply
     | AppendEntries
     | AppendEntriesReply
+    | BaseSent
     | TimeoutNow
     | Heartbeat
     | BallotOpened

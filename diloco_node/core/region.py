@@ -18,18 +18,21 @@ from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import Effect, Event
 from diloco_node.core.genesis import Genesis
 from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.summary import decode_summary, named_disks
 from diloco_node.core.membership.liveness import SILENT_HEARTBEATS, Liveness
 from diloco_node.core.membership.replacement import DiskReplacement
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import due_fragments
-from diloco_node.core.recovery.digest_watch import DigestWatch
 from diloco_node.core.recovery.fetches import Fetches
+from diloco_node.core.recovery.patience import PayloadPatience
+from diloco_node.core.recovery.upkeep import Upkeep
 from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader, RoundMessage
 from diloco_node.core.rounds.participant import RoundParticipant
+from diloco_node.core.rounds.run_end import RunEnd
 from diloco_node.core.types import (
     Entry,
     EntryBody,
@@ -44,7 +47,19 @@ from diloco_node.core.view import Participation, RegionView, peer_views, round_v
 TURNS_MAX: Final = 10_000
 """Messages to itself and commits that one event may cause. More is a loop, and a bug."""
 
-_LEDGER_MESSAGES = msg.RequestVote | msg.RequestVoteReply | msg.AppendEntries | msg.AppendEntriesReply | msg.TimeoutNow
+ENTRIES_PER_EVENT: Final = 64
+"""Committed entries that are applied in one call, some milliseconds: after a restart, or when a region learns that
+thousands are committed, the event loop breathes in between."""
+
+# Tuples: a union of types takes `isinstance` ten times as long, and each message is asked.
+_LEDGER_MESSAGES = (
+    msg.RequestVote,
+    msg.RequestVoteReply,
+    msg.AppendEntries,
+    msg.AppendEntriesReply,
+    msg.BaseSent,
+    msg.TimeoutNow,
+)
 
 
 class RegionCore:
@@ -81,6 +96,9 @@ class RegionCore:
         fragments = len(manifest.fragments)
         self._effects = EffectBuffer(region)
         self.history = RoundHistory(fragments)
+        base = recovered.base
+        if base.index:
+            self.history.restore(decode_summary(base.summary, fragments=fragments), base.index, now_ns=now_ns)
         self.versions = Versions(
             region=region,
             fragments=fragments,
@@ -88,6 +106,7 @@ class RegionCore:
             recovered=recovered,
             history=self.history,
             effects=self._effects,
+            payload_versions=settings.payload_versions,
         )
         self._fetches = Fetches(region=region, regions=self._regions, effects=self._effects)
         self.ledger = LedgerCore(
@@ -103,6 +122,10 @@ class RegionCore:
             now_ns=now_ns,
             has_payload=self._has_payload,
             meaning=EntryCheck((run_id, settings_digest, manifest.digest, self._regions), manifest),
+            base=base,
+            has_base=self.versions.has_base,
+            base_fault=lambda sent: self._upkeep.base_fault(sent),  # noqa: PLW0108 - made below
+            named_by=lambda sent: named_disks(decode_summary(sent.summary, fragments=fragments)),
         )
         self.liveness = Liveness(
             region=region,
@@ -140,16 +163,25 @@ class RegionCore:
         )
         self._replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
         self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
-        self._digests = DigestWatch(fragments, self._effects)
+        self._upkeep = Upkeep(
+            regions=len(self._regions),
+            settings=settings,
+            ledger=self.ledger,
+            history=self.history,
+            versions=self.versions,
+            effects=self._effects,
+            genesis_fault=self._genesis.fault,
+        )
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self._regions, self.liveness)
-        self._requested_since_ns: dict[bytes, int] = {}
-        self._finish_ordered = ""
-        self._is_writing_final = False
-        self._is_final = False
-        self._reported_leader = ""
+        self._participation.restore(self.history.rounds_included)
+        self._patience = PayloadPatience(self.participant, settings)
+        self._end = RunEnd(
+            region, history=self.history, versions=self.versions, liveness=self.liveness, effects=self._effects
+        )
+        self._reported_leader = (0, "")
         self._behind_since_ns: int | None = None
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
             ev.TimerFired: self._timer_fired,
@@ -173,11 +205,11 @@ class RegionCore:
             ev.StateStored: self._state_stored,
             ev.FetchFailed: self._fetch_failed,
             ev.VersionApplied: self._version_applied,
-            ev.DigestComputed: lambda event, now_ns: self._digests.computed(
-                event.fragment, event.version, event.digest, now_ns=now_ns
-            ),
+            ev.CheckpointWritten: lambda event, _: self._upkeep.checkpoint_written(event),
+            ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
+            ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            ev.FinalWritten: self._final_written,
+            ev.FinalWritten: lambda _event, _now_ns: self._end.written(),
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
@@ -196,9 +228,14 @@ class RegionCore:
     @property
     def wake_at_ns(self) -> int:
         """When the next TimerFired is due."""
-        times = [self.ledger.wake_at_ns, self._next_beat_ns]
-        times += [at_ns for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns) if at_ns is not None]
-        return min(times)
+        if self.is_replaying:
+            # A nanosecond later, so that this is no timer that spins.
+            return self._now_ns + 1
+        wake_at_ns = min(self.ledger.wake_at_ns, self._next_beat_ns)
+        for at_ns in (self.leader.wake_at_ns, self._fetches.wake_at_ns):
+            if at_ns is not None and at_ns < wake_at_ns:
+                wake_at_ns = at_ns
+        return wake_at_ns
 
     @property
     def is_leader(self) -> bool:
@@ -211,24 +248,33 @@ class RegionCore:
         return self.ledger.is_own_disk_sound
 
     @property
+    def is_replaying(self) -> bool:
+        """Committed entries wait for their turn: what the ledger says is not all known here yet."""
+        return self.ledger.has_committed or self._upkeep.is_behind
+
+    @property
     def wants_initial_state(self) -> bool:
         """Whether Theta_0 of a new learner is of use; see `Genesis`."""
         return self._genesis.wants_initial_state
 
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
+        left = ENTRIES_PER_EVENT
+        if self._upkeep.follow_base(now_ns=now_ns):
+            self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         for _ in range(TURNS_MAX):
             if self._effects.local:
                 self._round_message(self._region, self._effects.local.popleft(), now_ns)
                 continue
             is_news = False
-            for entry in self.ledger.take_committed():
+            for entry in self.ledger.take_committed(left):
                 self._committed(entry, now_ns)
                 is_news = True
+                left -= 1
             self._follow_role(now_ns)
             self._genesis.propose()
             self.leader.advance(now_ns=now_ns)
-            while self.leader.proposals and self.ledger.is_leader:
+            while self.leader.proposals and self.ledger.is_leader and self._has_payload(self.leader.proposals[0]):
                 self._propose(self.leader.proposals.popleft(), now_ns)
                 is_news = True
             self.versions.pump()
@@ -237,21 +283,24 @@ class RegionCore:
                 break
         else:
             raise AssertionError(f"one event caused more than {TURNS_MAX} turns")
-        lacking = self._lacking(now_ns)
-        if lacking or not self._fetches.is_idle or not self.versions.has_started:
+        self._upkeep.learn()
+        self._upkeep.compare()
+        base = self._upkeep.next_base()
+        if base is not None:
+            self._emit(self.ledger.compact(base))
+            self._upkeep.compacted()
+        lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
+        if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
             alive = self.liveness.alive(now_ns=now_ns)
             self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
-        finished = self.history.finished
-        if finished is not None and not self._is_writing_final and tuple(self.versions.applied) == finished.versions:
-            self._is_writing_final = True
-            self._effects.emit(ev.WriteFinal(finished.versions))
-            self._stop_learner()
+        self._end.pump()
 
     def _committed(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
         self.history.apply(entry, now_ns=now_ns)
         self.versions.committed(entry)
+        self._upkeep.committed(entry)
         if isinstance(body, RoundBody):
             self._participation.count(body)
             self.participant.committed(body)
@@ -271,12 +320,13 @@ class RegionCore:
 
     def _follow_role(self, now_ns: int) -> None:
         ledger = self.ledger
-        if self._reported_leader != f"{ledger.term} {ledger.leader}" and ledger.leader:
-            self._reported_leader = f"{ledger.term} {ledger.leader}"
+        if ledger.leader and self._reported_leader != (ledger.term, ledger.leader):
+            self._reported_leader = (ledger.term, ledger.leader)
             self._effects.note("leader", f"{ledger.leader} leads term {ledger.term}")
         if self.leader.is_acting and not ledger.is_leader:
             self.leader.end()
-        if self.leader.is_acting or not ledger.is_settled or ledger.commit_index < ledger.cluster_commit_index:
+        is_caught_up = not ledger.has_committed and ledger.commit_index == ledger.cluster_commit_index
+        if self.leader.is_acting or not ledger.is_settled or not is_caught_up:
             return
         # Everything that older leaders committed is known and applied to the history now.
         reopen, left_out = self.participant.open_versions(), self.participant.left_out
@@ -288,35 +338,6 @@ class RegionCore:
             return False
         return self.versions.has_payload(body)
 
-    def _lacking(self, now_ns: int) -> list[EntryBody]:
-        """What the ledger waits for and nobody is sending already.
-
-        A majority may hold a payload, and its entry come, while the last merged stripe is still on its way to here.
-        """
-        missing = self.ledger.missing_payloads()
-        if not missing:
-            self._requested_since_ns.clear()
-            return []
-        since = {
-            body.payload_digest: self._requested_since_ns.get(body.payload_digest, now_ns)
-            for body in missing
-            if isinstance(body, RoundBody)
-        }
-        self._requested_since_ns = since
-        patience_ns = self._settings.ballot_deadline_min_ns // 2
-        return [
-            body
-            for body in missing
-            if not isinstance(body, RoundBody)
-            or not self.participant.is_following(body)
-            or (now_ns - since[body.payload_digest] >= patience_ns and not self.participant.is_storing(body))
-        ]
-
-    def _stop_learner(self) -> None:
-        finished = self.history.finished
-        if finished is not None and self._is_writing_final and self.liveness.learner(self._region) is not None:
-            self._effects.emit(ev.StopLearner(finished.reason))
-
     def _timer_fired(self, event: ev.TimerFired, now_ns: int) -> None:
         self._to_ledger(event, now_ns)
         if now_ns >= self._next_beat_ns:
@@ -325,6 +346,8 @@ class RegionCore:
             self.leader.tick()
             self._replace_disks(now_ns)
             self._make_way(now_ns)
+            if self.leader.is_acting:
+                self.leader.proposals += self._upkeep.proposals()
             self._repeat_requests()
 
     def _replace_disks(self, now_ns: int) -> None:
@@ -345,26 +368,27 @@ class RegionCore:
             self._behind_since_ns = now_ns
         elif now_ns - self._behind_since_ns >= self._settings.ballot_deadline_min_ns:
             self._emit(ledger.transfer_leadership("its disk lacks what is committed", now_ns=now_ns))
+        if ledger.is_leader and self._upkeep.reason:
+            self._emit(ledger.transfer_leadership(self._upkeep.reason, now_ns=now_ns))
         if self.leader.is_in_the_way:
             self._emit(ledger.transfer_leadership("it holds up the others: its disk, or its bulk", now_ns=now_ns))
 
     def _beat(self, now_ns: int, only_to: str | None = None) -> None:
         self.liveness.beat(
             applied_index=self.versions.applied_index(),
-            digests=self._digests.to_report(now_ns=now_ns) if only_to is None else (),
+            digests=self._upkeep.digests.to_report(now_ns=now_ns) if only_to is None else (),
             now_ns=now_ns,
             only_to=only_to,
         )
 
     def _repeat_requests(self) -> None:
         leader = self.ledger.leader
-        if not leader or self.history.genesis is None:
+        if not leader or self.history.genesis is None or self.is_replaying:
             return
         bodies = self._discards.bodies()
         if bodies:
             self._effects.send(leader, msg.DiscardReported(bodies))
-        if self._finish_ordered and self.history.finished is None:
-            self._effects.send(leader, msg.FinishRequested(self._finish_ordered))
+        self._end.ask(leader)
 
     def _message_arrived(self, event: ev.MessageArrived, now_ns: int) -> None:
         message = event.message
@@ -398,7 +422,7 @@ class RegionCore:
             self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
             return
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
-            self._digests.reported(peer, beat.digests)
+            self._upkeep.digests.reported(peer, beat.digests)
             self.leader.status_changed(peer, now_ns=now_ns)
 
     def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
@@ -424,7 +448,7 @@ class RegionCore:
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
-        self._stop_learner()
+        self._end.stop_learner()
 
     def _learner_detached(self, _: ev.LearnerDetached, now_ns: int) -> None:
         self._effects.note("learner", "detached")
@@ -471,12 +495,8 @@ class RegionCore:
         self._emit(self.ledger.payload_arrived(now_ns=now_ns))
 
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
-        self._finish_ordered = event.reason
+        self._end.order(event.reason)
         self._repeat_requests()
-
-    def _final_written(self, _: ev.FinalWritten, __: int) -> None:
-        self._is_final = True
-        self._effects.note("final", "final parameters are written")
 
     def view(self) -> RegionView:
         """Everything that `status` shows, as of the last event."""
@@ -493,18 +513,18 @@ class RegionCore:
             applied_index=self.versions.applied_index(),
             committed_versions=tuple(history.versions),
             versions=tuple(self.versions.applied),
-            digests=tuple(self._digests.newest(fragment) for fragment in fragments),
+            digests=tuple(self._upkeep.digests.newest(fragment) for fragment in fragments),
             learner=self.liveness.learner(self._region),
             rounds=round_views(self.leader, self.participant),
             peers=peer_views(self.liveness, now_ns=now_ns),
             participation=self._participation.view(),
-            waiting=self.leader.reason if self.leader.is_acting else ledger.reason,
+            waiting=self._upkeep.reason or (self.leader.reason if self.leader.is_acting else ledger.reason),
             fetching=self._fetches.in_flight(),
             rounds_committed=history.rounds_committed,
             tokens_merged=history.account.merged_tokens(len(fragments)),
-            digest_differences=self._digests.differences,
+            digest_differences=self._upkeep.digests.differences,
             is_ending=self.leader.is_ending,
             finished="" if history.finished is None else history.finished.reason,
-            is_final=self._is_final,
+            is_final=self._end.is_final,
             left_out=self.leader.left_out if self.leader.is_acting else self.participant.left_out,
         )

@@ -87,12 +87,17 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Octets:
-    """Bytes of exactly one of these lengths."""
+    """Bytes of exactly one of these lengths, or of any up to a limit.
+
+    Attributes:
+        most: the limit; 0: none but `lengths`.
+    """
 
     lengths: tuple[int, ...]
+    most: int = 0
 
     def __str__(self) -> str:
-        return f"{' or '.join(map(str, self.lengths))} bytes"
+        return f"at most {self.most:,} bytes" if self.most else f"{' or '.join(map(str, self.lengths))} bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +176,12 @@ def text_check(bound: Text) -> Check:
 
 def octets_check(bound: Octets) -> Check:
     """Of bytes."""
-    lengths = bound.lengths
+    lengths, most = bound.lengths, bound.most
 
     def check(value: Any) -> bytes:
         if type(value) is not bytes:
             raise OutOfBounds(f"expected bytes, got {type(value).__name__}")
-        if len(value) not in lengths:
+        if len(value) not in lengths and (not most or len(value) > most):
             raise OutOfBounds(f"{len(value)} bytes, expected {bound}")
         return value
 

@@ -134,7 +134,7 @@ class LearnerStatus:
 
 @dataclass(frozen=True, slots=True)
 class FragmentDigest:
-    """The digest of one fragment's parameters and momentum at one version (first 16 bytes of SHA-256)."""
+    """The digest of one fragment's parameters and momentum at one version, all 32 bytes (`codec.digest`)."""
 
     fragment: int
     version: int
@@ -158,6 +158,8 @@ class EntryKind(StrEnum):
     DISCARDED = "discarded"
     FINISHED = "finished"
     DISK_NAMED = "disk-named"
+    SNAPSHOT = "snapshot"
+    SUMMARY = "summary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +242,29 @@ class DiskNamedBody:
     disk: bytes
 
 
-EntryBody = GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody | DiskNamedBody
+@dataclass(frozen=True, slots=True)
+class SnapshotBody:
+    """A majority of the regions has these bytes: the state of `fragment` at `version` has this digest.
+
+    Only such states are fetched, and every region compares its own with them. Version 0 is snapshotted by genesis.
+    """
+
+    fragment: int
+    version: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SummaryBody:
+    """Digest of the `LedgerBase` at `index`, which every region computes: what may stand for the entries up to it."""
+
+    index: int
+    digest: bytes
+
+
+EntryBody = (
+    GenesisBody | LeaderBody | RoundBody | DiscardedBody | FinishedBody | DiskNamedBody | SnapshotBody | SummaryBody
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +283,25 @@ class Entry:
     previous: bytes
     body: EntryBody
     hash: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerBase:
+    """What a ledger begins with once its first entries are gone: they are summed up.
+
+    Attributes:
+        index, term, hash: of the last entry that is summed up; 0, 0 and 32 zero bytes for none.
+        summary: what the entries up to it say, as far as it still matters; `core.ledger.summary` encodes it.
+    """
+
+    index: int
+    term: int
+    hash: bytes
+    summary: bytes
+
+
+NO_BASE: Final = LedgerBase(0, 0, bytes(32), b"")
+"""The base of a ledger that has all its entries."""
 
 
 class Direction(StrEnum):
@@ -311,7 +354,11 @@ class RunSettings:
             [1, 2] x election_timeout_ns.
         ballot_deadline_min_ns: no ballot is given less time than this.
         payload_versions: payloads kept beyond the last checkpoint of their fragment.
-        checkpoint_versions: a region writes a fragment's state to disk every so many versions.
+        checkpoint_versions: a region writes a fragment's state to disk every so many versions, and the ledger gets its
+            digest.
+        summary_entries: the ledger is summed up every so many entries, and keeps at least so many behind the last sum.
+            With 24 fragments 1,024 entries are some 40 versions of each and about 1 MB: a region that was away for some
+            minutes gets the entries, and the log is a few MB whatever the age of the run.
     """
 
     fragments: int = 24
@@ -336,6 +383,7 @@ class RunSettings:
     ballot_deadline_min_ns: int = 2_000_000_000
     payload_versions: int = 8
     checkpoint_versions: int = 8
+    summary_entries: int = 1024
 
     @property
     def carry_steps_limit(self) -> int:
@@ -349,10 +397,12 @@ class Recovered:
 
     Attributes:
         term, voted_for: Raft's hard state; 0 and "" on an empty disk.
-        entries: the whole ledger, hash chain checked.
+        entries: the ledger after `base`, hash chain checked.
         states: per fragment the newest version whose parameters and momentum are on disk (-1: none).
         payloads: (fragment, version, digest) of complete payload files.
         disk: the folder's id (DISK_ID_BYTES), made at random when it was; one that lost what it had gets another.
+        state_digests: of `states`, as their files name them; empty where there is none. No tuple at all: unknown.
+        base: what stands for the entries before the first one.
     """
 
     term: int
@@ -360,4 +410,6 @@ class Recovered:
     entries: tuple[Entry, ...]
     states: tuple[int, ...]
     payloads: frozenset[tuple[int, int, bytes]]
+    state_digests: tuple[bytes, ...] = ()
+    base: LedgerBase = NO_BASE
     disk: bytes = bytes(16)

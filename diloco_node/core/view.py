@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from diloco_node.core.membership.liveness import Liveness
@@ -123,6 +124,11 @@ class Participation:
         self._liveness = liveness
         self._included = dict.fromkeys(regions, 0)
         self._committed = dict.fromkeys(regions, 0)
+
+    def restore(self, included: Mapping[str, int]) -> None:
+        """Go on from what the ledger's base says; who was live while a learner was left out, it does not say."""
+        for name in self._committed:
+            self._included[name] = self._committed[name] = included.get(name, 0)
 
     def count(self, body: RoundBody) -> None:
         """A round is committed."""

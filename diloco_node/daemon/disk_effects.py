@@ -65,7 +65,9 @@ class DiskEffects:
                 return
             # Until it is written: the answer to a later token answers for this one, too.
             self._is_ledger_broken = True
-            write = partial(self.store.persist, order.term, order.voted_for, order.truncate_from, order.entries)
+            write = partial(
+                self.store.persist, order.term, order.voted_for, order.truncate_from, order.entries, order.base
+            )
             await self._until_written("ledger", self.disk, write)
             self._is_ledger_broken = False
             self.post(ev.LedgerPersisted(order.token))

@@ -55,6 +55,10 @@ class Effects:
                 self.spawn(self.versions.apply(effect), f"apply {effect.body.fragment}")
             case ev.AdoptState():
                 self.spawn(self.versions.adopt(effect), f"adopt {effect.fragment}")
+            case ev.SetStatesAside():
+                self.spawn(self.versions.set_aside(effect), f"set aside {effect.fragment}")
+            case ev.PruneFiles():
+                self.spawn(self.versions.prune(effect), f"prune {effect.fragment}")
             case ev.OfferVersion():
                 self.learner.version_area.offer(effect)
             case ev.FetchPayload() | ev.FetchState():

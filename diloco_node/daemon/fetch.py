@@ -72,7 +72,7 @@ class Fetcher:
         if isinstance(order, FetchPayload):
             request = PayloadRequested(order.fragment, order.version, order.digest)
         else:
-            request = StateRequested(order.fragment, order.version_min)
+            request = StateRequested(order.fragment, order.version, order.digest)
         if not self.transport.send(order.peer, request):
             # The link went down after the core chose this peer: nothing will come, and nothing else would say so.
             self._fail(key, "no link")
@@ -82,7 +82,7 @@ class Fetcher:
         for is_payload in (True, False):
             key = (peer, message.fragment, is_payload)
             pending = self._pending.get(key)
-            if pending is not None and _version(pending.order) == message.version:
+            if pending is not None and pending.order.version == message.version:
                 self._fail(key, message.reason)
 
     def peer_lost(self, peer: str) -> None:
@@ -100,19 +100,16 @@ class Fetcher:
         return True
 
     def _is_requested(self, order: FetchPayload | FetchState, header: Payload | State, raw_bytes: int) -> bool:
+        if (header.version, header.digest) != (order.version, order.digest):
+            return False
         if isinstance(order, FetchPayload):
-            blocks = self.parameters.blocks[header.fragment]
-            return (header.version, header.digest) == (order.version, order.digest) and (
-                raw_bytes == blocks.encoded_bytes
-            )
-        return header.version >= order.version_min and (
-            raw_bytes == 8 * self.parameters.manifest.fragments[header.fragment].size
-        )
+            return raw_bytes == self.parameters.blocks[header.fragment].encoded_bytes
+        return raw_bytes == 8 * self.parameters.manifest.fragments[header.fragment].size
 
     def stored(self, fragment: int, version: int) -> None:
         """The payload came by itself, as merged stripes: that is the answer, and what the peer sends is not needed."""
         for key in sorted(self._pending):
-            if key[1:] == (fragment, True) and _version(self._pending[key].order) == version:
+            if key[1:] == (fragment, True) and self._pending[key].order.version == version:
                 self._pending.pop(key).watchdog.cancel()
 
     async def arrived(self, peer: str, header: Payload | State, body: U8, *, is_whole: bool) -> None:
@@ -133,9 +130,9 @@ class Fetcher:
                 assert isinstance(pending.order, FetchPayload)
                 event = await self._store_payload(pending.order, body)
             else:
-                event = await self._store_state(peer, pending.order, header, body)
+                event = await self._store_state(pending.order, body)
         except StorageError as error:
-            event = FetchFailed(peer, header.fragment, _version(pending.order), f"own disk: {error}")
+            event = FetchFailed(peer, header.fragment, header.version, f"own disk: {error}")
         self.post(event)
 
     async def _store_payload(self, order: FetchPayload, body: U8) -> Event:
@@ -147,72 +144,55 @@ class Fetcher:
         await in_thread(self.pool, self.store.store_payload, order.fragment, order.version, order.digest, parts)
         return PayloadStored(order.fragment, order.version, order.digest)
 
-    async def _store_state(self, peer: str, order: FetchPayload | FetchState, header: State, body: U8) -> Event:
-        assert isinstance(order, FetchState)
-        if header.version == 0 and order.initial_digest not in (b"", header.digest):
-            return FetchFailed(peer, header.fragment, header.version, "the Theta_0 of another genesis")
+    async def _store_state(self, order: FetchPayload | FetchState, body: U8) -> Event:
         theta, momentum = np.split(body.view(np.float32), 2)
         digest = await in_thread(self.pool, fragment_digest, theta, momentum)
-        if digest != header.digest:
-            return FetchFailed(peer, header.fragment, header.version, "the state does not match its digest")
-        state = (theta, momentum, header.digest)
-        if header.version == 0:
-            await in_thread(self.pool, lambda: self.initial.store_fetched(header.fragment, *state))
+        if digest != order.digest:
+            return FetchFailed(order.peer, order.fragment, order.version, "the state is not what the ledger names")
+        state = (theta, momentum, digest)
+        if order.version == 0:
+            await in_thread(self.pool, lambda: self.initial.store_fetched(order.fragment, *state))
         else:
-            await in_thread(self.pool, lambda: self.store.store_state(header.fragment, header.version, *state))
-        return StateStored(header.fragment, header.version, header.digest)
+            await in_thread(self.pool, lambda: self.store.store_state(order.fragment, order.version, *state))
+        return StateStored(order.fragment, order.version, digest)
 
     def _fail(self, key: tuple[str, int, bool], reason: str) -> None:
         pending = self._pending.pop(key, None)
         if pending is None:
             return
         pending.watchdog.cancel()
-        self.post(FetchFailed(key[0], key[1], _version(pending.order), reason))
+        self.post(FetchFailed(key[0], key[1], pending.order.version, reason))
 
     def requested(self, peer: str, message: PayloadRequested | StateRequested) -> None:
         """A peer requests bytes; answer with a transfer or Refused."""
-        version = message.version if isinstance(message, PayloadRequested) else message.version_min
         if not 0 <= message.fragment < len(self.parameters.versions):
-            self.transport.send(peer, Refused(message.fragment, version, "unknown"))
+            self.transport.send(peer, Refused(message.fragment, message.version, "unknown"))
         elif self.serves >= SERVES_MAX or self._serves_of[peer] >= SERVES_OF_A_PEER_MAX:
-            self.transport.send(peer, Refused(message.fragment, version, "busy"))
+            self.transport.send(peer, Refused(message.fragment, message.version, "busy"))
         else:
             self.serves += 1
             self._serves_of[peer] += 1
-            self.spawn(self._serve(peer, message, version), f"serve {peer}")
+            self.spawn(self._serve(peer, message), f"serve {peer}")
 
-    async def _serve(self, peer: str, message: PayloadRequested | StateRequested, version: int) -> None:
+    async def _serve(self, peer: str, message: PayloadRequested | StateRequested) -> None:
+        name = (message.fragment, message.version, message.digest)
         try:
             header: Payload | State
             if isinstance(message, PayloadRequested):
-                body = await in_thread(self.pool, self.store.read_payload, message.fragment, version, message.digest)
-                header = Payload(message.fragment, version, message.digest)
+                body = await in_thread(self.pool, self.store.read_payload, *name)
+                header = Payload(*name)
             else:
-                newest, digest, body = await self._state(message.fragment, version)
-                header = State(message.fragment, newest, digest)
+                # From disk, where a version stays as it is while later rounds change the memory.
+                body = await in_thread(self.pool, self.store.read_state_bytes, *name)
+                header = State(*name)
             await self.transport.transfer(peer, header, body.data)
         except DamagedFile:
-            self.transport.send(peer, Refused(message.fragment, version, "gone"))
+            self.transport.send(peer, Refused(message.fragment, message.version, "gone"))
         except StorageError:  # it is there, and can't be read just now
-            self.transport.send(peer, Refused(message.fragment, version, "busy"))
+            self.transport.send(peer, Refused(message.fragment, message.version, "busy"))
         except LinkLost:
             pass  # the peer sees the link go too, and asks again when it is back
         finally:
             self.serves -= 1
             self._serves_of[peer] -= 1
 
-    async def _state(self, fragment: int, version_min: int) -> tuple[int, bytes, U8]:
-        """From memory, or before genesis is committed Theta_0 from disk. Raises StorageError when there is neither."""
-        if self.parameters.versions[fragment] >= version_min:
-            return await self.parameters.state_bytes(fragment)
-
-        def read() -> tuple[bytes, U8]:
-            theta, momentum = self.store.read_state(fragment, version_min)
-            return fragment_digest(theta, momentum), np.concatenate((theta, momentum)).view(np.uint8)
-
-        digest, body = await in_thread(self.pool, read)
-        return version_min, digest, body
-
-
-def _version(order: FetchPayload | FetchState) -> int:
-    return order.version if isinstance(order, FetchPayload) else order.version_min

@@ -133,16 +133,8 @@ class Parameters:
             await in_thread(self._pool, np.copyto, out, self._theta[fragment])
             return self.versions[fragment]
 
-    async def state_bytes(self, fragment: int) -> tuple[int, bytes, npt.NDArray[np.uint8]]:
-        """Version, digest, and a copy of parameters followed by momentum as bytes."""
-        async with self._locks[fragment]:
-            version = self.versions[fragment]
-            digest = await in_thread(self._pool, fragment_digest, self._theta[fragment], self._momentum[fragment])
-            both = await in_thread(self._pool, np.concatenate, (self._theta[fragment], self._momentum[fragment]))
-        return version, digest, both.view(np.uint8)
-
-    async def checkpoint(self, fragment: int) -> int:
-        """Write the fragment's state to disk (fsync) and prune what it replaces; returns the version written.
+    async def checkpoint(self, fragment: int) -> tuple[int, bytes]:
+        """Write the fragment's state to disk (fsync); returns the version written, and its digest.
 
         Raises:
             StorageError: the disk refused.
@@ -159,9 +151,12 @@ class Parameters:
                 self._momentum[fragment],
                 digest,
             )
-        keep_from = version - self._settings.payload_versions
-        await in_thread(self._pool, self._store.prune, fragment, keep_from)
-        return version
+        return version, digest
+
+    async def set_states_aside(self, fragment: int, version_min: int) -> None:
+        """Rename the fragment's state files from this version on, after what is being written. Raises StorageError."""
+        async with self._locks[fragment]:
+            await in_thread(self._pool, self._store.set_states_aside, fragment, version_min)
 
     async def write_ahead(self, fragment: int) -> None:
         """Prepare a file for the fragment's next payload. Raises StorageError."""

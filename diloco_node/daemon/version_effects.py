@@ -8,7 +8,18 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from diloco_node.codec.digest import payload_digest
-from diloco_node.core.events import AdoptState, ApplyVersion, DigestComputed, Event, Note, VersionApplied
+from diloco_node.core.events import (
+    AdoptState,
+    ApplyVersion,
+    CheckpointWritten,
+    DigestComputed,
+    Event,
+    Note,
+    PruneFiles,
+    SetStatesAside,
+    StatesRenamed,
+    VersionApplied,
+)
 from diloco_node.core.types import RoundBody
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters
@@ -54,9 +65,11 @@ class VersionEffects:
         await self._compute_digest(fragment)
         if version % self.checkpoint_versions == 0:
             try:
-                await self.parameters.checkpoint(fragment)
+                written = await self.parameters.checkpoint(fragment)
             except StorageError as error:
                 self.note(Note("disk", f"checkpoint not written: {error}", fragment, version, is_alarm=True))
+            else:
+                self.post(CheckpointWritten(fragment, *written))
 
     async def _payload_parts(self, body: RoundBody) -> tuple[list[U8], bool]:
         """The committed payload by stripes: from memory if it is the very one, else from disk.
@@ -81,6 +94,19 @@ class VersionEffects:
             raise _lost_on_disk(f"state {order.fragment}.{order.version}", error) from error
         self.post(VersionApplied(order.fragment, order.version))
         await self._compute_digest(order.fragment)
+
+    async def set_aside(self, order: SetStatesAside) -> None:
+        """Rename states that are not what the ledger names. Raises DilocoError when the disk refuses."""
+        try:
+            await self.parameters.set_states_aside(order.fragment, order.version_min)
+        except StorageError as error:
+            raise _lost_on_disk(f"state {order.fragment}.{order.version_min}", error) from error
+        self.post(StatesRenamed(order.fragment))
+
+    async def prune(self, order: PruneFiles) -> None:
+        """Remove files that nobody needs any more; those that the disk refuses to remove stay until the next time."""
+        with contextlib.suppress(StorageError):
+            await in_thread(self.pool, self.store.prune, order.fragment, order.keep_from_version)
 
     async def _compute_digest(self, fragment: int) -> None:
         self.post(DigestComputed(fragment, *await self.parameters.digest(fragment)))

@@ -42,10 +42,13 @@ class Audit:
 
     Attributes:
         lines: by (learner, incarnation, fragment).
+        liars: their learners' accounts are not looked at.
     """
 
     def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
         self.lines: dict[tuple[str, int, int], Line] = {}
+        self.liars: frozenset[str] = frozenset()
+        self._newest: dict[str, int] = {}
         self._setup = setup
         self._violate = violate
 
@@ -53,8 +56,9 @@ class Audit:
         """Book a committed entry."""
         if isinstance(body, RoundBody):
             for member in body.members:
-                self._merged(body, member.contribution, counters)
-        elif isinstance(body, DiscardedBody):
+                if member.contribution.learner not in self.liars:
+                    self._merged(body, member.contribution, counters)
+        elif isinstance(body, DiscardedBody) and body.learner not in self.liars:
             self._discarded(body, counters)
 
     def _merged(self, body: RoundBody, contribution: Contribution, counters: Counters) -> None:
@@ -69,6 +73,10 @@ class Audit:
             )
         if contribution.base_version >= body.version:
             self._violate(f"account: {what} has base {contribution.base_version}, not before the version it makes")
+        if contribution.incarnation < self._newest.get(contribution.learner, 0):
+            newest = self._newest[contribution.learner]
+            self._violate(f"account: {what} is of a dead incarnation: {newest} is in the ledger")
+        self._newest[contribution.learner] = contribution.incarnation
         self._interval(line, what, contribution.step_from, contribution.step_to)
         line.included_version = body.version
         line.merged_steps += contribution.steps
@@ -98,7 +106,7 @@ class Audit:
 
     def close(self, hosts: Mapping[str, Host]) -> None:
         """At rest: trained = merged + discarded + carried, for every incarnation and fragment there ever was."""
-        for name in sorted(hosts):
+        for name in sorted(hosts.keys() - self.liars):
             for incarnation in sorted(hosts[name].disk.counters):
                 for fragment in range(len(self._setup.layouts)):
                     self._close_line(hosts[name], incarnation, fragment)
@@ -107,7 +115,7 @@ class Audit:
         """How many accounts wait for a discard: of dead incarnations, or of what `overwrite` threw away."""
         return sum(
             self._waits(hosts[name], incarnation, fragment)
-            for name in sorted(hosts)
+            for name in sorted(hosts.keys() - self.liars)
             for incarnation in hosts[name].disk.counters
             for fragment in range(len(self._setup.layouts))
         )

@@ -7,16 +7,83 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from diloco_node.sim import view
+from diloco_node.sim.checkers import Checkers
+from diloco_node.sim.gray_faults import GrayFaults
 from diloco_node.sim.host import Host
+from diloco_node.sim.raft_faults import RaftFaults
 from diloco_node.sim.world import MS, SECOND, FakeNetwork, World
 
 SLOW_FACTOR = 60
 """A slow disk takes this many times as long."""
 
+LASTS_MEAN_NS = 2 * SECOND
+"""How long a fault lasts, on average, where `LASTS_NS` has nothing else."""
+
+LASTS_NS = {
+    "leader isolated": (2 * SECOND, 8 * SECOND),
+    "minority isolated": (2 * SECOND, 8 * SECOND),
+    "votes lost": (2 * SECOND, 5 * SECOND),
+    "bulk cut one way": (2 * SECOND, 12 * SECOND),
+    "bulk cut": (2 * SECOND, 12 * SECOND),
+    "bulk crawls": (2 * SECOND, 12 * SECOND),
+    "large transfers lost": (2 * SECOND, 12 * SECOND),
+    "corrupt transfers": (2 * SECOND, 12 * SECOND),
+    "region away": (10 * SECOND, 40 * SECOND),
+}
+"""Between these, evenly."""
+
+SCHEDULES: dict[str, dict[str, int]] = {
+    "usual": {
+        "daemon killed": 5,
+        "leader killed": 3,
+        "clean stop": 2,
+        "learner killed": 3,
+        "power cut": 3,
+        "partition": 4,
+        "one-way cut": 4,
+        "flaky links": 3,
+        "slow links": 2,
+        "slow disk": 2,
+    },
+    "elections": {
+        "leader dies after its append": 4,
+        "figure 8": 3,
+        "leader dies after its commit": 4,
+        "leader isolated": 3,
+        "minority isolated": 3,
+        "votes lost": 3,
+        "majority restarted": 2,
+        "learner killed": 2,
+        "slow disk": 1,
+    },
+    "gray": {
+        "bulk cut one way": 4,
+        "bulk cut": 3,
+        "bulk crawls": 2,
+        "large transfers lost": 3,
+        "corrupt transfers": 3,
+        "daemon killed": 2,
+        "leader killed": 2,
+        "learner killed": 1,
+        "one-way cut": 1,
+    },
+    "away": {
+        "region away": 4,
+        "leader killed": 2,
+        "learner killed": 2,
+        "flaky links": 1,
+        "slow disk": 1,
+    },
+}
+"""What goes wrong how often in each kind of run."""
+
+ODDS = {"usual": 5, "elections": 3, "gray": 2, "away": 1}
+"""How often a seed draws each schedule."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trouble:
-    """Links of one region that lose, double and delay."""
+    """Links of one region (of all if it is empty) that lose, double and delay."""
 
     region: str
     loss: float
@@ -30,11 +97,22 @@ class Chaos:
     The gaps between them are counted in events, so that a run with many regions sees as many faults as a small one.
 
     Attributes:
+        schedule: which kinds of faults, by name (`SCHEDULES`).
         injected: how many of each kind.
         is_over: no further faults; set by `heal`.
     """
 
-    def __init__(self, world: World, network: FakeNetwork, hosts: Mapping[str, Host], *, mean_gap_events: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        network: FakeNetwork,
+        hosts: Mapping[str, Host],
+        checkers: Checkers,
+        *,
+        schedule: str,
+        mean_gap_events: int,
+    ) -> None:
+        self.schedule = schedule
         self.injected: Counter[str] = Counter()
         self.is_over = False
         self._world = world
@@ -47,18 +125,33 @@ class Chaos:
         self._usual = {pair: replace(link) for pair, link in network.links.items()}
         self._troubles: list[_Trouble] = []
         self._number = 0
-        self._kinds: tuple[tuple[str, int, Callable[[], Callable[[], None] | None]], ...] = (
-            ("daemon killed", 5, self._kill_daemon),
-            ("leader killed", 3, self._kill_leader),
-            ("clean stop", 2, self._stop_daemon),
-            ("learner killed", 3, self._kill_learner),
-            ("power cut", 3, self._cut_power),
-            ("partition", 4, self._partition),
-            ("one-way cut", 4, self._one_way),
-            ("flaky links", 3, self._flaky),
-            ("slow links", 2, self._slow_links),
-            ("slow disk", 2, self._slow_disk),
-        )
+        self._raft = RaftFaults(world, network, hosts)
+        gray = GrayFaults(world, network, checkers, hosts)
+        self._kinds: dict[str, Callable[[], Callable[[], None] | None]] = {
+            "daemon killed": self._kill_daemon,
+            "leader killed": self._kill_leader,
+            "clean stop": self._stop_daemon,
+            "learner killed": self._kill_learner,
+            "power cut": self._cut_power,
+            "partition": self._partition,
+            "one-way cut": self._one_way,
+            "flaky links": self._flaky,
+            "slow links": self._slow_links,
+            "slow disk": self._slow_disk,
+            "region away": self._cut_power,
+            "leader dies after its append": self._raft.kill_after_append,
+            "figure 8": self._raft.figure_8,
+            "leader dies after its commit": self._raft.kill_after_commit,
+            "leader isolated": self._raft.isolate_leader,
+            "minority isolated": self._raft.isolate_minority,
+            "majority restarted": self._raft.restart_majority,
+            "votes lost": self._lose_votes,
+            "bulk cut one way": gray.cut_one_way,
+            "bulk cut": gray.cut_both_ways,
+            "bulk crawls": gray.crawl,
+            "large transfers lost": gray.lose_large,
+            "corrupt transfers": gray.corrupt,
+        }
         self._draw_next()
 
     @property
@@ -68,7 +161,7 @@ class Chaos:
 
     def heal(self) -> None:
         """Undo everything and start what is down."""
-        self.is_over = True
+        self.is_over = self._raft.is_over = True
         for number in sorted(self._undo):
             self._undo.pop(number)()
         for name in self._names:
@@ -80,6 +173,7 @@ class Chaos:
 
     def poll(self) -> None:
         """Inject a fault if it is time for one."""
+        self._raft.poll()
         if not self.is_over and self._world.events >= self._next_at_event:
             self._draw_next()
             self._inject()
@@ -88,16 +182,17 @@ class Chaos:
         self._next_at_event = self._world.events + 1 + int(self._world.rng.expovariate(1.0) * self._mean_gap_events)
 
     def _inject(self) -> None:
-        names = [kind[0] for kind in self._kinds]
-        weights = [kind[1] for kind in self._kinds]
-        picked = self._world.rng.choices(range(len(names)), weights)[0]
-        undo = self._kinds[picked][2]()
+        kinds = SCHEDULES[self.schedule]
+        picked = self._world.rng.choices(list(kinds), list(kinds.values()))[0]
+        undo = self._kinds[picked]()
         if undo is not None:
-            self.injected[names[picked]] += 1
-            self._world.note("world", f"fault: {names[picked]}", names[picked].encode())
+            self.injected[picked] += 1
+            self._world.note("world", f"fault: {picked}", picked.encode())
             self._number += 1
             self._undo[self._number] = undo
-            lasts_ns = int(self._world.rng.expovariate(1.0) * 2 * SECOND) + 50 * MS
+            lasts_ns = int(self._world.rng.expovariate(1.0) * LASTS_MEAN_NS) + 50 * MS
+            if picked in LASTS_NS:
+                lasts_ns = self._world.draw_ns(*LASTS_NS[picked])
             self._world.after(lasts_ns, None, self._end, self._number)
 
     def _end(self, number: int) -> None:
@@ -192,9 +287,24 @@ class Chaos:
     def _slow_links(self) -> Callable[[], None] | None:
         return self._change_links(loss=0.0, duplicate=0.0, slower=8)
 
-    def _change_links(self, *, loss: float, duplicate: float, slower: int) -> Callable[[], None]:
+    def _lose_votes(self) -> Callable[[], None] | None:
+        """The leader dies, and half of what the others say about it is lost."""
+        start_daemon = self._kill_leader()
+        if start_daemon is None:
+            return None
+        restore = self._change_links(loss=0.5, duplicate=0.1, slower=1, region="")
+
+        def end() -> None:
+            restore()
+            start_daemon()
+
+        return end
+
+    def _change_links(
+        self, *, loss: float, duplicate: float, slower: int, region: str | None = None
+    ) -> Callable[[], None]:
         """All links of one region lose, double and delay, until it ends; of two such faults the worst counts."""
-        trouble = _Trouble(self._pick().name, loss, duplicate, slower)
+        trouble = _Trouble(self._pick().name if region is None else region, loss, duplicate, slower)
         self._troubles.append(trouble)
         self._set_links()
 
@@ -207,7 +317,7 @@ class Chaos:
     def _set_links(self) -> None:
         for pair, link in self._network.links.items():
             usual = self._usual[pair]
-            here = [one for one in self._troubles if one.region in pair]
+            here = [one for one in self._troubles if one.region in ("", *pair)]
             slower = max((one.slower for one in here), default=1)
             link.loss = max([usual.loss, *(one.loss for one in here)])
             link.duplicate = max([usual.duplicate, *(one.duplicate for one in here)])

@@ -9,8 +9,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from diloco_node.core.types import DISK_ID_BYTES, Entry, Recovered
+from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, LedgerBase, Recovered
 from diloco_node.numeric import F32
+from diloco_node.sim.tensors import state_digest
 
 PayloadKey = tuple[int, int, bytes]
 """(fragment, version, digest)."""
@@ -41,6 +42,7 @@ class LedgerWrite:
     voted_for: str
     truncate_from: int
     entries: tuple[Entry, ...]
+    base: LedgerBase | None = None
 
 
 @dataclass(slots=True)
@@ -48,9 +50,10 @@ class Disk:
     """What is fsynced in one region, and what is on its way.
 
     Attributes:
-        term, voted_for, entries: the ledger file.
+        term, voted_for, base, entries: the ledger file; the entries follow the base.
         payloads: complete payload files.
         states: per fragment the newest state file; at version 0 perhaps Theta_0 of a genesis that never was.
+        older_states: state files by fragment and version, the newest one too.
         counters: per incarnation of this region's learner (steps, tokens) trained, as persisted.
         ledger_queue: ledger writes not yet fsynced, in order.
         late_writes: writes whose effect on the durable attributes comes with their fsync.
@@ -61,9 +64,11 @@ class Disk:
 
     term: int = 0
     voted_for: str = ""
+    base: LedgerBase = NO_BASE
     entries: list[Entry] = field(default_factory=list)
     payloads: dict[PayloadKey, DiskPayload] = field(default_factory=dict)
     states: dict[int, DiskState] = field(default_factory=dict)
+    older_states: dict[tuple[int, int], DiskState] = field(default_factory=dict)
     counters: dict[int, tuple[int, int]] = field(default_factory=dict)
     ledger_queue: list[LedgerWrite] = field(default_factory=list)
     late_writes: list[Callable[[], None]] = field(default_factory=list)
@@ -108,13 +113,42 @@ class Disk:
             states=tuple(self.states[p].version if p in self.states else -1 for p in range(fragments)),
             payloads=frozenset(self.payloads),
             disk=self.id,
+            state_digests=tuple(
+                state_digest(self.states[p].theta, self.states[p].momentum) if p in self.states else b""
+                for p in range(fragments)
+            ),
+            base=self.base,
         )
 
-    def prune(self, fragment: int, keep_versions: int) -> None:
-        """Forget payloads of the fragment that are older than its state on disk by more than `keep_versions`."""
-        oldest = self.states[fragment].version - keep_versions
-        for key in [key for key in self.payloads if key[0] == fragment and key[1] <= oldest]:
+    def entry(self, index: int) -> Entry | None:
+        """The entry at an index, if it is here and not summed up."""
+        at = index - 1 - self.base.index
+        return self.entries[at] if 0 <= at < len(self.entries) else None
+
+    def keep_state(self, fragment: int, state: DiskState) -> None:
+        """A state file is there."""
+        self.older_states[fragment, state.version] = state
+        held = self.states.get(fragment)
+        if held is None or held.version <= state.version:
+            self.states[fragment] = state
+
+    def set_states_aside(self, fragment: int, version_min: int) -> None:
+        """Forget the states of the fragment from this version on."""
+        for key in [key for key in self.older_states if key[0] == fragment and key[1] >= version_min]:
+            del self.older_states[key]
+        left = [state for (one, _), state in sorted(self.older_states.items(), key=lambda at: at[0]) if one == fragment]
+        self.states.pop(fragment, None)
+        if left:
+            self.states[fragment] = left[-1]
+
+    def prune(self, fragment: int, keep_from_version: int) -> None:
+        """Forget payloads and states of the fragment before this version, but what this region itself may need."""
+        held = self.states.get(fragment)
+        keep_from = min(keep_from_version, -1 if held is None else held.version)
+        for key in [key for key in self.payloads if key[0] == fragment and key[1] < keep_from]:
             del self.payloads[key]
+        for name in [name for name in self.older_states if name[0] == fragment and name[1] < keep_from]:
+            del self.older_states[name]
 
     def _apply(self, write: LedgerWrite, *, records: int | None) -> None:
         """Apply the first `records` records of the write, all if None."""
@@ -125,5 +159,10 @@ class Disk:
             self.votes[self.term] = self.voted_for
         if left >= 2:
             if write.truncate_from:
-                del self.entries[write.truncate_from - 1 :]
+                del self.entries[write.truncate_from - 1 - self.base.index :]
+            if write.base is not None:
+                # A new file takes the place of the old one: all of it is there, or nothing.
+                left = 2 + len(write.entries)
+                del self.entries[: write.base.index - self.base.index]
+                self.base = write.base
             self.entries.extend(write.entries[: left - 2])

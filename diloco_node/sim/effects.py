@@ -39,6 +39,8 @@ class FakeEffects:
             ev.OfferVersion: self._offer,
             ev.FetchPayload: host.fetches.ask,
             ev.FetchState: host.fetches.ask,
+            ev.PruneFiles: lambda effect: host.disk.prune(effect.fragment, effect.keep_from_version),
+            ev.SetStatesAside: self._set_aside,
             ev.CloseBallot: self._close_ballot,
             ev.StopLearner: self._stop_learner,
             ev.WriteFinal: self._write_final,
@@ -53,7 +55,7 @@ class FakeEffects:
         self._host.network.send(self._host.name, effect.peer, encode_control(effect.message))
 
     def _persist(self, effect: ev.PersistLedger) -> None:
-        write = LedgerWrite(effect.term, effect.voted_for, effect.truncate_from, effect.entries)
+        write = LedgerWrite(effect.term, effect.voted_for, effect.truncate_from, effect.entries, effect.base)
         self._host.write_ledger(write, lambda: self._host.post(ev.LedgerPersisted(effect.token)))
 
     def _store_payload(self, effect: ev.StorePayload) -> None:
@@ -150,7 +152,14 @@ class FakeEffects:
         self._host.after(MS, self._host.post, ev.DigestComputed(fragment, version, digest))
         if not is_on_disk and version % self._host.setup.settings.checkpoint_versions == 0:
             state = self._host.plane.state(fragment)
-            self._host.write_file(lambda: self._host.keep_state(fragment, state, is_pruning=True), lambda: None)
+            self._host.write_file(
+                lambda: self._host.disk.keep_state(fragment, state),
+                lambda: self._host.post(ev.CheckpointWritten(fragment, version, digest)),
+            )
+
+    def _set_aside(self, effect: ev.SetStatesAside) -> None:
+        self._host.disk.set_states_aside(effect.fragment, effect.version_min)
+        self._host.after(MS, self._host.post, ev.StatesRenamed(effect.fragment))
 
     def _offer(self, effect: ev.OfferVersion) -> None:
         if self._host.plane.versions[effect.fragment] != effect.version:

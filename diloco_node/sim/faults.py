@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_node.core.events import ContributionStripeArrived
+from diloco_node.core.messages import BallotOpened, PayloadDurable, StripesReceived
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Ballot, Codec, Recovered
 from diloco_node.errors import ConfigError
 from diloco_node.sim import view
 from diloco_node.sim.host import Host
 from diloco_node.sim.setup import Setup
+from diloco_node.wire.envelope import decode_control, encode_control
 
 MIN_DEADLINE_NS = 100_000_000
 
@@ -54,6 +56,8 @@ class Fault:
         spoil: changes a core right after it was made.
         plant: changes a host before the run.
         adapt: changes the run so that the fault can show.
+        schedule: the one that shows it best; empty: the seed's.
+        has_liar: it takes a region that lies to show it.
     """
 
     name: str
@@ -61,6 +65,8 @@ class Fault:
     spoil: Callable[[Any], None] = _nothing
     plant: Callable[[Host], None] = _nothing
     adapt: Callable[[Setup], Setup] = _unchanged
+    schedule: str = ""
+    has_liar: bool = False
 
     def make_core(self, region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
         """The real core with the fault in it."""
@@ -101,10 +107,12 @@ def _take_uncommitted(core: Any) -> None:
     ledger = view.ledger(core)
     taken = [0]
 
-    def take() -> list[Any]:
-        first, last = taken[0], max(taken[0], ledger.last_index)
+    def take(entries_max: int | None = None) -> list[Any]:
+        del entries_max
+        first, last = max(taken[0], ledger.base.index), max(taken[0], ledger.last_index)
         taken[0] = last
-        return list(ledger.entries[first:last])
+        ledger._taken_index = max(ledger._taken_index, ledger.commit_index)
+        return list(ledger.entries[first - ledger.base.index : last - ledger.base.index])
 
     ledger.take_committed = take  # type: ignore[method-assign]
 
@@ -149,6 +157,144 @@ def _add_in_order_of_arrival(core: Any) -> None:
 def _reuse_ballots(core: Any) -> None:
     leader = view.rounds(core)
     leader._next_number = lambda: Ballot(leader._term, 1)  # type: ignore[method-assign]
+
+
+def _elect_any_length(core: Any) -> None:
+    ledger = view.ledger(core)
+    ledger._is_up_to_date = lambda last_index, last_term: last_index >= ledger.last_index  # type: ignore[method-assign]
+
+
+def _commit_unmatched(core: Any) -> None:
+    ledger = view.ledger(core)
+    follow = ledger._append_entries
+
+    def follow_and_commit(peer: str, request: Any, now_ns: int) -> None:
+        follow(peer, request, now_ns)
+        if not ledger.is_leader and request.term == ledger.term:
+            reached = min(request.commit_index, ledger._log.known_index)
+            ledger._cluster_commit_index = max(ledger._cluster_commit_index, reached)
+
+    ledger._append_entries = follow_and_commit  # type: ignore[method-assign]
+
+
+def _merge_the_dead(core: Any) -> None:
+    history = core.history
+    view.rounds(core)._eligibility.incarnation_min = lambda learner: 0  # type: ignore[method-assign]
+    history.contribution_fault = lambda offered, *, version, incarnation_min: (
+        history.account.refusal(offered) if 0 <= offered.base_version < version else "base"
+    )
+
+
+class _Forgetful(set[Any]):
+    """Remembers nothing."""
+
+    def add(self, _: Any) -> None:
+        """Forget it."""
+
+
+def _forget_bookings(core: Any) -> None:
+    view.rounds(core)._answers._discards._booking = _Forgetful()
+
+
+def _weigh_all_the_same(core: Any) -> None:
+    merges = view.rounds(core)._merges
+    decide = merges.decide
+
+    def decide_wrong(one: Any, chosen: Any) -> Any:
+        decision = decide(one, chosen)
+        one.weights = (1.0,) * len(chosen)
+        return decision
+
+    merges.decide = decide_wrong  # type: ignore[method-assign]
+
+
+def _halve_share(core: Any) -> None:
+    merges = view.rounds(core)._merges
+    body_of = merges.body
+
+    def body_wrong(one: Any) -> Any:
+        body = body_of(one)
+        return replace(body, share=body.share / 2)
+
+    merges.body = body_wrong  # type: ignore[method-assign]
+
+
+def _count_any_digest(core: Any) -> None:
+    leader = view.rounds(core)
+    try_propose = leader._try_propose
+
+    def propose_early(one: Any, now_ns: int) -> None:
+        if one.is_merged:
+            one.holders = dict.fromkeys(one.holders, one.digest)
+        try_propose(one, now_ns)
+
+    leader._try_propose = propose_early  # type: ignore[method-assign]
+
+
+def _tell_another_digest(host: Host) -> None:
+    """One region says that it holds other bytes, long before it holds any."""
+    if host.name != host.setup.regions[0]:
+        return
+
+    def tell(_: str, frame: bytes) -> bytes:
+        message = decode_control(frame)
+        return encode_control(PayloadDurable(message.ballot, bytes(32))) if type(message) is StripesReceived else frame
+
+    host.network.frame_spoilers[host.name] = tell
+
+
+def _ask_again(core: Any) -> None:
+    participant = view.participant(core)
+    follow = participant.ballot_opened
+
+    def ask(leader: str, opened: BallotOpened) -> None:
+        one = participant._fragments[opened.fragment]
+        if one.part is not None and one.part.ballot != opened.ballot:
+            one.pending = one.requested_base = None
+        follow(leader, opened)
+
+    participant.ballot_opened = ask  # type: ignore[method-assign]
+
+
+def _spoil_learners(host: Host, spoil: Callable[[Any], None]) -> None:
+    """Change every learner of a region right after it has started."""
+    start = host.start_learner
+
+    def start_spoiled() -> None:
+        before = host.learner
+        start()
+        if host.learner is not before and host.learner is not None:
+            spoil(host.learner)
+
+    host.start_learner = start_spoiled  # type: ignore[method-assign]
+
+
+def _snapshot_each_time(host: Host) -> None:
+    def spoil(learner: Any) -> None:
+        take = learner._take_snapshot
+
+        def take_new(asked: Any) -> None:
+            learner.parts[asked.fragment].snapshot = None
+            take(asked)
+
+        learner._take_snapshot = take_new
+
+    _spoil_learners(host, spoil)
+
+
+def _claim_a_step_less(host: Host) -> None:
+    def spoil(learner: Any) -> None:
+        make = learner._make_snapshot
+
+        def make_less(fragment: int, part: Any) -> Any:
+            made = make(fragment, part)
+            if made.contribution.steps > 1:
+                made.contribution = replace(made.contribution, step_to=made.contribution.step_to - 1)
+            return made
+
+        learner._make_snapshot = make_less
+
+    _spoil_learners(host, spoil)
 
 
 FAULTS: dict[str, Fault] = {
@@ -201,6 +347,55 @@ FAULTS: dict[str, Fault] = {
             "reused-ballot",
             "a ballot is used once",
             spoil=_reuse_ballots,
+        ),
+        Fault(
+            "longest-log",
+            "a vote goes to nobody whose last entry is of an older term",
+            spoil=_elect_any_length,
+            schedule="elections",
+        ),
+        Fault(
+            "unmatched-commit",
+            "a follower commits only what matches its leader's log",
+            spoil=_commit_unmatched,
+            schedule="elections",
+        ),
+        Fault(
+            "dead-incarnation",
+            "an incarnation of a learner that is over is not merged any more",
+            spoil=_merge_the_dead,
+        ),
+        Fault(
+            "forgotten-booking",
+            "steps that are being booked as discarded are not booked again, and not merged",
+            spoil=_forget_bookings,
+        ),
+        Fault(
+            "other-digest",
+            "who holds other bytes than the merged ones is no holder",
+            spoil=_count_any_digest,
+            plant=_tell_another_digest,
+        ),
+        Fault(
+            "new-snapshot",
+            "a contribution keeps its snapshot from ballot to ballot",
+            spoil=_ask_again,
+            plant=_snapshot_each_time,
+        ),
+        Fault(
+            "wrong-weights",
+            "weights follow from steps, tokens and versions missed",
+            spoil=_weigh_all_the_same,
+        ),
+        Fault(
+            "wrong-share",
+            "the share follows from weights and versions missed",
+            spoil=_halve_share,
+        ),
+        Fault(
+            "step-less",
+            "a contribution names the steps that its learner made",
+            plant=_claim_a_step_less,
         ),
     )
 }

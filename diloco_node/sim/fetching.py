@@ -48,7 +48,7 @@ class FakeFetches:
         if isinstance(effect, ev.FetchPayload):
             want = msg.PayloadRequested(effect.fragment, effect.version, effect.digest)
         else:
-            want = msg.StateRequested(effect.fragment, effect.version_min)
+            want = msg.StateRequested(effect.fragment, effect.version, effect.digest)
         self._host.network.send(self._host.name, effect.peer, encode_control(want))
         self._host.after(FETCH_SILENCE_NS, self._late, key, self._number)
 
@@ -60,7 +60,7 @@ class FakeFetches:
     def _failed(self, key: tuple[str, int, bool], reason: str) -> None:
         fetch = self._open.pop(key, None)
         if fetch is not None:
-            self._host.post(ev.FetchFailed(key[0], key[1], _version_of(fetch.order), reason))
+            self._host.post(ev.FetchFailed(key[0], key[1], fetch.order.version, reason))
 
     def peer_lost(self, peer: str) -> None:
         """The link is down: nothing more will come from there."""
@@ -75,7 +75,7 @@ class FakeFetches:
         """The peer can't help."""
         for is_payload in (True, False):
             fetch = self._open.get((peer, message.fragment, is_payload))
-            if fetch is not None and _version_of(fetch.order) == message.version:
+            if fetch is not None and fetch.order.version == message.version:
                 self._failed((peer, message.fragment, is_payload), message.reason)
 
     def arrived(self, peer: str, header: msg.Payload | msg.State, body: bytes) -> None:
@@ -93,13 +93,13 @@ class FakeFetches:
                 return
             self._host.write_payload(header.fragment, header.version, header.digest, stored)
             return
-        if header.version == 0 and fetch.order.initial_digest not in (b"", header.digest):
-            self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "the Theta_0 of another genesis"))
-            return
         theta, momentum = tensors.split_state(body)
+        if tensors.state_digest(theta, momentum) != fetch.order.digest:
+            self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "not what the ledger names"))
+            return
         state = DiskState(header.version, theta, momentum)
         self._host.write_file(
-            lambda: self._host.keep_state(header.fragment, state),
+            lambda: self._host.disk.keep_state(header.fragment, state),
             lambda: self._host.post(ev.StateStored(header.fragment, header.version, header.digest)),
         )
 
@@ -113,29 +113,16 @@ class FakeFetches:
                 return
             self._refuse(peer, message.fragment, message.version)
             return
-        state = self._state_for(message)
-        if state is None:
-            self._refuse(peer, message.fragment, message.version_min)
+        state = self._host.disk.older_states.get((message.fragment, message.version))
+        if state is None or tensors.state_digest(state.theta, state.momentum) != message.digest:
+            self._refuse(peer, message.fragment, message.version)
             return
-        digest = tensors.state_digest(state.theta, state.momentum)
         body = state.theta.tobytes() + state.momentum.tobytes()
-        self._host.transfer(peer, msg.State(message.fragment, state.version, digest), body)
-
-    def _state_for(self, message: msg.StateRequested) -> DiskState | None:
-        if self._host.plane.versions[message.fragment] >= max(0, message.version_min):
-            return self._host.plane.state(message.fragment)
-        held = self._host.disk.states.get(message.fragment)
-        return held if held is not None and held.version >= max(0, message.version_min) else None
+        self._host.transfer(peer, msg.State(message.fragment, message.version, message.digest), body)
 
     def _refuse(self, peer: str, fragment: int, version: int) -> None:
         self._host.network.send(self._host.name, peer, encode_control(msg.Refused(fragment, version, "gone")))
 
 
 def _is_answer(order: ev.FetchPayload | ev.FetchState, header: msg.Payload | msg.State) -> bool:
-    if isinstance(order, ev.FetchPayload):
-        return (header.version, header.digest) == (order.version, order.digest)
-    return header.version >= order.version_min
-
-
-def _version_of(order: ev.FetchPayload | ev.FetchState) -> int:
-    return order.version if isinstance(order, ev.FetchPayload) else order.version_min
+    return (header.version, header.digest) == (order.version, order.digest)

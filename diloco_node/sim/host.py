@@ -73,6 +73,7 @@ class Host:
         theta_0: what this region's learner begins with if there is no run yet, per fragment.
         disk_factor: how many times slower than usual the disk is.
         contribution_area: what the learner encoded last, by fragment; it lies in the supervisor's memory.
+        make_core: builds the core of each life of the daemon.
         effects, fetches: carry out what the core wants.
         fsync_is_late: plants a fault: writes are answered before they are durable.
     """
@@ -103,7 +104,7 @@ class Host:
         self.is_order_loose = False
         self.has_final = False
         self._observer = observer
-        self._make_core = make_core
+        self.make_core = make_core
         self._pool = pool
         self.theta_0 = theta
         self._life: Life | None = None
@@ -140,11 +141,11 @@ class Host:
         self._ledger_free_ns = self.world.now_ns
         recovered = self.disk.recovered(len(self.setup.layouts))
         seed = self.world.rng.getrandbits(63)
-        self.core = self._make_core(self.name, self.setup, recovered, seed, self.world.now_ns)
+        self.core = self.make_core(self.name, self.setup, recovered, seed, self.world.now_ns)
         self.world.note(self.name, f"daemon {self._lives} started", b"start")
         self._observer.daemon_started(self)
         self.network.daemon_changed(self.name)
-        if not any(isinstance(entry.body, GenesisBody) for entry in recovered.entries):
+        if not recovered.base.index and not any(isinstance(entry.body, GenesisBody) for entry in recovered.entries):
             self.after(LOCAL_NS, self._tell_initial)
         self.post(ev.TimerFired())
         self._attach_learner()
@@ -338,7 +339,7 @@ class Host:
         if self.disk.states:
             return
         for fragment, theta in enumerate(self.theta_0):
-            self.disk.states[fragment] = DiskState(0, theta, np.zeros_like(theta))
+            self.disk.keep_state(fragment, DiskState(0, theta, np.zeros_like(theta)))
         self._tell_initial()
 
     def _tell_initial(self) -> None:
@@ -397,12 +398,3 @@ class Host:
     def transfer(self, peer: str, header: msg.BulkHeader, body: bytes) -> None:
         """Stream bytes to a peer."""
         self.network.transfer(self.name, peer, encode_begin(0, header, len(body)), body)
-
-    def keep_state(self, fragment: int, state: DiskState, *, is_pruning: bool = False) -> None:
-        """A state file is durable: it replaces an older one. Behind an own checkpoint payloads may go; what is fetched
-        may be ahead of the memory, which still needs them."""
-        held = self.disk.states.get(fragment)
-        if held is None or held.version <= state.version:
-            self.disk.states[fragment] = state
-            if is_pruning:
-                self.disk.prune(fragment, self.setup.settings.payload_versions)

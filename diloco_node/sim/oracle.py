@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from diloco_node.core import events as ev
 from diloco_node.core.merge import outliers, weights
 from diloco_node.core.merge.outer import outer_of, outer_step
-from diloco_node.core.types import Ballot, Contribution, GenesisBody, MergeRule, RoundBody
+from diloco_node.core.types import Ballot, CarryMode, Contribution, DiscardedBody, GenesisBody, MergeRule, RoundBody
 from diloco_node.numeric import F32
 from diloco_node.sim import tensors
 
@@ -32,26 +33,35 @@ class Oracle:
 
     Attributes:
         committed: rounds by (fragment, version).
+        liars: with one, bytes are not recomputed, for it may have changed any; the other regions must hold equal ones.
     """
 
     def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
         self.committed: dict[tuple[int, int], RoundBody] = {}
+        self.liars: frozenset[str] = frozenset()
         self._setup = setup
         self._violate = violate
         self._encoded: dict[tuple[str, int, int, int], tuple[Contribution, bytes]] = {}
         self._residual_of: dict[tuple[Ballot, int], Ballot | None] = {}
         self._residuals: dict[tuple[int, Ballot, Blocks], F32] = {}
         self._versions = [-1] * len(setup.layouts)
-        self._recent = [outliers.RecentRounds() for _ in setup.layouts]
+        self._carried: dict[tuple[str, int, int, int], int] = {}
+        self._recent: list[deque[list[Contribution]]] = [deque(maxlen=outliers.ROUNDS_KEPT) for _ in setup.layouts]
         self._theta: list[F32] = []
         self._momentum: list[F32] = []
         self._digests: dict[tuple[int, int], bytes] = {}
 
-    def contribution_made(self, contribution: Contribution, encoded: bytes) -> None:
-        """A learner offers these bytes under this name; a name never stands for other bytes."""
+    def contribution_made(self, contribution: Contribution, encoded: bytes) -> bool:
+        """A learner offers these bytes under this name, which never stands for others. Returns whether it is new."""
+        is_new = _name(contribution) not in self._encoded
         known = self._encoded.setdefault(_name(contribution), (contribution, encoded))
         if known != (contribution, encoded):
             self._violate(f"contribution: one name, two contents: {known[0]} and {contribution}")
+        return is_new
+
+    def discarded(self, body: DiscardedBody) -> None:
+        """A learner gave up steps: what it brings next was carried since this version."""
+        self._carried[body.learner, body.fragment, body.incarnation, body.step_to] = self._versions[body.fragment]
 
     def reduce_asked(self, effect: ev.ReduceStripe) -> None:
         """A reducer's core names the ballot whose residual it adds; of a committed round it must be the right one."""
@@ -81,6 +91,8 @@ class Oracle:
     def digest_seen(self, region: str, event: ev.DigestComputed) -> None:
         """A region's digest of a version must be the oracle's."""
         expected = self._digests.get((event.fragment, event.version))
+        if expected is None and self.liars and (event.fragment, event.version) in self.committed:
+            self._digests[event.fragment, event.version] = expected = event.digest
         if expected is None:
             self._violate(f"digest: {region} is at {event.fragment}/{event.version}, which is not committed")
         elif expected != event.digest:
@@ -99,7 +111,13 @@ class Oracle:
         if learners != sorted(set(learners)):
             self._violate(f"members: {learners} of {body.fragment}/{body.version} are not sorted and distinct")
             return
-        self._check_payload(body)
+        if not any(learner in self.liars for learner in learners):
+            self._check_weights(body)
+        for member in body.members:
+            one = member.contribution
+            self._carried[one.learner, one.fragment, one.incarnation, one.step_to] = body.version
+        if not self.liars:
+            self._check_payload(body)
 
     def initial_digests(self, theta: Sequence[F32]) -> tuple[bytes, ...]:
         """Per fragment the digest of a proposed Theta_0 with zero momentum."""
@@ -113,6 +131,37 @@ class Oracle:
         """The last committed version of each fragment; -1 before genesis."""
         return tuple(self._versions)
 
+    def _check_weights(self, body: RoundBody) -> None:
+        """Weights and share follow from the members' steps, tokens and the versions that they missed."""
+        contributions = [member.contribution for member in body.members]
+        missed = [self._versions_missed(one, body.version) for one in contributions]
+        settings = self._setup.settings
+        expected = weights.weights(
+            contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
+        )
+        found = tuple(member.weight for member in body.members)
+        if found != expected:
+            self._violate(f"weights: {body.fragment}/{body.version} has {found}, expected {expected}")
+        share = 1.0 if body.is_last else weights.share(expected, missed)
+        if body.share != share:
+            self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
+
+    def _recent_rounds(self, fragment: int) -> Iterator[outliers.RecentRounds]:
+        """What the leader may know of the rounds before: all that count, or fewer if its ledger began with a base."""
+        rounds = list(self._recent[fragment])
+        for first in range(len(rounds) + 1):
+            recent = outliers.RecentRounds()
+            for contributions in rounds[first:]:
+                recent.took(contributions)
+            yield recent
+
+    def _versions_missed(self, offered: Contribution, version: int) -> int:
+        """Versions over which its steps were carried; 0 if they were not."""
+        if self._setup.settings.carry is not CarryMode.CARRY:
+            return 0
+        since = self._carried.get((offered.learner, offered.fragment, offered.incarnation, offered.step_from))
+        return 0 if since is None else version - 1 - since
+
     def _check_payload(self, body: RoundBody) -> None:
         contributions = [member.contribution for member in body.members]
         for contribution in contributions:
@@ -125,17 +174,22 @@ class Oracle:
         if body.is_last:
             rules = (MergeRule.AVG,) * len(rules)
         member_weights = [member.weight for member in body.members]
-        recent = self._recent[body.fragment]
-        clips = outliers.clips(contributions, self._setup.manifest.fragments[body.fragment].piece_sizes, recent)
-        recent.took(contributions)
-        rows = weights.coefficients(contributions, member_weights, rules, clips)
+        sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
         parts: list[tensors.Reduced] = []
-        for index, stripe in enumerate(body.stripes):
-            parts.append(self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows))
-        digest = hashlib.sha256(b"".join(hashlib.sha256(part.encoded).digest() for part in parts)).digest()
-        if digest != body.payload_digest:
+        for recent in self._recent_rounds(body.fragment):
+            clips = outliers.clips(contributions, sizes, recent)
+            rows = weights.coefficients(contributions, member_weights, rules, clips)
+            parts = [
+                self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows)
+                for index, stripe in enumerate(body.stripes)
+            ]
+            digest = hashlib.sha256(b"".join(hashlib.sha256(part.encoded).digest() for part in parts)).digest()
+            if digest == body.payload_digest:
+                break
+        else:
             self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
             return
+        self._recent[body.fragment].append(contributions)
         decoded = np.concatenate([part.decoded for part in parts])
         norms = layout.squared_norms(decoded, 0, layout.blocks)
         expected = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)

@@ -9,20 +9,24 @@ The same seed gives the same trace, whatever PYTHONHASHSEED says.
 
 from __future__ import annotations
 
+import gc
 import random
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from diloco_node.core.events import FinishOrdered
+from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
 from diloco_node.sim import faults
-from diloco_node.sim.chaos import Chaos
+from diloco_node.sim.chaos import ODDS, SCHEDULES, Chaos
 from diloco_node.sim.checkers import Checkers
 from diloco_node.sim.faults import Fault
 from diloco_node.sim.host import CoreFactory, Host
 from diloco_node.sim.learner import update_pool
+from diloco_node.sim.liar import TOLERATED, Liar
 from diloco_node.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
 from diloco_node.sim.world import SECOND, FakeNetwork, World
 
@@ -36,6 +40,9 @@ EVENTS_STRETCH = 4
 
 ENDS_UNDER_FAULTS = 0.2
 """Part of the seeds whose run ends while things go wrong."""
+
+LIE_RATES = (0.002, 0.01, 0.05)
+"""Part of a liar's messages that it changes."""
 
 COMMITS_AFTER_HEALING = 2
 """New versions of every fragment that phase two waits for."""
@@ -53,6 +60,8 @@ class SimReport:
         messages_dropped: frames and transfers that never arrived.
         violations: what was found wrong; empty for a good run.
         trace_digest: SHA-256 of the whole trace. trace_tail: its last lines.
+        schedule: which kinds of faults; is_schedule_drawn: the seed chose it.
+        liar: the region that lied, empty if none did. lies: how many it told, by what it changed.
     """
 
     seed: int
@@ -69,6 +78,10 @@ class SimReport:
     violations: tuple[str, ...]
     trace_digest: str
     trace_tail: tuple[str, ...] = field(repr=False)
+    schedule: str = "usual"
+    is_schedule_drawn: bool = True
+    liar: str = ""
+    lies: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
@@ -80,6 +93,8 @@ class SimReport:
         """How to run this again by hand."""
         more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
         more += f" --fault {self.fault}" if self.fault else ""
+        more += "" if self.is_schedule_drawn else f" --schedule {self.schedule}"
+        more += " --liar" if self.liar else ""
         return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
 
 
@@ -88,6 +103,7 @@ class Simulation:
 
     Attributes:
         world, network, setup, hosts, checkers.
+        honest: regions of which everything is demanded: all but a liar.
     """
 
     def __init__(self, seed: int, *, regions: int = 0, fault: Fault | None = None) -> None:
@@ -119,6 +135,7 @@ class Simulation:
             self.hosts[name] = host
             self.network.join(name, host)
         self.checkers.hosts = self.hosts
+        self.honest = dict(self.hosts)
 
     def start(self) -> None:
         """Start all regions within a second of each other."""
@@ -128,22 +145,53 @@ class Simulation:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Let things happen until `is_done`, or until a checker found something."""
-        while not is_done() and not self.checkers.violations and self.world.step():
-            pass
+        checkers, world = self.checkers, self.world
+        while not is_done() and not checkers.violations:
+            try:
+                if not world.step():
+                    return
+            except Exception as error:  # noqa: BLE001 - whatever a core raises is a finding, told with its seed
+                if checkers.busy in checkers.liars:
+                    # What it said to itself is its own fault.
+                    self.hosts[checkers.busy].kill_daemon()
+                    continue
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
+
+    def begin_lies(self, *, breaks_majorities: bool = False) -> Liar:
+        """One region, drawn, lies from now on; the checks are about the others."""
+        rng = self.world.rng
+        region = rng.choice(self.setup.regions)
+        liars = frozenset({region})
+        checkers = self.checkers
+        checkers.liars = checkers.oracle.liars = checkers.audit.liars = liars
+        checkers.tolerated.update(TOLERATED)
+        del self.honest[region]
+        rate = rng.choice(LIE_RATES)
+        return Liar(self.world, self.network, self.hosts, region, rate=rate, breaks_majorities=breaks_majorities)
+
+    def has_everybody(self, after: tuple[int, ...]) -> bool:
+        """Each fragment has a round with every honest learner in it, after these versions."""
+        found = {
+            fragment
+            for (fragment, version), body in self.checkers.oracle.committed.items()
+            if version > after[fragment] and self.honest.keys() <= {one.contribution.learner for one in body.members}
+        }
+        return len(found) == len(after)
 
     def has_caught_up(self, versions_min: tuple[int, ...]) -> bool:
         """Every region and learner is at the same versions, at least `versions_min`, and nothing waits to be booked."""
         versions = self.checkers.oracle.versions()
         if any(version < wanted for version, wanted in zip(versions, versions_min, strict=True)):
             return False
-        return all(_is_at(host, versions) for host in self.hosts.values()) and self._is_booked()
+        return all(_is_at(host, versions) for host in self.honest.values()) and self._is_booked()
 
     def has_ended(self) -> bool:
         """Every region has its final file, every learner has stopped and holds those versions, and all is booked."""
         versions = self.checkers.oracle.versions()
         return (
-            all(host.has_final and _is_at(host, versions) for host in self.hosts.values())
-            and all(host.learner is not None and host.learner.finished for host in self.hosts.values())
+            all(host.has_final and _is_at(host, versions) for host in self.honest.values())
+            and all(host.learner is not None and host.learner.finished for host in self.honest.values())
             and self._is_booked()
         )
 
@@ -152,7 +200,7 @@ class Simulation:
 
     def check_equal(self) -> None:
         """All regions hold the oracle's bytes."""
-        for name, host in sorted(self.hosts.items()):
+        for name, host in sorted(self.honest.items()):
             for fragment, version in enumerate(host.plane.versions):
                 if host.plane.digest(fragment) != self.checkers.oracle.digest_of(fragment, version):
                     self.checkers.violate(f"digest: {name} ends with other bytes at {fragment}/{version}")
@@ -164,6 +212,8 @@ def simulate(
     regions: int = 0,
     events: int = EVENTS,
     fault: str | None = None,
+    schedule: str = "",
+    liar: bool = False,
     commits_min: int = COMMITS_MIN,
     faults_min: int = FAULTS_MIN,
 ) -> SimReport:
@@ -175,16 +225,59 @@ def simulate(
         events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
             EVENTS_STRETCH times as many.
         fault: the name of a fault to plant (`faults.FAULTS`), or None.
+        schedule: which faults (`chaos.SCHEDULES`); empty lets the seed choose.
+        liar: one region lies; it is turned honest, or cut off, before progress is demanded of the others.
         commits_min, faults_min: of phase one.
 
     Raises:
-        ConfigError: there is no such fault.
+        ConfigError: there is no such fault or schedule.
     """
     planted = faults.find(fault) if fault else None
+    if schedule and schedule not in SCHEDULES:
+        raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(sorted(SCHEDULES))}")
+    # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _simulate(
+            seed,
+            regions=regions,
+            events=events,
+            planted=planted,
+            schedule=schedule,
+            lies=liar,
+            commits_min=commits_min,
+            faults_min=faults_min,
+        )
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def _simulate(
+    seed: int,
+    *,
+    regions: int,
+    events: int,
+    planted: Fault | None,
+    schedule: str,
+    lies: bool,
+    commits_min: int,
+    faults_min: int,
+) -> SimReport:
     simulation = Simulation(seed, regions=regions, fault=planted)
     world, checkers = simulation.world, simulation.checkers
     simulation.start()
-    chaos = Chaos(world, simulation.network, simulation.hosts, mean_gap_events=world.rng.choice((150, 250, 400)))
+    drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
+    chaos = Chaos(
+        world,
+        simulation.network,
+        simulation.hosts,
+        checkers,
+        schedule=schedule or (planted.schedule if planted is not None else "") or drawn,
+        mean_gap_events=world.rng.choice((150, 250, 400)),
+    )
+    liar = simulation.begin_lies() if lies or (planted is not None and planted.has_liar) else None
 
     def has_seen_enough() -> bool:
         chaos.poll()
@@ -195,7 +288,7 @@ def simulate(
         )
 
     simulation.run_until(has_seen_enough)
-    ends_under_faults = world.rng.random() < ENDS_UNDER_FAULTS
+    ends_under_faults = world.rng.random() < ENDS_UNDER_FAULTS and liar is None
     if ends_under_faults:
         _ask_for_end(simulation)
         last_event = world.events + events // 5
@@ -207,6 +300,8 @@ def simulate(
         simulation.run_until(has_gone_on)
     events_under_faults, healed_ns = world.events, world.now_ns
     chaos.heal()
+    if liar is not None:
+        _end_lies(simulation, liar)
     if not ends_under_faults:
         _demand_progress(simulation)
     _demand_end(simulation)
@@ -214,7 +309,7 @@ def simulate(
         seed=seed,
         regions=len(simulation.setup.regions),
         events_wanted=events,
-        fault=fault or "",
+        fault=planted.name if planted is not None else "",
         events=world.events,
         events_under_faults=events_under_faults,
         commits=checkers.commits,
@@ -225,21 +320,40 @@ def simulate(
         violations=tuple(checkers.violations),
         trace_digest=world.trace_digest(),
         trace_tail=tuple(world.trace_tail()),
+        schedule=chaos.schedule,
+        is_schedule_drawn=not schedule,
+        liar=liar.region if liar is not None else "",
+        lies=dict(sorted(liar.lies.items())) if liar is not None else {},
     )
+
+
+def _end_lies(simulation: Simulation, liar: Liar) -> None:
+    """It tells the truth from now on, or is cut off for good; always the latter if its log is not what it said."""
+    liar.is_over = True
+    if liar.has_forged or simulation.world.rng.random() < 0.5:
+        host = simulation.hosts[liar.region]
+        host.kill_daemon()
+        host.kill_learner()
 
 
 def _demand_progress(simulation: Simulation) -> None:
     world, checkers = simulation.world, simulation.checkers
-    wanted = tuple(max(0, version) + COMMITS_AFTER_HEALING for version in checkers.oracle.versions())
+    before = tuple(max(0, version) for version in checkers.oracle.versions())
+    wanted = tuple(version + COMMITS_AFTER_HEALING for version in before)
     deadline_ns = world.now_ns + HEAL_DEADLINE_NS
-    simulation.run_until(lambda: simulation.has_caught_up(wanted) or world.now_ns > deadline_ns)
+
+    def has_gone_on() -> bool:
+        return world.now_ns > deadline_ns or (simulation.has_caught_up(wanted) and simulation.has_everybody(before))
+
+    simulation.run_until(has_gone_on)
     if checkers.violations:
         return
     if world.now_ns > deadline_ns:
         at = {name: host.plane.versions for name, host in sorted(simulation.hosts.items())}
         checkers.violate(
             f"progress: {HEAL_DEADLINE_NS // SECOND} s after healing versions are {checkers.oracle.versions()}, "
-            f"wanted {wanted}; regions at {at}; unbooked lines: {checkers.audit.open_lines(simulation.hosts)}"
+            f"wanted {wanted} with everybody in one of them; regions at {at}; "
+            f"unbooked lines: {checkers.audit.open_lines(simulation.hosts)}"
         )
         return
     simulation.check_equal()
@@ -276,9 +390,12 @@ def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
         f"seed {report.seed}: {report.regions} regions, {report.events} events "
         f"({report.events_under_faults} under faults), {report.commits} commits, "
         f"{report.virtual_seconds:.1f} virtual seconds ({report.heal_seconds:.1f} after healing)",
-        f"faults: {kinds}; {report.messages_dropped} messages lost",
+        f"schedule {report.schedule}; faults: {kinds}; {report.messages_dropped} messages lost",
         f"trace {report.trace_digest}",
     ]
+    if report.liar:
+        lies = ", ".join(f"{count} {what}" for what, count in report.lies.items()) or "none"
+        lines.append(f"{report.liar} lied: {lies}")
     if report.is_good:
         lines.append("every check held")
         return "\n".join(lines)

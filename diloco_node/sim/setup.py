@@ -69,6 +69,7 @@ def draw_setup(rng: random.Random, regions: int) -> Setup:
         ballot_deadline_min_ns=rng.choice((1000, 2000)) * MS,
         payload_versions=rng.choice((2, 4)),
         checkpoint_versions=rng.choice((1, 3)),
+        summary_entries=rng.choice((12, 40, 1024)),
     )
     manifest = build_manifest(_tensors(rng, fragments), fragments)
     step_ns = rng.choice((60, 100)) * MS

@@ -32,9 +32,20 @@ def last_index(core: Any) -> int:
     return ledger(core).last_index
 
 
+def log_end(core: Any) -> tuple[int, int]:
+    """Term and index of the last entry of its log."""
+    log = ledger(core)._log
+    return log.last_term, log.last_index
+
+
 def entry(core: Any, index: int) -> Entry:
     """An entry of its log, from 1."""
     return ledger(core).entry(index)
+
+
+def base_index(core: Any) -> int:
+    """Up to here its log is summed up."""
+    return ledger(core).base.index
 
 
 def is_leader(core: Any) -> bool:

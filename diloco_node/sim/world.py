@@ -27,6 +27,9 @@ LOCAL_NS: int = 100_000
 TRACE_TAIL = 200
 """Lines of the trace that are kept for a report."""
 
+NOTED_BYTES_MAX = 65_536
+"""What is noted goes into the digest in pieces of about this size: many small updates take longer."""
+
 
 class Life:
     """One life of a process: what was scheduled for it does not happen once it is over."""
@@ -53,17 +56,20 @@ class World:
         self._heap: list[tuple[int, int, Life | None, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
         self._digest = hashlib.sha256()
+        self._noted = bytearray()
         self._tail: deque[tuple[int, str, object]] = deque(maxlen=TRACE_TAIL)
 
     def after(self, delay_ns: int, life: Life | None, call: Callable[..., None], *args: Any) -> None:
         """Call `call(*args)` in `delay_ns`, unless `life` is over by then."""
         self._sequence += 1
-        heapq.heappush(self._heap, (self.now_ns + max(0, delay_ns), self._sequence, life, call, args))
+        at_ns = self.now_ns + delay_ns if delay_ns > 0 else self.now_ns
+        heapq.heappush(self._heap, (at_ns, self._sequence, life, call, args))
 
     def step(self) -> bool:
         """Let the next thing happen. Returns False when nothing is left to happen."""
-        while self._heap:
-            at_ns, _, life, call, args = heapq.heappop(self._heap)
+        heap = self._heap
+        while heap:
+            at_ns, _, life, call, args = heapq.heappop(heap)
             if life is not None and life.is_over:
                 continue
             self.now_ns = at_ns
@@ -79,13 +85,20 @@ class World:
             what: shown in the tail of a report; formatted only then.
             fingerprint: what of it goes into the digest of the trace; must not depend on hash order.
         """
-        self._digest.update(b"%d %s " % (self.now_ns, place.encode()))
-        self._digest.update(fingerprint)
+        self._noted += b"%d %s " % (self.now_ns, place.encode())
+        self._noted += fingerprint
+        if len(self._noted) > NOTED_BYTES_MAX:
+            self._digest_noted()
         self._tail.append((self.now_ns, place, what))
 
     def trace_digest(self) -> str:
         """SHA-256 over everything that was noted; equal runs have equal digests."""
+        self._digest_noted()
         return self._digest.hexdigest()
+
+    def _digest_noted(self) -> None:
+        self._digest.update(self._noted)
+        self._noted.clear()
 
     def trace_tail(self, lines: int = TRACE_TAIL) -> list[str]:
         """The last lines of the trace, oldest first."""
@@ -94,7 +107,7 @@ class World:
 
     def draw_ns(self, low_ns: int, high_ns: int) -> int:
         """A time drawn evenly from [low_ns, high_ns]."""
-        return self.rng.randint(low_ns, high_ns)
+        return low_ns + int(self.rng.random() * (high_ns - low_ns + 1))
 
 
 def _shorten(what: object, limit: int = 240) -> str:
@@ -111,6 +124,8 @@ class FakeLink:
         loss, duplicate: chance of each for a control frame; a transfer is lost with chance `loss`.
         rate_bytes_per_s: of bulk transfers, which follow each other.
         cuts: how many faults cut this direction right now; 0 means open.
+        bulk_cuts: the same of bulk transfers alone: control lives, and nobody is told.
+        bulk_bytes_max: larger transfers never arrive, as behind an MTU black hole; 0: all do.
         free_at_ns: when the last transfer has left.
     """
 
@@ -120,6 +135,8 @@ class FakeLink:
     duplicate: float
     rate_bytes_per_s: int
     cuts: int = 0
+    bulk_cuts: int = 0
+    bulk_bytes_max: int = 0
     free_at_ns: int = 0
 
 
@@ -144,6 +161,13 @@ class NetworkEnd(Protocol):
         ...
 
 
+FrameSpoiler = Callable[[str, bytes], bytes]
+"""(target, frame) to the frame that is sent instead."""
+
+BulkSpoiler = Callable[[str, bytes, bytes], tuple[bytes, bytes]]
+"""(target, header, body) to what is sent instead."""
+
+
 class FakeNetwork:
     """Links between all pairs of places.
 
@@ -153,12 +177,15 @@ class FakeNetwork:
     Attributes:
         links: by (from, to).
         places: by name, set by `join`.
+        frame_spoilers, bulk_spoilers: by source, what changes its frames and transfers as they leave.
     """
 
     def __init__(self, world: World, links: dict[tuple[str, str], FakeLink]) -> None:
         self.world = world
         self.links = links
         self.places: dict[str, NetworkEnd] = {}
+        self.frame_spoilers: dict[str, FrameSpoiler] = {}
+        self.bulk_spoilers: dict[str, BulkSpoiler] = {}
         self.dropped = 0
         self._told: dict[tuple[str, str], bool] = {}
 
@@ -168,6 +195,9 @@ class FakeNetwork:
 
     def send(self, source: str, target: str, frame: bytes) -> None:
         """Carry a control frame, perhaps twice, perhaps not at all."""
+        spoil = self.frame_spoilers.get(source)
+        if spoil is not None:
+            frame = spoil(target, frame)
         link = self.links[source, target]
         rng = self.world.rng
         if link.cuts or rng.random() < link.loss:
@@ -178,19 +208,23 @@ class FakeNetwork:
         if life is None:
             return
         for _ in range(copies):
-            delay_ns = link.delay_ns + rng.randint(0, link.jitter_ns)
+            delay_ns = link.delay_ns + self.world.draw_ns(0, link.jitter_ns)
             self.world.after(delay_ns, life, self._arrive, source, target, frame)
 
     def transfer(self, source: str, target: str, header: bytes, body: bytes) -> None:
         """Carry a bulk transfer; it is lost if the direction is cut when it arrives, or with the link's chance."""
+        spoil = self.bulk_spoilers.get(source)
+        if spoil is not None:
+            header, body = spoil(target, header, body)
         link = self.links[source, target]
         life = self.places[target].daemon_life
-        if life is None or link.cuts or self.world.rng.random() < link.loss:
+        is_too_large = 0 < link.bulk_bytes_max < len(body)
+        if life is None or link.cuts or link.bulk_cuts or is_too_large or self.world.rng.random() < link.loss:
             self.dropped += 1
             return
         takes_ns = len(body) * SECOND // link.rate_bytes_per_s
         link.free_at_ns = max(link.free_at_ns, self.world.now_ns) + takes_ns
-        delay_ns = link.free_at_ns - self.world.now_ns + link.delay_ns + self.world.rng.randint(0, link.jitter_ns)
+        delay_ns = link.free_at_ns - self.world.now_ns + link.delay_ns + self.world.draw_ns(0, link.jitter_ns)
         self.world.after(delay_ns, life, self._arrive_bulk, source, target, header, body)
 
     def cut(self, source: str, target: str) -> None:
@@ -225,7 +259,8 @@ class FakeNetwork:
         self.places[target].frame_arrived(source, frame)
 
     def _arrive_bulk(self, source: str, target: str, header: bytes, body: bytes) -> None:
-        if self.links[source, target].cuts:
+        link = self.links[source, target]
+        if link.cuts or link.bulk_cuts:
             self.dropped += 1
             return
         self.places[target].transfer_arrived(source, header, body)

@@ -1,11 +1,14 @@
 """The two files of the ledger: `vote.bin` (term and vote) and `ledger.log` (entries).
 
-`ledger.log` is only ever appended to. After a header of 16 bytes it consists of frames, one for each write::
+`ledger.log` is appended to. After a header of 16 bytes it consists of frames, one for each write::
 
     magic "DLf1" | u32 number | u32 body bytes | u32 CRC-32 of the body | u32 CRC-32 of these 16 bytes | body | 0xff
 
 The body is msgpack: [truncate_from, [encoded entry, ...]]; a truncation is a record like any other, so no
 acknowledged byte is ever changed, and one small write is one `pwrite` and one `fdatasync`.
+
+Only when the first entries are summed up is a new file written, which takes the place of the old one: its first frame
+is [-1, [index, term, hash, summary]] (the base), the next ones hold all entries that are left.
 
 What a crash may leave, and what opening does with it: no file, an empty one or half a header (begun anew, if there was
 no vote yet); a last frame that ends early, or in which whole sectors are zero because they never reached the disk (cut
@@ -36,7 +39,7 @@ from typing import Final
 import msgpack
 
 from diloco_node.core.ledger.entries import decode_entry, encode_entry, verify_chain
-from diloco_node.core.types import Entry
+from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import LedgerLost, PeerError, StorageError
 from diloco_node.storage.durable import (
@@ -63,6 +66,9 @@ _FRAME_MAGIC: Final = b"DLf1"
 _FRAME_END: Final = b"\xff"
 _FRAME_HEAD_BYTES: Final = _FRAME.size + _CRC.size
 _SECTOR_BYTES: Final = 512
+_BASE_MARK: Final = -1
+_BATCH_BYTES: Final = 64 << 20
+"""Entries in one frame of a new file; they are read back whole."""
 
 _REMEDY: Final = "Don't start this region from a copy of an older state: others count on what it has acknowledged"
 
@@ -117,7 +123,7 @@ class LedgerFile:
     """The entries on disk: `open` once, then `append`.
 
     Attributes:
-        last_index: of the last entry on disk.
+        base: what the file begins with. last_index: of the last entry on disk.
         cut_bytes: what `open` cut off at the end: a write that a crash interrupted.
     """
 
@@ -129,6 +135,7 @@ class LedgerFile:
         self._frames = 0
         self._last_frame = 0
         self._is_suspect = False
+        self.base = NO_BASE
         self.last_index = 0
         self.cut_bytes = 0
 
@@ -156,7 +163,7 @@ class LedgerFile:
                 return ()
             if data[: len(_LOG_HEADER)] != _LOG_HEADER:
                 raise self._damage(0, "its header is not that of a ledger of this version")
-            entries = self._read_frames(data)
+            encoded = self._read_frames(data)
             if self._frames < self._durable_frames():
                 raise self._damage(self._end, f"{self._durable_frames()} frames were durable, {self._frames} are there")
             if self._end < len(data):
@@ -169,11 +176,12 @@ class LedgerFile:
         except OSError as error:
             raise disk_error("open", self._path, error) from error
         try:
-            verify_chain(entries)
+            entries = tuple(decode_entry(one) for one in encoded)
+            verify_chain(entries, previous_index=self.base.index, previous_hash=self.base.hash)
         except PeerError as error:
             raise StorageError(f"{self._path} is damaged: {error}. {_REMEDY}") from error
-        self.last_index = len(entries)
-        return tuple(entries)
+        self.last_index = self.base.index + len(entries)
+        return entries
 
     def append(self, truncate_from: int, entries: Sequence[Entry]) -> None:
         """Write one frame; durable when this returns.
@@ -190,12 +198,9 @@ class LedgerFile:
         if self._is_suspect:
             self._move_to_new_file()
         kept = truncate_from - 1 if truncate_from else self.last_index
-        assert 0 <= kept <= self.last_index, (truncate_from, self.last_index)
+        assert self.base.index <= kept <= self.last_index, (truncate_from, self.last_index)
         assert [entry.index for entry in entries] == list(range(kept + 1, kept + 1 + len(entries)))
-        body = msgpack.packb([truncate_from, [encode_entry(entry) for entry in entries]])
-        assert len(body) <= FRAME_BYTES_MAX, len(body)
-        head = _FRAME.pack(_FRAME_MAGIC, self._frames, len(body), zlib.crc32(body))
-        frame = head + _CRC.pack(zlib.crc32(head)) + body + _FRAME_END
+        frame = _frame(self._frames, [truncate_from, [encode_entry(entry) for entry in entries]])
         try:
             self._write_at_end(frame)
         except OSError as error:
@@ -222,6 +227,38 @@ class LedgerFile:
         with contextlib.suppress(OSError):  # what it says is of use, not needed
             self._end_path.write_bytes(number + _CRC.pack(zlib.crc32(number)))
 
+    def begin_with(self, base: LedgerBase, truncate_from: int, entries: Sequence[Entry]) -> None:
+        """Write a new file that begins with this; it is the log, durably, when this returns.
+
+        Args:
+            base: entries up to its index are forgotten.
+            truncate_from, entries: as for `append`, and done in the same moment.
+
+        Raises: as `append`; the old file is still there then.
+        """
+        try:
+            data = _read_range(self._descriptor, self._end)
+            self._check_copy(data)
+            known = LedgerFile(self._path.parent)
+            kept = known._read_frames(data)[: truncate_from - 1 - self.base.index if truncate_from else None]
+            left = kept[max(0, base.index - self.base.index) :]
+            frames = [_frame(0, [_BASE_MARK, [base.index, base.term, base.hash, base.summary]])]
+            left += [encode_entry(entry) for entry in entries]
+            frames += [_frame(1 + number, [0, batch]) for number, batch in enumerate(_batches(left))]
+            # The new file has fewer frames, and must not look as if it had lost some.
+            self._end_path.unlink(missing_ok=True)
+            sync_folder(self._path.parent)
+            self._replace([_LOG_HEADER, *frames])
+        except OSError as error:
+            self._is_suspect = True  # the name may stand for the new file already
+            raise disk_error("sum up", self._path, error) from error
+        self._frames = len(frames)
+        self._end = len(_LOG_HEADER) + sum(len(frame) for frame in frames)
+        self._last_frame = self._end - len(frames[-1])
+        self.base = base
+        self.last_index = base.index + len(left)
+        self._note_durable_frames()
+
     def close(self) -> None:
         """Close the file."""
         if self._descriptor >= 0:
@@ -245,21 +282,28 @@ class LedgerFile:
 
     def _move_to_new_file(self) -> None:
         """Copy the frames that were durable to a new file that takes the place of this one. Raises as `append`."""
-        temporary = self._path.with_name(self._path.name + TMP_SUFFIX)
-        descriptor = -1
         try:
             data = _read_range(self._descriptor, self._end)
             self._check_copy(data)
+            self._replace([data])
+        except OSError as error:
+            raise disk_error("copy", self._path, error) from error
+
+    def _replace(self, parts: Sequence[bytes]) -> None:
+        """Write a new file of these parts, which takes the place of this one. Raises OSError."""
+        temporary = self._path.with_name(self._path.name + TMP_SUFFIX)
+        descriptor = -1
+        try:
             descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-            write_parts(descriptor, [data])
+            write_parts(descriptor, parts)
             os.fsync(descriptor)
             temporary.rename(self._path)
             sync_folder(self._path.parent)
-        except OSError as error:
+        except OSError:
             if descriptor >= 0:
                 os.close(descriptor)
             remove_if_possible(temporary)
-            raise disk_error("copy", self._path, error) from error
+            raise
         os.close(self._descriptor)
         self._descriptor = descriptor
         self._is_suspect = False
@@ -270,10 +314,11 @@ class LedgerFile:
         try:
             entries = copied._read_frames(data) if data[: len(_LOG_HEADER)] == _LOG_HEADER else []
         except StorageError as error:
-            raise LedgerLost(f"after a failed write what was on the disk can't be read back: {error}") from error
-        if (copied._end, copied._frames, len(entries)) != (self._end, self._frames, self.last_index):
+            raise LedgerLost(f"what was on the disk can't be read back: {error}") from error
+        last_index = copied.base.index + len(entries)
+        if (copied._end, copied._frames, last_index) != (self._end, self._frames, self.last_index):
             raise LedgerLost(
-                f"after a failed write {self._path} has {len(entries)} whole entries of {self.last_index} that were "
+                f"{self._path} has {last_index} whole entries of {self.last_index} that were "
                 f"on the disk: look at dmesg, replace the disk. {_REMEDY}"
             )
 
@@ -284,9 +329,9 @@ class LedgerFile:
         sync_folder(self._path.parent)
         self._end = len(_LOG_HEADER)
 
-    def _read_frames(self, data: bytes) -> list[Entry]:
-        """All entries; `_end` is then where the last whole frame ends."""
-        entries: list[Entry] = []
+    def _read_frames(self, data: bytes) -> list[bytes]:
+        """All entries, encoded; `base` is then what they follow, `_end` where the last whole frame ends."""
+        entries: list[bytes] = []
         self._end = len(_LOG_HEADER)
         while self._end < len(data):
             body_bytes = self._frame_body_bytes(data, self._end)
@@ -322,12 +367,17 @@ class LedgerFile:
             raise self._damage(start, f"frame {number} of {body_bytes} bytes does not match its checksum")
         return int(body_bytes)
 
-    def _read_body(self, body: bytes, entries: list[Entry]) -> None:
+    def _read_body(self, body: bytes, entries: list[bytes]) -> None:
         try:
             truncate_from, encoded = unpack(body, depth_max=2, values_max=len(body), items_max=len(body))
+            if truncate_from == _BASE_MARK and self._frames == 0:
+                self.base = LedgerBase(*encoded)
+                return
             if truncate_from:
-                del entries[truncate_from - 1 :]
-            entries += [decode_entry(entry) for entry in encoded]
+                if truncate_from <= self.base.index:
+                    raise ValueError(f"it forgets entry {truncate_from}, which is summed up")
+                del entries[truncate_from - 1 - self.base.index :]
+            entries += encoded
         except (PeerError, ValueError, TypeError) as error:
             raise self._damage(self._end, f"frame {self._frames}: {error}") from error
 
@@ -340,6 +390,26 @@ def _write_at(descriptor: int, offset: int, data: bytes) -> None:
     written = 0
     while written < len(data):
         written += os.pwrite(descriptor, data[written:] if written else data, offset + written)
+
+
+def _frame(number: int, content: list[object]) -> bytes:
+    body = msgpack.packb(content)
+    assert len(body) <= FRAME_BYTES_MAX, len(body)
+    head = _FRAME.pack(_FRAME_MAGIC, number, len(body), zlib.crc32(body))
+    return bytes(head + _CRC.pack(zlib.crc32(head)) + body + _FRAME_END)
+
+
+def _batches(encoded: Sequence[bytes]) -> list[list[bytes]]:
+    """The entries in order, cut into what one frame may hold; no batch for no entry."""
+    batches: list[list[bytes]] = []
+    batch_bytes = _BATCH_BYTES
+    for one in encoded:
+        if batch_bytes + len(one) > _BATCH_BYTES:
+            batches.append([])
+            batch_bytes = 0
+        batches[-1].append(one)
+        batch_bytes += len(one)
+    return batches
 
 
 def _read_range(descriptor: int, stop: int) -> bytes:

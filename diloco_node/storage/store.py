@@ -26,7 +26,7 @@ from typing import Final, cast
 
 import numpy as np
 
-from diloco_node.core.types import Entry, Recovered
+from diloco_node.core.types import Entry, LedgerBase, Recovered
 from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.storage import tensor_files
@@ -36,7 +36,8 @@ from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
 STATES_KEPT: Final = 2
-"""The newest states of a fragment that are never pruned: the last one and what it falls back to."""
+"""The newest states of a fragment that are never pruned: the last one and what it falls back to. Those that others may
+fetch are older as a rule, for the ledger names a state after it was written: the caller of `prune` says which."""
 
 Buffer = bytes | bytearray | memoryview | U8
 
@@ -102,13 +103,20 @@ class RegionStore:
         except DiskRefused:
             raise
         except StorageError as error:
-            self._begin_again(error)
+            self._begin_again(str(error))
             entries = self._open_ledger()
         if not self._disk_id.value:
             self._disk_id.make()
-        states = tuple(self._newest_state(fragment) for fragment in range(fragments))
+        found = [self._newest_state(fragment) for fragment in range(fragments)]
+        states, digests = tuple(version for version, _ in found), tuple(digest for _, digest in found)
         payloads = frozenset(self._whole_payloads(states))
-        return Recovered(self._vote.term, self._vote.voted_for, entries, states, payloads, disk=self._disk_id.value)
+        vote, base, disk = self._vote, self._ledger.base, self._disk_id.value
+        return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk)
+
+    def begin_again(self, why: str, fragments: int) -> Recovered:
+        """Give vote and ledger up, for what they say makes no sense; as `load` does with damaged ones. Same errors."""
+        self._begin_again(why)
+        return self.load(fragments)
 
     def _open_ledger(self) -> tuple[Entry, ...]:
         """Vote and ledger. Raises StorageError: they are damaged, or one of them is gone."""
@@ -117,18 +125,19 @@ class RegionStore:
         # Made in this order: a folder with a ledger has a vote, one with a vote above term 0 has a whole ledger.
         self._vote.open(is_new=not self._ledger.exists)
         entries = self._ledger.open(is_new=self._vote.term == 0)
-        if entries and entries[-1].term > self._vote.term:
+        last_term = entries[-1].term if entries else self._ledger.base.term
+        if last_term > self._vote.term:
             raise StorageError(
-                f"{self._folder}: vote.bin is of term {self._vote.term}, the last entry of term {entries[-1].term}: "
+                f"{self._folder}: vote.bin is of term {self._vote.term}, the last entry of term {last_term}: "
                 "vote.bin is an older copy"
             )
         return entries
 
-    def _begin_again(self, why: StorageError) -> None:
+    def _begin_again(self, why: str) -> None:
         """Set aside what is left of vote and ledger; the id goes first. Raises StorageError: the disk refuses."""
         self._disk_id.retire()
         self._ledger.close()
-        self.lost = str(why)
+        self.lost = why
         try:
             for name in (LEDGER_NAME, LEDGER_END_NAME, VOTE_NAME):
                 set_aside(self._folder / name)
@@ -145,8 +154,18 @@ class RegionStore:
 
     # ---- the ledger ----
 
-    def persist(self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry]) -> None:
+    def persist(
+        self,
+        term: int,
+        voted_for: str,
+        truncate_from: int,
+        entries: Sequence[Entry],
+        base: LedgerBase | None = None,
+    ) -> None:
         """Make term, vote and log durable before returning.
+
+        Args:
+            base: the log is to begin with it from now on (`LedgerFile.begin_with`).
 
         Term and vote go first: after a crash in between, the node knows a newer term and an older log, which is a
         state that any voter may be in.
@@ -159,15 +178,17 @@ class RegionStore:
         if (term, voted_for) != (self._vote.term, self._vote.voted_for):
             assert term >= self._vote.term, (term, self._vote.term)
             self._vote.write(term, voted_for)
-        if truncate_from or entries:
-            try:
+        try:
+            if base is not None:
+                self._ledger.begin_with(base, truncate_from, entries)
+            elif truncate_from or entries:
                 self._ledger.append(truncate_from, entries)
-            except LedgerLost as error:
-                try:
-                    self._disk_id.retire()
-                except StorageError:
-                    raise error from None
-                raise LedgerGone(str(error)) from error
+        except LedgerLost as error:
+            try:
+                self._disk_id.retire()
+            except StorageError:
+                raise error from None
+            raise LedgerGone(str(error)) from error
 
     @property
     def disk(self) -> bytes:
@@ -271,6 +292,29 @@ class RegionStore:
         theta, momentum = np.split(content.view(np.float32), 2)
         return theta, momentum
 
+    def read_state_bytes(self, fragment: int, version: int, digest: bytes) -> U8:
+        """Parameters and momentum as bytes, if they are those of this digest.
+
+        Raises:
+            DamagedFile: there is none, it is another one, or it is damaged (it is set aside then).
+            StorageError: it can't be read now.
+        """
+        path = self._states / tensor_files.state_name(fragment, version)
+        header, content = self._read(path)
+        if header.digest != digest:
+            raise tensor_files.DamagedFile(f"{path} is the state {header.digest.hex()}, not {digest.hex()}")
+        return content
+
+    def set_states_aside(self, fragment: int, version_min: int) -> None:
+        """Rename the states of the fragment from this version on; durable when this returns. Raises StorageError."""
+        for version, path in self._files(self._states, fragment):
+            if version >= version_min:
+                self._put_aside(path)
+        try:
+            sync_folder(self._states)
+        except OSError as error:
+            raise disk_error("use", self._states, error) from error
+
     def state_digest(self, fragment: int, version: int) -> bytes:
         """The digest that was given with the state. Raises StorageError: there is none, or its header is damaged."""
         return tensor_files.read_header(self._states / tensor_files.state_name(fragment, version)).digest
@@ -339,14 +383,15 @@ class RegionStore:
             raise disk_error("set aside", path, error) from error
         self.set_aside.append(path.name)
 
-    def _newest_state(self, fragment: int) -> int:
+    def _newest_state(self, fragment: int) -> tuple[int, bytes]:
+        """Version and digest of the newest whole one; (-1, b"") if there is none."""
         for version, path in reversed(self._files(self._states, fragment)):
             try:
-                self._read(path)
+                header, _ = self._read(path)
             except tensor_files.DamagedFile:
                 continue
-            return version
-        return -1
+            return version, header.digest
+        return -1, b""
 
     def _whole_payloads(self, states: Sequence[int]) -> list[tuple[int, int, bytes]]:
         whole = []

@@ -48,8 +48,9 @@ from diloco_node.core.shapes import (
     text_check,
     whole_check,
 )
-from diloco_node.core.unpacking import unpack
+from diloco_node.core.unpacking import SHORT_BYTES, unpack, unpack_short
 from diloco_node.errors import ProtocolViolation
+from diloco_node.wire.unrolled import unrolled
 
 DEPTH_MAX: Final = 8
 """Nested dataclasses and tuples in one message, told from the hints when the schema is built."""
@@ -167,6 +168,8 @@ class Schema(Generic[T]):
         limits = self.limits
         if len(data) > limits.message_bytes_max:
             raise ProtocolViolation(f"a message of {len(data)} bytes; the limit is {limits.message_bytes_max}")
+        if len(data) <= SHORT_BYTES:
+            return unpack_short(data)
         return unpack(data, depth_max=DEPTH_MAX, values_max=limits.values_max, items_max=limits.items_max)
 
     def _dataclass(self, cls: type, *, skip: int, depth: int) -> tuple[Check, Check]:
@@ -190,8 +193,7 @@ class Schema(Generic[T]):
                     fields.append(encode_field(getattr(value, name)))
                 except OutOfBounds as error:
                     raise error.within(f".{name}") from None
-            if related:
-                check_relations(names, fields[skip:], related)
+            check_relations(names, fields[skip:], related)
             return fields
 
         def decode(fields: Any) -> Any:
@@ -205,11 +207,14 @@ class Schema(Generic[T]):
                 except OutOfBounds as error:
                     raise error.within(f".{name}") from None
                 at += 1
-            if related:
-                check_relations(names, values, related)
+            check_relations(names, values, related)
             return cls(*values)
 
-        return encode, decode
+        slow = (encode, decode)
+        if related:
+            return slow
+        conditions = _conditions(built, bounds)
+        return unrolled(cls, encoders, decoders, skip=skip, slow=slow, refused=OutOfBounds, written_out=conditions)
 
     def _fields(
         self, cls: type, names: list[str], bounds: list[Bound | None], *, depth: int
@@ -340,6 +345,16 @@ def _enum(cls: type[Enum]) -> tuple[Check, Check]:
         return found
 
     return encode, decode
+
+
+def _conditions(built: list[tuple[Check, Check]], bounds: list[Bound | None]) -> dict[Check, str]:
+    """Of integers and booleans the check as source, for `unrolled`: `{v}` is the value."""
+    conditions: dict[Check, str] = {check_bool: "({v} is True or {v} is False)"}
+    for converters, bound in zip(built, bounds, strict=True):
+        if isinstance(bound, Whole):
+            source = f"type({{v}}) is int and {bound.lowest} <= {{v}} <= {bound.highest}"
+            conditions |= dict.fromkeys(converters, source)
+    return conditions
 
 
 def _lenient(kind: type, check: Check, convert: Check) -> Check:

@@ -31,6 +31,8 @@ ENTRY_BODIES: Final[dict[int, type]] = {
     104: types.DiscardedBody,
     105: types.FinishedBody,
     106: types.DiskNamedBody,
+    107: types.SnapshotBody,
+    108: types.SummaryBody,
 }
 
 MESSAGES: Final[dict[int, type]] = {
@@ -64,6 +66,7 @@ MESSAGES: Final[dict[int, type]] = {
     28: measure_messages.MeasurementSent,
     29: measure_messages.LinkTestRequested,
     30: measure_messages.LinkMeasured,
+    31: messages.BaseSent,
     32: messages.MergedReceived,
 }
 

@@ -81,7 +81,7 @@ def test_nothing_is_proposed_by_others_or_after_genesis() -> None:
 def test_nothing_is_proposed_while_a_fetch_may_replace_theta_0() -> None:
     place = Place()
     place.genesis.initial_state_stored(STORED)
-    place.fetches.request(0, 0, None, initial_digest=b"other")
+    place.fetches.request(0, 0, None, digest=b"other")
     place.fetches.pump(leader="b", alive=("b",), now_ns=0)
     place.genesis.propose()
     assert not place.leader.proposals

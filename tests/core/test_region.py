@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.events import Note
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.region import RegionCore
+from diloco_node.core.region import ENTRIES_PER_EVENT, RegionCore
 from diloco_node.core.types import (
     Ballot,
     CarryMode,
@@ -21,6 +23,7 @@ from diloco_node.core.types import (
     RateLimits,
     Recovered,
     RoundBody,
+    SnapshotBody,
 )
 from diloco_node.sim.world import MS, SECOND
 from tests.kit.rounds_kit import MANIFEST, REGIONS, SETTINGS, status
@@ -376,6 +379,114 @@ def test_leader_that_dies_while_the_run_ends_is_replaced(patch: pytest.MonkeyPat
     assert len(ended(small)) == 1
 
 
+# ---- a long run ------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_gets_snapshots_and_stays_short(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, checkpoint_versions=2, summary_entries=20)
+    small.go(40)
+    small.settle()
+    snapshots = [body for body in small.bodies() if isinstance(body, SnapshotBody)]
+    assert {body.fragment for body in snapshots} == {0, 1, 2, 3}
+    assert all(body.version % 2 == 0 for body in snapshots)
+    assert len({(body.fragment, body.version) for body in snapshots}) == len(snapshots), "each once"
+    assert len(small.bodies()) > 100
+    for host in small.hosts.values():
+        assert host.disk.base.index >= len(small.bodies()) - 60
+        assert len(host.disk.entries) < 60
+        assert len(host.disk.older_states) <= 4 * 5
+    assert small.alarms() == []
+
+
+def test_a_region_that_was_away_too_long_for_entries_gets_sums_and_a_state_at_a_snapshot(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    small = Small(patch, checkpoint_versions=2, summary_entries=20)
+    small.go(4)
+    late = small.others()[0]
+    small.hosts[late].kill_daemon()
+    small.go(40)
+    assert small.hosts[late].disk.base.index == 0
+    small.hosts[late].start_daemon()
+    small.go(5)
+    small.settle()
+    assert small.hosts[late].disk.base.index > 20
+    assert any("begins its ledger at entry" in note.text for name, note in small.notes if name == late)
+    fetched = [note for name, note in small.notes if name == late and note.text.startswith("state from")]
+    assert fetched
+    assert all(note.version % 2 == 0 for note in fetched)
+    for name in small.hosts:
+        small.hosts[name].kill_daemon()
+        small.hosts[name].start_daemon()
+    small.go(5)
+    small.settle()
+
+
+def test_a_restart_applies_the_ledger_in_slices(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(60)
+    name = small.others()[0]
+    count = len(small.bodies())
+    assert count > 2 * ENTRIES_PER_EVENT
+    host = small.hosts[name]
+    host.kill_daemon()
+    host.start_daemon()
+    steps = [0]
+    give = host._give
+
+    def watched(event: ev.Event) -> None:
+        give(event)
+        steps.append(host.core.history.account.applied_index)
+
+    patch.setattr(host, "_give", watched)
+    small.go(3)
+    small.settle()
+    assert max(after - before for before, after in pairwise(steps)) <= ENTRIES_PER_EVENT
+    assert steps[-1] >= count
+
+
+def test_a_region_whose_bytes_are_others_than_the_ledgers_heals_from_the_others(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, checkpoint_versions=2)
+    # The oracle and the order of versions are about regions that do as they should.
+    patch.setattr(small.sim.checkers.oracle, "digest_seen", lambda *_: None)
+    patch.setattr(small.sim.checkers, "event_given", lambda *_: None)
+    small.go(5)
+    for name in (small.others()[0], small.leader()):
+        plane = small.hosts[name].plane
+        plane.theta[1] = plane.theta[1] + np.float32(0.5)
+        small.go(8)
+        mine = [note for one, note in small.notes if one == name and note.kind == "diverged"]
+        assert [note.fragment for note in mine] == [1]
+        assert small.view(name).digest_differences > 0
+        assert small.hosts[name].core.versions.healing == ()
+        small.settle()
+        assert small.leader() != name
+    commits = small.sim.checkers.commits
+    small.go(5)
+    assert small.sim.checkers.commits > commits
+
+
+def test_while_a_fragment_is_wrong_its_rounds_are_not_acknowledged_and_the_others_are(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    small = Small(patch, checkpoint_versions=2)
+    patch.setattr(small.sim.checkers.oracle, "digest_seen", lambda *_: None)
+    patch.setattr(small.sim.checkers, "event_given", lambda *_: None)
+    small.go(5)
+    name = small.others()[0]
+    host = small.hosts[name]
+    host.effects.handlers[ev.FetchState] = lambda _: None
+    host.plane.theta[1] = host.plane.theta[1] + np.float32(0.5)
+    small.go(8)
+    assert host.core.versions.healing == (1,)
+    assert "fragment 1 differs" in small.view(name).waiting
+    reached = host.core.versions._healing[1].reached
+    assert not host.core.versions.has_payload(RoundBody(1, reached + 1, Ballot(1, 1), (), 1.0, (), (), b"d" * 32))
+    told = {one.fragment for one in host.core._upkeep.digests.to_report(now_ns=small.world.now_ns)}
+    assert 1 not in told
+    assert small.view(small.leader()).committed_versions[1] > reached, "the others go on"
+
+
 # ---- one core by itself ----------------------------------------------------------------------------------------------
 
 
@@ -456,8 +567,9 @@ def test_theta_of_another_model_is_an_alarm() -> None:
 
 def test_other_bytes_at_an_equal_version_are_an_alarm() -> None:
     core = a_core()
+    core.history.versions = [4, 4]
     core.handle(ev.DigestComputed(1, 4, b"x" * 32), now_ns=1)
-    told = beat(digests=(FragmentDigest(1, 4, b"y" * 16),))
+    told = beat(digests=(FragmentDigest(1, 4, b"y" * 32),))
     assert alarms(core.handle(ev.MessageArrived("b", told), now_ns=2)) == ["digest"]
     assert core.view().digest_differences == 1
 

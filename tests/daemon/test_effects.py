@@ -40,7 +40,7 @@ from diloco_node.core.events import (
     WriteFinal,
 )
 from diloco_node.core.messages import ContributionStripe, MergedStripe, PayloadRequested
-from diloco_node.core.types import Ballot, Contribution, Entry, RoundBody, Stripe
+from diloco_node.core.types import Ballot, Contribution, Entry, LedgerBase, RoundBody, Stripe
 from diloco_node.daemon import disk_effects
 from diloco_node.daemon.disk_effects import DiskEffects
 from diloco_node.daemon.drafts import Drafts
@@ -130,7 +130,14 @@ class FlakyStore:
             self.refusals[what] -= 1
             raise StorageError(f"{what}: the disk is full")
 
-    def persist(self, term: int, voted_for: str, truncate_from: int, entries: Sequence[Entry]) -> None:
+    def persist(
+        self,
+        term: int,
+        voted_for: str,
+        truncate_from: int,
+        entries: Sequence[Entry],
+        base: LedgerBase | None = None,
+    ) -> None:
         self._maybe_refuse(f"persist {term}")
         if self.is_ledger_lost:
             raise LedgerLost("entries can't be read back")

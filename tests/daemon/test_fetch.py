@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,13 @@ class Bench:
     def state(self, version: int, seed: int = 5) -> tuple[State, bytes]:
         theta, momentum = theta_of(0, seed), theta_of(0, seed + 1)
         return State(0, version, fragment_digest(theta, momentum)), theta.tobytes() + momentum.tobytes()
+
+    def keep(self, version: int, seed: int = 5) -> bytes:
+        """Put a state on this region's disk; its digest."""
+        header, body = self.state(version, seed)
+        theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
+        self.store.store_state(0, version, theta, momentum, header.digest)
+        return header.digest
 
     async def arrive(self, peer: str, header: Payload | State, body: bytes, *, is_whole: bool = True) -> bool:
         if not self.fetcher.expects(peer, header, len(body)):
@@ -123,7 +131,7 @@ async def test_what_was_not_asked_for_is_not_taken_and_the_watchdog_goes_on(
 async def test_silence_is_an_answer_in_the_end(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch_module, "FETCH_SILENCE_S", 0.0)
     bench.fetcher.ask(bench.payload_order())
-    bench.fetcher.ask(FetchState("b", 0, 1))
+    bench.fetcher.ask(FetchState("b", 0, 1, b"d" * 32))
     await settle()
     assert bench.posted == [
         FetchFailed("b", 0, 1, "no answer in time"),
@@ -157,7 +165,7 @@ async def test_what_could_not_even_be_asked_has_failed_at_once(bench: Bench) -> 
 
 async def test_a_lost_link_fails_what_was_asked_of_that_peer(bench: Bench) -> None:
     bench.fetcher.ask(bench.payload_order("b"))
-    bench.fetcher.ask(FetchState("c", 0, 1))
+    bench.fetcher.ask(FetchState("c", 0, 1, b"d" * 32))
     bench.fetcher.peer_lost("b")
     assert bench.posted == [FetchFailed("b", 0, 1, "link lost")]
     bench.fetcher.peer_lost("b")
@@ -196,24 +204,26 @@ async def test_the_late_transfer_of_an_earlier_fetch_does_not_end_the_later_one(
     assert bench.watchdogs() == 1
 
 
-async def test_a_state_is_stored_at_the_version_that_came(bench: Bench) -> None:
-    bench.fetcher.ask(FetchState("b", 0, 3))
-    assert bench.transport.sent == [("b", StateRequested(0, 3))]
-    header, body = bench.state(2)
-    assert not await bench.arrive("b", header, body), "older than asked for"
-    header, body = bench.state(7)
+async def test_a_state_is_taken_at_the_very_version_and_digest_that_the_ledger_names(bench: Bench) -> None:
+    header, body = bench.state(3)
+    bench.fetcher.ask(FetchState("b", 0, 3, header.digest))
+    assert bench.transport.sent == [("b", StateRequested(0, 3, header.digest))]
+    for version in (2, 4, 2**62):
+        assert not await bench.arrive("b", replace(header, version=version), body), "another version"
+    other, other_body = bench.state(3, seed=7)
+    assert not await bench.arrive("b", other, other_body), "another state of the version"
     assert not await bench.arrive("b", header, body[:-4])
     assert await bench.arrive("b", header, body)
-    assert bench.posted == [StateStored(0, 7, header.digest)]
-    theta, momentum = bench.store.read_state(0, 7)
+    assert bench.posted == [StateStored(0, 3, header.digest)]
+    theta, momentum = bench.store.read_state(0, 3)
     assert theta.tobytes() + momentum.tobytes() == body
 
 
 async def test_a_state_of_other_bytes_is_refused(bench: Bench) -> None:
-    bench.fetcher.ask(FetchState("b", 0, 3))
     header, body = bench.state(3)
+    bench.fetcher.ask(FetchState("b", 0, 3, header.digest))
     assert await bench.arrive("b", header, bytes(4) + body[4:])
-    assert bench.posted == [FetchFailed("b", 0, 3, "the state does not match its digest")]
+    assert bench.posted == [FetchFailed("b", 0, 3, "the state is not what the ledger names")]
     assert bench.store.state_versions(0) == (0,)
 
 
@@ -221,8 +231,7 @@ async def test_theta_0_must_be_the_one_of_genesis(bench: Bench) -> None:
     header, body = bench.state(0)
     bench.fetcher.ask(FetchState("b", 0, 0, b"other"))
     before = bench.store.read_state(0, 0)[0].tobytes()
-    assert await bench.arrive("b", header, body)
-    assert isinstance(bench.posted[-1], FetchFailed)
+    assert not await bench.arrive("b", header, body)
     assert bench.store.read_state(0, 0)[0].tobytes() == before
     bench.fetcher.ask(FetchState("b", 0, 0, header.digest))
     assert await bench.arrive("b", header, body)
@@ -265,39 +274,48 @@ async def test_a_payload_is_served_from_disk(bench: Bench) -> None:
     assert bench.fetcher.serves == 0
 
 
-async def test_a_state_is_served_from_memory_with_its_digest(bench: Bench) -> None:
-    bench.fetcher.requested("c", StateRequested(0, 0))
+async def test_a_state_is_served_from_disk_at_the_version_that_was_asked_for(bench: Bench) -> None:
+    digest = bench.keep(8)
+    bench.keep(16, seed=3)
+    bench.fetcher.requested("c", StateRequested(0, 8, digest))
     await bench.tasks.finish()
     ((_, header, body),) = bench.transport.transfers
     theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
-    assert header == State(0, 0, fragment_digest(theta, momentum))
-    assert theta.tobytes() == theta_of(0).tobytes()
+    assert header == State(0, 8, digest)
+    assert fragment_digest(theta, momentum) == digest
 
 
-async def test_before_genesis_theta_0_is_served_from_disk_and_not_on_the_loop(bench: Bench) -> None:
-    bench.parameters.versions[0] = -1
+async def test_a_state_that_is_not_what_the_ledger_names_is_not_served(bench: Bench) -> None:
+    bench.keep(8)
+    bench.fetcher.requested("c", StateRequested(0, 8, b"other" * 6 + b"!!"))
+    await bench.tasks.finish()
+    assert bench.transport.sent == [("c", Refused(0, 8, "gone"))]
+    assert bench.store.set_aside == [], "it is whole, only another one"
+
+
+async def test_a_state_is_not_read_on_the_loop(bench: Bench) -> None:
+    digest = bench.keep(0)
     held = HeldExecutor()
     bench.fetcher.pool = held
     read: list[int] = []
-    real = bench.store.read_state
-    bench.store.read_state = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]
-    bench.fetcher.requested("c", StateRequested(0, 0))
+    real = bench.store.read_state_bytes
+    bench.store.read_state_bytes = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]
+    bench.fetcher.requested("c", StateRequested(0, 0, digest))
     await settle()
     assert read == [], "reading and hashing a fragment takes too long for the loop"
     await held.let_go()
     await bench.tasks.finish()
-    ((_, header, body),) = bench.transport.transfers
-    theta, momentum = np.split(np.frombuffer(body, np.float32), 2)
-    assert header == State(0, 0, fragment_digest(theta, momentum))
+    ((_, header, _),) = bench.transport.transfers
+    assert header == State(0, 0, digest)
 
 
 @pytest.mark.parametrize(
     ("want", "reason"),
     [
         (PayloadRequested(0, 9, b"d" * 32), "gone"),
-        (StateRequested(0, 9), "gone"),
+        (StateRequested(0, 9, b"d" * 32), "gone"),
         (PayloadRequested(99, 1, b"d" * 32), "unknown"),
-        (StateRequested(-1, 0), "unknown"),
+        (StateRequested(-1, 0, b"d" * 32), "unknown"),
     ],
 )
 async def test_what_is_not_here_is_refused_with_the_reason(
@@ -305,8 +323,7 @@ async def test_what_is_not_here_is_refused_with_the_reason(
 ) -> None:
     bench.fetcher.requested("c", want)
     await bench.tasks.finish()
-    version = want.version if isinstance(want, PayloadRequested) else want.version_min
-    assert bench.transport.sent == [("c", Refused(want.fragment, version, reason))]
+    assert bench.transport.sent == [("c", Refused(want.fragment, want.version, reason))]
     assert bench.fetcher.serves == 0
 
 
@@ -343,8 +360,9 @@ async def test_a_peer_that_asks_all_the_time_leaves_the_others_their_part(bench:
 
 async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
     bench.transport.is_slow = True
+    digest = bench.keep(0)
     for number in range(SERVES_MAX + 1):
-        bench.fetcher.requested(f"c{number}", StateRequested(0, 0))
+        bench.fetcher.requested(f"c{number}", StateRequested(0, 0, digest))
         await settle(50)
     assert bench.fetcher.serves == SERVES_MAX
     assert bench.transport.sent == [(f"c{SERVES_MAX}", Refused(0, 0, "busy"))]
@@ -355,7 +373,7 @@ async def test_only_so_many_are_served_at_once(bench: Bench) -> None:
 
 async def test_a_link_lost_while_serving_frees_the_place(bench: Bench) -> None:
     bench.transport.is_down = True
-    bench.fetcher.requested("c", StateRequested(0, 0))
+    bench.fetcher.requested("c", StateRequested(0, 0, bench.keep(0)))
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0
     assert bench.transport.sent == []

@@ -97,7 +97,7 @@ def test_rounds_go_on_with_the_steps_and_everybody_takes_part(demo: DemoRun) -> 
     """
     manifest = load_manifest(demo.folder / demo.names[0])
     assert manifest is not None
-    entries = longest_ledger([demo.folder / name for name in demo.names], len(manifest.fragments))
+    _, entries = longest_ledger([demo.folder / name for name in demo.names], len(manifest.fragments))
     rounds = [entry.body for entry in entries if isinstance(entry.body, RoundBody)]
     assert len(rounds) == demo.report["rounds_committed"] == sum(demo.report["regions"][0]["versions"])
     settings = json.loads((demo.folder / demo.names[0] / "node.json").read_text())["settings"]

@@ -37,6 +37,7 @@ class Small:
                 "heartbeat_ns": 200 * MS,
                 "election_timeout_ns": SECOND,
                 "ballot_deadline_min_ns": 2 * SECOND,
+                "summary_entries": 1024,
             } | settings
             changed = replace(drawn.settings, **own_settings)  # type: ignore[arg-type]
             manifest = build_manifest(drawn.manifest.tensors[:4], 4)

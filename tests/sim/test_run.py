@@ -14,7 +14,11 @@ from diloco_node.errors import ConfigError
 from diloco_node.sim.faults import FAULTS
 from diloco_node.sim.run import COMMITS_MIN, FAULTS_MIN, format_report, simulate
 
-CLEAN_SEEDS = range(40)
+CLEAN_SEEDS = range(16)
+"""In every run of the tests; a seed draws its schedule, so all of them are there."""
+
+MANY_SEEDS = [range(first, first + 10) for first in range(1000, 1200, 10)]
+"""Only where there is time."""
 
 SEEDS_MAX = 24
 """A planted fault must be found within so many seeds."""
@@ -30,6 +34,15 @@ SIGNS = {
     "arrival-order": "not the sum of its members",
     "old-term": "old term: ",
     "reused-ballot": "opened by",
+    "longest-log": "whose log ends at",
+    "unmatched-commit": "one value: ",
+    "dead-incarnation": "incarnation: ",
+    "forgotten-booking": "account: ",
+    "other-digest": "holders: ",
+    "new-snapshot": "snapshot: ",
+    "wrong-weights": "weights: ",
+    "wrong-share": "share: ",
+    "step-less": "work: ",
 }
 
 
@@ -40,6 +53,14 @@ def test_a_seed_keeps_every_promise_under_faults_and_makes_progress_after_healin
     assert report.events >= 3000, format_report(report)
     assert report.commits >= COMMITS_MIN, format_report(report)
     assert sum(report.faults.values()) >= FAULTS_MIN, format_report(report)
+
+
+@pytest.mark.seeds
+@pytest.mark.parametrize("seeds", MANY_SEEDS, ids=lambda seeds: f"{seeds[0]}..{seeds[-1]}")
+def test_many_seeds_keep_every_promise(seeds: range) -> None:
+    for seed in seeds:
+        report = simulate(seed)
+        assert report.is_good, format_report(report)
 
 
 @pytest.mark.parametrize("name", sorted(FAULTS))

@@ -225,7 +225,11 @@ def test_payloads_behind_the_state_on_disk_are_pruned() -> None:
     for version in range(1, 7):
         disk.payloads[0, version, b"d"] = stored
         disk.payloads[1, version, b"d"] = stored
-    disk.states[0] = DiskState(5, None, None)  # type: ignore[arg-type]
-    disk.prune(0, keep_versions=2)
+    for version in (3, 5):
+        disk.keep_state(0, DiskState(version, None, None))  # type: ignore[arg-type]
+    disk.prune(0, keep_from_version=4)
     assert sorted(key[1] for key in disk.payloads if key[0] == 0) == [4, 5, 6]
+    assert sorted(disk.older_states) == [(0, 5)]
+    disk.prune(0, keep_from_version=9)
+    assert sorted(key[1] for key in disk.payloads if key[0] == 0) == [5, 6], "what follows the own state stays"
     assert sorted(key[1] for key in disk.payloads if key[0] == 1) == [1, 2, 3, 4, 5, 6]

@@ -18,7 +18,7 @@ import pytest
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.types import DISK_ID_BYTES, Entry, LeaderBody, Recovered
+from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, LeaderBody, LedgerBase, Recovered
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.storage import durable, ledger_files
 from diloco_node.storage import store as store_module
@@ -26,6 +26,7 @@ from diloco_node.storage.disk_id import DISK_ID_NAME
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME
 from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import DamagedFile
 
 FRAGMENTS = 2
 DIGEST = bytes(range(32))
@@ -77,7 +78,7 @@ def store(folder: Path) -> Iterator[RegionStore]:
 
 def test_an_empty_folder_is_a_new_region(folder: Path) -> None:
     first = load(folder)
-    assert first == Recovered(0, "", (), (-1, -1), frozenset(), disk=first.disk)
+    assert first == Recovered(0, "", (), (-1, -1), frozenset(), (b"", b""), disk=first.disk)
     assert len(first.disk) == DISK_ID_BYTES
     assert load(folder) == first
 
@@ -948,3 +949,120 @@ def test_the_lock_goes_with_the_process_however_it_ends(folder: Path) -> None:
         other.kill()
         other.wait()
     RegionStore(folder).close()
+
+
+# ---- a ledger that begins with a base --------------------------------------------------------------------------------
+
+
+def base_of(entry: Entry, summary: bytes = bytes(2000) + b"sums") -> LedgerBase:
+    return LedgerBase(entry.index, entry.term, entry.hash, summary)
+
+
+def test_a_ledger_that_is_summed_up_goes_on(folder: Path, store: RegionStore) -> None:
+    entries = chain(9)
+    store.persist(1, "a", 0, entries[:6])
+    size = (folder / LEDGER_NAME).stat().st_size
+    store.persist(1, "a", 0, entries[6:8], base_of(entries[4], b"sums"))
+    assert (folder / LEDGER_NAME).stat().st_size < size
+    store.persist(1, "a", 8, entries[7:])
+    store.close()
+    recovered = load(folder)
+    assert (recovered.base, recovered.entries) == (base_of(entries[4], b"sums"), entries[5:])
+
+
+def test_a_base_of_the_leader_takes_the_place_of_the_whole_ledger(folder: Path, store: RegionStore) -> None:
+    entries = chain(40)
+    store.persist(1, "a", 0, chain(5, name="other"))
+    store.persist(1, "a", 1, (), base_of(entries[29]))
+    assert load_again(store, folder) == (base_of(entries[29]), ())
+    again = RegionStore(folder)
+    again.load(FRAGMENTS)
+    again.persist(1, "a", 0, entries[30:33], base_of(entries[30]))
+    again.persist(1, "a", 32, ())
+    assert load_again(again, folder) == (base_of(entries[30]), ())
+
+
+def load_again(store: RegionStore, folder: Path) -> tuple[LedgerBase, tuple[Entry, ...]]:
+    store.close()
+    recovered = load(folder)
+    return recovered.base, recovered.entries
+
+
+@pytest.mark.parametrize("fail_at", range(8))
+def test_a_crash_while_the_ledger_is_summed_up_leaves_the_old_or_the_new_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    store = RegionStore(folder)
+    store.load(FRAGMENTS)
+    entries = chain(9)
+    store.persist(1, "a", 0, entries[:7])
+    with monkeypatch.context() as patch:
+        crash_points(patch, fail_at)
+        try:
+            store.persist(1, "a", 6, entries[5:], base_of(entries[3]))
+            is_done = True
+        except KeyboardInterrupt:
+            is_done = False
+    old, new = (NO_BASE, entries[:7]), (base_of(entries[3]), entries[4:])
+    assert load_again(store, folder) in ([new] if is_done else [old, new])
+    # the old end goes: unlink, fsync of the folder; then write, fsync, rename, fsync of the folder
+    assert is_done == (fail_at >= 6)
+
+
+def test_a_refused_sum_is_written_when_the_disk_takes_it(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = chain(9)
+    store.persist(1, "a", 0, entries[:7])
+    for name in ("writev", "fsync"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, failing(errno.ENOSPC))
+            with pytest.raises(StorageError, match="full"):
+                store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
+    store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
+    assert load_again(store, folder) == (base_of(entries[3]), entries[4:])
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_torn_write_behind_a_base_is_cut_off_and_damage_before_it_is_refused(
+    folder: Path, store: RegionStore
+) -> None:
+    entries = chain(9)
+    store.persist(1, "a", 0, entries[:7])
+    store.persist(1, "a", 0, (), base_of(entries[3]))
+    whole, noted = ((folder / name).read_bytes() for name in (LEDGER_NAME, LEDGER_END_NAME))
+    store.persist(1, "a", 0, entries[7:])
+    data = (folder / LEDGER_NAME).read_bytes()
+    store.close()
+    (folder / LEDGER_END_NAME).write_bytes(noted)
+    (folder / LEDGER_NAME).write_bytes(data[: len(whole) + 40])
+    assert load(folder).entries == entries[4:7]
+    for at in (40, 1000, len(whole) - 30):
+        (folder / LEDGER_NAME).write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        assert "damaged" in lost(folder)
+
+
+def test_an_older_vote_than_the_base_is_refused(folder: Path, store: RegionStore) -> None:
+    entries = chain(3, term=4)
+    store.persist(4, "a", 0, entries)
+    store.persist(4, "a", 0, (), base_of(entries[2]))
+    store.close()
+    vote = ledger_files.VoteFile(folder)
+    vote.write(3, "")
+    assert "older copy" in lost(folder)
+
+
+def test_a_state_is_read_by_its_digest_only(store: RegionStore) -> None:
+    values = np.arange(10, dtype=np.float32)
+    store.store_state(0, 8, values, values + 1, b"8" * 32)
+    assert store.read_state_bytes(0, 8, b"8" * 32).tobytes() == values.tobytes() + (values + 1).tobytes()
+    for version, digest in ((8, b"9" * 32), (7, b"8" * 32)):
+        with pytest.raises(DamagedFile):
+            store.read_state_bytes(0, version, digest)
+    assert store.set_aside == []

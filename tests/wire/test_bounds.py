@@ -18,6 +18,7 @@ from diloco_node.config.units import RATE_BYTES_PER_S_MAX
 from diloco_node.core import bounds as core_bounds
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.replication import BATCH_ENTRIES_MAX
+from diloco_node.core.ledger.summary import RunSummary
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX, TENSORS_MAX, VALUES_MAX
 from diloco_node.core.merge.stripes import STRIPES_MAX
 from diloco_node.core.merge.weights import FLOAT32_MAX
@@ -79,7 +80,7 @@ def least(hint: Any, bound: Bound | None, name: str) -> Any:
     if leaf is str:
         return "a" if name in REGION_FIELDS else ""
     if isinstance(bound, Octets):
-        return bytes(bound.lengths[0])
+        return bytes(bound.lengths[0] if bound.lengths else 0)
     assert isinstance(bound, (Whole, Real)), (name, bound)
     return max(bound.lowest, 1) if isinstance(bound, Whole) and bound.above else bound.lowest
 
@@ -115,6 +116,8 @@ def edges(hint: Any, bound: Bound | None, name: str) -> tuple[list[Any], list[An
         return ["a" * 63], ["a" * 64, "", "A"]
     if isinstance(bound, Text):
         return ["x" * bound.bytes_max, "é" * (bound.bytes_max // 2)], ["x" * (bound.bytes_max + 1)]
+    if isinstance(bound, Octets) and bound.most:
+        return [b"", bytes(bound.most)], [bytes(bound.most + 1)]
     if isinstance(bound, Octets):
         return [bytes(length) for length in bound.lengths], [
             bytes(length + change) for length in bound.lengths for change in (-1, 1) if length + change >= 0
@@ -194,7 +197,8 @@ def test_the_bounds_are_those_of_the_parts_that_make_the_values() -> None:
 
 
 def test_no_bound_is_for_a_field_that_is_not_there() -> None:
-    used = {f"{cls.__name__}.{name}" for cls, name in FIELDS} | {name for _, name in FIELDS}
+    summed_up = [(cls, field.name) for cls in dataclasses_in([RunSummary]) for field in dataclasses.fields(cls)]
+    used = {f"{cls.__name__}.{name}" for cls, name in FIELDS + summed_up} | {name for _, name in FIELDS}
     assert [key for key in BOUNDS if not key.startswith("*") and key not in used] == []
 
 

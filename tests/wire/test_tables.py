@@ -44,6 +44,8 @@ BODIES: list[t.EntryBody] = [
     t.DiscardedBody("us-east", 1, 2, 10, 26, 4096, "died"),
     t.FinishedBody((5, 6), "tokens"),
     t.DiskNamedBody("eu", b"d" * 16),
+    t.SnapshotBody(2, 8, b"d" * 32),
+    t.SummaryBody(1024, b"d" * 32),
 ]
 
 CONTROL_EXAMPLES: list[ControlMessage] = [
@@ -51,7 +53,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.RequestVoteReply(2, False, True, b"d" * 16),
     m.AppendEntries(2, 5, 9, b"q" * 32, tuple(entry(body) for body in BODIES), 8),
     m.AppendEntriesReply(2, 5, True, 9, b"h" * 32, b"d" * 16),
-    m.Heartbeat(7, 6, 1000, ("eu",), STATUS, 9, (t.FragmentDigest(2, 6, b"d" * 16),), RateLimits(12_500, None)),
+    m.Heartbeat(7, 6, 1000, ("eu",), STATUS, 9, (t.FragmentDigest(2, 6, b"d" * 32),), RateLimits(12_500, None)),
     m.BallotOpened(BALLOT, 2, 6, ("eu", "us-east"), (STRIPE,)),
     m.Contributed(BALLOT, CONTRIBUTION),
     m.Declined(BALLOT, "busy"),
@@ -60,7 +62,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     m.ReductionReported(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
     m.PayloadDurable(BALLOT, b"d" * 32),
     m.PayloadRequested(2, 6, b"d" * 32),
-    m.StateRequested(2, 6),
+    m.StateRequested(2, 6, b"d" * 32),
     m.Refused(2, 6, "gone"),
     m.TimeoutNow(2, "eu"),
     m.FinishRequested("enough"),
@@ -77,6 +79,7 @@ CONTROL_EXAMPLES: list[ControlMessage] = [
     g.MeasurementSent(3, 500, 1000, 900, -1, -1),
     g.LinkTestRequested(3, "eu", 1, 0, 2, 3, True),
     g.LinkMeasured(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ""),
+    m.BaseSent(2, 5, 1024, 1, b"q" * 32, b"s" * 4097),
     m.MergedReceived(BALLOT, (b"d" * 32, b"")),
 ]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
+from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, RoundBody
+from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
 from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import StorageError
@@ -46,8 +47,9 @@ def read_region_report(state_dir: Path) -> dict[str, Any]:
     return report
 
 
-def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[Entry, ...]:
-    """The longest ledger of all regions, its hash chain checked; every other one must be a part of it.
+def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[LedgerBase, tuple[Entry, ...]]:
+    """The base and entries of the longest ledger of all regions, its hash chain checked; every other one must be a part
+    of it.
 
     Raises:
         StorageError: two regions have different entries at one index below both ends.
@@ -56,16 +58,22 @@ def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[Entry, .
     for state_dir in state_dirs:
         store = RegionStore(state_dir)
         try:
-            ledgers.append(store.load(fragments).entries)
+            recovered = store.load(fragments)
+            ledgers.append((recovered.base, recovered.entries))
         finally:
             store.close()
-    longest = max(ledgers, key=len)
-    verify_chain(longest)
-    for state_dir, entries in zip(state_dirs, ledgers, strict=True):
-        for ours, theirs in zip(entries, longest, strict=False):
-            if ours.hash != theirs.hash:
+    base, longest = max(ledgers, key=lambda one: one[0].index + len(one[1]))
+    verify_chain(longest, previous_index=base.index, previous_hash=base.hash)
+    hashes = {entry.index: entry.hash for entry in longest}
+    for state_dir, (_, entries) in zip(state_dirs, ledgers, strict=True):
+        for ours in entries:
+            if ours.hash != hashes.get(ours.index, ours.hash):
                 raise StorageError(f"{state_dir}: entry {ours.index} differs from the other regions' ledgers")
-    return longest
+    return base, longest
+
+
+def _summary(base: LedgerBase, fragments: int) -> RunSummary | None:
+    return decode_summary(base.summary, fragments=fragments) if base.index else None
 
 
 def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, LearnerStatus]) -> AccountReport:
@@ -75,7 +83,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
         StorageError: a folder is damaged or incomplete.
     """
     manifest = _manifest(folder / regions[0])
-    entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
     trained = {
         (region, counted.incarnation): (counted.steps, counted.tokens)
         for region in regions
@@ -86,6 +94,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
         trained,
         fragment_sizes=[fragment.size for fragment in manifest.fragments],
         positions=positions,
+        summary=_summary(base, len(manifest.fragments)),
     )
 
 
@@ -104,7 +113,9 @@ def build_report(
     """
     own = {region: read_region_report(folder / region) for region in regions}
     manifest = _manifest(folder / regions[0])
-    entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    summary = _summary(base, len(manifest.fragments))
+    rounds_before = 0 if summary is None else summary.rounds_committed
     positions = {
         region: learner_status(report["learner"]) for region, report in own.items() if report.get("learner") is not None
     }
@@ -113,7 +124,7 @@ def build_report(
     global_losses = [report["val_loss_global"] for report in own.values() if report["val_loss_global"] is not None]
     return {
         "regions": [{"name": region, **{key: own[region][key] for key in REGION_FIELDS}} for region in regions],
-        "rounds_committed": sum(isinstance(entry.body, RoundBody) for entry in entries),
+        "rounds_committed": rounds_before + sum(isinstance(entry.body, RoundBody) for entry in entries),
         "rounds_in_flight_max": max(report["rounds_in_flight_max"] for report in own.values()),
         "learner_blocked_seconds": sum(report["learner_blocked_seconds"] for report in own.values()),
         "tokens": {

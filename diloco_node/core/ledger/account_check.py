@@ -1,6 +1,7 @@
 """The independent check of a run's token account: from the raw entries of its ledger and the learners' own counts.
 
-It shares no code with `AccountCore`, which the daemon keeps, so that each finds what the other forgot.
+It shares no code with `AccountCore`, which the daemon keeps, so that each finds what the other forgot. Of a ledger
+whose first entries are summed up it must believe the sums: a majority of the regions worked them out alike.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
 
+from diloco_node.core.ledger.summary import RunSummary
 from diloco_node.core.types import Contribution, DiscardedBody, Entry, LearnerStatus, RoundBody
 
 
@@ -51,21 +53,25 @@ def check_account(
     *,
     fragment_sizes: Sequence[int],
     positions: Mapping[str, LearnerStatus] | None = None,
+    summary: RunSummary | None = None,
 ) -> AccountReport:
     """Recompute the account of a run from its ledger and the learners' own counts.
 
     Args:
-        entries: committed ones, from entry 1 (hash chain: `entries.verify_chain`).
+        entries: committed ones, from entry 1 or behind the summary (hash chain: `entries.verify_chain`).
         trained: per (learner, incarnation) the steps and tokens that it counted itself and that were persisted apart
             from the ledger. The highest incarnation of a learner is taken as alive, the others as dead.
         fragment_sizes: values of each fragment, by index: their weights in the report, and how many there are.
         positions: per learner its last report. With them a lost inclusion at the end of an account is found
             too; without them it would look like steps that are carried.
+        summary: what stands for the entries before the first one; None: there are none.
 
     Returns:
         The report. It never raises for what is wrong in the data: that is a fault in the report.
     """
     checker = _Checker(trained, len(fragment_sizes), positions or {})
+    if summary is not None:
+        checker.begin(summary)
     for entry in entries:
         checker.read(entry)
     checker.check()
@@ -85,6 +91,24 @@ class _Checker:
         self._intervals: dict[tuple[str, int, int], list[_Interval]] = {}
         self._versions: dict[int, int] = {}
         self._included: dict[tuple[str, int, int], int] = {}
+        # What a summary says: where accounts stand, ends of earlier inclusions, closed incarnations, totals.
+        self._start: dict[tuple[str, int, int], tuple[int, int]] = {}
+        self._ends: dict[tuple[str, int, int], set[tuple[int, int]]] = {}
+        self._closed: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self._totals: tuple[tuple[int, ...], tuple[int, ...]] = ((0,) * fragments, (0,) * fragments)
+
+    def begin(self, summary: RunSummary) -> None:
+        self._versions = dict(enumerate(summary.versions))
+        self._totals = (summary.merged, summary.discarded)
+        for line in summary.covered:
+            for fragment in range(self._fragments):
+                at = fragment if len(line.steps) > 1 else 0
+                self._start[line.learner, line.incarnation, fragment] = (line.steps[at], line.tokens[at])
+        for one in summary.included:
+            name = (one.learner, one.incarnation, one.fragment)
+            self._included[name] = one.version
+            self._ends.setdefault(name, set()).add((one.step_to, one.tokens_to))
+        self._closed = {one.learner: (one.incarnation, one.tokens) for one in summary.closed}
 
     def read(self, entry: Entry) -> None:
         body = entry.body
@@ -131,7 +155,11 @@ class _Checker:
         newest: dict[str, int] = {}
         for learner, incarnation in sorted(self._trained):
             newest[learner] = incarnation
+        for learner in sorted(self._closed):
+            self._check_closed(learner, *self._closed[learner])
         for identity in sorted(self._trained):
+            if identity[1] <= self._closed.get(identity[0], (-1, ()))[0]:
+                continue
             tokens_at: dict[int, int] = {0: 0}
             for fragment in range(self._fragments):
                 covered = self._check_contiguous(identity, fragment, tokens_at)
@@ -140,9 +168,21 @@ class _Checker:
         for learner in sorted(self._positions):
             self._check_position(learner, self._positions[learner])
 
+    def _check_closed(self, learner: str, newest: int, tokens: tuple[int, ...]) -> None:
+        """Of closed incarnations only sums are left: together they trained what was merged or discarded."""
+        trained = sum(own[1] for (name, number), own in self._trained.items() if name == learner and number <= newest)
+        for fragment, booked in enumerate(tokens):
+            if booked != trained:
+                self._fault(
+                    f"{learner} fragment {fragment}: incarnations up to {newest} trained {trained} tokens, "
+                    f"{booked} are merged or discarded"
+                )
+
     def _check_contiguous(self, identity: _Identity, fragment: int, tokens_at: dict[int, int]) -> tuple[int, int]:
-        """The intervals follow each other from 0, and a step has the same tokens before it in every fragment."""
-        step = tokens = 0
+        """The intervals follow each other, and a step has the same tokens before it in every fragment."""
+        step, tokens = self._start.get((*identity, fragment), (0, 0))
+        if tokens_at.setdefault(step, tokens) != tokens:
+            self._fault(f"{_named(identity, fragment)}: {_pair((step, tokens))} summed up, {tokens_at[step]} elsewhere")
         for interval in sorted(self._intervals.get((*identity, fragment), [])):
             where = f"entry {interval.entry}: {_named(identity, fragment)}: {_text(interval)}"
             if interval.step_from > step:
@@ -187,8 +227,9 @@ class _Checker:
         if len(status.positions) != self._fragments:
             self._fault(f"{learner}: {len(status.positions)} positions for {self._fragments} fragments")
         for fragment, position in enumerate(status.positions[: self._fragments]):
-            ends = {(0, 0)}
-            tokens = 0
+            start = self._start.get((*identity, fragment), (0, 0))
+            ends = {(0, 0), start, *self._ends.get((*identity, fragment), ())}
+            tokens = start[1]
             for interval in sorted(self._intervals.get((*identity, fragment), [])):
                 tokens += interval.tokens
                 ends.add((interval.step_to, tokens))
@@ -203,7 +244,10 @@ class _Checker:
 
     def report(self, fragment_sizes: Sequence[int]) -> AccountReport:
         total = sum(fragment_sizes)
-        merged = discarded = Fraction(0)
+        merged, discarded = (
+            sum((Fraction(size * one, total) for size, one in zip(fragment_sizes, own, strict=True)), Fraction(0))
+            for own in self._totals
+        )
         for (_, _, fragment), intervals in self._intervals.items():
             share = Fraction(fragment_sizes[fragment], total) if 0 <= fragment < self._fragments else Fraction(0)
             merged += share * sum(interval.tokens for interval in intervals if interval.is_merged)

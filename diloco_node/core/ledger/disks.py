@@ -53,6 +53,10 @@ class DiskView:
         """Index of the entry that last changed the view; 0 if none in the log did."""
         return self._changes[-1][0] if self._changes else 0
 
+    def begin(self, named: Mapping[str, bytes], index: int) -> None:
+        """The log begins anew after this index, and this is what the entries up to there name."""
+        self._base, self._changes, self.known_index = dict(named), [], index
+
     def named(self, region: str) -> bytes:
         """The id of the region's folder that counts; empty if none does."""
         return self._current.get(region, NO_DISK)

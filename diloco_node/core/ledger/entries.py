@@ -46,6 +46,8 @@ from diloco_node.core.types import (
     GenesisBody,
     LeaderBody,
     RoundBody,
+    SnapshotBody,
+    SummaryBody,
 )
 from diloco_node.core.unpacking import unpack
 from diloco_node.errors import ProtocolViolation
@@ -63,6 +65,8 @@ _BODY_TYPES: Final[dict[str, type[Any]]] = {
     EntryKind.DISCARDED.value: DiscardedBody,
     EntryKind.FINISHED.value: FinishedBody,
     EntryKind.DISK_NAMED.value: DiskNamedBody,
+    EntryKind.SNAPSHOT.value: SnapshotBody,
+    EntryKind.SUMMARY.value: SummaryBody,
 }
 _KINDS: Final = {body_type: kind for kind, body_type in _BODY_TYPES.items()}
 _DEPTH_MAX: Final = 6
@@ -145,7 +149,7 @@ def decode_entry(data: bytes | memoryview) -> Entry:
             index=_INDEX(index),
             term=_TERM(term),
             previous=_HASH(previous),
-            body=_codec(body_type)[1](body),
+            body=canonical_codec(body_type)[1](body),
             hash=_HASH(own_hash),
         )
         is_canonical = encode_entry(entry) == data
@@ -167,7 +171,7 @@ def _plain_body(body: EntryBody) -> list[_Plain]:
     if kind is None:
         raise ValueError(f"{type(body).__name__} is no body of an entry")
     try:
-        return [kind, _codec(type(body))[0](body)]
+        return [kind, canonical_codec(type(body))[0](body)]
     except OutOfBounds as error:
         raise ValueError(f"{type(body).__name__}{error.path}: {error.found}") from None
 
@@ -183,8 +187,8 @@ _Codec = tuple[Check, Check]
 _CODECS: Final[dict[Any, _Codec]] = {}
 
 
-def _codec(kind: Any) -> _Codec:
-    """(write, read) for a dataclass as an array of its fields; both refuse what is out of bounds. Made once."""
+def canonical_codec(kind: Any) -> _Codec:
+    """(write, read) for a dataclass as an array of its fields, which both refuse what is out of bounds. Made once."""
     if kind not in _CODECS:
         _CODECS[kind] = _dataclass_codec(kind)
     return _CODECS[kind]
@@ -226,7 +230,7 @@ def _dataclass_codec(kind: Any) -> _Codec:
 def _field(hint: Any, bound: Bound | None, name: str) -> _Codec:
     """Of one field: a dataclass, `tuple[X, ...]`, or a scalar with a bound."""
     if is_dataclass(hint):
-        return _codec(hint)
+        return canonical_codec(hint)
     if isinstance(bound, Items):
         write, read = _field(get_args(hint)[0], bound.of, name)
         return (

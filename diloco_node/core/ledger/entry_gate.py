@@ -12,7 +12,7 @@ from typing import Protocol
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.ledger.log import ReplicaLog
 from diloco_node.core.messages import AppendEntries
-from diloco_node.core.types import Entry, EntryBody
+from diloco_node.core.types import Entry, EntryBody, LedgerBase
 from diloco_node.errors import StorageError
 
 
@@ -39,6 +39,10 @@ class Meaning(Protocol):
 
     def settle(self, index: int) -> None:
         """Entries up to this index stay for ever."""
+        ...
+
+    def begin(self, base: LedgerBase) -> None:
+        """The log begins with this: forget what was before."""
         ...
 
 
@@ -108,6 +112,11 @@ class EntryGate:
         except ValueError as error:
             return str(error)
         return self._fault_after([entry], committed_index) or entry
+
+    def begin(self, base: LedgerBase) -> None:
+        """The log begins with this."""
+        if self._meaning is not None:
+            self._meaning.begin(base)
 
     def distrust(self, peer: str) -> None:
         """It sent what can't be: it is not followed, and gets no vote."""

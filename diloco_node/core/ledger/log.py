@@ -1,10 +1,12 @@
 """One voter's copy of the ledger in memory, and how much of it is on disk.
 
-Three parts follow each other: entries on disk, entries whose write is under way, and (`staged`, followers only) entries
+A log begins with a base: what stands for the entries that are summed up and gone, or nothing. Three parts follow each
+other after it: entries on disk, entries whose write is under way, and (`staged`, followers only) entries
 that wait for their payload. Only the first part may be acknowledged; the third is in no vote and in no file.
 
 A disk may lose a payload whose entry it keeps. Such an entry stays in the log and in votes, for others may count on it;
-but it and what follows are not acknowledged until the payload is there again.
+but it and what follows are not acknowledged until the payload is there again. The same holds for entries that are known
+to be committed: they go to the disk without their payload, so that a region far behind learns which state to fetch.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.ledger.entries import ZERO_HASH, decode_entry, encode_entry
-from diloco_node.core.types import Entry
+from diloco_node.core.types import NO_BASE, Entry, LedgerBase
 
 STAGED_ENTRIES_MAX: Final = 256
 """A follower keeps at most so many entries waiting for payloads; the leader sends no more beyond what is durable."""
@@ -52,10 +54,11 @@ class LogChange:
 
     truncate_from: int
     entries: tuple[Entry, ...]
+    base: LedgerBase | None = None
 
 
 class ReplicaLog:
-    """Entries 1..last_index, then the staged ones; who writes them calls `take_change` and `written`.
+    """Entries base.index + 1..last_index, then the staged ones; who writes them calls `take_change` and `written`.
 
     Invariants: `durable_index <= last_index`; staged entries follow the last one without a gap; the hash of an entry
     fixes everything before it.
@@ -63,26 +66,43 @@ class ReplicaLog:
     Args:
         entries: what the disk held.
         may_persist: whether an entry's payload is on the disk.
+        base: what the log begins with. has_base: whether the disk holds the states that it stands for.
+
+    Attributes:
+        base: as it is now.
     """
 
-    def __init__(self, entries: Sequence[Entry], may_persist: Callable[[Entry], bool] = lambda _: True) -> None:
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        may_persist: Callable[[Entry], bool] = lambda _: True,
+        *,
+        base: LedgerBase = NO_BASE,
+        has_base: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.base = base
+        self._has_base = has_base
+        self._is_whole = base.index == 0 or has_base()
+        # What was acknowledged before the base came: all there is to say until its states are on the disk.
+        self._floor = 0
+        self._is_base_new = False
         self._entries: list[Entry | _Packed] = list(entries)
-        self._packed_index = 0
-        # Of what the disk held: entries whose payload it has lost. None is added later, so nobody looks at the others.
+        self._packed_index = base.index
+        # Entries that are in the log without their payload.
         self._lost = [entry for entry in entries if not may_persist(entry)]
         self._staged: list[Entry] = []
         self._staged_bytes: list[int] = []
-        self._durable_index = len(self._entries)
+        self._durable_index = self.last_index
         # What the disk has been asked for so far, and from where it must forget before the next append.
-        self._requested_index = len(self._entries)
+        self._requested_index = self.last_index
         self._truncate_from = 0
         self._writes: deque[_Write] = deque()
         self._pack()
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All entries that are on disk or on their way there, from index 1."""
-        return self.slice(1, len(self._entries))
+        """All entries after the base that are on disk or on their way there."""
+        return self.slice(self.base.index + 1, self.last_index)
 
     @property
     def staged(self) -> tuple[Entry, ...]:
@@ -91,68 +111,88 @@ class ReplicaLog:
 
     @property
     def last_index(self) -> int:
-        """Index of the last entry, staged ones not counted; 0 for an empty log."""
-        return len(self._entries)
+        """Index of the last entry, staged ones not counted; the base's if there is none."""
+        return self.base.index + len(self._entries)
 
     @property
     def last_term(self) -> int:
-        """Term of that entry; 0 for an empty log."""
-        return self._entries[-1].term if self._entries else 0
+        """Term of that entry; the base's if there is none."""
+        return self._entries[-1].term if self._entries else self.base.term
 
     @property
     def known_index(self) -> int:
         """Index of the last entry, staged ones counted."""
-        return len(self._entries) + len(self._staged)
+        return self.last_index + len(self._staged)
 
     @property
     def durable_index(self) -> int:
         """Up to here the log is on disk, payloads too."""
+        if not self._is_whole:
+            return min(self._durable_index, self._floor)
         return min(self._durable_index, self._lost[0].index - 1) if self._lost else self._durable_index
 
     @property
     def waiting(self) -> tuple[Entry, ...]:
-        """Entries that may lack a payload: those that the disk has lost (as `find_lost` last found), and all that are
-        staged."""
+        """Entries that may lack a payload: those in the log that do (`find_lost`), and the staged ones."""
         return (*self._lost, *self._staged)
+
+    @property
+    def is_whole(self) -> bool:
+        """The disk holds what the base stands for."""
+        return self._is_whole
 
     @property
     def is_dirty(self) -> bool:
         """The disk has not been asked yet for what the log says."""
-        return self._requested_index != len(self._entries) or self._truncate_from > 0
+        return self._is_base_new or self._requested_index != self.last_index or self._truncate_from > 0
 
     def entry(self, index: int) -> Entry:
-        """The entry, staged or not. Raises IndexError outside 1..known_index."""
+        """The entry, staged or not. Raises IndexError outside base.index + 1..known_index."""
         return _whole(self._at(index))
 
     def _at(self, index: int) -> Entry | _Packed:
-        if not 1 <= index <= self.known_index:
-            raise IndexError(f"entry {index} of 1..{self.known_index}")
-        if index <= len(self._entries):
-            return self._entries[index - 1]
-        return self._staged[index - 1 - len(self._entries)]
+        if not self.base.index < index <= self.known_index:
+            raise IndexError(f"entry {index} of {self.base.index + 1}..{self.known_index}")
+        if index <= self.last_index:
+            return self._entries[index - 1 - self.base.index]
+        return self._staged[index - 1 - self.last_index]
 
     def hash_at(self, index: int) -> bytes:
-        """Its hash; ZERO_HASH for index 0."""
-        return self._at(index).hash if index else ZERO_HASH
+        """Its hash, also of the base; ZERO_HASH for index 0."""
+        if index == 0:
+            return ZERO_HASH
+        return self.base.hash if index == self.base.index else self._at(index).hash
 
     def term_at(self, index: int) -> int:
-        """Its term; 0 for index 0."""
-        return self._at(index).term if index else 0
+        """Its term, also of the base; 0 for index 0."""
+        if index == 0:
+            return 0
+        return self.base.term if index == self.base.index else self._at(index).term
 
     def slice(self, first: int, last: int) -> tuple[Entry, ...]:
         """Entries first..last, both counted, staged ones not."""
-        return tuple(_whole(one) for one in self._entries[first - 1 : last])
+        start, stop = first - 1 - self.base.index, last - self.base.index
+        return tuple(_whole(one) for one in self._entries[max(0, start) : max(0, stop)])
 
     def has(self, index: int, entry_hash: bytes) -> bool:
-        """Whether the log, staged entries counted, has exactly this entry there (index 0: the empty beginning)."""
-        return index <= self.known_index and self.hash_at(index) == entry_hash
+        """Whether the log, staged entries counted, has exactly this entry there (or its base, or the empty beginning).
+
+        Of what lies before the base nothing is known any more.
+        """
+        is_known = index == 0 or self.base.index <= index <= self.known_index
+        return is_known and self.hash_at(index) == entry_hash
+
+    def contradicts(self, index: int, entry_hash: bytes) -> bool:
+        """Whether the log has, or had, another entry there or none, as far as it can be told: what the base stands for
+        contradicts nothing."""
+        return not 0 < index < self.base.index and not self.has(index, entry_hash)
 
     def first_conflict(self, entries: Sequence[Entry]) -> int:
         """Index of the first entry that the log has otherwise; 0 if none."""
         for entry in entries:
             if entry.index > self.known_index:
                 return 0
-            if self.hash_at(entry.index) != entry.hash:
+            if entry.index > self.base.index and self.hash_at(entry.index) != entry.hash:
                 return entry.index
         return 0
 
@@ -160,13 +200,13 @@ class ReplicaLog:
         """Where the leader should look for the common part after `previous_index` did not match.
 
         The end of this log if it is shorter, else the entry before the term that conflicts (the whole of that term may
-        be unknown to the leader, so one step back for each term is enough).
+        be unknown to the leader, so one step back for each term is enough). Never before the base: that is committed.
         """
         if previous_index > self.known_index:
             return self.known_index
-        index = previous_index
+        index = max(previous_index, self.base.index)
         term = self.term_at(index)
-        while index > 0 and self.term_at(index) == term:
+        while index > self.base.index and self.term_at(index) == term:
             index -= 1
         return index
 
@@ -178,13 +218,13 @@ class ReplicaLog:
 
     def truncate(self, first: int) -> None:
         """Forget the entries from `first` on."""
-        assert first >= 1, first
-        kept = max(0, first - 1 - len(self._entries))
+        assert first > self.base.index, (first, self.base.index)
+        kept = max(0, first - 1 - self.last_index)
         del self._staged[kept:]
         del self._staged_bytes[kept:]
-        if first > len(self._entries):
+        if first > self.last_index:
             return
-        del self._entries[first - 1 :]
+        del self._entries[first - 1 - self.base.index :]
         self._lost = [entry for entry in self._lost if entry.index < first]
         self._packed_index = min(self._packed_index, first - 1)
         if first <= self._requested_index:
@@ -210,19 +250,58 @@ class ReplicaLog:
             self._staged_bytes.append(entry_bytes)
             staged_bytes += entry_bytes
 
+    def compact(self, base: LedgerBase) -> None:
+        """Begin with this from now on: the entries up to its index, all acknowledged, are forgotten."""
+        assert self.base.index < base.index <= self.durable_index, (base.index, self.durable_index)
+        assert self.hash_at(base.index) == base.hash, base.index
+        self._begin_with(base)
+
+    def install(self, base: LedgerBase) -> None:
+        """Begin with the leader's base, which is ahead of what is committed here. What follows it stays if it is the
+        leader's too. Until the disk holds what it stands for, no more is acknowledged than before."""
+        self._floor = self.durable_index
+        if base.index <= self.last_index and self.has(base.index, base.hash):
+            self._lost = [entry for entry in self._lost if entry.index > base.index]
+            self._begin_with(base)
+        else:
+            self.drop_staged()
+            self._lost.clear()
+            self._entries.clear()
+            self._truncate_from = min(self._truncate_from or self.base.index + 1, self.base.index + 1)
+            self._durable_index = min(self._durable_index, self._floor)
+            for write in self._writes:
+                write.last_index = min(write.last_index, self._floor)
+            self.base, self._is_base_new = base, True
+            self._packed_index = self._requested_index = base.index
+        self._is_whole = False
+
+    def _begin_with(self, base: LedgerBase) -> None:
+        del self._entries[: base.index - self.base.index]
+        self.base, self._is_base_new = base, True
+        self._packed_index = max(self._packed_index, base.index)
+
     def drop_staged(self) -> None:
         """Forget all staged entries; the leader that sent them is gone."""
         self._staged.clear()
         self._staged_bytes.clear()
 
     def find_lost(self, may_persist: Callable[[Entry], bool]) -> None:
-        """Look again for which entries, of those that the disk held at start, it lacks the payload."""
+        """Look again of which entries of the log, and of the base, the disk lacks what they name."""
+        self._is_whole = self._is_whole or self._has_base()
         self._lost = [entry for entry in self._lost if not may_persist(entry)]
 
-    def promote(self, may_persist: Callable[[Entry], bool]) -> None:
-        """Move staged entries to the log, in order, up to the first that may not be persisted yet."""
+    def promote(self, may_persist: Callable[[Entry], bool], *, committed_index: int = 0) -> None:
+        """Move staged entries to the log, in order, up to the first that may not be persisted yet.
+
+        Args:
+            committed_index: those up to here are committed, and go there even without their payload.
+        """
         count = 0
-        while count < len(self._staged) and may_persist(self._staged[count]):
+        for entry in self._staged:
+            if not may_persist(entry):
+                if entry.index > committed_index:
+                    break
+                self._lost.append(entry)
             count += 1
         self._entries += self._staged[:count]
         del self._staged[:count]
@@ -230,10 +309,12 @@ class ReplicaLog:
 
     def take_change(self, token: int) -> LogChange:
         """What the disk has to do now; `written(token)` says that it has."""
-        change = LogChange(self._truncate_from, self.slice(self._requested_index + 1, len(self._entries)))
-        self._requested_index = len(self._entries)
+        entries = self.slice(self._requested_index + 1, self.last_index)
+        change = LogChange(self._truncate_from, entries, self.base if self._is_base_new else None)
+        self._requested_index = self.last_index
         self._truncate_from = 0
-        self._writes.append(_Write(token, len(self._entries)))
+        self._is_base_new = False
+        self._writes.append(_Write(token, self.last_index))
         return change
 
     def written(self, token: int) -> None:
@@ -244,9 +325,9 @@ class ReplicaLog:
 
     def _pack(self) -> None:
         """Keep old entries that are on disk as bytes; those whose payload it has lost are at hand in `_lost`."""
-        for index in range(self._packed_index, min(self._durable_index, len(self._entries)) - UNPACKED_ENTRIES):
+        for index in range(self._packed_index, min(self._durable_index, self.last_index) - UNPACKED_ENTRIES):
             one = self.entry(index + 1)
-            self._entries[index] = _Packed(one.term, one.hash, encode_entry(one))
+            self._entries[index - self.base.index] = _Packed(one.term, one.hash, encode_entry(one))
             self._packed_index = index + 1
 
 

@@ -46,12 +46,13 @@ from diloco_node.core.ledger.write_gate import WriteGate
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,
+    BaseSent,
     Message,
     RequestVote,
     RequestVoteReply,
     TimeoutNow,
 )
-from diloco_node.core.types import Entry, EntryBody, LeaderBody, RoundBody
+from diloco_node.core.types import NO_BASE, Entry, EntryBody, LeaderBody, LedgerBase, RoundBody
 from diloco_node.errors import InvalidTransition
 
 
@@ -71,6 +72,9 @@ class LedgerCore:
         has_payload: whether what a body names is on this region's disk; True for bodies that name nothing. It must not
             turn False again for an entry of the log; `missing_payloads` has what a disk lost between two processes.
         meaning: of entries; None: each makes sense. Raises StorageError when what the disk held makes none.
+        base: what the disk held instead of the first entries. has_base: whether it holds the states that the base
+            stands for. base_fault: why a base can't be one of this run's ledger; empty if it can.
+        named_by: the folders that the entries of a base name.
     """
 
     def __init__(
@@ -89,6 +93,10 @@ class LedgerCore:
         has_payload: Callable[[EntryBody], bool],
         named: Mapping[str, bytes] | None = None,
         meaning: Meaning | None = None,
+        base: LedgerBase = NO_BASE,
+        has_base: Callable[[], bool] = lambda: True,
+        base_fault: Callable[[LedgerBase], str] = lambda _: "",
+        named_by: Callable[[LedgerBase], Mapping[str, bytes]] = lambda _: {},
     ) -> None:
         if region not in voters or len(set(voters)) != len(voters):
             raise ValueError(f"{region!r} is not exactly once among the voters {sorted(voters)}")
@@ -105,9 +113,15 @@ class LedgerCore:
         self._disk = disk
         self._is_draining = False
 
+        self._base_fault = base_fault
+        self._new_base: LedgerBase | None = None
+        self._named_by = named_by
+        if base.index and meaning is not None:
+            meaning.begin(base)
         check_held(entries, meaning)
-        self.disks = DiskView(self._voters, named)
-        self._log = ReplicaLog(entries, self._may_persist)
+        self.disks = DiskView(self._voters, named_by(base) if base.index else named)
+        self.disks.known_index = base.index
+        self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
         self._gate = WriteGate()
         self._entry_gate = EntryGate(self._log, meaning)
@@ -126,10 +140,10 @@ class LedgerCore:
         )
 
         # Known to be on a majority's disks; what is taken is on the own disk, too.
-        self._cluster_commit_index = 0
-        self._taken_index = 0
+        self._cluster_commit_index = base.index
+        self._taken_index = base.index
 
-        self._following = Following()
+        self._following = Following(matched_index=base.index)
         # Up to then the leader's own offer lets others stand and be voted for.
         self._offered_until_ns = now_ns
         self._claims = TermClaims(election_timeout_ns)
@@ -181,13 +195,23 @@ class LedgerCore:
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The log from entry 1, committed or not, staged entries not counted."""
+        """The log after its base, committed or not, staged entries not counted."""
         return self._log.entries
+
+    @property
+    def base(self) -> LedgerBase:
+        """What the log begins with."""
+        return self._log.base
+
+    @property
+    def is_base_lacking(self) -> bool:
+        """This region's disk does not hold yet what the base stands for."""
+        return not self._log.is_whole
 
     def entry(self, index: int) -> Entry:
         """One entry of the log, staged ones not counted. Raises IndexError."""
-        if not 1 <= index <= self._log.last_index:
-            raise IndexError(f"entry {index} of 1..{self._log.last_index}")
+        if index > self._log.last_index:
+            raise IndexError(f"entry {index} of {self._log.base.index + 1}..{self._log.last_index}")
         return self._log.entry(index)
 
     @property
@@ -250,7 +274,8 @@ class LedgerCore:
 
     def missing_payloads(self) -> tuple[EntryBody, ...]:
         """Bodies of entries that wait for a payload that is not on this region's disk, in the order of the ledger."""
-        return tuple(entry.body for entry in self._log.waiting if not self._has_payload(entry.body))
+        waiting = self._log.waiting
+        return tuple(entry.body for entry in waiting if not self._has_payload(entry.body)) if waiting else ()
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take note of a fact.
@@ -277,10 +302,10 @@ class LedgerCore:
 
     def payload_arrived(self, *, now_ns: int) -> list[Effect]:
         """Something has reached the disk: try the entries that wait again."""
-        if not self._log.waiting:
+        if not self._log.waiting and self._log.is_whole:
             return []
         self._log.find_lost(self._may_persist)
-        self._log.promote(self._may_persist)
+        self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
         self._report_growth(now_ns)
         return self._flush()
 
@@ -302,11 +327,35 @@ class LedgerCore:
             self._offer_leadership(why, now_ns)
         return self._flush()
 
-    def take_committed(self) -> list[Entry]:
-        """Entries that are committed and on this region's disk and were not taken before, in order."""
+    def take_committed(self, entries_max: int | None = None) -> list[Entry]:
+        """Entries that are committed and on this region's disk and were not taken before, in order.
+
+        Args:
+            entries_max: how many at most; the others are there for the next call.
+        """
         first, last = self._taken_index + 1, self.commit_index
-        self._taken_index = max(self._taken_index, last)
+        if entries_max is not None:
+            last = min(last, self._taken_index + entries_max)
+        if last < first:
+            return []
+        self._taken_index = last
         return list(self._log.slice(first, last))
+
+    @property
+    def has_committed(self) -> bool:
+        """Whether `take_committed` has more to give."""
+        return self._taken_index < self.commit_index
+
+    def take_base(self) -> LedgerBase | None:
+        """The base that a leader sent since the last call: go on from it, before anything is taken."""
+        base, self._new_base = self._new_base, None
+        return base
+
+    def compact(self, base: LedgerBase) -> list[Effect]:
+        """Begin the log with this: entries up to its index were taken, and this region's disk needs none of them."""
+        assert base.index <= self._taken_index, (base.index, self._taken_index)
+        self._log.compact(base)
+        return self._flush()
 
     def _may_persist(self, entry: Entry) -> bool:
         """Whether an entry may go to disk (and so be acknowledged): its payload is there."""
@@ -356,6 +405,8 @@ class LedgerCore:
                 self._append_entries(peer, message, now_ns)
             case AppendEntriesReply():
                 self._append_entries_reply(peer, message, now_ns)
+            case BaseSent():
+                self._base_sent(peer, message, now_ns)
             case TimeoutNow():
                 self._leadership_offered(peer, message, now_ns)
             case _:
@@ -459,7 +510,7 @@ class LedgerCore:
         self._log.append(entry)
         self.disks.follow([entry])
         for peer in self._peers:
-            if self._followers[peer].has_more(self._log):
+            if self._followers[peer].has_more(self._log, commit_index=self._cluster_commit_index):
                 self._send_append(peer)
 
     def _broadcast(self, now_ns: int) -> None:
@@ -479,7 +530,7 @@ class LedgerCore:
             self._adopt_term(answer.term, now_ns)
         if not self.is_leader or answer.term != self.term:
             return
-        if answer.accepted and not self._log.has(answer.durable_index, answer.durable_hash):
+        if answer.accepted and self._log.contradicts(answer.durable_index, answer.durable_hash):
             self._note(f"{peer} acknowledges another entry {answer.durable_index}: not counted", is_alarm=True)
             return
         follower = self._followers[peer]
@@ -490,7 +541,7 @@ class LedgerCore:
             self._become_follower("", now_ns)
             return
         self._advance_commit(now_ns)
-        if follower.has_more(self._log):
+        if follower.has_more(self._log, commit_index=self._cluster_commit_index):
             self._send_append(peer)
 
     def _advance_commit(self, now_ns: int) -> None:
@@ -552,10 +603,10 @@ class LedgerCore:
             conflict = following.take(self._log, request)
             if conflict:
                 self.disks.truncated(conflict)
-            self._log.promote(self._may_persist)
             following.commit_index = max(following.commit_index, request.commit_index)
             reached = min(following.commit_index, following.matched_index)
             self._cluster_commit_index = max(self._cluster_commit_index, reached)
+            self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
             self._acknowledge(request.sequence)
         else:
             # What is committed is in the leader's log: no need to search before it.
@@ -565,6 +616,37 @@ class LedgerCore:
 
     def _refuse(self, peer: str, sequence: int, *, hint: int) -> None:
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))
+
+    def _base_sent(self, peer: str, sent: BaseSent, now_ns: int) -> None:
+        if sent.term > self.term and not self._hears_leader(now_ns, but=peer):
+            self._adopt_term(sent.term, now_ns)
+        if sent.term != self.term:
+            self._refuse(peer, sent.sequence, hint=0)
+            return
+        if not self._entry_gate.trusts(peer):
+            return
+        base = LedgerBase(sent.index, sent.base_term, sent.hash, sent.summary)
+        fault = f"{self.leader} leads this term" if self.leader not in ("", peer) else ""
+        if not fault and base.index > self._cluster_commit_index:
+            fault = self._base_fault(base) if base.term <= sent.term else f"it is of term {base.term}"
+        if fault:
+            self._note(f"ignored a base from {peer}: {fault}", is_alarm=True)
+            return
+        if self.leader != peer:
+            self._become_follower(peer, now_ns)
+        self._election.restart_timer(now_ns)
+        following = self._following
+        following.contact_ns = now_ns
+        following.requested_sequence = max(following.requested_sequence, sent.sequence)
+        if base.index > self._cluster_commit_index:
+            self._log.install(base)
+            self.disks.begin(self._named_by(base), base.index)
+            self._entry_gate.begin(base)
+            self._cluster_commit_index = self._taken_index = base.index
+            self._new_base = base
+            following.matched_index = base.index
+            self._note(f"begins its ledger at entry {base.index}, which {peer} sent it")
+        self._acknowledge(sent.sequence)
 
     def _acknowledge(self, sequence: int) -> None:
         index = self._following.reported_index = self._following.acknowledged_index(self._log)

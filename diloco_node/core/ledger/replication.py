@@ -13,7 +13,7 @@ from typing import Final
 from diloco_node.core.ledger.election import majority_of
 from diloco_node.core.ledger.entries import encode_entry, verify_chain
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX, ReplicaLog
-from diloco_node.core.messages import AppendEntries, AppendEntriesReply
+from diloco_node.core.messages import AppendEntries, AppendEntriesReply, BaseSent
 from diloco_node.core.types import Entry
 from diloco_node.errors import ProtocolViolation
 
@@ -22,6 +22,9 @@ BATCH_ENTRIES_MAX: Final = 64
 
 BATCH_BYTES_MAX: Final = 1 << 20
 """Encoded bytes of them, if they are more than one; a message of the control lane may have 4 MiB."""
+
+BASE_AGAIN_MESSAGES: Final = 16
+"""A base that was refused is sent again after so many heartbeats: it may be as long as 3 MiB."""
 
 
 @dataclass(slots=True)
@@ -37,6 +40,7 @@ class Follower:
         sent_sequence: the last message sent.
         heeded_sequence: refusals of earlier messages than this one are old news.
         is_certain: the last message named a previous entry that the follower had reported to be on its disk.
+        base_age: messages since the base was sent.
     """
 
     next_index: int
@@ -47,11 +51,19 @@ class Follower:
     sent_sequence: int = 0
     heeded_sequence: int = 0
     is_certain: bool = False
+    base_age: int = BASE_AGAIN_MESSAGES
 
-    def next_message(self, log: ReplicaLog, *, term: int, sequence: int, commit_index: int) -> AppendEntries:
-        """The heartbeat for this follower, with the next batch of entries if none is on its way."""
+    def next_message(self, log: ReplicaLog, *, term: int, sequence: int, commit_index: int) -> AppendEntries | BaseSent:
+        """The heartbeat for this follower, with the next batch of entries if none is on its way; or the base that
+        stands for what it lacks."""
+        self.base_age += 1
+        is_behind = self.next_index <= log.base.index
+        if is_behind:
+            if self.batch_sequence == 0 and self.base_age > BASE_AGAIN_MESSAGES:
+                return self._send_base(log, term, sequence)
+            self.next_index = log.base.index + 1
         previous_index = self.next_index - 1
-        entries = self._batch(log) if self.batch_sequence == 0 else ()
+        entries = self._batch(log, commit_index) if self.batch_sequence == 0 and not is_behind else ()
         if entries:
             self.batch_sequence = sequence
             self.next_index += len(entries)
@@ -66,9 +78,9 @@ class Follower:
             commit_index=commit_index,
         )
 
-    def has_more(self, log: ReplicaLog) -> bool:
+    def has_more(self, log: ReplicaLog, *, commit_index: int) -> bool:
         """Whether a message now would carry entries."""
-        return self.batch_sequence == 0 and self.next_index <= min(log.last_index, self._window_end)
+        return self.batch_sequence == 0 and self.next_index <= min(log.last_index, self._window_end(commit_index))
 
     def answered(self, answer: AppendEntriesReply, *, now_ns: int) -> bool:
         """Take note of an answer of this term, whose acknowledged entry is the leader's own.
@@ -100,13 +112,22 @@ class Follower:
     def link_changed(self) -> None:
         """What was on its way is lost; the next answer shows where the follower stands."""
         self.batch_sequence = 0
+        self.base_age = BASE_AGAIN_MESSAGES
 
-    @property
-    def _window_end(self) -> int:
-        return self.durable_index + STAGED_ENTRIES_MAX
+    def _window_end(self, commit_index: int) -> int:
+        """What is committed a follower keeps without its payload; of the rest it holds only so much in memory."""
+        return max(self.durable_index + STAGED_ENTRIES_MAX, commit_index)
 
-    def _batch(self, log: ReplicaLog) -> tuple[Entry, ...]:
-        last = min(log.last_index, self._window_end, self.next_index + BATCH_ENTRIES_MAX - 1)
+    def _send_base(self, log: ReplicaLog, term: int, sequence: int) -> BaseSent:
+        base = log.base
+        self.base_age = 0
+        self.batch_sequence = self.sent_sequence = sequence
+        self.next_index = base.index + 1
+        self.is_certain = False
+        return BaseSent(term, sequence, base.index, base.term, base.hash, base.summary)
+
+    def _batch(self, log: ReplicaLog, commit_index: int) -> tuple[Entry, ...]:
+        last = min(log.last_index, self._window_end(commit_index), self.next_index + BATCH_ENTRIES_MAX - 1)
         batch: list[Entry] = []
         batch_bytes = 0
         for entry in log.slice(self.next_index, last):
@@ -150,8 +171,9 @@ class Following:
     reported_index: int = 0
 
     def acknowledged_index(self, log: ReplicaLog) -> int:
-        """On disk here, and the same as the leader's."""
-        return min(log.durable_index, self.matched_index)
+        """On disk here, and the same as the leader's; 0 for what the base stands for, but is not on disk yet."""
+        index = min(log.durable_index, self.matched_index)
+        return index if index >= log.base.index else 0
 
     def take(self, log: ReplicaLog, request: AppendEntries) -> int:
         """Stage the entries of a message whose previous entry matches, in place of what differs.

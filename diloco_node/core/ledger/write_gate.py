@@ -54,7 +54,9 @@ class WriteGate:
         if self._is_hard_dirty or log.is_dirty:
             self._token += 1
             change = log.take_change(self._token)
-            effects.append(PersistLedger(self._token, term, voted_for, change.truncate_from, change.entries))
+            effects.append(
+                PersistLedger(self._token, term, voted_for, change.truncate_from, change.entries, change.base)
+            )
             if self._is_hard_dirty:
                 self._hard_token = self._token
                 self._is_hard_dirty = False

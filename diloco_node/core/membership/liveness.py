@@ -165,6 +165,11 @@ class Liveness:
 
     def reach_each_other(self, one: str, other: str, *, now_ns: int) -> bool:
         """Whether both hear each other."""
+        if one == other:
+            return True
+        if self._region in (one, other):
+            peer = other if one == self._region else one
+            return self.is_alive(peer, now_ns=now_ns) and self._region in self._peers[peer].hears
         return self.hears(one, other, now_ns=now_ns) and self.hears(other, one, now_ns=now_ns)
 
     def learner(self, region: str) -> LearnerStatus | None:

@@ -1,4 +1,9 @@
-"""Equal versions must have equal bytes: compare the digests that heartbeats carry with our own."""
+"""Equal versions must have equal bytes: compare the digests that heartbeats carry with our own and with the ledger's.
+
+Every region tells the digest of each version that it reaches, and repeats those of snapshot versions (every
+`checkpoint_versions`) until the ledger has one. The leader proposes a snapshot when a majority tells the same digest as
+its own. Whoever has another digest than the ledger has diverged, and heals (`recovery.versions`).
+"""
 
 from __future__ import annotations
 
@@ -6,84 +11,166 @@ from collections import OrderedDict
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.types import FragmentDigest
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import FragmentDigest, SnapshotBody
 
-DIGEST_BYTES: Final = 16
-"""What travels of a SHA-256."""
+DIGEST_BYTES: Final = 32
+"""A whole SHA-256: what is fetched is compared with it."""
 
 VERSIONS_KEPT: Final = 8
 """Own digests remembered per fragment; a peer that is further behind is compared when it has caught up."""
+
+PENDING_MAX: Final = 2
+"""Own snapshot versions per fragment that wait for the ledger and are told: the newest, and the one that a region which
+is up to `checkpoint_versions` behind can tell, too."""
+
+REPORTED_MAX: Final = PENDING_MAX + 1
+"""Digests remembered per peer and fragment: those, and that of the newest version."""
 
 FRESH_NS: Final = 2_000_000_000
 """A new digest rides on every heartbeat for this long, so that a few lost ones do not matter."""
 
 FRESH_MAX: Final = 8
-"""Digests in one heartbeat; the oldest of more go first, and later ones ride on the next."""
+"""Fragments in one heartbeat, each for a new digest and for those that wait; the others ride on the next ones."""
 
 
 class DigestWatch:
-    """Keeps this region's digests, chooses those to report, and raises an alarm at a difference."""
+    """Keeps this region's digests, chooses those to report, and says who differs.
 
-    def __init__(self, fragments: int, effects: EffectBuffer) -> None:
+    Args:
+        snapshot_versions: between two snapshots of a fragment.
+        history: read only. regions: how many there are.
+    """
+
+    def __init__(
+        self, fragments: int, effects: EffectBuffer, *, history: RoundHistory, regions: int, snapshot_versions: int
+    ) -> None:
         self._own: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
-        self._reported: dict[tuple[str, int], FragmentDigest] = {}
+        self._pending: list[OrderedDict[int, bytes]] = [OrderedDict() for _ in range(fragments)]
+        self._reported: list[dict[str, OrderedDict[int, bytes]]] = [{} for _ in range(fragments)]
         self._fresh: OrderedDict[int, int] = OrderedDict()
         self._alarmed: set[tuple[str, int]] = set()
         self._rotation = 0
         self._effects = effects
+        self._history = history
+        self._regions = regions
+        self._snapshot_versions = snapshot_versions
 
     def computed(self, fragment: int, version: int, digest: bytes, *, now_ns: int) -> None:
         """This region's digest of a fragment at a version is known."""
-        own = self._own[fragment]
-        own[version] = digest[:DIGEST_BYTES]
-        while len(own) > VERSIONS_KEPT:
-            own.popitem(last=False)
+        _keep(self._own[fragment], version, digest, VERSIONS_KEPT)
+        if version % self._snapshot_versions == 0:
+            _keep(self._pending[fragment], version, digest, PENDING_MAX)
         self._fresh[fragment] = now_ns
         self._fresh.move_to_end(fragment)
-        for (peer, reported_fragment), reported in sorted(self._reported.items()):
-            if reported_fragment == fragment:
-                self._compare(peer, reported)
+        for peer, reported in sorted(self._reported[fragment].items()):
+            self._compare(peer, fragment, version, reported.get(version))
 
     def reported(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
-        """A heartbeat brought a peer's digests."""
+        """A heartbeat brought a peer's digests. Kept are a few, of versions that may matter."""
         for one in digests:
-            if 0 <= one.fragment < len(self._own):
-                self._reported[peer, one.fragment] = one
-                self._compare(peer, one)
+            if not 0 <= one.fragment < len(self._own) or len(one.digest) != DIGEST_BYTES:
+                continue
+            # The peer may know of a commit before this region does.
+            if not 0 <= one.version <= self._history.versions[one.fragment] + 1:
+                continue
+            known = self._reported[one.fragment].setdefault(peer, OrderedDict())
+            _keep(known, one.version, one.digest, REPORTED_MAX)
+            self._compare(peer, one.fragment, one.version, one.digest)
 
     def to_report(self, *, now_ns: int) -> tuple[FragmentDigest, ...]:
-        """Digests for the next heartbeat: those that changed in the last seconds, and one more in rotation."""
+        """Digests for the next heartbeat: those that changed in the last seconds, those that the ledger is still to
+        get, and those of one fragment more in rotation."""
+        fragments = len(self._own)
         for fragment in [one for one, at_ns in self._fresh.items() if now_ns - at_ns > FRESH_NS]:
             del self._fresh[fragment]
-        chosen = set(list(self._fresh)[:FRESH_MAX])
-        self._rotation = (self._rotation + 1) % len(self._own)
-        chosen.add(self._rotation)
+        self._rotation = (self._rotation + 1) % fragments
+        in_turn = [(self._rotation + step) % fragments for step in range(fragments)]
+        waiting = [fragment for fragment in in_turn if self._waiting(fragment)]
+        chosen = {self._rotation, *list(self._fresh)[:FRESH_MAX], *waiting[:FRESH_MAX]}
         result = []
         for fragment in sorted(chosen):
+            digests = self._waiting(fragment)
             if self._own[fragment]:
-                version, digest = next(reversed(self._own[fragment].items()))
-                result.append(FragmentDigest(fragment, version, digest))
+                version, digest = self.newest(fragment)
+                digests[version] = digest
+            result += [FragmentDigest(fragment, version, digest) for version, digest in sorted(digests.items())]
         return tuple(result)
+
+    def agreed(self) -> tuple[SnapshotBody, ...]:
+        """Snapshots that the ledger can get: per fragment the newest of which a majority, this region counted, tells
+        the same digest."""
+        found = []
+        for fragment in range(len(self._own)):
+            for version, digest in sorted(self._waiting(fragment).items(), reverse=True):
+                equal = sum(told == digest for told in self._told(fragment, version))
+                if version <= self._history.versions[fragment] and 2 * (1 + equal) > self._regions:
+                    found.append(SnapshotBody(fragment, version, digest))
+                    break
+        return tuple(found)
+
+    def outvoted(self) -> int:
+        """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
+        none. The ledger has no snapshot of it yet, and gets none while this region leads."""
+        for fragment in range(len(self._own)):
+            for version, digest in self._waiting(fragment).items():
+                told = self._told(fragment, version)
+                if any(other != digest and 2 * told.count(other) > self._regions for other in told):
+                    return fragment
+        return -1
+
+    def diverged(self) -> tuple[SnapshotBody, ...]:
+        """Snapshots of the ledger that this region has with another digest."""
+        found = []
+        for one in self._history.snapshots.all():
+            own = self._own[one.fragment].get(one.version, self._pending[one.fragment].get(one.version))
+            if own is not None and own != one.digest:
+                found.append(one)
+        return tuple(found)
+
+    def forget(self, fragment: int) -> None:
+        """This region's state of the fragment is wrong: nothing of it is told any more until there is another one."""
+        self._own[fragment].clear()
+        self._pending[fragment].clear()
+        self._alarmed.add(("", fragment))
 
     def newest(self, fragment: int) -> tuple[int, bytes]:
         """(version, digest) of the last one computed here; (-1, b"") if there is none."""
         own = self._own[fragment]
-        return next(reversed(own.items())) if own else (-1, b"")
+        return max(own.items()) if own else (-1, b"")
 
     @property
     def differences(self) -> int:
-        """(peer, fragment) pairs that once differed."""
+        """Pairs of peer (or ledger) and fragment that once differed."""
         return len(self._alarmed)
 
-    def _compare(self, peer: str, reported: FragmentDigest) -> None:
-        own = self._own[reported.fragment].get(reported.version)
-        if own is None or own == reported.digest[:DIGEST_BYTES] or (peer, reported.fragment) in self._alarmed:
+    def _waiting(self, fragment: int) -> dict[int, bytes]:
+        """Own snapshot versions that are newer than the ledger's snapshot."""
+        newest = self._history.snapshots.newest(fragment)
+        known = 0 if newest is None else newest.version
+        return {version: digest for version, digest in self._pending[fragment].items() if version > known}
+
+    def _told(self, fragment: int, version: int) -> list[bytes]:
+        """What the peers told of a version."""
+        told = [known.get(version) for _, known in sorted(self._reported[fragment].items())]
+        return [digest for digest in told if digest is not None]
+
+    def _compare(self, peer: str, fragment: int, version: int, digest: bytes | None) -> None:
+        own = self._own[fragment].get(version)
+        if own is None or digest is None or own == digest or (peer, fragment) in self._alarmed:
             return
-        self._alarmed.add((peer, reported.fragment))
+        self._alarmed.add((peer, fragment))
         self._effects.note(
             "digest",
-            f"{peer} has {reported.digest.hex()}, here it is {own.hex()}: parameters differ at the same version",
-            fragment=reported.fragment,
-            version=reported.version,
+            f"{peer} has {digest.hex()}, here it is {own.hex()}: parameters differ at the same version",
+            fragment=fragment,
+            version=version,
             is_alarm=True,
         )
+
+
+def _keep(known: OrderedDict[int, bytes], version: int, digest: bytes, count: int) -> None:
+    """Remember it, and at most `count` altogether: the newest versions."""
+    known[version] = digest
+    while len(known) > count:
+        del known[min(known)]

@@ -27,7 +27,7 @@ GONE: Final = frozenset({"gone", "unknown"})
 
 @dataclass(slots=True)
 class _Fetch:
-    """One thing that is lacking. `body` is None for state at `version` or later; of Theta_0 its digest is known.
+    """One thing that is lacking: a payload, or (`body` is None) the state with this digest.
 
     `patience_ns` is waited once, before the first peer is asked.
     """
@@ -35,7 +35,7 @@ class _Fetch:
     fragment: int
     version: int
     body: RoundBody | None
-    initial_digest: bytes
+    digest: bytes
     patience_ns: int = 0
     peer: str = ""
     failed: list[str] = field(default_factory=list)
@@ -43,10 +43,8 @@ class _Fetch:
     retries: int = 0
     not_before_ns: int = 0
 
-    def is_for(self, version: int, body: RoundBody | None, initial_digest: bytes) -> bool:
-        if (self.body is None) != (body is None) or (self.version, self.initial_digest) != (version, initial_digest):
-            return False
-        return body is None or self.body is None or self.body.payload_digest == body.payload_digest
+    def is_for(self, version: int, body: RoundBody | None, digest: bytes) -> bool:
+        return (self.body is None) == (body is None) and (self.version, self.digest) == (version, digest)
 
 
 class Fetches:
@@ -66,6 +64,8 @@ class Fetches:
     @property
     def wake_at_ns(self) -> int | None:
         """When a fetch that failed everywhere may be tried again."""
+        if not self._fetches:
+            return None
         waiting = [one.not_before_ns for one in self._fetches.values() if not one.peer and one.not_before_ns > 0]
         return min(waiting, default=None)
 
@@ -75,21 +75,22 @@ class Fetches:
         version: int,
         body: RoundBody | None,
         *,
-        initial_digest: bytes = b"",
+        digest: bytes = b"",
         patience_ns: int = 0,
     ) -> None:
-        """Request a payload (`body` given) or for state at `version` or later. Repeating it changes nothing.
+        """Request a payload (`body` given) or the state at `version`. Repeating it changes nothing.
 
         A fetch in flight for the same fragment is left to end first: it may bring the same bytes.
 
         Args:
-            initial_digest: of Theta_0, when version 0 will do.
+            digest: of the state, as the ledger names it.
             patience_ns: it may come without a request within this time from the next `pump` on.
         """
         current = self._fetches.get(fragment)
-        if current is not None and (current.peer or current.is_for(version, body, initial_digest)):
+        digest = digest if body is None else body.payload_digest
+        if current is not None and (current.peer or current.is_for(version, body, digest)):
             return
-        self._fetches[fragment] = _Fetch(fragment, version, body, initial_digest, patience_ns)
+        self._fetches[fragment] = _Fetch(fragment, version, body, digest, patience_ns)
 
     def forget(self, fragment: int) -> None:
         """Nothing of this fragment is lacking any more; one that is in flight still counts until it ends."""
@@ -102,7 +103,7 @@ class Fetches:
         current = self._fetches.get(fragment)
         if current is None or (current.body is None) != is_state:
             return
-        if version == current.version or (is_state and version > current.version):
+        if version == current.version:
             del self._fetches[fragment]
 
     def failed(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
@@ -140,7 +141,7 @@ class Fetches:
     def brings_other_initial(self, digests: Sequence[bytes]) -> bool:
         """Whether a fetch in flight may still put another Theta_0 than this one on the disk."""
         return any(
-            one.peer and one.initial_digest and one.initial_digest != digests[fragment]
+            one.peer and one.body is None and one.version == 0 and one.digest != digests[fragment]
             for fragment, one in self._fetches.items()
         )
 
@@ -187,8 +188,8 @@ class Fetches:
     def _start(self, fragment: int, current: _Fetch) -> None:
         body = current.body
         if body is None:
-            what = f"state at version {current.version} or later"
-            self._effects.emit(FetchState(current.peer, fragment, current.version, current.initial_digest))
+            what = "state"
+            self._effects.emit(FetchState(current.peer, fragment, current.version, current.digest))
         else:
             what = "payload"
             self._effects.emit(FetchPayload(current.peer, fragment, body.version, body.payload_digest, body.stripes))

@@ -2,22 +2,43 @@
 
 Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time;
 different fragments go in parallel. What is applied is offered to the learner.
+
+States are fetched at a snapshot of the ledger only, and so are they healed. Where an own state is not what the ledger
+names, its files are set aside, the snapshot's state is fetched, and the payloads after it are applied. Until that state
+is on the disk no further round of the fragment is acknowledged.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import AdoptState, ApplyVersion, OfferVersion
+from diloco_node.core.events import AdoptState, ApplyVersion, OfferVersion, PruneFiles, SetStatesAside
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
-from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody
+from diloco_node.core.rounds.history import RoundHistory, Snapshots
+from diloco_node.core.types import Entry, EntryBody, GenesisBody, LearnerStatus, Recovered, RoundBody, SnapshotBody
 
 PAYLOADS_RATHER_MAX: Final = 8
 """A fragment that lacks more payloads than this is fetched as state: 8 bytes a value against about one per payload."""
+
+
+@dataclass(slots=True)
+class _Healing:
+    """A fragment whose own state is not what the ledger names.
+
+    Attributes:
+        version: own states are wrong from here on.
+        reached: up to here this region has said that it can produce the fragment; that can't be taken back.
+        is_ordered, is_aside: its files are to be renamed; they are.
+    """
+
+    version: int
+    reached: int
+    is_ordered: bool = False
+    is_aside: bool = False
 
 
 class Versions:
@@ -27,7 +48,7 @@ class Versions:
 
     Attributes:
         applied: per fragment the version in memory; -1 before there is one.
-        states: per fragment the newest version on disk that was recovered or fetched; -1: none.
+        states: per fragment the newest version whose state is on disk; -1: none.
     """
 
     def __init__(
@@ -39,6 +60,7 @@ class Versions:
         recovered: Recovered,
         history: RoundHistory,
         effects: EffectBuffer,
+        payload_versions: int = 0,
     ) -> None:
         self.applied = [-1] * fragments
         self.states = list(recovered.states) or [-1] * fragments
@@ -48,6 +70,15 @@ class Versions:
         self._effects = effects
         self._payloads = set(recovered.payloads)
         self._initial: dict[int, bytes] = {}
+        self._payload_versions = payload_versions
+        # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
+        self._known = Snapshots(fragments)
+        # Rounds after the older snapshot: what follows a state that is fetched.
+        self._rounds: list[dict[int, RoundBody]] = [{} for _ in range(fragments)]
+        self._healing: dict[int, _Healing] = {}
+        self._base_index = 0
+        self._base_versions = [0] * fragments
+        self._prunable: set[int] = set()
         self._queues: list[deque[RoundBody]] = [deque() for _ in range(fragments)]
         self._busy: list[int | None] = [None] * fragments
         self._unapplied: deque[Entry] = deque()
@@ -59,7 +90,7 @@ class Versions:
     def initial_state_stored(self, digests: tuple[bytes, ...]) -> None:
         """Theta_0 of this region's own learner is on disk; where genesis says otherwise it is fetched over it."""
         for fragment, digest in enumerate(digests):
-            if self.states[fragment] <= 0:
+            if self.states[fragment] <= 0 and fragment not in self._healing:
                 self.states[fragment] = 0
                 self._initial[fragment] = digest
 
@@ -68,24 +99,109 @@ class Versions:
         self._payloads.add((fragment, version, digest))
 
     def state_stored(self, fragment: int, version: int, digest: bytes) -> None:
-        """A fetched state is on disk."""
+        """A fetched state is on disk: what the ledger names."""
+        healing = self._healing.get(fragment)
+        if healing is not None:
+            if not healing.is_aside:
+                return  # it may be renamed with the wrong ones: it is fetched again
+            del self._healing[fragment]
+            self.applied[fragment] = -1
+            after = sorted(body.version for body in self._rounds[fragment].values() if body.version > version)
+            self._queues[fragment] = deque(self._rounds[fragment][one] for one in after)
         if version == 0:
             self._initial[fragment] = digest
         self.states[fragment] = max(self.states[fragment], version)
+
+    def checkpoint_written(self, fragment: int, version: int, digest: bytes) -> SnapshotBody | None:
+        """This region's own state is on disk. Returns what the ledger names instead, if it is another one."""
+        known = (self._known.oldest(fragment), self._known.newest(fragment))
+        named = next((one for one in known if one is not None and one.version == version), None)
+        if named is not None and named.digest != digest:
+            return named
+        if fragment not in self._healing:
+            self.states[fragment] = max(self.states[fragment], version)
+        return None
 
     def version_applied(self, fragment: int, version: int) -> None:
         """The effect for this fragment is done."""
         self._busy[fragment] = None
         self.applied[fragment] = max(self.applied[fragment], version)
-        # Payloads of older versions are never requested again: what is committed and applied can't be truncated.
-        self._payloads = {one for one in self._payloads if one[0] != fragment or one[1] >= version}
         self.offer(fragment)
 
+    def learn(self, body: EntryBody) -> None:
+        """An entry is known to be committed, whether or not the own disk can acknowledge it. Once each, in order."""
+        if isinstance(body, GenesisBody):
+            self._known.begin(body)
+        elif isinstance(body, SnapshotBody):
+            self._known.add(body)
+
     def committed(self, entry: Entry) -> None:
-        """An entry is committed: it is to be applied."""
+        """An entry is committed: it is to be applied. The history has it already."""
+        body = entry.body
         self._unapplied.append(entry)
-        if isinstance(entry.body, RoundBody):
-            self._queues[entry.body.fragment].append(entry.body)
+        if isinstance(body, RoundBody):
+            self._queues[body.fragment].append(body)
+            self._rounds[body.fragment][body.version] = body
+        elif isinstance(body, SnapshotBody) and 0 <= body.fragment < len(self.applied):
+            self._forget(body.fragment)
+
+    def begin_at(self, index: int) -> None:
+        """The ledger begins after this index, where the history stands now."""
+        self._base_index, self._base_versions = index, list(self._history.versions)
+        self._known.restore(self._history.snapshots.all())
+        self._unapplied.clear()
+        for fragment, version in enumerate(self._base_versions):
+            self._queues[fragment] = deque(one for one in self._queues[fragment] if one.version > version)
+
+    def has_base(self) -> bool:
+        """Whether this region's disk can produce every fragment as it was at the ledger's base, or later."""
+        return not any(self._lacks_base(fragment) for fragment in range(len(self.states)))
+
+    def has_states(self, versions: Sequence[int]) -> bool:
+        """Whether each fragment's state is on disk here at this version or a later one, and a snapshot of the ledger
+        as new is there for the others: no entry of an earlier round is needed any more."""
+        return not self._healing and all(
+            state >= version
+            and (known := self._history.snapshots.newest(fragment)) is not None
+            and known.version >= version
+            for fragment, (state, version) in enumerate(zip(self.states, versions, strict=True))
+        )
+
+    def heal(self, named: SnapshotBody, *, reached: int) -> None:
+        """The ledger has another digest of an own state: set it aside and fetch it.
+
+        Args:
+            reached: the newest round of the fragment in this region's log: up to there it has been acknowledged.
+        """
+        fragment = named.fragment
+        before = self._healing.get(fragment)
+        if before is not None and before.version <= named.version:
+            return
+        self._healing[fragment] = _Healing(named.version, max(reached, before.reached if before else -1))
+        self._initial.pop(fragment, None)
+        self._effects.note(
+            "diverged",
+            f"this region's state is not {named.digest.hex()}, which the ledger names: set aside and fetched again",
+            fragment=fragment,
+            version=named.version,
+            is_alarm=True,
+        )
+
+    def states_renamed(self, fragment: int) -> None:
+        """The effect is done."""
+        if fragment in self._healing:
+            self._healing[fragment].is_aside = True
+            self.states[fragment] = -1
+
+    @property
+    def healing(self) -> tuple[int, ...]:
+        """Fragments whose own state is wrong and not there again yet, sorted."""
+        return tuple(sorted(self._healing))
+
+    @property
+    def is_lacking(self) -> bool:
+        """Something is to be fetched that no entry of the log waits for."""
+        return bool(self._healing) or not self.has_base() or any(map(self._is_starving, range(len(self.applied))))
 
     def learner_attached(self, status: LearnerStatus | None) -> None:
         """A learner is there (again), or gone: what was offered before may be lost with the connection."""
@@ -124,14 +240,17 @@ class Versions:
                 self._has_initial(fragment, body) for fragment in range(len(self.states))
             )
         if isinstance(body, RoundBody):
+            healing = self._healing.get(body.fragment)
+            if healing is not None:
+                return body.version <= healing.reached
             # What is applied was on disk; its payload may be pruned since, behind a checkpoint of this region.
             reached = max(self.states[body.fragment], self.applied[body.fragment])
             return reached >= body.version or (body.fragment, body.version, body.payload_digest) in self._payloads
         return True
 
     def has_stored(self, fragment: int, version: int, digest: bytes) -> bool:
-        """Whether this very payload is on disk."""
-        return (fragment, version, digest) in self._payloads
+        """Whether this very payload is on disk, and of use with what else is there."""
+        return fragment not in self._healing and (fragment, version, digest) in self._payloads
 
     @property
     def initial_digests(self) -> tuple[bytes, ...] | None:
@@ -147,15 +266,25 @@ class Versions:
 
     def applied_index(self) -> int:
         """The last ledger entry up to which everything is applied here."""
+        if self._applied_index < self._base_index:
+            if any(one < base for one, base in zip(self.applied, self._base_versions, strict=True)):
+                return self._applied_index
+            self._applied_index = self._base_index
         while self._unapplied and self._is_applied(self._unapplied[0]):
             self._applied_index = self._unapplied.popleft().index
         return self._applied_index
 
     def pump(self) -> None:
-        """Start every apply that may start."""
+        """Start every apply that may start, and let go of what nobody needs any more."""
         for fragment in range(len(self.applied)):
             if self._busy[fragment] is None:
                 self._advance(fragment)
+        for fragment in sorted(self._prunable):
+            oldest, newest = self._history.snapshots.oldest(fragment), self._history.snapshots.newest(fragment)
+            if oldest is not None and newest is not None and fragment not in self._healing:
+                keep_from = min(oldest.version, newest.version - self._payload_versions)
+                self._effects.emit(PruneFiles(fragment, keep_from))
+        self._prunable.clear()
 
     def plan_fetches(self, missing: Sequence[EntryBody], fetches: Fetches) -> None:
         """Request what is lacking.
@@ -177,23 +306,71 @@ class Versions:
             lost = self._lacking_initial(genesis)
             initial |= {one: digest for one, digest in lost.items() if self.applied[one] < 0}
         for fragment in range(len(self.states)):
+            if not lacking.get(fragment) and self._is_starving(fragment):
+                lacking[fragment] = [self._queues[fragment][0]]
             self._plan_fragment(fragment, initial.get(fragment, b""), lacking.get(fragment, []), fetches)
 
     def _recover(self, recovered: Recovered) -> None:
         """A state from version 1 on was committed once, so it can be used before a leader is known.
 
         Version 0 may be Theta_0 of a genesis that never was: it counts if the ledger on disk holds its genesis, for
-        that was written only when the states matched.
+        says which bytes it must be. The ledger on disk is asked for later versions, too: an uncommitted snapshot in it
+        was agreed on all the same, and if it was wrong the state is fetched for nothing.
         """
-        genesis = next((one.body for one in recovered.entries if isinstance(one.body, GenesisBody)), None)
+        bodies = [one.body for one in recovered.entries]
+        genesis = self._history.genesis or next((one for one in bodies if isinstance(one, GenesisBody)), None)
+        named = {(one.fragment, one.version): one for one in self._history.snapshots.all()}
+        named |= {(one.fragment, one.version): one for one in bodies if isinstance(one, SnapshotBody)}
+        if genesis is not None:
+            named |= {(at, 0): SnapshotBody(at, 0, digest) for at, digest in enumerate(genesis.fragment_digests)}
+        if recovered.base.index:
+            self.begin_at(recovered.base.index)
         for fragment, version in enumerate(self.states):
-            if version >= 1:
+            expected = named.get((fragment, version))
+            is_wrong = (
+                expected is not None
+                and recovered.state_digests != ()
+                and (recovered.state_digests[fragment] != expected.digest)
+            )
+            if expected is not None and is_wrong and version >= 1:
+                self.states[fragment] = -1
+                self.heal(expected, reached=-1)
+            elif version >= 1:
                 self._busy[fragment] = version
                 self._effects.emit(AdoptState(fragment, version))
-            elif version == 0 and genesis is not None:
-                self._initial[fragment] = genesis.fragment_digests[fragment]
+            elif expected is not None and not is_wrong:
+                self._initial[fragment] = expected.digest
             else:
                 self.states[fragment] = -1
+
+    def _forget(self, fragment: int) -> None:
+        """A snapshot is committed: what is older than the one before it is of no use any more."""
+        self._prunable.add(fragment)
+        oldest = self._history.snapshots.oldest(fragment)
+        if oldest is None or fragment in self._healing:
+            return
+        rounds = self._rounds[fragment]
+        self._rounds[fragment] = {version: rounds[version] for version in rounds if version > oldest.version}
+        keep_from = min(oldest.version, self.applied[fragment])
+        self._payloads = {one for one in self._payloads if one[0] != fragment or one[1] > keep_from}
+
+    def _lacks_base(self, fragment: int) -> bool:
+        """Whether the disk can't produce the fragment as it was at the ledger's base."""
+        healing = self._healing.get(fragment)
+        if self._base_index == 0:
+            return False
+        if healing is not None:
+            return healing.reached < self._base_versions[fragment]
+        return max(self.states[fragment], self.applied[fragment]) < self._base_versions[fragment]
+
+    def _is_starving(self, fragment: int) -> bool:
+        """Whether the next round to apply is committed, and its payload is not here."""
+        queue, applied = self._queues[fragment], self.applied[fragment]
+        if self._busy[fragment] is not None or not queue or fragment in self._healing:
+            return False
+        body = queue[0]
+        is_next = applied >= 0 and body.version == applied + 1 and self.states[fragment] <= applied
+        return is_next and (fragment, body.version, body.payload_digest) not in self._payloads
 
     def _lacking_initial(self, body: GenesisBody) -> dict[int, bytes]:
         """Fragments whose Theta_0 is not on disk here, with the digest that genesis names."""
@@ -207,6 +384,12 @@ class Versions:
         return self.states[fragment] >= 1 or self._initial.get(fragment) == body.fragment_digests[fragment]
 
     def _advance(self, fragment: int) -> None:
+        healing = self._healing.get(fragment)
+        if healing is not None:
+            if not healing.is_ordered:
+                healing.is_ordered = True
+                self._effects.emit(SetStatesAside(fragment, healing.version))
+            return
         queue, applied, state = self._queues[fragment], self.applied[fragment], self.states[fragment]
         while queue and queue[0].version <= applied:
             queue.popleft()
@@ -227,12 +410,27 @@ class Versions:
         return not isinstance(entry.body, RoundBody) or self.applied[entry.body.fragment] >= entry.body.version
 
     def _plan_fragment(self, fragment: int, initial_digest: bytes, lacking: list[RoundBody], fetches: Fetches) -> None:
-        if initial_digest:
+        snapshot, healing = self._known.newest(fragment), self._healing.get(fragment)
+        if healing is not None or self._lacks_base(fragment):
+            is_enough = snapshot is not None and snapshot.version >= self._base_versions[fragment]
+            if snapshot is not None and is_enough and (healing is None or healing.is_aside):
+                fetches.request(fragment, snapshot.version, None, digest=snapshot.digest)
+            else:
+                fetches.forget(fragment)
+        elif initial_digest and (snapshot is None or snapshot.version == 0):
             patience_ns = INITIAL_PATIENCE_NS if self.states[fragment] < 0 else 0
-            fetches.request(fragment, 0, None, initial_digest=initial_digest, patience_ns=patience_ns)
+            fetches.request(fragment, 0, None, digest=initial_digest, patience_ns=patience_ns)
+        elif snapshot is not None and (initial_digest or self._is_state_better(snapshot, lacking, fetches)):
+            # Where there is a later snapshot, nobody keeps Theta_0 any more.
+            fetches.request(fragment, snapshot.version, None, digest=snapshot.digest)
         elif not lacking:
             fetches.forget(fragment)
-        elif len(lacking) > PAYLOADS_RATHER_MAX or fetches.is_gone(fragment, lacking[0].version):
-            fetches.request(fragment, lacking[0].version, None)
         else:
             fetches.request(fragment, lacking[0].version, lacking[0])
+
+    @staticmethod
+    def _is_state_better(snapshot: SnapshotBody, lacking: list[RoundBody], fetches: Fetches) -> bool:
+        """Whether a snapshot's state is fetched rather than the payloads: it helps, and they are many or gone."""
+        if not lacking or snapshot.version < lacking[0].version:
+            return False
+        return len(lacking) > PAYLOADS_RATHER_MAX or fetches.is_gone(lacking[0].fragment, lacking[0].version)

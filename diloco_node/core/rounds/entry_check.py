@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from diloco_node.core.ledger.summary import decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import block_count
 from diloco_node.core.merge.weights import refusal, to_float32
@@ -29,8 +30,11 @@ from diloco_node.core.types import (
     FinishedBody,
     GenesisBody,
     LeaderBody,
+    LedgerBase,
     RoundBody,
+    SnapshotBody,
     Stripe,
+    SummaryBody,
 )
 
 INCARNATIONS_SKIPPED_MAX: Final = 1 << 20
@@ -67,7 +71,35 @@ class EntryCheck:
             DiscardedBody: self._discard_fault,
             FinishedBody: self._finished_fault,
             DiskNamedBody: self._disk_fault,
+            SnapshotBody: self._snapshot_fault,
+            SummaryBody: self._summary_fault,
         }
+
+    def begin(self, base: LedgerBase) -> None:
+        """Go on from a base as if its entries had been taken. Raises ProtocolViolation: it is none of such a ledger."""
+        summary = decode_summary(base.summary, fragments=len(self._fragments))
+        # The entry that names the base itself comes after it.
+        facts: dict[_Key, Any] = {("genesis",): True, ("summary",): base.index - 1}
+        if summary.finished:
+            facts["finished",] = True
+        for fragment, version in enumerate(summary.versions):
+            facts["version", fragment] = version
+        for body in summary.snapshots:
+            facts["snapshot", body.fragment] = body.version
+        for name, disk in named_disks(summary).items():
+            facts["disk", name] = disk
+        for closed in summary.closed:
+            facts["closed", closed.learner] = facts["incarnation", closed.learner] = closed.incarnation
+        for line in summary.covered:
+            newest = facts.get(("incarnation", line.learner), 0)
+            facts["incarnation", line.learner] = max(newest, line.incarnation)
+            for fragment in range(len(self._fragments)):
+                step = line.steps[fragment if len(line.steps) > 1 else 0]
+                facts["covered", line.learner, line.incarnation, fragment] = step
+        for one in summary.included:
+            facts["included", one.learner, one.fragment] = (one.incarnation, one.version)
+        self.index, self._facts = base.index, facts
+        self._before.clear()
 
     def fault(self, entry: Entry) -> str:
         """Why the entry can't be the next one; empty if it can."""
@@ -113,6 +145,10 @@ class EntryCheck:
             yield ("disk", body.region), body.disk
         elif isinstance(body, FinishedBody):
             yield ("finished",), True
+        elif isinstance(body, SnapshotBody):
+            yield ("snapshot", body.fragment), body.version
+        elif isinstance(body, SummaryBody):
+            yield ("summary",), body.index
         elif isinstance(body, DiscardedBody):
             yield from self._covered(body)
         elif isinstance(body, RoundBody):
@@ -145,6 +181,19 @@ class EntryCheck:
             return f"{body.region}'s folder is {named.hex() or 'none'}, named is {body.disk.hex() or 'none'}"
         return self._region_fault(body.region)
 
+    def _snapshot_fault(self, body: SnapshotBody, _: Entry) -> str:
+        fault = self._fragment_fault(body.fragment)
+        if fault:
+            return fault
+        last, reached = self._facts.get(("snapshot", body.fragment), 0), self._facts["version", body.fragment]
+        if not last < body.version <= reached:
+            return f"a snapshot at version {body.version}, after {last}, where version {reached} is reached"
+        return ""
+
+    def _summary_fault(self, body: SummaryBody, entry: Entry) -> str:
+        last = self._facts.get(("summary",), 0)
+        return "" if last < body.index < entry.index else f"a summary up to entry {body.index}, after one up to {last}"
+
     def _region_fault(self, name: str) -> str:
         return "" if name in self._regions else f"{name} is no region of the run"
 
@@ -166,6 +215,9 @@ class EntryCheck:
         )
 
     def _account_fault(self, body: Contribution | DiscardedBody) -> str:
+        closed = self._facts.get(("closed", body.learner), -1)
+        if body.incarnation <= closed:
+            return f"incarnation {body.incarnation} of {body.learner} is closed, as all up to {closed}"
         covered = self._facts.get(("covered", body.learner, body.incarnation, body.fragment), 0)
         if body.step_from != covered or body.step_to <= body.step_from:
             interval = f"({body.step_from}, {body.step_to}]"

@@ -5,26 +5,58 @@ The leader and every member ask the same questions here before steps are merged,
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from typing import Final
-
 from diloco_node.core.ledger.account import AccountCore
+from diloco_node.core.ledger.summary import GivenUp, Joined, RunSummary, named_disks
 from diloco_node.core.merge.outliers import RecentRounds
-from diloco_node.core.types import Contribution, DiscardedBody, Entry, FinishedBody, GenesisBody, RoundBody
+from diloco_node.core.types import (
+    Contribution,
+    DiscardedBody,
+    DiskNamedBody,
+    Entry,
+    FinishedBody,
+    GenesisBody,
+    RoundBody,
+    SnapshotBody,
+)
 
-INCLUSIONS_KEPT: Final = 64
-"""Inclusions of one learner in one fragment that are remembered. It can contribute again only after it applied the last
-one, so two would do; the rest is for learners that restart from an older checkpoint."""
 
+class Snapshots:
+    """Per fragment the last two states whose digest is in the ledger. Version 0 counts as one: genesis names it."""
 
-@dataclass(frozen=True, slots=True)
-class Inclusion:
-    """One snapshot of a learner that became part of a version."""
+    def __init__(self, fragments: int) -> None:
+        self._last: list[tuple[SnapshotBody, ...]] = [() for _ in range(fragments)]
 
-    version: int
-    incarnation: int
-    snapshot: int
+    def begin(self, genesis: GenesisBody) -> None:
+        """The run begins."""
+        self._last = [(SnapshotBody(at, 0, digest),) for at, digest in enumerate(genesis.fragment_digests)]
+
+    def add(self, body: SnapshotBody) -> bool:
+        """Another one is committed; False if it is not newer than what is known, or of no fragment."""
+        if not 0 <= body.fragment < len(self._last):
+            return False
+        known = self._last[body.fragment]
+        if not known or body.version <= known[-1].version:
+            return False
+        self._last[body.fragment] = (known[-1], body)
+        return True
+
+    def newest(self, fragment: int) -> SnapshotBody | None:
+        """The one that states are fetched at; None before genesis."""
+        known = self._last[fragment]
+        return known[-1] if known else None
+
+    def oldest(self, fragment: int) -> SnapshotBody | None:
+        """The older of the two, which others may be fetching still."""
+        known = self._last[fragment]
+        return known[0] if known else None
+
+    def all(self) -> tuple[SnapshotBody, ...]:
+        """By fragment and version."""
+        return tuple(one for known in self._last for one in known)
+
+    def restore(self, snapshots: tuple[SnapshotBody, ...]) -> None:
+        """Go on from these, in their order."""
+        self._last = [tuple(one for one in snapshots if one.fragment == at) for at in range(len(self._last))]
 
 
 class RoundHistory:
@@ -36,6 +68,8 @@ class RoundHistory:
         version_entries: per fragment, the index of the entry that committed it.
         committed_at_ns: per fragment, when this region learnt of it.
         finished: the end of the run, once committed.
+        snapshots: the states whose digests are in the ledger.
+        disks: per region, the folder that the committed view names; empty for none.
         rounds_committed: over all fragments. rounds_included: per learner.
         recent: per fragment, its last rounds: how long an outer gradient usually is.
         account: whose steps are merged or discarded up to where.
@@ -50,11 +84,10 @@ class RoundHistory:
         self.finished: FinishedBody | None = None
         self.rounds_committed = 0
         self.account = AccountCore()
+        self.snapshots = Snapshots(fragments)
         self.rounds_included: dict[str, int] = {}
-        self._inclusions: dict[tuple[str, int], deque[Inclusion]] = {}
-        self._incarnations: dict[str, int] = {}
-        self._furthest: dict[tuple[str, int], int] = {}
-        self._last_rounds: set[tuple[int, int]] = set()
+        self.disks: dict[str, bytes] = {}
+        self._last_rounds = [-1] * fragments
         self._given_up: dict[tuple[str, int], tuple[int, int, int]] = {}  # (incarnation, step, version)
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
@@ -63,6 +96,8 @@ class RoundHistory:
         body = entry.body
         if isinstance(body, GenesisBody):
             self.genesis = body
+            self.disks = dict(zip(body.regions, body.disks, strict=False))
+            self.snapshots.begin(body)
             self.versions = [0] * len(self.versions)
             self.version_entries = [entry.index] * len(self.versions)
             self.committed_at_ns = [now_ns] * len(self.versions)
@@ -71,11 +106,55 @@ class RoundHistory:
             self.version_entries[body.fragment] = entry.index
             self.committed_at_ns[body.fragment] = now_ns
         elif isinstance(body, DiscardedBody):
-            self._saw(body.learner, body.incarnation, body.step_to)
             mark = (body.incarnation, body.step_to, self.versions[body.fragment])
             self._given_up[body.learner, body.fragment] = mark
         elif isinstance(body, FinishedBody):
             self.finished = body
+        elif isinstance(body, SnapshotBody):
+            self.snapshots.add(body)
+        elif isinstance(body, DiskNamedBody):
+            self.disks[body.region] = body.disk
+
+    def sum_up(self) -> RunSummary:
+        """What all entries so far say. Old incarnations are closed by it: every region does it after the same entry."""
+        fragments = len(self.versions)
+        self.account.close_old(fragments)
+        merged, discarded = self.account.totals(fragments)
+        return RunSummary(
+            genesis=() if self.genesis is None else (self.genesis,),
+            finished=() if self.finished is None else (self.finished,),
+            versions=tuple(self.versions),
+            version_entries=tuple(self.version_entries),
+            snapshots=self.snapshots.all(),
+            merged=merged,
+            discarded=discarded,
+            covered=self.account.covered_lines(fragments),
+            closed=self.account.closed_lines(),
+            included=self.account.included_lines(),
+            given_up=tuple(GivenUp(*name, *mark) for name, mark in sorted(self._given_up.items())),
+            last_rounds=tuple(self._last_rounds),
+            rounds_committed=self.rounds_committed,
+            joined=tuple(Joined(learner, rounds) for learner, rounds in sorted(self.rounds_included.items())),
+            disks=() if self.genesis is None else tuple(self.disks.get(name, b"") for name in self.genesis.regions),
+        )
+
+    def restore(self, summary: RunSummary, index: int, *, now_ns: int) -> None:
+        """Go on from a summary as if every entry up to `index` had been applied."""
+        self.recent = tuple(RecentRounds() for _ in summary.versions)
+        self.genesis = summary.genesis[0] if summary.genesis else None
+        self.finished = summary.finished[0] if summary.finished else None
+        self.versions = list(summary.versions)
+        self.version_entries = list(summary.version_entries)
+        self.committed_at_ns = [now_ns] * len(self.versions)
+        self.snapshots.restore(summary.snapshots)
+        self.account.restore(summary, index)
+        self._given_up = {
+            (one.learner, one.fragment): (one.incarnation, one.step_to, one.version) for one in summary.given_up
+        }
+        self._last_rounds = list(summary.last_rounds)
+        self.rounds_committed = summary.rounds_committed
+        self.rounds_included = {one.learner: one.rounds for one in summary.joined}
+        self.disks = named_disks(summary)
 
     def last_version(self, learner: str, fragment: int) -> int:
         """The last version of the fragment that includes steps of this learner, of any incarnation; -1 if none."""
@@ -97,24 +176,24 @@ class RoundHistory:
 
     def is_last_round(self, fragment: int, version: int) -> bool:
         """Whether the version came of the run's last round of the fragment."""
-        return (fragment, version) in self._last_rounds
+        return version == self._last_rounds[fragment]
 
     def incarnation(self, learner: str) -> int:
         """The newest incarnation of the learner in the ledger; -1 if it is not in it."""
-        return self._incarnations.get(learner, -1)
+        return self.account.newest_incarnation(learner)
 
     def steps_before(self, learner: str, incarnation: int) -> int:
         """Steps of the learner's earlier incarnations that the ledger knows of: how far each got in any fragment."""
-        return sum(
-            step for (name, earlier), step in self._furthest.items() if name == learner and earlier < incarnation
-        )
+        return self.account.steps_before(learner, incarnation)
 
     def included_snapshot(self, learner: str, incarnation: int, fragment: int, *, base: int, version: int) -> int:
-        """The incarnation's last snapshot that versions (base, version] include; -1 if they include none."""
-        for one in reversed(self._inclusions.get((learner, fragment), ())):
-            if base < one.version <= version and one.incarnation == incarnation:
-                return one.snapshot
-        return -1
+        """The incarnation's last snapshot that versions (base, version] include; -1 if they include none.
+
+        Only the newest inclusion can be one of them: its base was at least the version of the one before.
+        """
+        last = self.account.last_inclusion(learner, fragment)
+        is_it = last is not None and base < last.version <= version and last.incarnation == incarnation
+        return last.snapshot if is_it and last is not None else -1
 
     def contribution_fault(self, offered: Contribution, *, version: int, incarnation_min: int) -> str:
         """Why a contribution may not be merged into `version`; empty if it may. No step may count twice.
@@ -134,6 +213,8 @@ class RoundHistory:
         """Why an interval can't be booked as discarded; empty if it can."""
         if not 0 <= body.fragment < len(self.versions):
             return f"there is no fragment {body.fragment}"
+        if self.account.is_closed(body.learner, body.incarnation):
+            return f"incarnation {body.incarnation} of {body.learner} is closed"
         covered = self.covered_step(body.learner, body.incarnation, body.fragment)
         if body.step_from != covered or body.step_to <= body.step_from or body.tokens < 0:
             return f"({body.step_from}, {body.step_to}] does not follow step {covered}"
@@ -144,14 +225,7 @@ class RoundHistory:
         self.rounds_committed += 1
         self.recent[body.fragment].took([member.contribution for member in body.members])
         if body.is_last:
-            self._last_rounds.add((body.fragment, body.version))
+            self._last_rounds[body.fragment] = body.version
         for member in body.members:
-            one = member.contribution
-            kept = self._inclusions.setdefault((one.learner, body.fragment), deque(maxlen=INCLUSIONS_KEPT))
-            kept.append(Inclusion(body.version, one.incarnation, one.snapshot))
-            self._saw(one.learner, one.incarnation, one.step_to)
-            self.rounds_included[one.learner] = self.rounds_included.get(one.learner, 0) + 1
-
-    def _saw(self, learner: str, incarnation: int, step: int) -> None:
-        self._furthest[learner, incarnation] = max(self._furthest.get((learner, incarnation), 0), step)
-        self._incarnations[learner] = max(self._incarnations.get(learner, -1), incarnation)
+            learner = member.contribution.learner
+            self.rounds_included[learner] = self.rounds_included.get(learner, 0) + 1

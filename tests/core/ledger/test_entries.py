@@ -35,7 +35,9 @@ from diloco_node.core.types import (
     LeaderBody,
     Member,
     RoundBody,
+    SnapshotBody,
     Stripe,
+    SummaryBody,
 )
 from diloco_node.errors import ProtocolViolation
 
@@ -49,10 +51,12 @@ BODIES: list[EntryBody] = [
     DiscardedBody("eu", 2, 7, 24, 30, 2994, "killed"),
     FinishedBody((12, 13), "tokens"),
     DiskNamedBody("eu", b"\x09" * 16),
+    SnapshotBody(7, 16, b"\x08" * 32),
+    SummaryBody(1024, b"\x09" * 32),
 ]
 
 GOLDEN_LEADER = "e337c776a6c55e97fb1bc3c5135ef251889c1497a393d2cadfd52278a7332fe4"
-GOLDEN_CHAIN = "e2cecd732003cbf157afb7bbf7a7ace803a642a0ac94fe01016e8689b6ca5d75"
+GOLDEN_CHAIN = "94c2e434a4a557cdc90a4bd5177a152c7bec8be0b3970754463c8d60addf061f"
 
 fragments = st.integers(0, FRAGMENTS - 1)
 versions = st.integers(1, VERSION_MAX)
@@ -82,6 +86,8 @@ bodies: st.SearchStrategy[EntryBody] = st.one_of(
     st.builds(LeaderBody, names),
     st.builds(DiskNamedBody, names, st.binary(min_size=16, max_size=16) | st.just(b"")),
     st.builds(FinishedBody, st.lists(versions, max_size=5).map(tuple), texts),
+    st.builds(SnapshotBody, st.integers(0, 1023), versions, st.binary(min_size=32, max_size=32)),
+    st.builds(SummaryBody, st.integers(1, 2**48), st.binary(min_size=32, max_size=32)),
     st.builds(
         lambda step_from, length, *rest: DiscardedBody(*rest[:3], step_from, step_from + length, *rest[3:]),
         steps,

@@ -52,11 +52,11 @@ def test_an_entry_whose_payload_is_missing_is_neither_written_nor_acknowledged()
     log = chain(1, 1, 1, bodies=lambda index, term: a_round(index))
     on_disk = {a_round(1).payload_digest}
     core = a_core(term=1, has_payload=lambda body: isinstance(body, RoundBody) and body.payload_digest in on_disk)
-    effects = arrive(core, "b", append_entries(log, 1, 3, term=1, commit=3))
+    effects = arrive(core, "b", append_entries(log, 1, 3, term=1, commit=1))
     assert [entry.index for write in writes(effects) for entry in write.entries] == [1]
     write_all(core, effects)
     assert core.missing_payloads() == (a_round(2), a_round(3))
-    assert (core.last_index, core.commit_index, core.cluster_commit_index) == (1, 1, 3)
+    assert (core.last_index, core.commit_index, core.cluster_commit_index) == (1, 1, 1)
     # The third is there before the second: it still has to wait for it.
     on_disk.add(a_round(3).payload_digest)
     assert core.payload_arrived(now_ns=0) == []
@@ -65,8 +65,22 @@ def test_an_entry_whose_payload_is_missing_is_neither_written_nor_acknowledged()
     effects = core.payload_arrived(now_ns=0)
     assert [entry.index for write in writes(effects) for entry in write.entries] == [2, 3]
     assert sends(write_all(core, effects)) == [("b", ack(1, 1, True, 3))]
-    assert [entry.index for entry in core.take_committed()] == [1, 2, 3]
+    assert [entry.index for entry in core.take_committed()] == [1]
     assert core.payload_arrived(now_ns=0) == []
+
+
+def test_a_committed_entry_is_written_without_its_payload_and_not_acknowledged() -> None:
+    log = chain(1, 1, 1, bodies=lambda index, term: a_round(index))
+    on_disk = {a_round(1).payload_digest, a_round(3).payload_digest}
+    core = a_core(term=1, has_payload=lambda body: isinstance(body, RoundBody) and body.payload_digest in on_disk)
+    effects = arrive(core, "b", append_entries(log, 1, 3, term=1, commit=3))
+    assert [entry.index for write in writes(effects) for entry in write.entries] == [1, 2, 3]
+    assert sends(write_all(core, effects)) == [("b", ack(1, 1, True, 1))]
+    assert (core.last_index, core.commit_index, core.cluster_commit_index) == (3, 1, 3)
+    assert core.missing_payloads() == (a_round(2),)
+    on_disk.add(a_round(2).payload_digest)
+    assert sends(core.payload_arrived(now_ns=0)) == [("b", ack(1, 1, True, 3))]
+    assert [entry.index for entry in core.take_committed()] == [1, 2, 3]
 
 
 def test_heartbeats_are_answered_at_once_while_a_payload_is_missing() -> None:
@@ -82,9 +96,9 @@ def test_what_is_staged_is_limited_in_entries() -> None:
     log = chain(*[1] * 300, bodies=lambda index, term: a_round(index))
     core = a_core(term=1, has_payload=lambda body: False)
     for first in range(1, 300, 60):
-        arrive(core, "b", append_entries(log, first, first + 59, term=1, commit=300))
+        arrive(core, "b", append_entries(log, first, first + 59, term=1))
     assert len(core.missing_payloads()) == STAGED_ENTRIES_MAX
-    assert core.cluster_commit_index == STAGED_ENTRIES_MAX
+    assert core.last_index == 0
 
 
 def test_what_is_staged_is_limited_in_bytes() -> None:

@@ -88,8 +88,8 @@ def test_state_replaces_a_payload_that_is_gone() -> None:
     for peer in ("c", "b", "d"):
         desk.pump()
         desk.fetches.failed(peer, 0, "gone", now_ns=0)
-    desk.fetches.request(0, 3, None)
-    assert desk.pump() == [FetchState("c", 0, 3)]
+    desk.fetches.request(0, 4, None, digest=b"state")
+    assert desk.pump() == [FetchState("c", 0, 4, b"state")]
 
 
 def test_few_fetches_are_in_flight_at_once() -> None:
@@ -98,7 +98,9 @@ def test_few_fetches_are_in_flight_at_once() -> None:
         desk.fetches.request(fragment, 0, None)
     assert len(desk.pump()) == FETCHES_MAX
     desk.fetches.ended(1, version=5, is_state=True)
-    assert desk.pump() == [FetchState("c", FETCHES_MAX, 0)]
+    assert desk.pump() == [], "another version than was asked for"
+    desk.fetches.ended(1, version=0, is_state=True)
+    assert desk.pump() == [FetchState("c", FETCHES_MAX, 0, b"")]
 
 
 def test_only_what_was_asked_for_ends_a_fetch() -> None:
@@ -135,25 +137,25 @@ def test_forgotten_request_is_not_started() -> None:
 
 def test_theta_0_is_asked_for_by_its_digest_and_another_one_on_its_way_is_known() -> None:
     desk = Desk()
-    desk.fetches.request(1, 0, None, initial_digest=b"first")
+    desk.fetches.request(1, 0, None, digest=b"first")
     assert not desk.fetches.brings_other_initial([b"", b"second"]), "nothing is on its way yet"
     assert desk.pump() == [FetchState("c", 1, 0, b"first")]
     assert desk.fetches.brings_other_initial([b"", b"second"])
     assert not desk.fetches.brings_other_initial([b"", b"first"])
-    desk.fetches.request(1, 0, None, initial_digest=b"second")
+    desk.fetches.request(1, 0, None, digest=b"second")
     assert desk.pump() == [], "the first one must end before"
     desk.fetches.failed("c", 1, "the Theta_0 of another genesis", now_ns=0)
-    desk.fetches.request(1, 0, None, initial_digest=b"second")
+    desk.fetches.request(1, 0, None, digest=b"second")
     assert not desk.fetches.brings_other_initial([b"", b"second"])
     assert desk.pump() == [FetchState("c", 1, 0, b"second")]
 
 
 def test_what_may_come_by_itself_is_asked_for_after_its_patience_only() -> None:
     desk = Desk()
-    desk.fetches.request(1, 0, None, initial_digest=b"first", patience_ns=500)
+    desk.fetches.request(1, 0, None, digest=b"first", patience_ns=500)
     assert desk.pump(now_ns=1000) == []
     assert desk.fetches.wake_at_ns == 1500
-    desk.fetches.request(1, 0, None, initial_digest=b"first", patience_ns=500)
+    desk.fetches.request(1, 0, None, digest=b"first", patience_ns=500)
     assert desk.pump(now_ns=1499) == [], "and asking again does not begin it anew"
     assert desk.pump(now_ns=1500) == [FetchState("c", 1, 0, b"first")]
     desk.fetches.failed("c", 1, "busy", now_ns=1600)
@@ -162,7 +164,7 @@ def test_what_may_come_by_itself_is_asked_for_after_its_patience_only() -> None:
 
 def test_what_came_by_itself_in_time_is_not_asked_for() -> None:
     desk = Desk()
-    desk.fetches.request(1, 0, None, initial_digest=b"first", patience_ns=500)
+    desk.fetches.request(1, 0, None, digest=b"first", patience_ns=500)
     desk.pump(now_ns=1000)
     desk.fetches.forget(1)
     assert desk.pump(now_ns=2000) == []
@@ -172,7 +174,7 @@ def test_what_came_by_itself_in_time_is_not_asked_for() -> None:
 def test_what_waits_behind_the_fetches_in_flight_does_not_wake_the_core() -> None:
     desk = Desk()
     for fragment in range(FETCHES_MAX + 3):
-        desk.fetches.request(fragment, 0, None, initial_digest=b"0", patience_ns=RETRY_NS)
+        desk.fetches.request(fragment, 0, None, digest=b"0", patience_ns=RETRY_NS)
     assert desk.pump() == []
     assert desk.fetches.wake_at_ns == RETRY_NS
     assert len(desk.pump(now_ns=RETRY_NS)) == FETCHES_MAX

@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.events import AdoptState, ApplyVersion, Effect, OfferVersion
+from diloco_node.core.events import (
+    AdoptState,
+    ApplyVersion,
+    Effect,
+    Note,
+    OfferVersion,
+    PruneFiles,
+    SetStatesAside,
+)
 from diloco_node.core.recovery.fetches import INITIAL_PATIENCE_NS, Fetches
 from diloco_node.core.recovery.versions import PAYLOADS_RATHER_MAX, Versions
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import Entry, EntryBody, LearnerStatus, Recovered, RoundBody
+from diloco_node.core.types import Entry, EntryBody, LearnerStatus, Recovered, RoundBody, SnapshotBody
 from tests.kit.rounds_kit import (
     DIGESTS,
     GENESIS,
@@ -190,13 +198,134 @@ def test_payload_is_held_by_digest_by_state_or_by_having_been_applied() -> None:
     assert disk.versions.has_payload(body), "it must not turn false for an entry of the log"
 
 
-def test_many_missing_payloads_are_fetched_as_state() -> None:
+def test_many_missing_payloads_are_fetched_as_the_state_of_a_snapshot() -> None:
     disk = Disk()
     disk.begin()
+    disk.versions.learn(GENESIS)
     few = [committed_round(0, version, ()) for version in range(1, PAYLOADS_RATHER_MAX + 1)]
+    many = [*few, committed_round(0, PAYLOADS_RATHER_MAX + 1, ())]
     assert disk.requests(*few) == [(0, 1, False)]
     disk.fetches.forget(0)
-    assert disk.requests(*few, committed_round(0, PAYLOADS_RATHER_MAX + 1, ())) == [(0, 1, True)]
+    assert disk.requests(*many) == [(0, 1, False)], "there is no snapshot after them"
+    disk.versions.learn(SnapshotBody(0, 8, b"8" * 32))
+    disk.fetches.forget(0)
+    assert disk.requests(*few) == [(0, 1, False)], "payloads are less"
+    disk.fetches.forget(0)
+    assert disk.requests(*many) == [(0, 8, True)]
+    assert disk.fetches._fetches[0].digest == b"8" * 32
+
+
+def test_where_theta_zero_is_gone_the_newest_snapshot_takes_its_place() -> None:
+    disk = Disk()
+    disk.versions.learn(GENESIS)
+    assert disk.requests(GENESIS) == [(0, 0, True), (1, 0, True)]
+    disk.fetches.forget(1)
+    disk.versions.learn(SnapshotBody(1, 8, b"8" * 32))
+    assert disk.requests(GENESIS) == [(0, 0, True), (1, 8, True)]
+    disk.versions.state_stored(1, 8, b"8" * 32)
+    disk.fetches.ended(1, version=8, is_state=True)
+    assert disk.requests(GENESIS) == [(0, 0, True)]
+
+
+WRONG = b"wrong" * 6 + b"!!"
+
+
+def diverged() -> tuple[Disk, list[RoundBody]]:
+    """Fragment 0 is at version 3, its snapshot of version 2 is another one; round 4 is on its way."""
+    disk = Disk()
+    disk.begin()
+    disk.versions.learn(GENESIS)
+    bodies = [committed_round(0, version, ()) for version in range(1, 5)]
+    for body in bodies[:3]:
+        disk.store(body)
+        disk.commit(body)
+        disk.pump()
+        disk.versions.version_applied(0, body.version)
+    disk.versions.learn(SnapshotBody(0, 2, DIGESTS[0]))
+    disk.commit(SnapshotBody(0, 2, DIGESTS[0]))
+    disk.pump()
+    disk.versions.heal(SnapshotBody(0, 2, DIGESTS[0]), reached=3)
+    return disk, bodies
+
+
+def test_a_state_that_is_not_the_ledgers_is_set_aside_fetched_and_gone_on_from() -> None:
+    disk, bodies = diverged()
+    assert disk.versions.healing == (0,)
+    assert disk.versions.has_payload(bodies[2]), "what was acknowledged can't be taken back"
+    disk.store(bodies[3])
+    assert not disk.versions.has_payload(bodies[3])
+    assert not disk.versions.has_stored(0, 4, bodies[3].payload_digest)
+    assert [one for one in disk.pump() if not isinstance(one, Note)] == [SetStatesAside(0, 2)]
+    assert disk.requests() == [], "not before the wrong files are out of the way"
+    disk.versions.states_renamed(0)
+    assert disk.requests() == [(0, 2, True)]
+    disk.versions.state_stored(0, 2, DIGESTS[0])
+    assert disk.versions.healing == ()
+    assert disk.versions.has_payload(bodies[3])
+    assert disk.pump() == [AdoptState(0, 2)]
+    disk.versions.version_applied(0, 2)
+    assert disk.pump() == [ApplyVersion(bodies[2])]
+    disk.versions.version_applied(0, 3)
+    disk.commit(bodies[3])
+    assert disk.pump() == [ApplyVersion(bodies[3])]
+
+
+def test_a_state_fetched_before_the_wrong_files_are_out_of_the_way_is_fetched_again() -> None:
+    disk, _ = diverged()
+    disk.pump()
+    disk.versions.state_stored(0, 2, DIGESTS[0])
+    assert disk.versions.healing == (0,)
+    disk.versions.states_renamed(0)
+    assert disk.requests() == [(0, 2, True)]
+
+
+def test_a_wrong_checkpoint_that_is_written_later_is_found() -> None:
+    disk, _ = diverged()
+    disk.pump()
+    disk.versions.states_renamed(0)
+    disk.versions.state_stored(0, 2, DIGESTS[0])
+    assert disk.versions.checkpoint_written(0, 2, WRONG) == SnapshotBody(0, 2, DIGESTS[0])
+    assert disk.versions.checkpoint_written(0, 2, DIGESTS[0]) is None
+
+
+def test_a_payload_that_the_way_back_needs_and_that_is_gone_is_fetched() -> None:
+    disk, _ = diverged()
+    disk.pump()
+    disk.versions._payloads.clear()
+    disk.versions.states_renamed(0)
+    disk.versions.state_stored(0, 2, DIGESTS[0])
+    disk.pump()
+    disk.versions.version_applied(0, 2)
+    assert disk.pump() == []
+    assert disk.versions.is_lacking
+    assert disk.requests() == [(0, 3, False)]
+
+
+def test_a_state_on_disk_that_is_not_the_ledgers_is_not_taken_at_start() -> None:
+    ledger = Ledger()
+    bodies = (GENESIS, committed_round(0, 1, ()), SnapshotBody(0, 1, DIGESTS[1]))
+    entries = tuple(ledger.add(body) for body in bodies)
+    good = Disk(Recovered(1, "", entries, (1, 0), frozenset(), (DIGESTS[1], DIGESTS[1])))
+    assert good.effects.take() == [AdoptState(0, 1)]
+    bad = Disk(Recovered(1, "", entries, (1, 0), frozenset(), (WRONG, WRONG)))
+    assert bad.versions.states == [-1, -1], "neither version 1 nor Theta_0 is what the ledger names"
+    assert not bad.versions.has_payload(bodies[1])
+    assert not bad.versions.has_payload(GENESIS)
+    assert [one for one in bad.pump() if not isinstance(one, Note)] == [SetStatesAside(0, 1)]
+
+
+def test_files_go_when_a_newer_snapshot_is_in_the_ledger_and_not_before() -> None:
+    disk = Disk()
+    disk.begin()
+    for version in range(1, 6):
+        disk.commit(committed_round(0, version, ()))
+        disk.versions.version_applied(0, version)
+    assert disk.pump() == []
+    disk.commit(SnapshotBody(0, 2, DIGESTS[0]))
+    assert disk.pump() == [PruneFiles(0, 0)], "Theta_0 may still be on its way to somebody"
+    disk.commit(SnapshotBody(0, 4, DIGESTS[0]))
+    assert disk.pump() == [PruneFiles(0, 2)]
+    assert sorted(disk.versions._rounds[0]) == [3, 4, 5]
 
 
 def test_nothing_is_fetched_that_is_there() -> None:

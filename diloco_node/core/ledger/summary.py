@@ -1,0 +1,203 @@
+"""What may stand for the first entries of a ledger: everything they say that still matters, in one bounded encoding.
+
+Each region sums up at the same entries and gets the same bytes, so that one digest in the ledger is enough to compare
+them. The encoding is that of entries: msgpack over arrays, canonical.
+
+What is forgotten, and why nobody misses it:
+
+- Single rounds: whose they were, factors, weights, payload digests. No region needs them to go on: states are fetched
+  at a snapshot, and a base is used only where every fragment's snapshot is at least as new.
+- Intervals of the token account. They were contiguous when they were booked, so (steps, tokens) up to where says the
+  same. Of an incarnation that has `INCARNATIONS_KEPT` later ones in the ledger only sums are left: it is closed, and
+  nothing of it is booked any more. A region books what died by incarnation, so an older one is complete by then.
+- How long recent outer gradients were: the entries behind the base say it again.
+- Older inclusions of a learner than its last one in a fragment: its base is at least that version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Final
+
+import msgpack
+
+from diloco_node.core.bounds import SUMMARY_BYTES_MAX
+from diloco_node.core.ledger.entries import canonical_codec
+from diloco_node.core.shapes import OutOfBounds
+from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase, SnapshotBody
+from diloco_node.core.unpacking import unpack
+from diloco_node.errors import ProtocolViolation
+
+_DEPTH_MAX: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """Up to where a learner's incarnation is merged or discarded.
+
+    Attributes:
+        steps, tokens: per fragment; a single number if it is the same for all, as of a dead incarnation.
+    """
+
+    learner: str
+    incarnation: int
+    steps: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A learner's incarnations up to this one, in sums.
+
+    Attributes:
+        steps: how far each got in any fragment, together. tokens: merged or discarded, per fragment.
+    """
+
+    learner: str
+    incarnation: int
+    steps: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Included:
+    """The newest inclusion of a learner in a fragment; see `account.LastInclusion`."""
+
+    learner: str
+    fragment: int
+    incarnation: int
+    version: int
+    snapshot: int
+    step_to: int
+    tokens_to: int
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """The last steps that a learner's incarnation gave up in a fragment, and its version when that was booked."""
+
+    learner: str
+    fragment: int
+    incarnation: int
+    step_to: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Committed rounds that include a learner."""
+
+    learner: str
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """What the entries up to one index say.
+
+    Attributes:
+        genesis, finished: none or one.
+        versions, version_entries: per fragment the last committed one, and the index of its entry.
+        snapshots: of each fragment the last two, by fragment and version.
+        merged, discarded: tokens per fragment, of all learners.
+        last_rounds: per fragment the version of the run's last round; -1: it was not held yet.
+        rounds_committed: over all fragments.
+        disks: per region of genesis the disk that the view names; empty: those of genesis.
+    """
+
+    genesis: tuple[GenesisBody, ...]
+    finished: tuple[FinishedBody, ...]
+    versions: tuple[int, ...]
+    version_entries: tuple[int, ...]
+    snapshots: tuple[SnapshotBody, ...]
+    merged: tuple[int, ...]
+    discarded: tuple[int, ...]
+    covered: tuple[Covered, ...]
+    closed: tuple[Closed, ...]
+    included: tuple[Included, ...]
+    given_up: tuple[GivenUp, ...]
+    last_rounds: tuple[int, ...]
+    rounds_committed: int
+    joined: tuple[Joined, ...]
+    disks: tuple[bytes, ...] = ()
+
+
+def encode_summary(summary: RunSummary) -> bytes:
+    """As bytes, canonical.
+
+    Raises:
+        ValueError: a field is out of range, or it is longer than SUMMARY_BYTES_MAX.
+    """
+    try:
+        plain = canonical_codec(RunSummary)[0](summary)
+    except OutOfBounds as error:
+        raise ValueError(f"RunSummary{error.path}: {error.found}") from None
+    packed: bytes = msgpack.packb(plain, use_bin_type=True)
+    if len(packed) > SUMMARY_BYTES_MAX:
+        raise ValueError(f"a summary of {len(packed)} bytes: at most {SUMMARY_BYTES_MAX} are allowed")
+    return packed
+
+
+def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
+    """The summary that `encode_summary` wrote.
+
+    Args:
+        fragments: P; it must be of a ledger with so many.
+
+    Raises:
+        ProtocolViolation: not the canonical encoding of a summary, or not of such a ledger.
+    """
+    if len(data) > SUMMARY_BYTES_MAX:
+        raise ProtocolViolation(f"a summary of {len(data)} bytes: at most {SUMMARY_BYTES_MAX} are allowed")
+    try:
+        plain = unpack(data, depth_max=_DEPTH_MAX, values_max=SUMMARY_BYTES_MAX // 2, items_max=SUMMARY_BYTES_MAX // 8)
+        summary: RunSummary = canonical_codec(RunSummary)[1](plain)
+        is_canonical = encode_summary(summary) == data
+    except OutOfBounds as error:
+        raise ProtocolViolation(f"not a summary of a ledger: RunSummary{error.path}: {error.found}") from None
+    except (ValueError, TypeError) as error:
+        raise ProtocolViolation(f"not a summary of a ledger: {type(error).__name__}: {error}") from error
+    fault = "" if is_canonical else "it is not in its canonical encoding"
+    fault = fault or _shape_fault(summary, fragments)
+    if fault:
+        raise ProtocolViolation(f"not a summary of this ledger: {fault}")
+    return summary
+
+
+def base_digest(base: LedgerBase) -> bytes:
+    """What the ledger names a base by: SHA-256 over its place and its summary."""
+    place = msgpack.packb([base.index, base.term, base.hash], use_bin_type=True)
+    return hashlib.sha256(place + base.summary).digest()
+
+
+def named_disks(summary: RunSummary) -> dict[str, bytes]:
+    """The folder of each region that the entries name (`core.ledger.disks`)."""
+    genesis = summary.genesis[0]
+    return dict(zip(genesis.regions, summary.disks or genesis.disks, strict=True))
+
+
+def _shape_fault(summary: RunSummary, fragments: int) -> str:
+    per_fragment = (
+        summary.versions,
+        summary.version_entries,
+        summary.merged,
+        summary.discarded,
+        summary.last_rounds,
+        *(one.tokens for one in summary.closed),
+    )
+    if any(len(values) != fragments for values in per_fragment):
+        return f"it is not of {fragments} fragments"
+    if any(len(values) not in (1, fragments) for one in summary.covered for values in (one.steps, one.tokens)):
+        return f"an account is not of {fragments} fragments"
+    numbers = [one.fragment for one in summary.snapshots]
+    numbers += [one.fragment for one in summary.included]
+    numbers += [one.fragment for one in summary.given_up]
+    if any(not 0 <= fragment < fragments for fragment in numbers):
+        return f"it names a fragment that is none of {fragments}"
+    if len(summary.genesis) != 1 or len(summary.genesis[0].fragment_digests) != fragments:
+        return "it has no genesis"
+    genesis = summary.genesis[0]
+    if len(genesis.disks) != len(genesis.regions) or len(summary.disks) not in (0, len(genesis.regions)):
+        return "it does not name a folder for each region"
+    return ""

@@ -1,0 +1,106 @@
+"""Summing the ledger up: every region does it after the same entries, and forgets those when nobody needs them.
+
+A sum becomes the ledger's base when three things hold: a majority has it in the ledger with the digest that was worked
+out here, at least `summary_entries` entries follow it (a region that was away for a while gets those), and every
+fragment's state is on the own disk and in the ledger as a snapshot at its version there or a later one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.summary import base_digest, encode_summary
+from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import Entry, LedgerBase, SummaryBody
+
+SUMS_KEPT: Final = 4
+"""Own sums that may still become the base. While snapshots lag behind, the log grows and the oldest sums go."""
+
+
+class Compaction:
+    """See the module.
+
+    Args:
+        summary_entries: between two sums.
+    """
+
+    def __init__(
+        self,
+        *,
+        summary_entries: int,
+        ledger: LedgerCore,
+        history: RoundHistory,
+        versions: Versions,
+        effects: EffectBuffer,
+    ) -> None:
+        self._summary_entries = summary_entries
+        self._ledger = ledger
+        self._history = history
+        self._versions = versions
+        self._effects = effects
+        self._sums: OrderedDict[int, tuple[LedgerBase, tuple[int, ...]]] = OrderedDict()
+        self._agreed: set[int] = set()
+        self._proposed = (0, 0)
+
+    def applied(self, entry: Entry) -> None:
+        """The history has taken a committed entry: sum up if it is one after which that is done."""
+        body = entry.body
+        if isinstance(body, SummaryBody):
+            self._compare(body)
+        if entry.index % self._summary_entries:
+            return
+        summary = self._history.sum_up()
+        if not summary.genesis:
+            return
+        try:
+            encoded = encode_summary(summary)
+        except ValueError as error:
+            self._effects.note("summary", f"entry {entry.index}: {error}; the ledger stays whole", is_alarm=True)
+            return
+        base = LedgerBase(entry.index, entry.term, entry.hash, encoded)
+        self._sums[entry.index] = (base, summary.versions)
+        while len(self._sums) > SUMS_KEPT:
+            self._agreed.discard(self._sums.popitem(last=False)[0])
+
+    def began(self) -> None:
+        """The ledger has another beginning: sums of before are of no use."""
+        for index in [one for one in self._sums if one <= self._ledger.base.index]:
+            del self._sums[index]
+            self._agreed.discard(index)
+
+    def proposal(self) -> SummaryBody | None:
+        """The newest sum, for the leader to put into the ledger; once in each term."""
+        index = next(reversed(self._sums), 0)
+        if index in self._agreed or index == 0 or (self._ledger.term, index) <= self._proposed:
+            return None
+        self._proposed = (self._ledger.term, index)
+        return SummaryBody(index, base_digest(self._sums[index][0]))
+
+    def next_base(self) -> LedgerBase | None:
+        """What the ledger may begin with now; None if it is to stay as it is."""
+        for index in sorted(self._agreed, reverse=True):
+            base, versions = self._sums[index]
+            is_old = self._history.account.applied_index - index >= self._summary_entries
+            if is_old and self._ledger.commit_index >= index and self._versions.has_states(versions):
+                return base
+        return None
+
+    def _compare(self, body: SummaryBody) -> None:
+        own = self._sums.get(body.index)
+        base = self._ledger.base if body.index == self._ledger.base.index else own[0] if own else None
+        if base is None:
+            return
+        if base_digest(base) != body.digest:
+            self._effects.note(
+                "summary",
+                f"up to entry {body.index} this region has other sums than the ledger names: the token account, "
+                "versions or snapshots differ here; its ledger stays whole",
+                is_alarm=True,
+            )
+            self._sums.pop(body.index, None)
+        elif own is not None:
+            self._agreed.add(body.index)

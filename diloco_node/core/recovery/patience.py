@@ -1,0 +1,37 @@
+"""Which payloads are fetched: those that nobody is sending already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco_node.core.rounds.participant import RoundParticipant
+from diloco_node.core.types import EntryBody, RoundBody, RunSettings
+
+
+class PayloadPatience:
+    """Waits a while for the merged stripes of a round before its payload is fetched.
+
+    A majority may hold a payload, and its entry come, while the last merged stripe is still on its way to here.
+    """
+
+    def __init__(self, participant: RoundParticipant, settings: RunSettings) -> None:
+        self._participant = participant
+        self._patience_ns = settings.ballot_deadline_min_ns // 2
+        self._since_ns: dict[bytes, int] = {}
+
+    def lacking(self, missing: Sequence[EntryBody], *, now_ns: int) -> list[EntryBody]:
+        """What is to be fetched of what the ledger waits for. Ask again with all that is missing, whenever it may have
+        changed."""
+        since = {
+            body.payload_digest: self._since_ns.get(body.payload_digest, now_ns)
+            for body in missing
+            if isinstance(body, RoundBody)
+        }
+        self._since_ns = since
+        return [
+            body
+            for body in missing
+            if not isinstance(body, RoundBody)
+            or not self._participant.is_following(body)
+            or (now_ns - since[body.payload_digest] >= self._patience_ns and not self._participant.is_storing(body))
+        ]

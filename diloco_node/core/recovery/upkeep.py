@@ -1,0 +1,175 @@
+"""What keeps a long run short and honest: snapshots and sums go into the ledger, own states are compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import CheckpointWritten, DigestComputed
+from diloco_node.core.ledger.raft import LedgerCore
+from diloco_node.core.ledger.summary import decode_summary
+from diloco_node.core.recovery.compaction import Compaction
+from diloco_node.core.recovery.digest_watch import DigestWatch
+from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import (
+    Entry,
+    EntryBody,
+    GenesisBody,
+    LedgerBase,
+    RoundBody,
+    RunSettings,
+    SnapshotBody,
+    SummaryBody,
+)
+from diloco_node.errors import ProtocolViolation
+
+LEARNT_PER_CALL: Final = 64
+"""Entries that `learn` reads in one call, as many as are applied in one."""
+
+
+class Upkeep:
+    """See the module.
+
+    Args:
+        genesis_fault: why a ledger that begins with this genesis is of another run; empty if it is of this one.
+
+    Attributes:
+        digests: of this region and the others.
+    """
+
+    def __init__(
+        self,
+        *,
+        regions: int,
+        settings: RunSettings,
+        ledger: LedgerCore,
+        history: RoundHistory,
+        versions: Versions,
+        effects: EffectBuffer,
+        genesis_fault: Callable[[GenesisBody], str],
+    ) -> None:
+        self._fragments = len(history.versions)
+        self._ledger = ledger
+        self._history = history
+        self._versions = versions
+        self._effects = effects
+        self._genesis_fault = genesis_fault
+        self.digests = DigestWatch(
+            self._fragments,
+            effects,
+            history=history,
+            regions=regions,
+            snapshot_versions=settings.checkpoint_versions,
+        )
+        self._compaction = Compaction(
+            summary_entries=settings.summary_entries,
+            ledger=ledger,
+            history=history,
+            versions=versions,
+            effects=effects,
+        )
+        self._learnt_index = ledger.base.index
+        self._must_compare = False
+        self._proposed: dict[int, tuple[int, int]] = {}
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether `learn` has more to read."""
+        return self._learnt_index < self._ledger.cluster_commit_index
+
+    def base_fault(self, base: LedgerBase) -> str:
+        """Why a leader's base can't be one of this run's ledger; empty if it can."""
+        try:
+            summary = decode_summary(base.summary, fragments=self._fragments)
+        except ProtocolViolation as error:
+            return str(error)
+        return self._genesis_fault(summary.genesis[0])
+
+    def follow_base(self, *, now_ns: int) -> bool:
+        """Go on from a base that the leader sent, if there is a new one."""
+        base = self._ledger.take_base()
+        if base is None:
+            return False
+        summary = decode_summary(base.summary, fragments=self._fragments)
+        self._history.restore(summary, base.index, now_ns=now_ns)
+        self._versions.begin_at(base.index)
+        self._compaction.began()
+        self._learnt_index = base.index
+        return True
+
+    def learn(self) -> None:
+        """Learn which snapshots are committed, also beyond what the own disk can acknowledge."""
+        last = min(self._ledger.cluster_commit_index, self._learnt_index + LEARNT_PER_CALL)
+        for index in range(self._learnt_index + 1, last + 1):
+            self._versions.learn(self._ledger.entry(index).body)
+            self._learnt_index = index
+
+    def committed(self, entry: Entry) -> None:
+        """The history and the versions have taken an entry."""
+        self._compaction.applied(entry)
+        self._must_compare |= isinstance(entry.body, SnapshotBody | GenesisBody)
+
+    def digest_computed(self, event: DigestComputed, *, now_ns: int) -> None:
+        """This region's digest of a version is known."""
+        if event.fragment in self._versions.healing:
+            return  # of what is set aside
+        self.digests.computed(event.fragment, event.version, event.digest, now_ns=now_ns)
+        self._must_compare = True
+
+    def checkpoint_written(self, event: CheckpointWritten) -> None:
+        """This region's own state is on disk."""
+        named = self._versions.checkpoint_written(event.fragment, event.version, event.digest)
+        if named is not None:
+            self._versions.heal(named, reached=self._newest_round(event.fragment))
+
+    def compare(self) -> None:
+        """Set aside what is not as the ledger names it."""
+        if not self._must_compare:
+            return
+        self._must_compare = False
+        for named in self.digests.diverged():
+            self._versions.heal(named, reached=self._newest_round(named.fragment))
+            self.digests.forget(named.fragment)
+
+    def next_base(self) -> LedgerBase | None:
+        """What the ledger may begin with now; None if it is to stay as it is. Once taken, `compacted` is called."""
+        return self._compaction.next_base()
+
+    def compacted(self) -> None:
+        """The ledger begins with it."""
+        self._compaction.began()
+
+    def proposals(self) -> list[EntryBody]:
+        """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term."""
+        if self._versions.healing:
+            return []
+        found: list[EntryBody] = []
+        for body in self.digests.agreed():
+            name = (self._ledger.term, body.version)
+            if self._proposed.get(body.fragment, (0, 0)) < name:
+                self._proposed[body.fragment] = name
+                self._effects.note("snapshot", body.digest.hex(), fragment=body.fragment, version=body.version)
+                found.append(body)
+        summary: SummaryBody | None = self._compaction.proposal()
+        return [*found, summary] if summary is not None else found
+
+    @property
+    def reason(self) -> str:
+        """Why this region should not lead now, in words: its state of a fragment is wrong, or most say so."""
+        healing = self._versions.healing
+        if healing:
+            return (
+                f"its state of fragment {', '.join(map(str, healing))} differs from the ledger's: it is fetched again"
+            )
+        outvoted = self.digests.outvoted() if self._ledger.is_leader else -1
+        return f"its state of fragment {outvoted} differs from that of most regions" if outvoted >= 0 else ""
+
+    def _newest_round(self, fragment: int) -> int:
+        """The newest round of a fragment in the log: up to there this region may have acknowledged it."""
+        for index in range(self._ledger.last_index, self._ledger.base.index, -1):
+            body = self._ledger.entry(index).body
+            if isinstance(body, RoundBody) and body.fragment == fragment:
+                return body.version
+        return self._history.versions[fragment]

@@ -1,0 +1,50 @@
+"""Many seeds in several processes, and the command that hunts with them."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_node.cli.simulate import app
+from diloco_node.errors import ConfigError
+from diloco_node.sim.hunt import Hunt, reports, seed_range
+from diloco_node.sim.run import simulate
+
+SHORT = {"regions": 3, "events": 300}
+
+
+def test_seeds_are_given_as_first_and_last() -> None:
+    assert seed_range("3..7") == (3, 7)
+    assert seed_range("5") == (5, 5)
+    for wrong in ("", "7..3", "a..b", "1..", "..2", "-1..2", "1...2"):
+        with pytest.raises(ConfigError):
+            seed_range(wrong)
+
+
+def test_several_processes_find_what_one_does() -> None:
+    hunt = Hunt(1, 3, **SHORT, fault="step-less")  # type: ignore[arg-type]
+    found = {report.seed: report for report in reports(hunt, jobs=2)}
+    assert sorted(found) == [1, 2, 3]
+    for seed, report in found.items():
+        assert report == simulate(seed, **SHORT, fault="step-less")  # type: ignore[arg-type]
+
+
+def test_a_hunt_that_finds_something_prints_how_to_run_it_again_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from diloco_node.sim import hunt
+
+    monkeypatch.setattr(hunt, "simulate", lambda seed, **how: simulate(seed, **how | {"fault": "step-less"}))
+    asked = ["hunt", "--seeds", "1..9", "--regions", "3", "--events", "300", "--failures-max", "2"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 1
+    assert "VIOLATION" in done.stdout
+    assert "diloco-node simulate run --seed 1 --regions 3 --events 300 --fault step-less" in done.stdout
+    assert "2 of 9 seeds run, 2 failed" in done.stdout
+    found = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert (found["done"], [report["seed"] for report in found["failed"]]) == (2, [1, 2])
+    assert "--seed 1 " in found["failed"][0]["command"]
+
+
+def test_a_hunt_that_finds_nothing_ends_well() -> None:
+    done = CliRunner().invoke(app, ["hunt", "--seeds", "1..2", "--regions", "3", "--events", "300"])
+    assert done.exit_code == 0, done.stdout
+    assert "2 of 2 seeds run, 0 failed" in done.stdout
