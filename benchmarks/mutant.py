@@ -22,15 +22,15 @@ from mutations import Mutation, completed, sample
 from diloco_node.cli.orders import order
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
+from diloco_node.core.ledger.entries import seal
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.errors import DilocoError, LinkLost, PeerError
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
-from diloco_node.wire import envelope, measure_messages
-from diloco_node.wire.link_messages import IngressDemand, IngressGranted
-from diloco_node.wire.tables import ENTRY_BODIES, MESSAGES
+from diloco_node.wire import envelope
+from diloco_node.wire.tables import BULK_HEADERS, ENTRY_BODIES, MESSAGES
 
 TIMES = LinkTimes(backoff_min_s=0.05, backoff_max_s=0.2, violation_backoff_s=0.1)
 UP_S = 60.0
@@ -203,12 +203,13 @@ class Mutant:
             "hears": tuple(self.peers),
             "learner": self.learner(),
             "applied_index": self._status["applied_index"],
-            "digests": () if heard is None else heard.digests,
+            "digests": (),
             "budget": t.RateLimits(10**9, 10**9),
             "disk": self.disk(),
         }
-        beat: m.Heartbeat = _filled(m.Heartbeat, self.last, **given)
-        return beat
+        base: m.Heartbeat = heard or sample(m.Heartbeat, given | {"region": self.region})
+        names = {one.name for one in dataclasses.fields(m.Heartbeat)}
+        return dataclasses.replace(base, **{name: value for name, value in given.items() if name in names})
 
     def disk(self) -> bytes:
         """The id of the region's folder, which its daemon left there."""
@@ -235,83 +236,21 @@ class Mutant:
         return now
 
     def bases(self) -> list[Any]:
-        """A right message of each kind of the control lane."""
-        append = self.last.get(m.AppendEntries, m.AppendEntries(1, 1, 0, bytes(32), (), 0))
-        term = append.term
-        entry = append.entries[0] if append.entries else self._entry(term)
-        opened = self.last.get(m.BallotOpened)
-        regions = tuple(sorted([*self.peers, self.region]))
-        blocks = 8
-        ballot = opened.ballot if opened is not None else t.Ballot(term, 1)
-        fragment = opened.fragment if opened is not None else 0
-        version = self.versions()[fragment] + 1
-        contribution = self.contribution(fragment, version)
-        stripes = opened.stripes if opened is not None else (t.Stripe(regions[0], 0, blocks),)
-        discard = t.DiscardedBody(self.region, contribution.incarnation, fragment, 0, 1, 1, "died")
-        coefficients = (tuple(1.0 for _ in contribution.squared_norms),)
-        norms = contribution.squared_norms
-        digest = t.FragmentDigest(fragment, version, bytes(16))
-        ours = {"term": term, "disk": self.disk(), "durable_index": append.previous_index}
-        ours["durable_hash"] = append.previous_hash
-        made: list[Any] = [
-            _filled(m.RequestVote, self.last, **ours, pre_vote=False, last_index=10**6, last_term=term),
-            _filled(m.RequestVote, self.last, **ours, pre_vote=True, last_index=10**6, last_term=term),
-            _filled(m.RequestVoteReply, self.last, **ours, pre_vote=False, granted=True),
-            dataclasses.replace(append, entries=(entry,)),
-            _filled(m.AppendEntriesReply, self.last, **ours, sequence=append.sequence, accepted=True),
-            _filled(m.TimeoutNow, self.last, **ours, successor=self.region),
-            dataclasses.replace(self.heartbeat(self.peers[0]), digests=(digest,)),
-            m.BallotOpened(ballot, fragment, version, regions, stripes, (m.ReusedStripe(self.region, 0),)),
-            m.Contributed(ballot, contribution),
-            m.Declined(ballot, "no learner"),
-            m.StripesReceived(ballot, self.region),
-            m.MergeDecided(ballot, fragment, version, (contribution,), coefficients),
-            m.ReductionReported(ballot, 0, norms, (norms,), bytes(32)),
-            m.PayloadDurable(ballot, bytes(32)),
-            m.FinishRequested("an operator"),
-            m.DiscardReported((discard,)),
-            m.PayloadRequested(fragment, version, bytes(32)),
-            m.StateRequested(fragment, version),
-            m.Refused(fragment, version, "gone"),
-            IngressGranted(10**9),
-            IngressDemand(10**6),
-        ]
-        made += self._measuring()
-        made += [dataclasses.replace(append, entries=(one,)) for one in self._entries(term)]
-        known = self._known(term)
-        made += [sample(cls, known) for cls in MESSAGES.values() if cls not in {type(one) for one in made}]
+        """A right message of each kind of the control lane; AppendEntries with an entry of each kind."""
+        append = self._append()
+        known = self._known()
+        made = [sample(m.RequestVote, known | {"pre_vote": pre_vote}) for pre_vote in (False, True)]
+        digest = t.FragmentDigest(known["fragment"], known["version"], bytes(16))
+        made.append(dataclasses.replace(self.heartbeat(self.peers[0]), digests=(digest,)))
+        bodies = [sample(body, known) for body in ENTRY_BODIES.values()]
+        made += [dataclasses.replace(append, entries=(self._entry(append, body),)) for body in bodies]
+        done = {type(one) for one in made}
+        made += [sample(cls, known) for cls in MESSAGES.values() if cls not in done]
         return [completed(one, known) for one in made]
-
-    def _measuring(self) -> list[Any]:
-        w = measure_messages
-        second = w.NS_PER_S
-        return [
-            w.EchoRequest(1),
-            w.EchoReply(1, 10, 0),
-            w.MeasurementRequested(7, True, False, 0, second, 1 << 16, 0),
-            w.MeasurementReady(7, w.PlainPort(bytes(32), 7000)),
-            w.MeasurementDeclined(7, "busy"),
-            w.MeasurementReceived(7, 1, 1, 1, 1, second, 1, second),
-            w.MeasurementStopped(7),
-            w.MeasurementSent(7, 1, second, 10, 10, 0),
-            w.LinkTestRequested(7, self.peers[0], second, 0, second, 1 << 16, False),
-            w.LinkMeasured(7, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, ""),
-        ]
 
     def headers(self) -> list[Any]:
         """A right header of each kind of transfer."""
-        opened = self.last.get(m.BallotOpened)
-        ballot = opened.ballot if opened is not None else t.Ballot(1, 1)
-        fragment = opened.fragment if opened is not None else 0
-        version = self.versions()[fragment] + 1
-        return [
-            m.ContributionStripe(ballot, 0, version, self.contribution(fragment, version), 0, 8),
-            m.MergedStripe(ballot, 0, fragment, version, bytes(32), 0, 8),
-            m.Payload(fragment, version, bytes(32)),
-            m.State(fragment, version, bytes(16)),
-            measure_messages.Probe(7),
-            measure_messages.CompressibleProbe(7),
-        ]
+        return [sample(cls, self._known()) for cls in BULK_HEADERS.values()]
 
     def contribution(self, fragment: int, version: int) -> t.Contribution:
         """What its learner could contribute."""
@@ -324,14 +263,21 @@ class Mutant:
             self.region, learner.incarnation, fragment, version - 1, 9, step_from, learner.step, tokens, norms
         )
 
-    def _entries(self, term: int) -> list[t.Entry]:
-        """One entry with each body that there is."""
-        return [self._entry(term, sample(body, self._known(term))) for body in ENTRY_BODIES.values()]
+    def _append(self) -> m.AppendEntries:
+        """The last one that was heard."""
+        none: dict[str, Any] = {"term": 1, "entries": (), "region": self.region}
+        append: m.AppendEntries = self.last.get(m.AppendEntries) or sample(m.AppendEntries, none)
+        return append
 
-    def _known(self, term: int) -> dict[str, Any]:
-        """What fields of these names hold in a right message, wherever they are."""
-        made = self.contribution(0, self.versions()[0] + 1)
+    def _entry(self, append: m.AppendEntries, body: Any) -> t.Entry:
+        return seal(append.previous_index + 1, max(1, append.term), append.previous_hash, body)
+
+    def _known(self) -> dict[str, Any]:
+        """What fields of these names hold in a right message, wherever they are; some by class and name."""
+        append, opened = self._append(), self.last.get(m.BallotOpened)
         regions = tuple(sorted([*self.peers, self.region]))
+        fragment = opened.fragment if opened is not None else 0
+        made = self.contribution(fragment, self.versions()[fragment] + 1)
         return {
             "run_id": self.spec.run_id,
             "manifest_digest": self.manifest.digest,
@@ -343,38 +289,32 @@ class Mutant:
             "region": self.region,
             "leader": self.region,
             "learner": self.region,
-            "fragment": 0,
+            "successor": self.region,
+            "term": append.term,
+            "sequence": append.sequence,
+            "last_index": 10**6,
+            "last_term": append.term,
+            "granted": True,
+            "accepted": True,
+            "durable_index": append.previous_index,
+            "durable_hash": append.previous_hash,
+            "ballot": opened.ballot if opened is not None else t.Ballot(append.term, 1),
+            "fragment": fragment,
             "version": made.base_version + 1,
-            "ballot": t.Ballot(term, 1),
+            "version_min": made.base_version + 1,
             "members": (t.Member(made, 1.0),),
+            "BallotOpened.members": regions,
             "contribution": made,
+            "contributions": (made,),
+            "coefficients": ((1.0,) * len(made.squared_norms),),
             "factors": (1.0,) * len(made.squared_norms),
-            "stripes": (t.Stripe(regions[0], 0, 8),),
+            "squared_norms": made.squared_norms,
+            "contribution_norms": (made.squared_norms,),
+            "stripes": opened.stripes if opened is not None else (t.Stripe(regions[0], 0, 8),),
+            "block_start": 0,
+            "block_stop": 8,
             "incarnation": made.incarnation,
             "step_from": 0,
             "step_to": 1,
             "versions": tuple(self.versions()),
         }
-
-    def _entry(self, term: int, body: Any = None) -> t.Entry:
-        from diloco_node.core.ledger.entries import seal
-
-        append = self.last.get(m.AppendEntries)
-        previous = append.previous_hash if append is not None else bytes(32)
-        index = append.previous_index + 1 if append is not None else 1
-        return seal(index, max(1, term), previous, body or t.LeaderBody(self.region))
-
-
-def _filled(cls: type, last: Mapping[type, Any], **offered: Any) -> Any:
-    """A message of a kind that was heard, with those of our fields that it has; else with ours, and zeros else."""
-    names = {one.name for one in dataclasses.fields(cls)}
-    given = {name: value for name, value in offered.items() if name in names}
-    if cls in last:
-        return dataclasses.replace(last[cls], **given)
-    zeros = {"int": 0, "bool": False, "str": "", "bytes": bytes(16), "tuple": ()}
-    rest = {
-        one.name: zeros.get(str(one.type).split("[", maxsplit=1)[0])
-        for one in dataclasses.fields(cls)
-        if one.name not in given and one.default is dataclasses.MISSING
-    }
-    return cls(**given, **rest)

@@ -136,8 +136,8 @@ def sample(cls: type, known: Mapping[str, Any]) -> Any:
     names = [one.name for one in dataclasses.fields(cls)]
     return cls(
         **{
-            name: known[name]
-            if name in known
+            name: known[key]
+            if (key := next((key for key in (f"{cls.__name__}.{name}", name) if key in known), None)) is not None
             else _least(hints[name], bound_of(BOUNDS, cls.__name__, name), name, known)
             for name in names
         }
@@ -165,7 +165,7 @@ def _least(hint: Any, bound: Any, name: str, known: Mapping[str, Any]) -> Any:
         return sample(typing.cast(type, hint), known)
     if issubclass(hint, Enum):
         return next(iter(hint))
-    octets = bytes(bound.lengths[-1]) if hint is bytes else b""
+    octets = bytes(max(bound.lengths, default=8)) if hint is bytes else b""
     text = known["region"] if name in REGION_FIELDS else "x"
     return {bool: False, int: getattr(bound, "lowest", 1), float: 1.0, bytes: octets, str: text}[hint]
 
