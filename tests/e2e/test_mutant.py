@@ -124,7 +124,7 @@ def check_unharmed(before: Statuses, after: Statuses) -> None:
 
 def check_accepted(cluster: Cluster, liar: str) -> None:
     """The ledger has of the liar's learner only what a learner did: no more steps than one makes in the time."""
-    bodies: list[Any] = [entry.body for entry in cluster.entries()]
+    bodies: list[Any] = [entry.body for entry in cluster.ledger()[1]]
     made = [
         member.contribution
         for body in bodies

@@ -18,7 +18,9 @@ from diloco_node.cli.demo.live import LiveView
 from diloco_node.cli.demo.report import build_report, learner_status, longest_ledger, read_region_report
 from diloco_node.cli.demo.run import Demo
 from diloco_node.core.ledger.account_check import AccountReport, check_account
-from diloco_node.core.types import Entry
+from diloco_node.core.ledger.summary import decode_summary
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.types import Entry, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.storage.trained import read_trained
 
@@ -154,11 +156,14 @@ class Cluster:
         """What each daemon left."""
         return {name: read_region_report(self.folder / name) for name in self.names}
 
-    def entries(self) -> tuple[Entry, ...]:
-        """The ledger, after all regions have ended; every region's is a part of it."""
+    def ledger(self) -> tuple[LedgerBase, tuple[Entry, ...]]:
+        """What the ledger begins with, and its entries, after all regions have ended; they agree in each region."""
+        return longest_ledger([self.folder / name for name in self.names], len(self._manifest().fragments))
+
+    def _manifest(self) -> Manifest:
         manifest = load_manifest(self.folder / self.names[0])
         assert manifest is not None
-        return longest_ledger([self.folder / name for name in self.names], len(manifest.fragments))
+        return manifest
 
     def account(self) -> AccountReport:
         """The token account of the ended run, lost folders counted in.
@@ -166,8 +171,7 @@ class Cluster:
         Of an incarnation whose counter was lost with its folder nobody in the run can know the last steps: that they
         are not booked is no fault. Everything else of it is held to what the counter said.
         """
-        manifest = load_manifest(self.folder / self.names[0])
-        assert manifest is not None
+        sizes = [fragment.size for fragment in self._manifest().fragments]
         trained = self._trained(self.folder)
         lost: set[tuple[str, int]] = set()
         for name, folders in self.lost.items():
@@ -178,8 +182,9 @@ class Cluster:
         positions = {
             name: learner_status(report["learner"]) for name, report in self.reports().items() if report.get("learner")
         }
-        sizes = [fragment.size for fragment in manifest.fragments]
-        account = check_account(self.entries(), trained, fragment_sizes=sizes, positions=positions)
+        base, entries = self.ledger()
+        summary = decode_summary(base.summary, fragments=len(sizes)) if base.index else None
+        account = check_account(entries, trained, fragment_sizes=sizes, positions=positions, summary=summary)
         unknown = tuple(f"{name} incarnation {incarnation} fragment" for name, incarnation in sorted(lost))
         faults = tuple(
             fault for fault in account.faults if not (fault.startswith(unknown) and ": dead, but only " in fault)
