@@ -195,4 +195,3 @@ class Fetcher:
         finally:
             self.serves -= 1
             self._serves_of[peer] -= 1
-

@@ -372,6 +372,8 @@ async def test_what_was_thrown_away_before_the_learner_attached_anew_is_in_its_a
     assert one.side.status is not None
     assert one.side.status.positions[0].included_step == 0
     one.side.close()
+
+
 # ---- a learner that lies ---------------------------------------------------------------------------------------------
 
 
