@@ -280,7 +280,7 @@ class Side:
         async def one() -> None:
             while True:
                 try:
-                    await self.transport.transfer(self.peer, Payload(0, 0, b""), body)
+                    await self.transport.transfer(self.peer, Payload(0, 0, bytes(32)), body)
                 except LinkLost:
                     await self.up.wait()
                     await asyncio.sleep(0.05)
@@ -292,7 +292,7 @@ class Side:
         idle = await self.open_idle()
         for number in range(2**31):
             self.control.asked(number)
-            self.transport.send(self.peer, PayloadRequested(0, number, b""))
+            self.transport.send(self.peer, PayloadRequested(0, number, bytes(32)))
             if idle is not None:
                 self.idle.asked(number)
                 idle.sendto(number.to_bytes(8), (self.options.idle[1][1], PORT))

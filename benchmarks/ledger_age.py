@@ -27,13 +27,13 @@ import numpy as np
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
+from diloco_node.core.merge.stripes import block_count
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import Ballot, Contribution, Member, MergeRule, RoundBody, RunSettings, Stripe
 from diloco_node.storage import durable, ledger_files
 from diloco_node.storage.store import RegionStore
 
 FRAGMENTS: Final = 24
-LEARNERS: Final = ("asia", "eu", "sa", "us")
 VALUES: Final = 300
 NEVER: Final = 1 << 62
 """A ledger that is summed up so rarely is never summed up."""
@@ -114,15 +114,13 @@ class Region:
             self.pass_time()
 
     def hold_round(self, number: int) -> None:
-        """Commit one round of four learners."""
+        """Commit one round of the region's learner."""
         fragment, version = number % FRAGMENTS, number // FRAGMENTS + 1
         digest = payload_digest([stripe_digest(PAYLOAD)])
         steps = (24 * (version - 1), 24 * version)
-        members = tuple(
-            Member(Contribution(name, 1, fragment, version - 1, version, *steps, 24 * 4096, (1.0,)), 0.25)
-            for name in LEARNERS
-        )
-        body = RoundBody(fragment, version, Ballot(1, number + 1), members, 1.0, (1.0,), (Stripe("eu", 0, 2),), digest)
+        member = Member(Contribution("eu", 1, fragment, version - 1, version, *steps, 24 * 4096, (1.0,)), 1.0)
+        stripes = (Stripe("eu", 0, block_count(MANIFEST.fragments[fragment])),)
+        body = RoundBody(fragment, version, Ballot(1, number + 1), (member,), 1.0, (1.0,), stripes, digest)
         self.store.store_payload(fragment, version, digest, [PAYLOAD])
         self.give(ev.PayloadStored(fragment, version, digest))
         self.core.leader.proposals.append(body)

@@ -137,7 +137,7 @@ async def measure(folder: Path, pipe: Any, mib: int, repeat: int) -> dict[str, f
         before = cpu_seconds() + pipe.recv()
         started = time.perf_counter()
         handler.answered.clear()
-        await transport.transfer("b", Payload(0, 0, b""), body)
+        await transport.transfer("b", Payload(0, 0, bytes(32)), body)
         await handler.answered.wait()
         rates.append(body.nbytes * 8 / 1e9 / (time.perf_counter() - started))
         pipe.send(True)

@@ -154,7 +154,7 @@ async def send(folder: Path, addresses: dict[str, str], seconds: float, connecti
 
     async def one() -> None:
         while time.monotonic() < ends_s:
-            await transport.transfer("b", Payload(0, 0, b""), body)
+            await transport.transfer("b", Payload(0, 0, bytes(32)), body)
 
     with contextlib.suppress(LinkLost):
         await asyncio.gather(*(one() for _ in range(IN_FLIGHT)))

@@ -148,6 +148,7 @@ class RoundsSection(Section):
     ballot_deadline_min: Span = Duration(_RUN.ballot_deadline_min_ns)
     payload_versions: Annotated[Whole, Field(ge=1, le=10_000)] = _RUN.payload_versions
     checkpoint_versions: Annotated[Whole, Field(ge=1, le=10_000)] = _RUN.checkpoint_versions
+    summary_entries: Annotated[Whole, Field(ge=64, le=1 << 20)] = _RUN.summary_entries
 
 
 class DataSection(Section):

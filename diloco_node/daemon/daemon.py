@@ -27,7 +27,7 @@ from diloco_node.daemon.admin.status import NoteBook, write_report
 from diloco_node.daemon.budget import changed_plan, plan_of_file
 from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.server import LearnerServer
-from diloco_node.daemon.manifest_file import load_manifest, save_manifest
+from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
 from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.work import Threads, in_thread
@@ -97,7 +97,9 @@ class Daemon:
             await in_thread(self._threads.pool, check_golden)
             await in_thread(self._threads.pool, warm_up)
             await self.learner_server.start()
-            manifest = load_manifest(self.spec.state_dir)
+            manifest, damage = recover_manifest(self.spec.state_dir)
+            if damage:
+                self.notes.add(Note("disk", damage, is_alarm=True))
             if manifest is not None:
                 await self._build(manifest)
             log.info("started", region=self.spec.region, admin_port=admin.port, run=self.spec.run_id)

@@ -9,8 +9,10 @@ from typing import Final
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import MergeRule
-from diloco_node.errors import StorageError
-from diloco_node.storage.durable import replace_file
+from diloco_node.errors import DilocoError
+from diloco_node.storage.disk_id import set_aside
+from diloco_node.storage.durable import disk_error, replace_file
+from diloco_node.storage.tensor_files import DamagedFile
 
 MANIFEST_NAME: Final = "manifest.json"
 
@@ -29,26 +31,48 @@ def load_manifest(state_dir: Path) -> Manifest | None:
     """What `save_manifest` wrote, laid out again; None on a fresh folder.
 
     Raises:
-        StorageError: the file is damaged, or lays out to another digest than it names.
+        DamagedFile: the file is not what was written, or lays out to another digest than it names.
+        StorageError: the disk refuses.
     """
     path = state_dir / MANIFEST_NAME
-    if not path.exists():
-        return None
     try:
-        document = json.loads(path.read_text())
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise disk_error("read", path, error) from error
+    try:
+        document = json.loads(data)
         tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
         manifest = build_manifest(tensors, document["fragments"])
         expected = document["digest"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StorageError(
-            f"{path} can't be read ({error!r}); remove it, the learner lists its tensors again"
-        ) from error
+    except (DilocoError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(f"{path} is damaged ({error!r}); the learner lists its tensors again") from error
     if manifest.digest != expected:
-        raise StorageError(
-            f"{path} names digest {expected[:16]}, its tensors give {manifest.digest[:16]}; remove it, the learner "
-            "lists its tensors again"
+        raise DamagedFile(
+            f"{path} names digest {str(expected)[:16]}, its tensors give {manifest.digest[:16]}; the learner lists its "
+            "tensors again"
         )
     return manifest
+
+
+def recover_manifest(state_dir: Path) -> tuple[Manifest | None, str]:
+    """As `load_manifest`, but a damaged file is set aside and counts as missing.
+
+    Returns:
+        The manifest; what was wrong with the file and where it is now, empty if nothing was.
+
+    Raises:
+        StorageError: the disk refuses.
+    """
+    try:
+        return load_manifest(state_dir), ""
+    except DamagedFile as error:
+        path = state_dir / MANIFEST_NAME
+        try:
+            return None, f"{error}. The damaged one is set aside as {set_aside(path)}"
+        except OSError as refused:
+            raise disk_error("set aside", path, refused) from refused
 
 
 def describe_difference(ours: Manifest, tensors: Sequence[TensorSpec]) -> str:

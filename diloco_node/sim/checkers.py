@@ -29,6 +29,10 @@ VIOLATIONS_MAX = 20
 """More than that of one run tell nothing new."""
 
 
+_REFUSED = ("does not append what can't be", "follows it no more")
+"""What a core says of an entry that it refuses, its own or its leader's."""
+
+
 @dataclass(slots=True)
 class Watched:
     """What is remembered of one region.
@@ -93,8 +97,14 @@ class Checkers:
             ev.PersistLedger: self._proposes,
             ev.ApplyVersion: self._applies,
             ev.OfferVersion: self._offers,
+            ev.Note: self._notes,
             ev.ReduceStripe: lambda _, effect: self.oracle.reduce_asked(effect),
         }
+
+    def _notes(self, host: Host, note: ev.Note) -> None:
+        """Nobody honest makes an entry that can't be: that it is refused everywhere does not excuse it."""
+        if note.is_alarm and not self.liars and any(words in note.text for words in _REFUSED):
+            self.violate(f"meaning: {host.name}: {note.text}")
 
     def violate(self, text: str) -> None:
         """Note a violation."""

@@ -34,7 +34,7 @@ from diloco_node.sim.world import SECOND, FakeNetwork, World
 EVENTS = 3000
 """Under faults, unless asked otherwise."""
 
-COMMITS_MIN = 20
+COMMITS_MIN = 10
 FAULTS_MIN = 5
 EVENTS_STRETCH = 4
 """A run whose schedule makes too few commits or faults goes on, up to this many times its events."""

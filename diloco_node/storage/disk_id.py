@@ -44,7 +44,8 @@ class DiskIdFile:
             self.value = body[len(_MAGIC) :]
 
     def make(self) -> None:
-        """Give the folder another id; durable when this returns. Raises StorageError."""
+        """Give the folder another id; a damaged one is set aside. Durable when this returns. Raises StorageError."""
+        self.retire()
         value = os.urandom(DISK_ID_BYTES)
         body = _MAGIC + value
         replace_file(self._path, [body, hashlib.sha256(body).digest()])

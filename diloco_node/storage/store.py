@@ -78,7 +78,7 @@ class RegionStore:
         self._vote = VoteFile(folder)
         self._ledger = LedgerFile(folder)
 
-    def load(self, fragments: int) -> Recovered:
+    def load(self, fragments: int, *, is_read_only: bool = False) -> Recovered:
         """Read and check everything that recovery needs. Once, before anything else.
 
         The newest state of each fragment and the payloads after it are read whole and checked; of the rest the
@@ -86,9 +86,10 @@ class RegionStore:
 
         Args:
             fragments: P.
+            is_read_only: a damaged vote or ledger is an error, and stays where it is.
 
         Raises:
-            StorageError: term, vote or ledger are damaged, or the disk refuses.
+            StorageError: the disk refuses; or vote or ledger are damaged, and nothing may be changed.
         """
         try:
             for folder in (self._folder, self._payloads, self._states):
@@ -103,6 +104,8 @@ class RegionStore:
         except DiskRefused:
             raise
         except StorageError as error:
+            if is_read_only:
+                raise
             self._begin_again(str(error))
             entries = self._open_ledger()
         if not self._disk_id.value:

@@ -178,6 +178,7 @@ def test_run_settings_carry_every_field(run_toml: Path) -> None:
         "rounds.weight_cap=3",
         "rounds.payload_versions=5",
         "rounds.checkpoint_versions=6",
+        "rounds.summary_entries=4096",
     )
     settings = config.run_settings()
     assert settings == RunSettings(
@@ -203,6 +204,7 @@ def test_run_settings_carry_every_field(run_toml: Path) -> None:
         ballot_deadline_min_ns=3_000_000_000,
         payload_versions=5,
         checkpoint_versions=6,
+        summary_entries=4096,
     )
     # Nothing of RunSettings is out of a user's reach: all of the above differ from the defaults.
     defaults = RunSettings()

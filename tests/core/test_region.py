@@ -26,6 +26,7 @@ from diloco_node.core.types import (
     SnapshotBody,
 )
 from diloco_node.sim.world import MS, SECOND
+from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import MANIFEST, REGIONS, SETTINGS, status
 from tests.kit.small_world import SEED, Small
 
@@ -522,7 +523,9 @@ def alarms(effects: list[ev.Effect]) -> list[str]:
 def test_theta_0_of_a_learner_is_wanted_only_before_there_is_a_genesis(
     has_genesis: bool, states: tuple[int, int], is_wanted: bool
 ) -> None:
-    genesis = GenesisBody("run", MANIFEST.digest, "settings", REGIONS, (b"1" * 32, b"2" * 32))
+    genesis = GenesisBody(
+        "run", MANIFEST.digest, "settings", REGIONS, (b"1" * 32, b"2" * 32), tuple(disk_of(name) for name in REGIONS)
+    )
     entries = (seal(1, 1, ZERO_HASH, genesis),) if has_genesis else ()
     core = a_core(Recovered(1, "", entries, states, frozenset()))
     assert core.wants_initial_state == is_wanted

@@ -339,19 +339,20 @@ async def test_what_can_not_be_read_just_now_is_not_called_gone(bench: Bench) ->
 
 async def test_a_peer_that_asks_all_the_time_leaves_the_others_their_part(bench: Bench) -> None:
     bench.transport.is_slow = True
+    digest = bench.keep(0)
     for _ in range(100):
-        bench.fetcher.requested("c", StateRequested(0, 0))
+        bench.fetcher.requested("c", StateRequested(0, 0, digest))
     await settle(50)
     assert bench.fetcher.serves == SERVES_OF_A_PEER_MAX
     assert set(bench.transport.sent) == {("c", Refused(0, 0, "busy"))}
     for _ in range(SERVES_OF_A_PEER_MAX):
-        bench.fetcher.requested("b", StateRequested(0, 0))
+        bench.fetcher.requested("b", StateRequested(0, 0, digest))
     await settle(50)
     assert {peer for peer, _ in bench.transport.sent} == {"c"}, "b is served"
     await bench.transport.deliver()
     await bench.tasks.finish()
     assert bench.fetcher.serves == 0
-    bench.fetcher.requested("c", StateRequested(0, 0))
+    bench.fetcher.requested("c", StateRequested(0, 0, digest))
     await settle(50)
     assert bench.fetcher.serves == 1, "and c again, when its own are done"
     await bench.transport.deliver()

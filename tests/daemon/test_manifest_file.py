@@ -7,8 +7,15 @@ import pytest
 
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import MergeRule
-from diloco_node.daemon.manifest_file import MANIFEST_NAME, describe_difference, load_manifest, save_manifest
+from diloco_node.daemon.manifest_file import (
+    MANIFEST_NAME,
+    describe_difference,
+    load_manifest,
+    recover_manifest,
+    save_manifest,
+)
 from diloco_node.errors import StorageError
+from diloco_node.storage.tensor_files import DamagedFile
 from tests.kit.node_kit import MANIFEST
 
 
@@ -41,8 +48,38 @@ def test_another_layout_than_the_digest_says_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tensors": 3, "fragments": 2, "digest": ""}', "\0\0"])
 def test_a_damaged_file_is_refused_with_the_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST_NAME).write_text(text)
-    with pytest.raises(StorageError, match=r"remove it, the learner lists its tensors again"):
+    with pytest.raises(DamagedFile, match=r"the learner lists its tensors again"):
         load_manifest(tmp_path)
+
+
+def test_every_flipped_bit_is_damage_and_the_file_is_set_aside_for_the_learner_to_write_another(tmp_path: Path) -> None:
+    save_manifest(tmp_path, MANIFEST)
+    path = tmp_path / MANIFEST_NAME
+    whole = path.read_bytes()
+    damaged = []
+    for bit in range(0, 8 * len(whole), 37):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        manifest, damage = recover_manifest(tmp_path)
+        if manifest is not None:
+            assert (manifest, damage) == (MANIFEST, ""), "white space, or nothing that it means"
+            continue
+        assert "set aside" in damage
+        assert not path.exists()
+        damaged.append(bytes(data))
+    kept = {one.read_bytes() for one in tmp_path.iterdir()}
+    assert set(damaged) <= kept, "none is written over"
+    assert len(damaged) > 10
+    save_manifest(tmp_path, MANIFEST)
+    assert recover_manifest(tmp_path) == (MANIFEST, "")
+
+
+def test_a_file_that_the_disk_refuses_to_read_stays_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_NAME).mkdir()
+    with pytest.raises(StorageError, match=r"can't read"):
+        recover_manifest(tmp_path)
+    assert (tmp_path / MANIFEST_NAME).is_dir()
 
 
 def test_a_disk_that_refuses_keeps_the_old_file(tmp_path: Path) -> None:

@@ -99,8 +99,7 @@ class Small:
         return [name for name in sorted(self.hosts) if name != self.leader()]
 
     def bodies(self) -> list[object]:
-        ledger = self.hosts[self.leader()].core.ledger
-        return [entry.body for entry in ledger.entries[: ledger.commit_index]]
+        return [entry.body for entry in self.sim.checkers.history]
 
     def cut(self, name: str) -> list[tuple[str, str]]:
         """Cut a region from all others, both directions."""

@@ -362,6 +362,8 @@ def test_a_folder_whose_id_is_gone_or_damaged_keeps_its_ledger_under_another_id(
         after = load(folder)
         assert after.entries == before.entries == entries
         assert after.disk != before.disk
+        kept = [path.read_bytes() for path in folder.glob(f"{DISK_ID_NAME}.damaged-*")]
+        assert content is None or content in kept, "set aside, not written over"
 
 
 @pytest.mark.parametrize("fail_at", range(14))

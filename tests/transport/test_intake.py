@@ -79,7 +79,7 @@ async def test_a_flood_is_slowed_down_and_counted_and_nothing_of_it_is_lost(mesh
     try:
         await at_b.until(lambda: at_b.is_up.get("a"))
         for sequence in range(1000):
-            await flood[e.Lane.CONTROL].write(e.encode_control(AppendEntries(1, sequence, 0, b"", (), 0)))
+            await flood[e.Lane.CONTROL].write(e.encode_control(AppendEntries(1, sequence, 0, bytes(32), (), 0)))
             if b.rejections["a", "rate"]:
                 break
         count = sequence + 1
@@ -115,7 +115,7 @@ async def test_transfers_that_begin_and_end_in_a_flood_are_slowed_down_too(mesh:
     try:
         await at_b.until(lambda: at_b.is_up.get("a"))
         for transfer in range(1000):
-            await flood[e.Lane.BULK].write(e.encode_begin(transfer, Payload(0, 1, b"d"), 10))
+            await flood[e.Lane.BULK].write(e.encode_begin(transfer, Payload(0, 1, bytes(32)), 10))
             await flood[e.Lane.BULK].write(e.encode_abort(transfer, "never mind"))
             if b.rejections["a", "rate"]:
                 break

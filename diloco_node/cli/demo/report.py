@@ -58,7 +58,7 @@ def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[LedgerBa
     for state_dir in state_dirs:
         store = RegionStore(state_dir)
         try:
-            recovered = store.load(fragments)
+            recovered = store.load(fragments, is_read_only=True)
             ledgers.append((recovered.base, recovered.entries))
         finally:
             store.close()

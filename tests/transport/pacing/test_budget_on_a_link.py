@@ -126,7 +126,7 @@ async def test_a_grant_is_obeyed_and_what_waits_is_reported(pacer: Pacer, sent: 
     assert pacer.status()["peers"]["b"]["limited_by"] == "grant"
     assert pacer.received("b", IngressGranted(0))
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] is None
-    assert not pacer.received("b", Message.__args__[0](1, True, 1, 1))  # type: ignore[attr-defined]
+    assert not pacer.received("b", Message.__args__[0](1, True, 1, 1, b"", True))  # type: ignore[attr-defined]
     pacer.transfer_ended("b")
 
 

@@ -1,0 +1,142 @@
+"""One region of benchmarks/gray.py: `diloco-node start` whose daemon can be given a fault from outside, while it runs.
+
+    python benchmarks/gray_region.py start --region NAME --config run.toml
+
+The fault is the text of the file `$GRAY_FAULTS/NAME`; no file, no fault. The package knows nothing of this: the daemon
+is started by this program, which first puts itself between the daemon's parts.
+
+| fault | what the daemon does then |
+|---|---|
+| drop_merged | sends no merged stripe |
+| corrupt_merged | flips a bit in each merged stripe after its digest was made |
+| nan_merged | reduces to NaN, with the right digest of that |
+| mute | contributes in words only: no stripe of a contribution is sent |
+| fsync | every fsync and fdatasync fails with EIO |
+
+With `$GRAY_BULK`, a JSON object of peer and HOST:PORT, connections for bulk are dialed there instead: a relay that can
+hold them up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diloco_node.codec.digest import stripe_digest
+from diloco_node.core.messages import ContributionStripe, MergedStripe
+
+FAULTS = ("drop_merged", "corrupt_merged", "nan_merged", "mute", "fsync")
+FAULTS_VARIABLE = "GRAY_FAULTS"
+BULK_VARIABLE = "GRAY_BULK"
+
+
+def main(arguments: list[str]) -> int:
+    """Become the region's supervisor (`start ...`), or its daemon (`daemon SPEC.json`)."""
+    if arguments[0] == "daemon":
+        from diloco_node.daemon.__main__ import main as run_daemon
+        from diloco_node.daemon.spec import NodeSpec
+
+        install(Path(os.environ[FAULTS_VARIABLE]) / NodeSpec.load(Path(arguments[1])).region)
+        return run_daemon(arguments[1:])
+    from diloco_node.cli import start
+    from diloco_node.cli.main import main as run_command
+
+    prepare = start.prepare
+
+    def prepare_with_faults(*given: Any) -> Any:
+        spec = prepare(*given)
+        spec.daemon_command[1:3] = [str(Path(__file__).resolve()), "daemon"]
+        return spec
+
+    start.prepare = prepare_with_faults
+    sys.argv[1:] = arguments
+    return run_command() or 0
+
+
+def install(file: Path) -> None:
+    """Put the faults between this process's parts. `file` says which one is on."""
+
+    def fault() -> str:
+        try:
+            return file.read_text().strip()
+        except FileNotFoundError:
+            return ""
+
+    _install_sending(fault)
+    _install_reducing(fault)
+    _install_disk(fault)
+    _install_relays(json.loads(os.environ.get(BULK_VARIABLE, "{}")))
+
+
+def _install_sending(fault: Callable[[], str]) -> None:
+    from diloco_node.daemon.sending import Sending
+
+    send = Sending.send
+
+    def send_or_not(self: Sending, peer: str, header: Any, body: Any) -> None:
+        now = fault()
+        if isinstance(header, MergedStripe):
+            if now == "drop_merged":
+                return
+            if now == "corrupt_merged":
+                body = body.copy()
+                body[body.size // 2] ^= 0x10
+        elif isinstance(header, ContributionStripe) and now == "mute":
+            return
+        send(self, peer, header, body)
+
+    Sending.send = send_or_not  # type: ignore[method-assign]
+
+
+def _install_reducing(fault: Callable[[], str]) -> None:
+    from diloco_node.daemon import stripe_effects
+
+    reduce_stripe = stripe_effects.reduce_stripe
+
+    def reduce_or_not(*given: Any, **named: Any) -> Any:
+        done, encoded, residual = reduce_stripe(*given, **named)
+        if fault() == "nan_merged":
+            encoded = np.full_like(encoded, 0xFF)  # as a scale in float32 or bf16: NaN
+            done = dataclasses.replace(done, digest=stripe_digest(encoded))
+        return done, encoded, residual
+
+    stripe_effects.reduce_stripe = reduce_or_not
+
+
+def _install_disk(fault: Callable[[], str]) -> None:
+    for name in ("fsync", "fdatasync"):
+        _install_sync(name, getattr(os, name), fault)
+
+
+def _install_sync(name: str, sync: Callable[[int], None], fault: Callable[[], str]) -> None:
+    def sync_or_not(descriptor: int) -> None:
+        if fault() == "fsync":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(descriptor)
+
+    setattr(os, name, sync_or_not)
+
+
+def _install_relays(relays: dict[str, str]) -> None:
+    from diloco_node.transport import link
+    from diloco_node.wire.envelope import Lane
+
+    dial = link.dial
+
+    async def dial_relay(identity: Any, peer: str, address: str, lane: Lane, **named: Any) -> Any:
+        where = relays.get(peer, address) if lane is Lane.BULK else address
+        return await dial(identity, peer, where, lane, **named)
+
+    link.dial = dial_relay
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""Disks that are lost, one after the other: the region comes back by itself, votes again, and every token is booked."""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cluster_kit import Cluster, all_train
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+
+SLOW_STEPS = {'step_time_min = "50ms"': 'step_time_min = "100ms"', "sync_every = 16": "sync_every = 8"}
+"""Half of the demo's steps for as many rounds: the machine's cores are for the daemons."""
+
+BACK_S = 120.0
+"""A region that is damaged has so long to be in merges again; what does not come back at all must not take for ever."""
+
+KINDS_MIN = 10
+"""Of files in a folder: ledger, vote, states, payloads, the learner's checkpoints and counters, and what is beside."""
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path / "run", request.param, changes=SLOW_STEPS)
+    try:
+        yield made
+    finally:
+        await made.clear()
+
+
+async def lose_folder(cluster: Cluster, victim: str) -> None:
+    """Kill a region, empty its folder, start it: the others go on meanwhile, and it trains and merges again."""
+    before = (await cluster.until_trains([victim]))[victim]
+    others = [name for name in cluster.names if name != victim]
+    await cluster.kill(victim)
+    cluster.wipe(victim)
+    await cluster.until_commits(4, others, why=f"without {victim}")
+    committed = max(cluster.regions[name].status["rounds_committed"] for name in others)
+    await cluster.start(victim)
+    after = await cluster.until(
+        f"{victim} is back with an empty folder",
+        lambda now: all_train(now) and min(now[victim]["versions"]) > max(before["versions"]),
+    )
+    assert after[victim]["learner"]["incarnation"] > before["learner"]["incarnation"], "a life was handed out twice"
+    assert after[victim]["rounds_committed"] >= committed
+    await cluster.until_merged(victim, why="after its folder was lost")
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vote_again(cluster: Cluster) -> None:
+    await cluster.start()
+    await cluster.until_trains()
+    await cluster.until_commits(8)
+    leader = await cluster.until_leader()
+    follower = next(name for name in cluster.names if name != leader)
+    await lose_folder(cluster, follower)
+    await lose_folder(cluster, await cluster.until_leader())
+    # The third region never lost anything. Without it both wiped ones must vote and acknowledge.
+    wiped = [name for name in cluster.names if cluster.lost[name]]
+    if len(wiped) == 1:
+        wiped.append(leader)
+        await lose_folder(cluster, leader)
+    third = next(name for name in cluster.names if name not in wiped)
+    await cluster.kill(third)
+    await cluster.until_commits(4, wiped, why=f"with both wiped regions, without {third}")
+    await cluster.start(third)
+    await cluster.until_trains()
+    await end_and_check(cluster)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("cluster", [5], indirect=True)
+async def test_two_of_five_lose_their_folders_one_after_the_other(cluster: Cluster) -> None:
+    await cluster.start()
+    await cluster.until_trains()
+    await cluster.until_commits(8)
+    wiped = cluster.names[:2]
+    for name in wiped:
+        await lose_folder(cluster, name)
+    # Of the three that are left two were wiped: a majority needs both.
+    stopped = cluster.names[-2:]
+    for name in stopped:
+        await cluster.kill(name)
+    await cluster.until_commits(4, [name for name in cluster.names if name not in stopped], why="with both wiped")
+    await cluster.start(*stopped)
+    await cluster.until_trains()
+    await end_and_check(cluster)
+
+
+async def end_and_check(cluster: Cluster) -> None:
+    await cluster.until_commits(4)
+    await cluster.end()
+    cluster.check_equal()
+    account = cluster.account()
+    assert account.faults == ()
+    assert account.trained == account.merged + account.carried + account.discarded
+
+
+REWRITTEN = frozenset(
+    {"node.json", "trainer.json", "admin.port", "admin.token", "learner.process", "ledger.end", "lock", "report.json"}
+)
+"""Written by every start, for people only, or a hint: nothing is lost with them, so nothing need be kept."""
+
+
+def kinds(folder: Path) -> dict[str, Path]:
+    """The newest file of each kind below a region's folder: its path with all numbers taken out, without the logs."""
+    found: dict[str, Path] = {}
+    files = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size]
+    for path in sorted(files, key=lambda path: (path.stat().st_mtime, str(path))):
+        kind = re.sub(r"[0-9a-f]{8,}|\d+", "N", str(path.relative_to(folder)))
+        if not kind.startswith("logs/") and ".damaged" not in kind and not kind.endswith(".tmp"):
+            found[kind] = path
+    return dict(sorted(found.items()))
+
+
+def flip(path: Path) -> bytes:
+    """Turn one bit in the middle of the file; what it holds now."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    path.write_bytes(data)
+    return bytes(data)
+
+
+def truncate(path: Path) -> bytes:
+    """Cut the file in half; what it holds now."""
+    data = path.read_bytes()[: path.stat().st_size // 2]
+    path.write_bytes(data)
+    return data
+
+
+def is_kept(folder: Path, path: Path, data: bytes) -> bool:
+    """Whether what was damaged is still there: under its name, for nobody had to read it, or moved aside."""
+    places = [path, *folder.parent.rglob(f"*{path.name}*"), *folder.rglob("*.damaged*")]
+    return any(place.is_file() and place.read_bytes().startswith(data) for place in places)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+@pytest.mark.parametrize("damage", [flip, truncate])
+async def test_a_region_comes_back_from_damage_in_each_kind_of_file(
+    cluster: Cluster, damage: Callable[[Path], bytes]
+) -> None:
+    """One region, one kind of file after the other, while the two others go on. Nobody has to do anything."""
+    await cluster.start()
+    await cluster.until_trains()
+    # Until there are states and payloads of several versions, and a checkpoint of the learner.
+    await cluster.until("versions", lambda now: min(min(one["versions"]) for one in now.values()) >= 10)
+    leader = await cluster.until_leader()
+    victim = next(name for name in cluster.names if name != leader)
+    others = [name for name in cluster.names if name != victim]
+    folder = cluster.regions[victim].state_dir
+    lost: list[str] = []
+    seen: set[str] = set()
+    while True:
+        await cluster.kill(victim)
+        waiting = {kind: path for kind, path in kinds(folder).items() if kind not in seen}
+        if not waiting:
+            break
+        kind, path = next(iter(waiting.items()))
+        seen.add(kind)
+        data = damage(path)
+        await cluster.start(victim)
+        try:
+            await cluster.until(f"it trains after damage to {kind}", all_train, [victim], wait_s=BACK_S)
+            await cluster.until_merged(victim, why=f"after damage to {kind}", wait_s=BACK_S)
+        except AssertionError as error:
+            lost.append(f"{kind}: {error}")
+            await cluster.kill(victim)
+            cluster.wipe(victim)
+            await cluster.start(victim)
+            await cluster.until_merged(victim, why="with an empty folder")
+        else:
+            if path.name not in REWRITTEN and not is_kept(folder, path, data) and len(data) > 0:
+                lost.append(f"{kind}: the damaged file is gone")
+        await cluster.until_commits(1, others)
+    assert not lost, "\n\n".join(lost)
+    assert len(seen) >= KINDS_MIN, seen
+    await cluster.start(victim)
+    await cluster.until_trains()
+    await cluster.until_commits(4)
+    await cluster.end()
+    cluster.check_equal()
