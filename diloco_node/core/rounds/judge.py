@@ -23,6 +23,7 @@ class Judge:
         self._region = region
         self._regions = regions
         self._effects = effects
+        self._passed_over: set[str] = set()
         self._disputes: dict[str, set[str]] = {}
 
     def deadline_passed(self, one: OpenRound, *, now_ns: int) -> bool:
@@ -99,18 +100,30 @@ class Judge:
 
     def next_probe(self, rounds: Iterable[OpenRound], *, now_ns: int) -> str:
         """The region that is tried in the next round; empty if there is none, or one is being tried."""
-        return "" if any(one.tried for one in rounds) else self.book.next_probe(now_ns=now_ns)
+        if any(one.tried for one in rounds):
+            return ""
+        name = self.book.next_probe(now_ns=now_ns, without=self._passed_over)
+        if not name and self._passed_over:
+            self._passed_over.clear()
+            name = self.book.next_probe(now_ns=now_ns)
+        return name
 
     def tried_parts(
         self, probed: str, members: Collection[str], reducers: Collection[str], *, now_ns: int
     ) -> tuple[tuple[str, BallotPart], ...]:
-        """In which parts that it was left out of a region takes part in a new ballot."""
+        """In which parts that it was left out of a region takes part in a new ballot.
+
+        One that gets no part (a small fragment has fewer blocks than there are reducers) lets the others try first.
+        """
         chosen = {BallotPart.MEMBER: members, BallotPart.REDUCER: reducers}
-        return tuple(
+        found = tuple(
             (probed, part)
             for part, names in chosen.items()
             if probed in names and probed in self.book.held_back(part, now_ns=now_ns)
         )
+        if probed and not found:
+            self._passed_over.add(probed)
+        return found
 
     def _remember(self, pairs: Iterable[Pair]) -> None:
         for member, reducer in pairs:

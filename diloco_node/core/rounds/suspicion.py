@@ -9,7 +9,7 @@ The book belongs to one leader. The next one learns again, with what the ballots
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -138,12 +138,12 @@ class SuspicionBook:
             if own is part and one.until_ns is not None and (name != probed or now_ns < one.until_ns)
         }
 
-    def next_probe(self, *, now_ns: int) -> str:
-        """The region whose pause is over for the longest time; empty if there is none."""
+    def next_probe(self, *, now_ns: int, without: Collection[str] = ()) -> str:
+        """The region whose pause is over for the longest time, of others than these; empty if there is none."""
         over = [
             (one.until_ns, name)
             for (name, _), one in self._suspects.items()
-            if one.until_ns is not None and one.until_ns <= now_ns
+            if one.until_ns is not None and one.until_ns <= now_ns and name not in without
         ]
         return min(over)[1] if over else ""
 

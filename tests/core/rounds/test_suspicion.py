@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.messages import LeftOut
+from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.suspicion import (
     CLEAN_BALLOTS,
     DOUBLINGS_MAX,
@@ -121,3 +123,17 @@ def test_what_ballots_say_of_it_is_short(regions: int) -> None:
         own.blame(Blame(f"r{number:02}", BallotPart.MEMBER, "y" * 1000, is_proved=True), opened_at_ns=0, now_ns=1)
     assert len(own.left_out()) == LEFT_OUT_SHOWN_MAX
     assert max(len(one.reason) for one in own.left_out()) == REASON_SHOWN_MAX
+
+
+def test_a_region_that_gets_no_part_in_its_ballot_lets_the_next_one_try() -> None:
+    """As a reducer of a fragment with fewer blocks than reducers: it must not keep the others out for ever."""
+    own, now_ns = book(), 10 * PAUSE_NS
+    judge = Judge(book=own, region="a", regions=("a", "b", "c"), effects=EffectBuffer("a"))
+    own.blame(LIED, opened_at_ns=0, now_ns=1)
+    own.blame(Blame("c", BallotPart.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=2)
+    assert judge.next_probe([], now_ns=now_ns) == "b"
+    assert judge.tried_parts("b", ("a",), ("a", "c"), now_ns=now_ns) == ()
+    assert judge.next_probe([], now_ns=now_ns) == "c"
+    assert judge.tried_parts("c", ("a", "c"), ("a",), now_ns=now_ns) == (("c", BallotPart.MEMBER),)
+    own.did("c", BallotPart.MEMBER)
+    assert judge.next_probe([], now_ns=now_ns) == "b", "its turn comes again"
