@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from diloco_node.core.events import TimerFired
+from diloco_node.core.events import Effect, TimerFired
 from diloco_node.core.ledger.disks import DiskView
 from diloco_node.core.ledger.election import TERM_STEP_MAX, Role
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.membership.replacement import REST_HEARTBEATS, incarnation_min
 from diloco_node.core.messages import AppendEntriesReply, RequestVoteReply
 from diloco_node.core.types import DiskNamedBody, Entry, EntryBody, GenesisBody
@@ -127,6 +128,30 @@ def test_a_folder_that_the_log_does_not_name_does_not_stand_and_says_so() -> Non
     assert core.role is Role.FOLLOWER
     assert "is not the one that the ledger names" in core.reason
     assert not core.is_own_disk_sound
+
+
+def test_a_follower_whose_log_is_overwritten_goes_back_to_the_view_before() -> None:
+    core = a_core()
+    log = log_of(GENESIS, DiskNamedBody("c", b""))
+    write_all(core, arrive(core, "b", append_entries(log, 1, 2, term=1)))
+    assert core.disks.named("c") == b""
+    other = (log[0], seal(2, 2, log[0].hash, a_discard(1)))
+    arrive(core, "b", append_entries(other, 2, 2, term=2))
+    assert core.disks.named("c") == disk_of("c")
+
+
+def test_who_knows_a_view_helps_nobody_to_found_the_run_again() -> None:
+    """Also a candidate whose log is as long: genesis may be on its way to it."""
+    core = a_core()
+    for pre_vote in (True, False):
+        request = vote_request(1, pre_vote, 9, 9, has_view=False)
+        (answer,) = [message for _, message in sends(write_and_send(core, arrive(core, "b", request)))]
+        assert isinstance(answer, RequestVoteReply)
+        assert not answer.granted
+
+
+def write_and_send(core: LedgerCore, effects: list[Effect]) -> list[Effect]:
+    return [*effects, *write_all(core, effects)]
 
 
 # ---- terms -----------------------------------------------------------------------------------------------------------
