@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.events import Note
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.account_check import check_account
 from diloco_node.core.ledger.disks import DiskView
+from diloco_node.core.ledger.entries import seal
+from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.ledger.summary import base_digest, decode_summary, encode_summary, named_disks
+from diloco_node.core.recovery.compaction import Compaction
+from diloco_node.core.recovery.versions import Versions
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import (
+    NO_BASE,
     DiscardedBody,
     DiskNamedBody,
     Entry,
     EntryBody,
     FinishedBody,
+    LeaderBody,
     LedgerBase,
     SnapshotBody,
+    SummaryBody,
 )
 from diloco_node.errors import ProtocolViolation
 from tests.kit.rounds_kit import GENESIS, Ledger, committed_round, contribution
@@ -161,3 +172,48 @@ def test_what_is_no_summary_is_refused() -> None:
     for data in (b"", b"\xc0", b"\x90", bytes(100), b"\xdd\xff\xff\xff\xff", encode_summary(RoundHistory(2).sum_up())):
         with pytest.raises(ProtocolViolation):
             decode_summary(data, fragments=2)
+
+
+class Upheld:
+    """A compaction over the entries of this page, with what the ledger and the disk say set by hand."""
+
+    def __init__(self) -> None:
+        self.effects = EffectBuffer("a")
+        self.history = RoundHistory(2)
+        self.has_states = True
+        self.ledger = SimpleNamespace(base=NO_BASE, term=1, commit_index=0)
+        self.compaction = Compaction(
+            summary_entries=4,
+            ledger=cast(LedgerCore, self.ledger),
+            history=self.history,
+            versions=cast(Versions, SimpleNamespace(has_states=lambda _: self.has_states)),
+            effects=self.effects,
+        )
+
+    def take(self, entry: Entry) -> None:
+        self.history.apply(entry, now_ns=0)
+        self.ledger.commit_index = entry.index
+        self.compaction.applied(entry)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_the_ledger_begins_with_sums_that_a_majority_has_too_and_never_with_others(*, is_same: bool) -> None:
+    upheld = Upheld()
+    entries = entries_of(BODIES)
+    for entry in entries[:4]:
+        upheld.take(entry)
+    proposal = upheld.compaction.proposal()
+    assert proposal is not None
+    assert proposal.index == 4
+    digest = proposal.digest if is_same else bytes(32)
+    last = seal(5, 1, entries[3].hash, SummaryBody(4, digest))
+    upheld.take(last)
+    for index in range(6, 9):
+        assert upheld.compaction.next_base() is None, "a region that was away for a while still gets entries"
+        last = seal(index, 1, last.hash, LeaderBody("a"))
+        upheld.take(last)
+    base = upheld.compaction.next_base()
+    assert (base is not None and base.index == 4) == is_same
+    assert any(isinstance(one, Note) and one.is_alarm for one in upheld.effects.take()) != is_same
+    upheld.has_states = False
+    assert upheld.compaction.next_base() is None, "the own disk could not go on from there"
