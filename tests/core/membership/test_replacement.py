@@ -38,8 +38,9 @@ def test_a_lost_folder_is_taken_away_before_its_successor_is_named() -> None:
     leads.durable_indexes["b"] = 9
     assert leads.due() == DiskNamedBody("b", b"")
     leads.append(DiskNamedBody("b", b""))
+    leads.durable_indexes["b"] = 10
     assert leads.due() is None, "the first step is not committed yet"
-    leads.cluster_commit_index = leads.durable_indexes["b"] = 10
+    leads.cluster_commit_index = 10
     assert leads.due() == DiskNamedBody("b", NEW)
 
 
