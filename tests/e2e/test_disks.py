@@ -95,6 +95,10 @@ async def end_and_check(cluster: Cluster) -> None:
     account = cluster.account()
     assert account.faults == ()
     assert account.trained == account.merged + account.carried + account.discarded
+    # A user of the run does not have the lost folders.
+    tokens = cluster.report()["tokens"]
+    assert tokens["faults"] == []
+    assert {one["learner"] for one in tokens["uncounted"]} == {name for name in cluster.names if cluster.lost[name]}
 
 
 REWRITTEN = frozenset(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
+from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
 from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import StorageError
@@ -84,6 +84,7 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
     """
     manifest = _manifest(folder / regions[0])
     base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    summary = _summary(base, len(manifest.fragments))
     trained = {
         (region, counted.incarnation): (counted.steps, counted.tokens)
         for region in regions
@@ -94,8 +95,17 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
         trained,
         fragment_sizes=[fragment.size for fragment in manifest.fragments],
         positions=positions,
-        summary=_summary(base, len(manifest.fragments)),
+        summary=summary,
+        lost=_replaced(summary, entries),
     )
+
+
+def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:
+    """Regions whose folder was lost and replaced in the run."""
+    found = {entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody)}
+    if summary is not None and summary.replaced:
+        found |= {name for name, times in zip(summary.genesis[0].regions, summary.replaced, strict=True) if times}
+    return found
 
 
 def build_report(
@@ -134,6 +144,7 @@ def build_report(
             "discarded": account.discarded,
             "balanced": account.balanced,
             "faults": list(account.faults),
+            "uncounted": [{"learner": learner, "incarnation": number} for learner, number in account.uncounted],
         },
         "equal_digests": len(digests) == 1 and None not in digests,
         "val_loss_global": max(global_losses) if global_losses else None,

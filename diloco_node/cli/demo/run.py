@@ -299,6 +299,11 @@ def print_report(report: dict[str, Any]) -> None:
         f"tokens             {tokens['trained']:,} trained = {tokens['merged']:,} merged + {tokens['carried']:,} "
         f"carried + {tokens['discarded']:,} discarded; the ledger {whole}"
     )
+    for one in tokens["uncounted"]:
+        console.print(
+            f"                   {one['learner']} lost its folder, and with it the count of incarnation "
+            f"{one['incarnation']}: what that trained since its last merge is in none of these"
+        )
     console.print(f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions")
     if report["wan"] is not None:
         for line in wan_lines(report):

@@ -2,11 +2,14 @@
 
 It shares no code with `AccountCore`, which the daemon keeps, so that each finds what the other forgot. Of a ledger
 whose first entries are summed up it must believe the sums: a majority of the regions worked them out alike.
+
+A region that lost its folder lost the counts of its learners with it. Of such an incarnation only what is booked is
+known; how much more it trained, nobody can tell.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -21,11 +24,13 @@ class AccountReport:
     """The account in tokens, and every fault that was found.
 
     Attributes:
-        trained: by all learners and incarnations, as they counted themselves.
+        trained: by all learners and incarnations, as they counted themselves; what is booked of those in `uncounted`.
         merged, discarded: mean over the fragments, weighted with their sizes, rounded to whole tokens.
         carried: likewise; what living learners hold that is in no merge yet. If balanced, the three add up to trained.
         balanced: no fault.
         faults: one line each, sorted.
+        uncounted: (learner, incarnation) whose own count was lost with a folder, sorted; without those that a summary
+            has closed.
     """
 
     trained: int
@@ -34,6 +39,7 @@ class AccountReport:
     discarded: int
     balanced: bool
     faults: tuple[str, ...]
+    uncounted: tuple[tuple[str, int], ...] = ()
 
 
 class _Interval(NamedTuple):
@@ -54,6 +60,7 @@ def check_account(
     fragment_sizes: Sequence[int],
     positions: Mapping[str, LearnerStatus] | None = None,
     summary: RunSummary | None = None,
+    lost: Collection[str] = (),
 ) -> AccountReport:
     """Recompute the account of a run from its ledger and the learners' own counts.
 
@@ -65,11 +72,12 @@ def check_account(
         positions: per learner its last report. With them a lost inclusion at the end of an account is found
             too; without them it would look like steps that are carried.
         summary: what stands for the entries before the first one; None: there are none.
+        lost: learners whose region's folder was replaced: counts of theirs may be missing from `trained`.
 
     Returns:
         The report. It never raises for what is wrong in the data: that is a fault in the report.
     """
-    checker = _Checker(trained, len(fragment_sizes), positions or {})
+    checker = _Checker(trained, len(fragment_sizes), positions or {}, lost)
     if summary is not None:
         checker.begin(summary)
     for entry in entries:
@@ -82,9 +90,15 @@ class _Checker:
     """One pass over the entries, then one over the accounts."""
 
     def __init__(
-        self, trained: Mapping[_Identity, tuple[int, int]], fragments: int, positions: Mapping[str, LearnerStatus]
+        self,
+        trained: Mapping[_Identity, tuple[int, int]],
+        fragments: int,
+        positions: Mapping[str, LearnerStatus],
+        lost: Collection[str],
     ) -> None:
-        self._trained = trained
+        self._trained = dict(trained)
+        self._lost = lost
+        self._uncounted: set[_Identity] = set()
         self._fragments = fragments
         self._positions = positions
         self._faults: list[str] = []
@@ -104,6 +118,7 @@ class _Checker:
             for fragment in range(self._fragments):
                 at = fragment if len(line.steps) > 1 else 0
                 self._start[line.learner, line.incarnation, fragment] = (line.steps[at], line.tokens[at])
+            self._know((line.learner, line.incarnation))
         for one in summary.included:
             name = (one.learner, one.incarnation, one.fragment)
             self._included[name] = one.version
@@ -147,11 +162,29 @@ class _Checker:
             self._fault(f"entry {interval.entry}: fragment {fragment} of {self._fragments}")
         if interval.step_to <= interval.step_from or interval.step_from < 0 or interval.tokens < 0:
             self._fault(f"entry {interval.entry}: {_text(interval)} with {interval.tokens} tokens is no interval")
-        if identity not in self._trained:
+        if not self._know(identity):
             self._fault(f"entry {interval.entry}: {identity[0]} incarnation {identity[1]} is in no learner's own count")
         self._intervals.setdefault((*identity, fragment), []).append(interval)
 
+    def _know(self, identity: _Identity) -> bool:
+        """Whether the incarnation has a count of its own, or may have lost it."""
+        if identity not in self._trained and identity[0] in self._lost:
+            self._uncounted.add(identity)
+        return identity in self._trained or identity in self._uncounted
+
+    def _count_lost(self) -> None:
+        """Of an incarnation without a count, what is booked of its furthest fragment was trained."""
+        for identity in self._uncounted:
+            steps, tokens = 0, 0
+            for fragment in range(self._fragments):
+                own = self._intervals.get((*identity, fragment), [])
+                start = self._start.get((*identity, fragment), (0, 0))
+                steps = max(steps, start[0], *(interval.step_to for interval in own))
+                tokens = max(tokens, start[1] + sum(interval.tokens for interval in own))
+            self._trained[identity] = (steps, tokens)
+
     def check(self) -> None:
+        self._count_lost()
         newest: dict[str, int] = {}
         for learner, incarnation in sorted(self._trained):
             newest[learner] = incarnation
@@ -170,6 +203,8 @@ class _Checker:
 
     def _check_closed(self, learner: str, newest: int, tokens: tuple[int, ...]) -> None:
         """Of closed incarnations only sums are left: together they trained what was merged or discarded."""
+        if learner in self._lost:
+            return  # a count may be among those that were lost
         trained = sum(own[1] for (name, number), own in self._trained.items() if name == learner and number <= newest)
         for fragment, booked in enumerate(tokens):
             if booked != trained:
@@ -205,7 +240,7 @@ class _Checker:
             self._fault(
                 f"{_named(identity, fragment)}: all steps are covered, but {_pair(covered)} of {_pair(trained)}"
             )
-        elif not is_alive and covered != trained:
+        elif not is_alive and covered != trained and identity not in self._uncounted:
             self._fault(
                 f"{_named(identity, fragment)}: dead, but only {_pair(covered)} of {_pair(trained)} are covered"
             )
@@ -252,7 +287,7 @@ class _Checker:
             share = Fraction(fragment_sizes[fragment], total) if 0 <= fragment < self._fragments else Fraction(0)
             merged += share * sum(interval.tokens for interval in intervals if interval.is_merged)
             discarded += share * sum(interval.tokens for interval in intervals if not interval.is_merged)
-        trained = sum(tokens for _, tokens in self._trained.values())
+        trained = sum(tokens for _, tokens in self._trained.values()) + self._closed_uncounted()
         merged_tokens, discarded_tokens = round(merged), round(discarded)
         return AccountReport(
             trained=trained,
@@ -261,7 +296,17 @@ class _Checker:
             discarded=discarded_tokens,
             balanced=not self._faults,
             faults=tuple(sorted(self._faults)),
+            uncounted=tuple(sorted(self._uncounted)),
         )
+
+    def _closed_uncounted(self) -> int:
+        """Tokens that closed incarnations booked, of those whose counts were lost."""
+        uncounted = 0
+        for learner, (newest, tokens) in self._closed.items():
+            if learner in self._lost:
+                counted = (own[1] for (name, number), own in self._trained.items() if name == learner and number <= newest)
+                uncounted += max(0, max(tokens, default=0) - sum(counted))
+        return uncounted
 
 
 def _named(identity: _Identity, fragment: int) -> str:

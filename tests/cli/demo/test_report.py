@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.cli.demo import report as report_module
 from diloco_node.cli.demo.report import (
     budget_lines,
     build_report,
@@ -21,7 +22,8 @@ from diloco_node.cli.demo.report import (
     longest_ledger,
     read_region_report,
 )
-from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.core.ledger.entries import seal
+from diloco_node.core.types import DiskNamedBody, LearnerStatus, RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME, write_report
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
@@ -130,6 +132,23 @@ def test_steps_that_no_ledger_knows_are_a_fault(run: Path) -> None:
     report = build_report(run, NAMES)
     assert report["tokens"]["balanced"] is False
     assert report["tokens"]["faults"]
+
+
+def test_a_count_is_missed_but_where_the_ledger_says_that_its_folder_was_lost(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same counter is gone from two regions: one was wiped, of the other nobody knows anything."""
+    (counter,) = (run / "c" / "learner").glob("trained-*")
+    counter.unlink()
+    assert build_report(run, NAMES)["tokens"]["balanced"] is False
+    base, entries = longest_ledger([run / name for name in NAMES], 2)
+    last = entries[-1]
+    lost = seal(last.index + 1, last.term, last.hash, DiskNamedBody("c", b""))
+    monkeypatch.setattr(report_module, "longest_ledger", lambda *_: (base, (*entries, lost)))
+    tokens = build_report(run, NAMES)["tokens"]
+    # Its last report, which is newer than the folder in this made-up run, has nothing to be compared with.
+    assert [fault for fault in tokens["faults"] if " says " not in fault] == []
+    assert [one["learner"] for one in tokens["uncounted"]] == ["c"]
 
 
 def test_a_learner_that_counted_less_than_was_merged_is_a_fault(run: Path) -> None:

@@ -296,6 +296,36 @@ def test_a_dead_incarnation_must_be_covered_to_its_end() -> None:
     assert faults(first, booked, trained=trained) == ""
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_count_that_was_lost_with_its_folder_is_named_and_is_no_fault(seed: int) -> None:
+    """The first life of b lies on a folder that was lost: nobody booked its last steps, and its count is gone."""
+    run = Run(seed)
+    bodies = [body for body in run.bodies if not isinstance(body, DiscardedBody)]
+    trained = {identity: own for identity, own in run.trained.items() if identity != ("b", 1)}
+    report = check_account(
+        sealed(*bodies), trained, fragment_sizes=run.sizes, positions=run.positions, lost=frozenset({"b"})
+    )
+    assert (report.faults, report.uncounted) == ((), (("b", 1),))
+    booked = max(
+        sum(one.contribution.tokens for one in members if one.contribution.incarnation == 1)
+        for members in (members_of(bodies, "b", fragment) for fragment in range(run.fragments))
+    )
+    assert report.trained == sum(own[1] for own in trained.values()) + booked
+    assert report.trained == report.merged + report.carried + report.discarded
+    assert not check_account(sealed(*bodies), trained, fragment_sizes=run.sizes, lost=frozenset({"a"})).balanced
+
+
+def members_of(bodies: list[EntryBody], learner: str, fragment: int) -> list[Member]:
+    rounds = [body for body in bodies if isinstance(body, RoundBody) and body.fragment == fragment]
+    return [member for body in rounds for member in body.members if member.contribution.learner == learner]
+
+
+def test_what_is_booked_twice_is_a_fault_also_where_the_count_was_lost() -> None:
+    twice = sealed(a_round(1, made("b", 0, 0, 10)), a_round(2, made("b", 0, 5, 20, base=1)))
+    report = check_account(twice, {}, fragment_sizes=[1], lost=("b",))
+    assert "counts (5, 10] twice" in " ".join(report.faults)
+
+
 def test_a_learner_that_has_not_applied_the_last_version_yet_is_no_fault() -> None:
     entries = sealed(a_round(1, made("a", 0, 0, 10)), a_round(2, made("a", 0, 10, 20, base=1)))
     trained = {("a", 1): (30, 30 * TOKENS_PER_STEP)}
