@@ -8,7 +8,8 @@ import pytest
 
 from diloco_node.core.events import LinkChanged
 from diloco_node.core.ledger.log import STAGED_ENTRIES_MAX
-from diloco_node.core.types import DiscardedBody, Entry, EntryBody, LeaderBody, RoundBody
+from diloco_node.core.messages import BaseSent
+from diloco_node.core.types import DiscardedBody, Entry, EntryBody, LeaderBody, LedgerBase, RoundBody
 from diloco_node.errors import StorageError
 from tests.kit.ledger_kit import (
     TIMEOUT_NS,
@@ -58,6 +59,9 @@ class Counting:
     def settle(self, index: int) -> None:
         self.settled_index = max(self.settled_index, index)
 
+    def begin(self, base: LedgerBase) -> None:
+        self.index = self.settled_index = base.index
+
 
 def with_nonsense_at(*places: int, length: int = 4) -> tuple[Entry, ...]:
     def body(index: int, term: int) -> EntryBody:
@@ -74,6 +78,18 @@ def test_a_message_with_nonsense_in_it_leaves_the_log_as_it_was() -> None:
     assert "ignored entries from b" in alarms(effects)[0]
     assert "entry 3: nonsense" in alarms(effects)[0]
     assert (core.last_index, core.leader) == (0, "")
+
+
+def test_behind_a_base_that_takes_the_logs_place_entries_are_asked_again() -> None:
+    meaning = Counting()
+    core = a_core(term=1, meaning=meaning)
+    log = with_nonsense_at(13, length=13)
+    base = log[9]
+    arrive(core, "b", BaseSent(1, 1, base.index, base.term, base.hash, b"summary"))
+    arrive(core, "b", append_entries(log, 11, 12, term=1, sequence=2))
+    assert (core.last_index, meaning.index, meaning.asked) == (12, 12, 2)
+    assert "entry 13: nonsense" in alarms(arrive(core, "b", append_entries(log, 13, 13, term=1, sequence=3)))[0]
+    assert core.last_index == 12
 
 
 def test_who_sent_nonsense_is_not_followed_again_not_even_in_a_heartbeat() -> None:

@@ -288,6 +288,18 @@ def test_a_wrong_checkpoint_that_is_written_later_is_found() -> None:
     assert disk.versions.checkpoint_written(0, 2, DIGESTS[0]) is None
 
 
+def test_nothing_is_removed_while_a_fragment_heals() -> None:
+    disk, _ = diverged()
+    disk.pump()
+    disk.commit(SnapshotBody(0, 3, DIGESTS[1]))
+    assert disk.pump() == [], "the way back needs the payloads behind version 2"
+    disk.versions.states_renamed(0)
+    disk.versions.state_stored(0, 2, DIGESTS[0])
+    disk.pump()
+    disk.commit(SnapshotBody(0, 3, DIGESTS[1]))
+    assert disk.pump() == [PruneFiles(0, 2)]
+
+
 def test_a_payload_that_the_way_back_needs_and_that_is_gone_is_fetched() -> None:
     disk, _ = diverged()
     disk.pump()
