@@ -248,7 +248,8 @@ class GrayRun:
             during = await self.watch(seconds, keeps_reasons=True)
         finally:
             self.set_fault(on=False)
-        healed = self.regions[self.victim].status.get("learner") or {}
+        await self._poll()
+        back = _Back(self.regions[self.victim])
         figures = {
             "victim": self.victim,
             "was_leader": leader_before == self.victim,
@@ -261,9 +262,7 @@ class GrayRun:
         healthy = rounds_per_step(self.samples, *before)
         figures["kept"] = rounds_per_step(self.samples, *during) / healthy if healthy else None
         try:
-            figures["back_s"] = await self._until(
-                "in merges again", lambda: _is_back(self.regions[self.victim].status, healed), wait_s=self.options.back
-            )
+            figures["back_s"] = await self._until("in merges again", back.is_so, wait_s=self.options.back)
         except TimeoutError as error:
             figures |= {"back_s": None, "why_not_back": str(error)}
         return figures | await self._end()
@@ -298,14 +297,25 @@ def _rounds(status: dict[str, Any]) -> int:
     return int(status.get("rounds_committed", 0))
 
 
-def _is_back(status: dict[str, Any], healed: dict[str, Any]) -> bool:
-    """Whether a merge of each fragment has steps that the region's learner made after the fault was over."""
-    learner = status.get("learner")
-    if learner is None:
-        return False
-    is_same = learner["incarnation"] == healed.get("incarnation")
-    mark = healed["step"] if is_same else 0
-    return all(one["included_step"] > mark for one in learner["positions"])
+class _Back:
+    """Whether a merge of each fragment has steps that the region's learner made after the fault was over.
+
+    A region that is far behind may show no learner: then the first one that it shows is the mark.
+    """
+
+    def __init__(self, region: RegionProcess) -> None:
+        self._region = region
+        self._healed: dict[str, Any] = region.status.get("learner") or {}
+
+    def is_so(self) -> bool:
+        learner = self._region.status.get("learner")
+        if learner is None:
+            return False
+        if not self._healed:
+            self._healed = learner
+        is_same = learner["incarnation"] == self._healed["incarnation"]
+        mark = self._healed["step"] if is_same else 0
+        return all(one["included_step"] > mark for one in learner["positions"])
 
 
 @contextlib.contextmanager
