@@ -300,22 +300,33 @@ def _rounds(status: dict[str, Any]) -> int:
 class _Back:
     """Whether a merge of each fragment has steps that the region's learner made after the fault was over.
 
-    A region that is far behind may show no learner: then the first one that it shows is the mark.
+    A region that was away for long gives its steps up and takes the others' state: they count as included then. So of a
+    fragment that leaps over versions only later steps are looked at.
     """
 
     def __init__(self, region: RegionProcess) -> None:
         self._region = region
-        self._healed: dict[str, Any] = region.status.get("learner") or {}
+        self._incarnation = -1
+        self._marks: list[int] = []
+        self._versions: list[int] = []
+        self.is_so()
 
     def is_so(self) -> bool:
+        """Look at the newest status."""
         learner = self._region.status.get("learner")
         if learner is None:
             return False
-        if not self._healed:
-            self._healed = learner
-        is_same = learner["incarnation"] == self._healed["incarnation"]
-        mark = self._healed["step"] if is_same else 0
-        return all(one["included_step"] > mark for one in learner["positions"])
+        versions = [one["base_version"] for one in learner["positions"]]
+        if learner["incarnation"] != self._incarnation:
+            self._incarnation, self._versions = learner["incarnation"], versions
+            self._marks = [learner["step"]] * len(versions)
+        leaps = [now > before + 1 for now, before in zip(versions, self._versions, strict=True)]
+        self._marks = [
+            learner["step"] if leaps_now else mark for leaps_now, mark in zip(leaps, self._marks, strict=True)
+        ]
+        self._versions = versions
+        included = [one["included_step"] for one in learner["positions"]]
+        return all(step > mark for step, mark in zip(included, self._marks, strict=True))
 
 
 @contextlib.contextmanager
