@@ -37,10 +37,13 @@ STATE_BYTES: Final = 8
 """Parameters and momentum, float32, in the daemon."""
 
 BASE_BYTES: Final = 4
-CHECKPOINT_BYTES: Final = 20
-"""Parameters and momentum of the region, parameters and two moments of the learner."""
+STATES_KEPT: Final = 3
+"""On disk: the last two whose digest is in the ledger, and the next one until a majority has told its digest."""
 
-CHECKPOINTS_KEPT: Final = 2
+LEARNER_BYTES: Final = 12
+"""Parameters and two moments of the learner."""
+
+LEARNER_CHECKPOINTS_KEPT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +302,7 @@ class Storage:
         shared: memory that both see: the fragments on their way in, the encoded contributions on their way out.
         rounds: snapshots, held stripes, sums and merged stripes of the rounds in flight, at the largest fragment.
         residual: error feedback, if on.
-        checkpoints: the last two, on disk.
+        checkpoints: on disk, the region's states and the learner's checkpoints.
         payloads: merged fragments kept on disk for regions that come back, at their largest number.
     """
 
@@ -328,14 +331,15 @@ def storage(workload: Workload) -> Storage:
     largest = max(fragment.values for fragment in workload.fragments)
     up, down = workload.largest(settings.codec_up), workload.largest(settings.codec_down)
     round_bytes = BASE_BYTES * largest + up + -(-4 * largest // regions) + down
-    versions = settings.payload_versions + settings.checkpoint_versions
+    # From the older snapshot, or before, until the next one is due.
+    versions = max(settings.payload_versions, settings.checkpoint_versions) + settings.checkpoint_versions
     return Storage(
         daemon=STATE_BYTES * values,
         base=BASE_BYTES * values,
         shared=BASE_BYTES * values + workload.total(settings.codec_up),
         rounds=min(settings.rounds_in_flight_max, len(workload.fragments)) * round_bytes,
         residual=-(-4 * values // regions) if settings.error_feedback else 0,
-        checkpoints=CHECKPOINTS_KEPT * CHECKPOINT_BYTES * values,
+        checkpoints=(STATES_KEPT * STATE_BYTES + LEARNER_CHECKPOINTS_KEPT * LEARNER_BYTES) * values,
         payloads=versions * workload.total(settings.codec_down),
     )
 

@@ -241,7 +241,7 @@ def _storage_table(plan: Plan) -> Any:
         "shared": "between the two: fragments in, encoded contributions out",
         "rounds": "in flight: snapshots, stripes, sums, payloads",
         "residual": "error feedback",
-        "checkpoints": "two, with the learner's optimizer",
+        "checkpoints": "three states, and two with the learner's optimizer",
         "payloads": "at most, for regions that come back",
     }
     for name, size in _storage_parts(plan):

@@ -88,7 +88,7 @@ def test_the_named_target_in_words() -> None:
     assert "out of each region 253.6 MB 2.03 Gbit/s 2.42 Gbit/s 2.00 Gbit/s 101 %" in words
     assert "each of 12 links 84.5 MB 676 Mbit/s" in words
     assert "daemon 40.0 GB 8.00 B" in words
-    assert "checkpoints 200.0 GB 40.00 B" in words
+    assert "checkpoints 240.0 GB 48.00 B" in words
     assert "round trip 40 ms (assumed)" in words
     assert "step (assumed)" not in words
 
