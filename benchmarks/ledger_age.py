@@ -39,6 +39,9 @@ NEVER: Final = 1 << 62
 """A ledger that is summed up so rarely is never summed up."""
 
 SETTINGS: Final = RunSettings(fragments=FRAGMENTS)
+FILES: Final = 2 * FRAGMENTS * (SETTINGS.payload_versions + SETTINGS.checkpoint_versions)
+"""Payloads of so many rounds are written: more than are there at the end of a run."""
+
 MANIFEST: Final = build_manifest(
     [TensorSpec(f"layer{index:02d}.weight", (VALUES,), MergeRule.RDA) for index in range(FRAGMENTS)], FRAGMENTS
 )
@@ -113,15 +116,20 @@ class Region:
         while self.core.history.genesis is None:
             self.pass_time()
 
-    def hold_round(self, number: int) -> None:
-        """Commit one round of the region's learner."""
+    def hold_round(self, number: int, *, has_file: bool) -> None:
+        """Commit one round of the region's learner.
+
+        Args:
+            has_file: its payload is written; those that are pruned before the end need no file.
+        """
         fragment, version = number % FRAGMENTS, number // FRAGMENTS + 1
         digest = payload_digest([stripe_digest(PAYLOAD)])
         steps = (24 * (version - 1), 24 * version)
         member = Member(Contribution("eu", 1, fragment, version - 1, version, *steps, 24 * 4096, (1.0,)), 1.0)
         stripes = (Stripe("eu", 0, block_count(MANIFEST.fragments[fragment])),)
         body = RoundBody(fragment, version, Ballot(1, number + 1), (member,), 1.0, (1.0,), stripes, digest)
-        self.store.store_payload(fragment, version, digest, [PAYLOAD])
+        if has_file:
+            self.store.store_payload(fragment, version, digest, [PAYLOAD])
         self.give(ev.PayloadStored(fragment, version, digest))
         self.core.leader.proposals.append(body)
         # One heartbeat each few rounds: snapshots and sums are put into the ledger then.
@@ -137,7 +145,7 @@ def make(folder: Path, rounds: int, summary_entries: int) -> float:
     region = Region(folder, summary_entries)
     region.begin()
     for number in range(rounds):
-        region.hold_round(number)
+        region.hold_round(number, has_file=number >= rounds - FILES)
     region.store.close()
     return time.perf_counter() - started
 
