@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Counters = Mapping[str, Mapping[int, tuple[int, int]]]
 """Per region and incarnation: (steps, tokens) on its disk."""
 
+Identity = tuple[str, int, int]
+"""Learner, incarnation, fragment."""
+
 
 @dataclass(slots=True)
 class Line:
@@ -46,7 +49,7 @@ class Audit:
     """
 
     def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
-        self.lines: dict[tuple[str, int, int], Line] = {}
+        self.lines: dict[Identity, Line] = {}
         self.liars: frozenset[str] = frozenset()
         self._newest: dict[str, int] = {}
         self._setup = setup
@@ -111,20 +114,27 @@ class Audit:
                 for fragment in range(len(self._setup.layouts)):
                     self._close_line(hosts[name], incarnation, fragment)
 
-    def open_lines(self, hosts: Mapping[str, Host]) -> int:
-        """How many accounts wait for a discard: of dead incarnations, or of what `overwrite` threw away."""
-        return sum(
-            self._waits(hosts[name], incarnation, fragment)
+    def open_lines(self, hosts: Mapping[str, Host]) -> dict[Identity, int]:
+        """Accounts that wait for a discard, of dead incarnations or after `overwrite`: up to which step."""
+        return {
+            (name, incarnation, fragment): step
             for name in sorted(hosts.keys() - self.liars)
             for incarnation in hosts[name].disk.counters
             for fragment in range(len(self._setup.layouts))
-        )
+            if (step := self._due_step(hosts[name], incarnation, fragment)) > self._end(name, incarnation, fragment)
+        }
 
-    def _waits(self, host: Host, incarnation: int, fragment: int) -> bool:
-        end = self.lines.get((host.name, incarnation, fragment), Line()).end
+    def is_booked(self, due: Mapping[Identity, int]) -> bool:
+        """Whether what was due at one time is in the ledger by now."""
+        return all(self._end(*identity) >= step for identity, step in due.items())
+
+    def _end(self, name: str, incarnation: int, fragment: int) -> int:
+        return self.lines.get((name, incarnation, fragment), Line()).end
+
+    def _due_step(self, host: Host, incarnation: int, fragment: int) -> int:
         if host.learner is not None and host.learner.incarnation == incarnation:
-            return host.learner.parts[fragment].position.included_step > end
-        return host.disk.counters[incarnation][0] != end
+            return host.learner.parts[fragment].position.included_step
+        return host.disk.counters[incarnation][0]
 
     def _close_line(self, host: Host, incarnation: int, fragment: int) -> None:
         line = self.lines.get((host.name, incarnation, fragment), Line())

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.summary import encode_summary
 from diloco_node.core.rounds.entry_check import INCARNATIONS_SKIPPED_MAX, EntryCheck
+from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import (
     Ballot,
     DiscardedBody,
@@ -18,8 +20,11 @@ from diloco_node.core.types import (
     FinishedBody,
     GenesisBody,
     LeaderBody,
+    LedgerBase,
     RoundBody,
+    SnapshotBody,
     Stripe,
+    SummaryBody,
 )
 from tests.kit.rounds_kit import GENESIS, MANIFEST, REGIONS, Ledger, committed_round, contribution
 
@@ -210,6 +215,44 @@ def test_after_going_back_it_answers_as_one_that_never_went_there(seed: int) -> 
                 taken.append(entry)
                 break
     assert check.index == len(taken) > 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_behind_any_base_whatever_the_whole_ledger_may_hold_is_welcome(seed: int) -> None:
+    """Regions compact at different times: what one that has all entries accepts, one with a base must accept, too."""
+    rng = random.Random(seed)
+    whole_check, ledger = check_after(GENESIS)
+    history = RoundHistory(2)
+    history.apply(ledger.entries[0], now_ns=0)
+    behind: dict[int, EntryCheck] = {}
+    refused = 0
+    for _ in range(60):
+        index = whole_check.index
+        if rng.random() < 0.5 and index not in behind:
+            last = ledger.entries[-1]
+            behind[index] = EntryCheck(RUN, MANIFEST)
+            behind[index].begin(LedgerBase(index, last.term, last.hash, encode_summary(history.sum_up())))
+        found = [*candidates(rng, whole_check), *sums(rng, index)]
+        rng.shuffle(found)
+        for body in found:
+            entry = seal(index + 1, 1, ledger.entries[-1].hash, body)
+            if whole_check.fault(entry):
+                refused += 1
+                continue
+            assert {at: check.fault(entry) for at, check in behind.items()} == dict.fromkeys(behind, ""), f"seed {seed}"
+            ledger.entries.append(entry)
+            history.apply(entry, now_ns=0)
+            for check in (whole_check, *behind.values()):
+                check.take(entry)
+            break
+    assert len(behind) > 5
+    assert refused > 20
+
+
+def sums(rng: random.Random, index: int) -> list[EntryBody]:
+    """Snapshots, and sums up to entries of before."""
+    made = [SnapshotBody(rng.randrange(2), rng.randint(1, 3), bytes(32)) for _ in range(2)]
+    return [*made, *(SummaryBody(rng.randint(1, index), bytes(32)) for _ in range(2))]
 
 
 def test_the_genesis_of_the_tests_is_of_the_run() -> None:
