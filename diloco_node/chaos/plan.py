@@ -139,12 +139,12 @@ def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
     Raises:
         ConfigError: there is no such region, or it has no such part.
     """
-    region, dot, part = text.rpartition(".")
-    if not dot or text in regions:
-        region, part = text, REGION
+    if text in regions:
+        return FaultTarget(text)
+    region, _, part = text.rpartition(".")
     if region not in regions:
-        raise ConfigError(f"there is no region {region!r}; there are {', '.join(sorted(regions))}")
-    if part not in (REGION, *PARTS) or (dot and part == REGION):
+        raise ConfigError(f"there is no region {text!r}; there are {', '.join(sorted(regions))}")
+    if part not in PARTS:
         raise ConfigError(
             f"{region} has no {part!r}: name the region, or {', '.join(f'{region}.{one}' for one in PARTS)}"
         )

@@ -40,7 +40,7 @@ class HeldProcess:
             descriptor = os.pidfd_open(process.pid)
         except OSError:
             return None
-        if process_of(process.pid) != process:
+        if not is_alive(process):
             os.close(descriptor)
             return None
         return cls(process, descriptor)
@@ -126,7 +126,7 @@ class DemoFile:
     @property
     def is_running(self) -> bool:
         """Whether its demo is."""
-        return process_of(self.demo.pid) == self.demo
+        return is_alive(self.demo)
 
     @property
     def faults(self) -> Path:
@@ -142,7 +142,7 @@ class DemoFile:
         if target.region not in self.supervisors:
             raise ConfigError(f"{self.folder} has no region {target.region!r}")
         supervisor = self.supervisors[target.region]
-        if supervisor is None or process_of(supervisor.pid) != supervisor:
+        if supervisor is None or not is_alive(supervisor):
             return []
         state = f"DILOCO_STATE={(self.folder / target.region).resolve()}"
         parts = {
@@ -151,6 +151,15 @@ class DemoFile:
             "learner": _leaves(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}")),
         }
         return [one for part in parts.values() for one in part] if target.part == REGION else parts[target.part]
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it is still there, and not only waiting to be reaped."""
+    if process_of(process.pid) != process:
+        return False
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
 
 
 def left_behind(state_dir: Path) -> list[Process]:

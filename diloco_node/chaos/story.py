@@ -142,7 +142,7 @@ def training(
         "commits": commits,
         "commits_per_minute": commits * MINUTE_NS / end_ns if end_ns else None,
         "longest_gap_seconds": longest_gap_ns(samples, end_ns) / NS_PER_S,
-        "val_losses": [list(point) for point in loss_course(samples)],
+        "val_losses": [list(point) for point in loss_course(samples, end_ns)],
     }
 
 
@@ -161,12 +161,17 @@ def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
     return max(longest, end_ns - since_ns)
 
 
-def loss_course(samples: Sequence[RunSample]) -> list[tuple[int, float]]:
-    """(tokens merged in the run, held-out loss of the merged parameters), whenever a region measured it anew."""
+def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, float]]:
+    """(tokens merged in the run, held-out loss of the merged parameters), whenever a region measured it anew.
+
+    Not of the run's end: there the loss is measured on more text, which can't be compared.
+    """
     points: list[tuple[int, float]] = []
     known: dict[str, float] = {}
     tokens = 0
     for sample in samples:
+        if sample.at_ns > end_ns:
+            break
         tokens = max(tokens, sample.tokens_merged)
         for name, one in sorted(sample.regions.items()):
             if one.val_loss is not None and one.val_loss != known.get(name):

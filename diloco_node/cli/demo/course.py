@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_node.chaos.processes import is_alive
 from diloco_node.chaos.story import RegionSample, RunSample
 from diloco_node.cli.demo.processes import RegionProcess
 from diloco_node.unix_sockets import Process, process_of
@@ -53,7 +54,7 @@ class CourseRecorder:
             incarnation, step = int(learner["incarnation"]), int(learner["step"])
         return RegionSample(
             has_daemon=region.answers,
-            has_learner=known is not None and process_of(known.pid) == known,
+            has_learner=known is not None and is_alive(known),
             incarnation=incarnation,
             step=step,
             commit_index=int(status.get("commit_index", 0)),

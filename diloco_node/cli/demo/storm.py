@@ -22,7 +22,7 @@ from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.numeric import NS_PER_S
 
 CALM_S: Final = 10.0
-"""Before the training ends nothing is struck for so long, and nothing lasts. A region whose supervisor was killed has to
+"""Before the training ends nothing is struck for so long, and nothing lasts. A region whose supervisor was killed must
 start three processes, import torch, and catch up; then its learner is in the last rounds, and the run ends in order."""
 
 POLL_S: Final = 0.25
