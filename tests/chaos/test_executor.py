@@ -105,7 +105,9 @@ def executor(demo: MadeUpDemo, sleep: object = no_wait) -> FaultExecutor:
     return FaultExecutor(lambda: DemoFile.load(demo.folder), now_ns=lambda: 0, sleep=sleep)  # type: ignore[arg-type]
 
 
-def strike(demo: MadeUpDemo, kind: str, target: FaultTarget, lasts_s: float = 0, sleep: object = no_wait) -> StruckFault:
+def strike(
+    demo: MadeUpDemo, kind: str, target: FaultTarget, lasts_s: float = 0, sleep: object = no_wait
+) -> StruckFault:
     fault = PlannedFault(0, kind, target, int(lasts_s * NS_PER_S))
     return asyncio.run(executor(demo, sleep).strike(fault))
 

@@ -35,9 +35,7 @@ REGIONS = ("us-west", "eu-west", "ap-east", "us-east")
 
 
 def drawn(seed: int = 7, *, mtbf_s: float = 5.0, end_s: float = 300.0, victims: tuple[str, ...] = VICTIMS) -> FaultPlan:
-    return storm(
-        REGIONS, seed=seed, mtbf_ns=int(mtbf_s * NS_PER_S), end_ns=int(end_s * NS_PER_S), victims=victims
-    )
+    return storm(REGIONS, seed=seed, mtbf_ns=int(mtbf_s * NS_PER_S), end_ns=int(end_s * NS_PER_S), victims=victims)
 
 
 def test_the_same_seed_draws_the_same_storm_whatever_the_order_of_names() -> None:
@@ -93,7 +91,9 @@ def test_only_the_victims_asked_for_are_struck(victims: set[str], seed: int) -> 
 
 def test_nothing_begins_or_lasts_beyond_the_end() -> None:
     target = FaultTarget("us-east")
-    plan = FaultPlan((PlannedFault(1, "kill", target), PlannedFault(5, "pause", target, 9), PlannedFault(8, "kill", target)))
+    plan = FaultPlan(
+        (PlannedFault(1, "kill", target), PlannedFault(5, "pause", target, 9), PlannedFault(8, "kill", target))
+    )
     assert plan.until(8).faults == (PlannedFault(1, "kill", target), PlannedFault(5, "pause", target, 3))
 
 

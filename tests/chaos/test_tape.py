@@ -28,7 +28,9 @@ def faults(draw: st.DrawFn) -> PlannedFault:
 
 
 @given(st.lists(faults(), max_size=20))
-def test_a_plan_that_is_written_is_read_again(tmp_path_factory: pytest.TempPathFactory, drawn: list[PlannedFault]) -> None:
+def test_a_plan_that_is_written_is_read_again(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[PlannedFault]
+) -> None:
     ordered = tuple(sorted(drawn, key=lambda one: (one.at_ns, one.target, one.kind, one.lasts_ns)))
     file = tmp_path_factory.mktemp("tape") / "tape.jsonl"
     file.write_text(tape_text(FaultPlan(ordered)))
