@@ -18,20 +18,21 @@ FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """One region's. Restart=always, until the run's end was ordered; then on-failure.
+    """One region's. Restart=always, until the region has finished the run; then on-failure.
 
     Deaths by a signal don't count as failures: a storm kills as often as it likes.
     """
 
     _failed_ns: list[int] = field(default_factory=list)
 
-    def why_not(self, code: int, *, is_finishing: bool, now_ns: int) -> str | None:
+    def why_not(self, code: int, *, has_finished: bool, now_ns: int) -> str | None:
         """None: it is to be started again. Else why not; empty when it has ended as it should.
 
         Args:
-            code: as in subprocess: negative for a signal. is_finishing: the run's end was ordered.
+            code: as in subprocess: negative for a signal. has_finished: it has left the final model. A daemon
+                that was only told to stop ends with 0 too.
         """
-        if code == 0 and is_finishing:
+        if code == 0 and has_finished:
             return ""
         if code in FINAL_CODES:
             return f"it ended with {code}, which another start would only repeat"

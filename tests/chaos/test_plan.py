@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -64,7 +65,7 @@ def test_times_are_those_of_independent_failures() -> None:
     """Mean of the gaps, their spread, and how many are shorter than half the mean: those of an exponential law."""
     faults = drawn(3, mtbf_s=2.0, end_s=20_000.0).faults
     times = [fault.at_ns / NS_PER_S for fault in faults]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(2.0, rel=0.05)
     spread = math.sqrt(sum((gap - mean) ** 2 for gap in gaps) / len(gaps))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from diloco_node.chaos.executor import StruckFault
@@ -243,5 +245,5 @@ def test_spans_fill_the_window_and_end_with_it() -> None:
     spans = life("a", samples, [], end_ns=10 * S)
     assert spans[0].from_ns == 0
     assert spans[-1].to_ns == 10 * S
-    pairs = list(zip(spans, spans[1:], strict=False))
+    pairs = list(pairwise(spans))
     assert all(one.to_ns == other.from_ns and one.state != other.state for one, other in pairs)

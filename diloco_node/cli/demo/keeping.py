@@ -14,6 +14,7 @@ from typing import Final
 from diloco_node.chaos.processes import DemoFile, held, left_behind
 from diloco_node.chaos.restarts import RESTART_NS, RestartPolicy
 from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.daemon.run_end import FINAL_NAME
 from diloco_node.errors import DilocoError
 from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process, process_of
@@ -33,7 +34,6 @@ class RegionKeeper:
         restarts: of each region, how often its supervisor was started again.
         over: of each region that has ended for good, why; empty when it ended as it should.
         is_starting: not all have trained yet: who ends then is not started again, for its settings may be wrong.
-        is_finishing: the run's end was ordered: who ends with 0 is done.
     """
 
     folder: Path
@@ -43,7 +43,6 @@ class RegionKeeper:
     restarts: dict[str, int] = field(default_factory=dict)
     over: dict[str, str] = field(default_factory=dict)
     is_starting: bool = True
-    is_finishing: bool = False
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     _supervisors: dict[str, Process | None] = field(default_factory=dict)
 
@@ -84,7 +83,8 @@ class RegionKeeper:
         while True:
             assert region.process is not None
             code = await region.process.wait()
-            why = policy.why_not(code, is_finishing=self.is_finishing, now_ns=time.monotonic_ns())
+            has_finished = (region.state_dir / FINAL_NAME).exists()
+            why = policy.why_not(code, has_finished=has_finished, now_ns=time.monotonic_ns())
             if self.is_starting:
                 why = "it ended too early"
             if why is not None:

@@ -15,6 +15,7 @@ from diloco_node.chaos.plan import FaultTarget
 from diloco_node.chaos.processes import DemoFile, left_behind
 from diloco_node.cli.demo.keeping import RegionKeeper
 from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.daemon.run_end import FINAL_NAME
 from diloco_node.errors import DilocoError
 
 CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
@@ -52,7 +53,7 @@ class MadeUpRegion(RegionProcess):
 
 async def until(is_so: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not is_so():
+        while not is_so():  # noqa: ASYNC110 - other processes are waited for
             await asyncio.sleep(0.01)
 
 
@@ -96,12 +97,13 @@ async def test_a_killed_supervisor_is_started_again_without_what_it_left(keeper:
     assert not keeper.is_over
 
 
-async def test_one_that_ends_in_order_is_started_again_unless_the_run_ends(keeper: RegionKeeper) -> None:
+async def test_one_that_ends_in_order_is_started_again_unless_it_has_finished(keeper: RegionKeeper) -> None:
     region, other = region_of(keeper), region_of(keeper, 1)
     (region.state_dir / "code").write_text("0")
     os.kill(region.lives()[-1], signal.SIGTERM)
     await until(lambda: len(region.lives()) == 2)
-    keeper.is_finishing = True
+    for one in (region, other):
+        (one.state_dir / FINAL_NAME).touch()
     (other.state_dir / "code").write_text("1")
     os.kill(other.lives()[-1], signal.SIGTERM)
     await until(lambda: len(other.lives()) == 2)  # it failed, and has to end in order
