@@ -66,7 +66,7 @@ class RunSample:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedPart:
+class MergeMember:
     """What one learner brought to a merge; `tokens` are weighted with the fragment's part of the model."""
 
     incarnation: int
@@ -79,7 +79,7 @@ class TimedMerge:
     """A committed round: when it was first seen, and who is in it."""
 
     at_ns: int
-    members: Mapping[str, MergedPart]
+    members: Mapping[str, MergeMember]
 
 
 class LifeState(StrEnum):
@@ -118,7 +118,7 @@ def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: 
         if isinstance(body, RoundBody):
             part = sizes[body.fragment] / total
             made = [member.contribution for member in body.members]
-            members = {one.learner: MergedPart(one.incarnation, one.step_to, part * one.tokens) for one in made}
+            members = {one.learner: MergeMember(one.incarnation, one.step_to, part * one.tokens) for one in made}
             merges.append(TimedMerge(samples[at].at_ns, members))
     return merges
 

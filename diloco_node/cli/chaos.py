@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 app = typer.Typer(
-    help="Strike a running demo. Not for containers or production: there use docker compose kill or pause.",
+    help="Strike a running demo of this machine. Containers are not struck: use docker compose kill, or pause.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

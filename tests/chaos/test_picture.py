@@ -10,7 +10,7 @@ import pytest
 from diloco_node.chaos.executor import StruckFault
 from diloco_node.chaos.picture import COLOURS, LEFT, RIGHT, WIDTH, draw_life
 from diloco_node.chaos.plan import FaultTarget, PlannedFault
-from diloco_node.chaos.story import LifeSpan, LifeState, MergedPart, TimedMerge
+from diloco_node.chaos.story import LifeSpan, LifeState, MergeMember, TimedMerge
 from diloco_node.numeric import NS_PER_S
 
 S = NS_PER_S
@@ -26,7 +26,7 @@ def drawn() -> ElementTree.Element:
         "us-<east>": [LifeSpan(0, 50 * S, LifeState.TRAINING), LifeSpan(50 * S, 100 * S, LifeState.DEAD)],
         "b&b": [LifeSpan(0, 100 * S, LifeState.ALONE)],
     }
-    merges = [TimedMerge(at * S, {"us-<east>": MergedPart(1, 1, 1.0)}) for at in (-1, 10, 25, 101)]
+    merges = [TimedMerge(at * S, {"us-<east>": MergeMember(1, 1, 1.0)}) for at in (-1, 10, 25, 101)]
     faults = [struck(50, "us-<east>"), struck(60, "us-<east>", ()), struck(200, "us-<east>"), struck(1, "elsewhere")]
     return ElementTree.fromstring(draw_life('4 "regions" & <more>', spans, merges, faults, end_ns=100 * S))
 

@@ -11,7 +11,7 @@ from diloco_node.chaos.plan import FaultTarget, PlannedFault
 from diloco_node.chaos.story import (
     LifeSpan,
     LifeState,
-    MergedPart,
+    MergeMember,
     RegionSample,
     RunSample,
     TimedMerge,
@@ -40,7 +40,7 @@ def sample(at_s: float, *, rounds: int = 0, tokens: int = 0, index: int = 0, **r
 
 
 def merge(at_s: float, **members: tuple[int, int, float]) -> TimedMerge:
-    return TimedMerge(int(at_s * S), {name: MergedPart(*one) for name, one in members.items()})
+    return TimedMerge(int(at_s * S), {name: MergeMember(*one) for name, one in members.items()})
 
 
 def death(at_s: float, part: str = "learner", *, kind: str = "kill", region: str = "a", pids: int = 1) -> StruckFault:
@@ -70,9 +70,9 @@ def test_a_merge_has_the_time_at_which_its_entry_was_first_known_as_committed() 
     samples = [sample(-1, index=0), sample(0.5, index=1), sample(1, index=1), sample(2, index=4), sample(3, index=2)]
     found = timed_merges(entries, samples, sizes=[300, 100])
     assert found == [
-        TimedMerge(S // 2, {"a": MergedPart(2, 30, 75.0)}),
-        TimedMerge(2 * S, {"a": MergedPart(2, 30, 10.0), "b": MergedPart(2, 30, 2.0)}),
-        TimedMerge(2 * S, {"b": MergedPart(2, 30, 45.0)}),
+        TimedMerge(S // 2, {"a": MergeMember(2, 30, 75.0)}),
+        TimedMerge(2 * S, {"a": MergeMember(2, 30, 10.0), "b": MergeMember(2, 30, 2.0)}),
+        TimedMerge(2 * S, {"b": MergeMember(2, 30, 45.0)}),
     ]
     assert timed_merges(entries, [], sizes=[300, 100]) == []
     assert timed_merges([], samples, sizes=[300, 100]) == []

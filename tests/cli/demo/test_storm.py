@@ -13,7 +13,7 @@ import pytest
 
 from diloco_node.chaos.executor import StruckFault
 from diloco_node.chaos.plan import FaultTarget, PlannedFault
-from diloco_node.chaos.story import MergedPart, RegionSample, RunSample, TimedMerge, training
+from diloco_node.chaos.story import MergeMember, RegionSample, RunSample, TimedMerge, training
 from diloco_node.chaos.tape import read_tape, tape_text
 from diloco_node.cli.demo import storm as storm_module
 from diloco_node.cli.demo.command import DemoOptions
@@ -137,8 +137,8 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
         RunSample(15 * S, {"a": back, "b": up, "c": up}),
     ]
     merges = [
-        TimedMerge(S, {name: MergedPart(1, 1, 200.0) for name in "abc"}),
-        TimedMerge(16 * S, {"a": MergedPart(2, 1, 300.0)}),
+        TimedMerge(S, {name: MergeMember(1, 1, 200.0) for name in "abc"}),
+        TimedMerge(16 * S, {"a": MergeMember(2, 1, 300.0)}),
     ]
     done = training(samples, merges, regions=NAMES, end_ns=60 * S)
     chaos = storm.document(samples, merges, done)
