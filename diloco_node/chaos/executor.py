@@ -59,6 +59,7 @@ class FaultExecutor:
         load: reads the demo's file; anew for each fault, for supervisors come and go.
         now_ns: the plan's clock: 0 is the beginning of the training.
         told: called with each fault when it begins.
+        attached: the process that a region's daemon names as its learner; None: it names none just now.
 
     Attributes:
         struck: what was carried out so far, in the order of its beginning.
@@ -70,12 +71,14 @@ class FaultExecutor:
         *,
         now_ns: Callable[[], int],
         told: Callable[[StruckFault], None] = lambda _: None,
+        attached: Callable[[str], int | None] = lambda _: None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.struck: list[StruckFault] = []
         self._load = load
         self._now_ns = now_ns
         self._told = told
+        self._attached = attached
         self._sleep = sleep
 
     async def run(self, plan: FaultPlan) -> None:
@@ -95,7 +98,8 @@ class FaultExecutor:
         """
         check_fault(fault)
         demo = await asyncio.to_thread(self._load)
-        processes = await asyncio.to_thread(demo.find, _whom(fault))
+        attached = await asyncio.to_thread(self._attached, fault.target.region)
+        processes = await asyncio.to_thread(demo.find, _whom(fault), attached=attached)
         with held(processes) as found:
             lasts_s = fault.lasts_ns / NS_PER_S
             done = self._note(fault, tuple(one.process.pid for one in found))

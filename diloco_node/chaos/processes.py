@@ -133,8 +133,12 @@ class DemoFile:
         """Where the daemons of this demo look for faults."""
         return self.folder / FAULTS_FOLDER
 
-    def find(self, target: FaultTarget) -> list[Process]:
+    def find(self, target: FaultTarget, *, attached: int | None = None) -> list[Process]:
         """The processes of a target that are there now, the supervisor first.
+
+        Args:
+            attached: the number of the process that the daemon names as its learner, if it does. Only that number
+                among the region's own learner processes counts.
 
         Raises:
             ConfigError: there is no such region.
@@ -148,7 +152,7 @@ class DemoFile:
         parts = {
             "supervisor": [supervisor],
             "daemon": marked(state, f"DILOCO_CHILD=daemon-{supervisor.pid}"),
-            "learner": _leaves(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}")),
+            "learner": _learner(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), attached),
         }
         return [one for part in parts.values() for one in part] if target.part == REGION else parts[target.part]
 
@@ -199,8 +203,13 @@ def marked(*settings: str) -> list[Process]:
     return sorted(found, key=lambda one: (one.start_ticks, one.pid))
 
 
-def _leaves(family: list[Process]) -> list[Process]:
-    """The newest of those that have no child among them: of a launcher and what it launched, what trains."""
+def _learner(family: list[Process], attached: int | None) -> list[Process]:
+    """Of a learner, what launched it, and what it is forked from: what trains.
+
+    The one that is attached; if none is, the newest of those that have no child among them.
+    """
+    if known := [process for process in family if process.pid == attached]:
+        return known
     parents = {_parent(process.pid) for process in family}
     return [process for process in family if process.pid not in parents][-1:]
 

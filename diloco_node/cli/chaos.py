@@ -105,7 +105,11 @@ def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bo
     lasts_ns = parsed("--for", lasts, parse_duration).ns if lasts else 0
     fault = PlannedFault(0, kind, parse_target(target, list(demo.supervisors)), lasts_ns)
     began_ns = time.monotonic_ns()
-    executor = FaultExecutor(lambda: DemoFile.load(place), now_ns=lambda: time.monotonic_ns() - began_ns)
+    executor = FaultExecutor(
+        lambda: DemoFile.load(place),
+        now_ns=lambda: time.monotonic_ns() - began_ns,
+        attached=lambda region: _attached(place / region),
+    )
     done = asyncio.run(executor.strike(fault))
     if done.is_missed:
         raise PeersUnreachable(f"{target} has no such process just now: it is being started again, or has ended")
@@ -114,3 +118,15 @@ def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bo
     else:
         over = f", over after {lasts}" if lasts else ""
         typer.echo(f"{kind} {target}: process {', '.join(map(str, done.pids))}{over}")
+
+
+def _attached(state_dir: Path) -> int | None:
+    """The process that the daemon of this folder names as its learner, if it answers."""
+    from diloco_node.cli.demo.processes import attached_learner
+    from diloco_node.cli.status import ask, find_targets
+    from diloco_node.errors import ConfigError
+
+    try:
+        return attached_learner(ask(find_targets(str(state_dir))[0]))
+    except ConfigError:
+        return None

@@ -89,6 +89,23 @@ def test_of_a_learner_and_what_started_it_the_learner_is_struck(demo: MadeUpDemo
     assert demo.ended() == {"a.learner": 0}
 
 
+def test_the_learner_that_is_attached_is_struck_and_not_what_it_was_forked_from(demo: MadeUpDemo) -> None:
+    """Both are children of the supervisor with the same marks, and either may be the newer one."""
+    attached = demo.pid("a.learner")
+    demo.children["a.attached"] = demo.children.pop("a.learner")
+    demo.start_child("a", "learner", demo.pid("a.supervisor"))
+    file, target = DemoFile.load(demo.folder), FaultTarget("a", "learner")
+    assert [one.pid for one in file.find(target)] == [demo.pid("a.learner")]
+    assert [one.pid for one in file.find(target, attached=attached)] == [attached]
+    # What the daemon names is no learner of this region: an old number, or nonsense.
+    for other in (demo.pid("b.learner"), demo.pid("a.daemon"), os.getpid(), 0, -1):
+        assert [one.pid for one in file.find(target, attached=other)] == [demo.pid("a.learner")]
+    made = FaultExecutor(lambda: file, now_ns=lambda: 0, attached={"a": attached}.get, sleep=no_wait)
+    assert asyncio.run(made.strike(PlannedFault(0, "kill", target))).pids == (attached,)
+    demo.until_ended("a.attached")
+    assert demo.ended() == {"a.attached": signal.SIGKILL}
+
+
 def test_who_has_died_is_missed_and_nobody_else_is_struck(demo: MadeUpDemo) -> None:
     strike(demo, "kill", FaultTarget("a", "learner"))
     demo.until_ended("a.learner")

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_node.chaos.processes import is_alive
 from diloco_node.chaos.story import RegionSample, RunSample
-from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.cli.demo.processes import RegionProcess, attached_learner
 from diloco_node.unix_sockets import Process, process_of
 
 
@@ -45,8 +45,8 @@ class CourseRecorder:
         status, before = region.status, self.samples[-1].regions[region.name] if self.samples else None
         learner: dict[str, Any] | None = status.get("learner")
         if region.answers:
-            pid = (status.get("pids") or {}).get("learner")
-            self._learners[region.name] = process_of(pid) if pid and learner is not None else None
+            pid = attached_learner(status) if learner is not None else None
+            self._learners[region.name] = process_of(pid) if pid is not None else None
         known = self._learners.get(region.name)
         if learner is None:
             incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)

@@ -53,12 +53,14 @@ class RegionKeeper:
             self._tasks[region.name] = asyncio.create_task(self._keep(region), name=f"keep {region.name}")
 
     async def stop(self) -> None:
-        """No more restarts; then every region is stopped in order, with its children."""
+        """No more restarts; then every region is stopped in order, with its children, and what is left of any."""
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
         await asyncio.gather(*(region.stop() for region in self.regions))
+        for region in self.regions:
+            await self._clear(region)
 
     @property
     def is_over(self) -> bool:

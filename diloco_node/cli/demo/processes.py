@@ -8,7 +8,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -119,6 +119,13 @@ class RegionProcess:
         if not path.exists():
             return ""
         return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+
+
+def attached_learner(status: Mapping[str, Any]) -> int | None:
+    """The process that a status document names as its learner."""
+    pids = status.get("pids")
+    pid = pids.get("learner") if isinstance(pids, dict) else None
+    return pid if isinstance(pid, int) else None
 
 
 async def poll_all(regions: Sequence[RegionProcess], *, wait_s: float) -> None:

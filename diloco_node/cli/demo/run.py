@@ -244,7 +244,7 @@ class Demo:
         if self.storm is None:
             yield
             return
-        async with _beside(self.storm.run(self.course.now_ns, view.line), "storm"):
+        async with _beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
             yield
 
     async def _compile(self, view: LiveView) -> None:

@@ -16,6 +16,7 @@ from diloco_node.chaos.processes import DemoFile
 from diloco_node.chaos.story import RunSample, TimedMerge
 from diloco_node.chaos.tape import read_tape, tape_text
 from diloco_node.cli.demo.command import DemoOptions
+from diloco_node.cli.demo.processes import RegionProcess, attached_learner
 from diloco_node.cli.options import parsed
 from diloco_node.config.units import parse_duration
 from diloco_node.errors import ConfigError, DilocoError
@@ -76,7 +77,9 @@ class DemoStorm:
             )
         return dict(document)
 
-    async def run(self, now_ns: Callable[[], int], say: Callable[[str], None]) -> None:
+    async def run(
+        self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
+    ) -> None:
         """Strike, until the plan is at its end. The plan is left in the folder, as a tape."""
         (self._folder / TAPE_NAME).write_text(tape_text(self.plan))
 
@@ -84,7 +87,13 @@ class DemoStorm:
             missed = ": nobody was there" if one.is_missed else ""
             say(f"chaos: {one.at_ns / NS_PER_S:6.1f} s  {one.fault.kind} {one.fault.target}{missed}")
 
-        executor = FaultExecutor(lambda: DemoFile.load(self._folder), now_ns=now_ns, told=told)
+        statuses = {region.name: region for region in regions}
+        executor = FaultExecutor(
+            lambda: DemoFile.load(self._folder),
+            now_ns=now_ns,
+            told=told,
+            attached=lambda name: attached_learner(statuses[name].status),
+        )
         self._struck = executor.struck
         try:
             await executor.run(self.plan)

@@ -102,7 +102,7 @@ def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
 def test_the_plan_is_left_as_a_tape_that_makes_the_same_storm(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
     storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "x"), NAMES, tmp_path)
-    asyncio.run(storm.run(lambda: 0, lambda _: None))
+    asyncio.run(storm.run([], lambda: 0, lambda _: None))
     assert (tmp_path / TAPE_NAME).read_text() == ""
     drawn = DemoStorm(OPTIONS, NAMES, tmp_path)
     (tmp_path / "again").write_text(tape_text(drawn.plan))
@@ -117,7 +117,7 @@ def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeyp
     (tmp_path / "tape").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
     storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "tape"), NAMES, tmp_path)
     with pytest.raises(StorageError, match="the folder is full"):
-        asyncio.run(storm.run(lambda: 0, lambda _: None))
+        asyncio.run(storm.run([], lambda: 0, lambda _: None))
 
 
 def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> None:
