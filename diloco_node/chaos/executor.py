@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from diloco_node.chaos.fault_files import fault_file, switch_off, switch_on
 from diloco_node.chaos.plan import DAEMON_ONLY, REGION, FaultPlan, FaultTarget, PlannedFault, check_fault
-from diloco_node.chaos.processes import DemoFile, held
+from diloco_node.chaos.processes import DemoFile, HeldProcess, held
 from diloco_node.numeric import NS_PER_S
 
 SLOW_RUN_S: Final = 0.05
@@ -101,41 +102,46 @@ class FaultExecutor:
         attached = await asyncio.to_thread(self._attached, fault.target.region)
         processes = await asyncio.to_thread(demo.find, _whom(fault), attached=attached)
         with held(processes) as found:
-            lasts_s = fault.lasts_ns / NS_PER_S
             done = self._note(fault, tuple(one.process.pid for one in found))
-            if not found:
-                return done
             if fault.kind in SIGNALS:
-                for one in found:
-                    one.send(SIGNALS[fault.kind])
-            elif fault.kind in DAEMON_ONLY:
-                file = fault_file(demo.faults, fault.target.region, fault.kind)
-                switch_on(file, fault.lasts_ns)
-                try:
-                    await self._sleep(lasts_s)
-                finally:
-                    switch_off(file)
-            else:
-                turns = max(1, round(lasts_s / (SLOW_STOP_S + SLOW_RUN_S))) if fault.kind == "slow" else 1
-                stop_s, run_s = (SLOW_STOP_S, SLOW_RUN_S) if fault.kind == "slow" else (lasts_s, 0.0)
-                try:
-                    for _ in range(turns):
-                        for one in found:
-                            one.send(signal.SIGSTOP)
-                        await self._sleep(stop_s)
-                        for one in found:
-                            one.send(signal.SIGCONT)
-                        await self._sleep(run_s)
-                finally:
-                    for one in found:
-                        one.send(signal.SIGCONT)
+                _send(found, SIGNALS[fault.kind])
+            elif found and fault.kind in DAEMON_ONLY:
+                await self._switch(fault_file(demo.faults, fault.target.region, fault.kind), fault.lasts_ns)
+            elif found:
+                await self._hold_up(found, fault)
         return done
+
+    async def _switch(self, file: Path, lasts_ns: int) -> None:
+        until_ns = switch_on(file, lasts_ns)
+        try:
+            await self._sleep(lasts_ns / NS_PER_S)
+        finally:
+            switch_off(file, until_ns)
+
+    async def _hold_up(self, found: Sequence[HeldProcess], fault: PlannedFault) -> None:
+        """Stop and continue them: once, or in turns that leave a slow one a part of its time."""
+        turns, stop_s, run_s = 1, fault.lasts_ns / NS_PER_S, 0.0
+        if fault.kind == "slow":
+            turns, stop_s, run_s = max(1, round(stop_s / (SLOW_STOP_S + SLOW_RUN_S))), SLOW_STOP_S, SLOW_RUN_S
+        try:
+            for _ in range(turns):
+                _send(found, signal.SIGSTOP)
+                await self._sleep(stop_s)
+                _send(found, signal.SIGCONT)
+                await self._sleep(run_s)
+        finally:
+            _send(found, signal.SIGCONT)
 
     def _note(self, fault: PlannedFault, pids: tuple[int, ...]) -> StruckFault:
         done = StruckFault(self._now_ns(), fault, pids)
         self.struck.append(done)
         self._told(done)
         return done
+
+
+def _send(processes: Sequence[HeldProcess], number: int) -> None:
+    for one in processes:
+        one.send(number)
 
 
 def _whom(fault: PlannedFault) -> FaultTarget:

@@ -25,25 +25,28 @@ def fault_file(folder: Path, region: str, kind: str) -> Path:
     return folder / f"{region}.{kind}"
 
 
-def switch_on(file: Path, lasts_ns: int) -> None:
-    """For so long from now.
+def switch_on(file: Path, lasts_ns: int) -> int:
+    """For so long from now. Returns until when, on the monotonic clock.
 
     Raises:
         StorageError: the file can't be written.
     """
+    until_ns = time.monotonic_ns() + lasts_ns
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f"{file.name}.tmp")
-        temporary.write_text(str(time.monotonic_ns() + lasts_ns))
+        temporary.write_text(str(until_ns))
         temporary.replace(file)
     except OSError as error:
         raise StorageError(f"{file} can't be written: {error.strerror}") from error
+    return until_ns
 
 
-def switch_off(file: Path) -> None:
-    """Before its time, or after it."""
+def switch_off(file: Path, until_ns: int) -> None:
+    """Before its time, or after it; not if it was switched on anew since, until another time."""
     with contextlib.suppress(OSError):
-        file.unlink()
+        if file.read_text() == str(until_ns):
+            file.unlink()
 
 
 def is_on(file: Path) -> bool:

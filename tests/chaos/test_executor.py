@@ -297,7 +297,12 @@ def test_a_fault_ends_by_itself_and_nonsense_is_no_fault(tmp_path: Path, monkeyp
     for text in ("", "soon", "-1", str(now_ns + 86_400 * NS_PER_S), "9" * 5000):
         file.write_text(text)
         assert not fault_files.is_on(file), text
-    fault_files.switch_off(file)
-    fault_files.switch_off(file)
+    monkeypatch.undo()
+    first, second = fault_files.switch_on(file, NS_PER_S), fault_files.switch_on(file, 10 * NS_PER_S)
+    fault_files.switch_off(file, first)
+    assert fault_files.is_on(file)
+    for _ in range(2):
+        fault_files.switch_off(file, second)
+        assert not fault_files.is_on(file)
     assert list(file.parent.iterdir()) == []
     assert processes.FAULTS_FOLDER == "faults"
