@@ -21,7 +21,7 @@ class DemoOptions:
         wan: a topology file to run in; None: plain loopback. wan_backend: "auto", or one of `wan.emulation.BACKENDS`.
         has_outage: cut one region off for a fifth of the time, in the middle; needs a WAN.
         budget: what each region may send, and receive, such as "20Mbit/s"; "": no limit.
-        has_chaos: processes are killed while it trains. mtbf: mean time between two kills, such as "5s".
+        has_chaos: processes are killed while it trains. mtbf: mean time between two kills, such as "2s"; "": 5 s.
         victims: what is killed, with commas; "": everything there is. tape: a file of faults instead of drawn ones.
         baseline: report of an undisturbed demo to compare with.
     """
@@ -37,7 +37,7 @@ class DemoOptions:
     has_outage: bool = False
     budget: str = ""
     has_chaos: bool = False
-    mtbf: str = "5s"
+    mtbf: str = ""
     victims: str = ""
     tape: Path | None = None
     baseline: Path | None = None
@@ -65,8 +65,8 @@ def demo(
     ] = "",
     chaos: Annotated[bool, typer.Option("--chaos", help="A storm: processes are killed while it trains.")] = False,
     mtbf: Annotated[
-        str, typer.Option("--mtbf", metavar="TIME", help="With --chaos: mean time between two kills.")
-    ] = "5s",
+        str, typer.Option("--mtbf", metavar="TIME", help="With --chaos: mean time between two kills [default: 5s].")
+    ] = "",
     victims: Annotated[
         str,
         typer.Option(

@@ -26,6 +26,8 @@ CALM_S: Final = 10.0
 """Before the training ends nothing is struck for so long, and nothing lasts. A region whose supervisor was killed must
 start three processes, import torch, and catch up; then its learner is in the last rounds, and the run ends in order."""
 
+MTBF_DEFAULT: Final = "5s"
+
 POLL_S: Final = 0.25
 """How often the regions are asked in a storm: the times of the report are as fine."""
 
@@ -51,7 +53,7 @@ class DemoStorm:
         calm_ns = int((options.seconds - CALM_S) * NS_PER_S)
         if calm_ns <= 0:
             raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
-        self._mtbf = parsed("--mtbf", options.mtbf, parse_duration)
+        self._mtbf = parsed("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
         self._victims = parsed("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         self.plan: FaultPlan
         if options.tape is not None:

@@ -93,7 +93,9 @@ def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
             DemoStorm(replace(OPTIONS, baseline=tmp_path / "file"), NAMES, tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"tape": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}])
+@pytest.mark.parametrize(
+    "changes", [{"tape": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}]
+)
 def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="add --chaos"):
         run_demo(DemoOptions(**changes))
