@@ -106,14 +106,12 @@ def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: 
     Args:
         entries: in the order of their index. samples: in the order of their time. sizes: values of each fragment.
     """
-    merges, total = [], sum(sizes)
-    at, reached = 0, 0
+    merges, total, at = [], sum(sizes), 0
     for entry in entries:
-        while at < len(samples) and max(reached, samples[at].commit_index) < entry.index:
+        while at < len(samples) and samples[at].commit_index < entry.index:
             at += 1
         if at == len(samples):
             break
-        reached = max(reached, samples[at].commit_index)
         body = entry.body
         if isinstance(body, RoundBody):
             part = sizes[body.fragment] / total

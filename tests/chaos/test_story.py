@@ -218,7 +218,9 @@ def test_a_region_is_dead_then_catches_up_until_its_next_incarnation_is_in_a_mer
     samples = [sample(-2, a=gone), sample(-1, a=UP)]
     samples += [sample(at, a=UP) for at in (1, 2)]
     samples += [sample(3, a=gone), sample(4, a=gone), sample(6, a=back), sample(7, a=back), sample(8, a=back)]
-    merges = [merge(-0.5, a=(1, 1, 1.0)), merge(3.5, a=(1, 9, 1.0)), merge(6.5, b=(1, 9, 1.0)), merge(7, a=(2, 2, 1.0))]
+    # What the dead one had sent comes into merges also after its successor has come.
+    sent = [merge(at, a=(1, 9, 1.0)) for at in (3.5, 5.5, 6)]
+    merges = [merge(-0.5, a=(1, 1, 1.0)), *sent, merge(6.5, b=(1, 9, 1.0)), merge(7, a=(2, 2, 1.0))]
     assert life("a", samples, merges, end_ns=10 * S) == [
         LifeSpan(0, 1 * S, LifeState.CATCHING_UP),
         LifeSpan(1 * S, 3 * S, LifeState.TRAINING),
