@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli import certs, config, orders, simulate, start, status
+from diloco_node.cli import certs, chaos, config, orders, simulate, start, status
 from diloco_node.cli.demo.command import demo
 from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.plan.command import plan
@@ -43,6 +43,7 @@ app.add_typer(certs.app, name="certs")
 app.add_typer(config.app, name="config")
 app.add_typer(simulate.app, name="simulate")
 app.add_typer(wan, name="wan")
+app.add_typer(chaos.app, name="chaos")
 app.add_typer(measure_cmd.app, name="measure")
 
 

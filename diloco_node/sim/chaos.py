@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from diloco_node.chaos.plan import draw_gap, draw_one
 from diloco_node.sim import view
 from diloco_node.sim.checkers import Checkers
 from diloco_node.sim.gray_faults import GrayFaults
@@ -183,17 +184,17 @@ class Chaos:
             self._inject()
 
     def _draw_next(self) -> None:
-        self._next_at_event = self._world.events + 1 + int(self._world.rng.expovariate(1.0) * self._mean_gap_events)
+        self._next_at_event = self._world.events + 1 + int(draw_gap(self._world.rng, self._mean_gap_events))
 
     def _inject(self) -> None:
-        picked = self._world.rng.choices(list(self._odds), list(self._odds.values()))[0]
+        picked = draw_one(self._world.rng, self._odds)
         undo = self._kinds[picked]()
         if undo is not None:
             self.injected[picked] += 1
             self._world.note("world", f"fault: {picked}", picked.encode())
             self._number += 1
             self._undo[self._number] = undo
-            lasts_ns = int(self._world.rng.expovariate(1.0) * LASTS_MEAN_NS) + 50 * MS
+            lasts_ns = int(draw_gap(self._world.rng, LASTS_MEAN_NS)) + 50 * MS
             if picked in LASTS_NS:
                 lasts_ns = self._world.draw_ns(*LASTS_NS[picked])
             self._world.after(lasts_ns, None, self._end, self._number)

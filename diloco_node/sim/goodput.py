@@ -16,11 +16,17 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from diloco_node.chaos.plan import FaultPlan, FaultTarget, PlannedFault, draw_gap
+from diloco_node.numeric import NS_PER_S
+
 YEAR_S: Final = 365.25 * 86_400.0
+RETURNS_BEFORE: Final = 10
+"""Failures are drawn for so many mean times of return before a plan begins; fewer than one in 100,000 takes longer."""
+
 CHIPS: Final = (150_000, 300_000, 600_000, 1_200_000, 2_400_000)
 
 # Percent, per (learners, elastic): goodput and uptime at each number of chips.
@@ -168,6 +174,28 @@ def _rigid(
         now_s = end_s
         if _poisson(rng, slices * model.slice_chips * model.step_s / YEAR_S):
             now_s += model.down_s + scale * _unit_return(rng.random(), model) + model.up_s
+
+
+def failure_plan(
+    chips: int, regions: Sequence[str], *, seconds: float, seed: int = 0, model: FailureModel = MODEL
+) -> FaultPlan:
+    """The model's failures as faults for real learners, second for second: one learner for each region.
+
+    A chip that fails, and its slice that comes back, each interrupt their learner: it is killed. Failures begin long
+    before the plan does, so that slices come back from its start on as often as in the end.
+
+    Args:
+        chips: of all regions. regions: they share the chips equally. seconds: of the plan. seed: everything random.
+    """
+    rng = random.Random(f"failures {seed} {chips} {len(regions)}")
+    names, scale = sorted(regions), _return_scale(model)
+    plan: list[PlannedFault] = []
+    now_s = -RETURNS_BEFORE * model.return_s
+    while (now_s := now_s + draw_gap(rng, YEAR_S / chips)) < seconds:
+        target = FaultTarget(rng.choice(names), "learner")
+        back_s = now_s + scale * _unit_return(rng.random(), model)
+        plan += [PlannedFault(int(at_s * NS_PER_S), "kill", target) for at_s in (now_s, back_s) if 0 <= at_s < seconds]
+    return FaultPlan(tuple(sorted(plan, key=lambda one: one.at_ns)))
 
 
 def _poisson(rng: random.Random, mean: float) -> int:

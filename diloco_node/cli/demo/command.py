@@ -21,6 +21,9 @@ class DemoOptions:
         wan: a topology file to run in; None: plain loopback. wan_backend: "auto", or one of `wan.emulation.BACKENDS`.
         has_outage: cut one region off for a fifth of the time, in the middle; needs a WAN.
         budget: what each region may send, and receive, such as "20Mbit/s"; "": no limit.
+        has_chaos: processes are killed while it trains. mtbf: mean time between two kills, such as "2s"; "": 5 s.
+        victims: what is killed, with commas; "": everything there is. tape: a file of faults instead of drawn ones.
+        baseline: report of an undisturbed demo to compare with.
     """
 
     regions: int | None = None
@@ -33,6 +36,11 @@ class DemoOptions:
     wan_backend: str = "auto"
     has_outage: bool = False
     budget: str = ""
+    has_chaos: bool = False
+    mtbf: str = ""
+    victims: str = ""
+    tape: Path | None = None
+    baseline: Path | None = None
 
 
 def demo(
@@ -44,7 +52,7 @@ def demo(
     seconds: Annotated[float, typer.Option("--seconds", min=5, max=86_400, help="How long to train.")] = 90.0,
     folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep it [default: a new folder].")] = None,
     data: Annotated[list[str] | None, typer.Option("--data", metavar="PATH", help="Text to train on.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of parameters and data order.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of parameters, data order, and storm.")] = 0,
     wan: Annotated[
         Path | None, typer.Option("--wan", metavar="FILE", help="Run in an emulated WAN, such as netem/us-4.toml.")
     ] = None,
@@ -55,6 +63,23 @@ def demo(
     budget: Annotated[
         str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")
     ] = "",
+    chaos: Annotated[bool, typer.Option("--chaos", help="A storm: processes are killed while it trains.")] = False,
+    mtbf: Annotated[
+        str, typer.Option("--mtbf", metavar="TIME", help="With --chaos: mean time between two kills [default: 5s].")
+    ] = "",
+    victims: Annotated[
+        str,
+        typer.Option(
+            "--victims", metavar="NAMES", help="With --chaos: of daemon,learner,supervisor,region [default: all]."
+        ),
+    ] = "",
+    tape: Annotated[
+        Path | None, typer.Option("--tape", metavar="FILE", help="With --chaos: the faults of this file, no others.")
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option("--baseline", metavar="FILE", help="With --chaos: report.json of the same demo undisturbed."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run several regions on this machine, with real processes and real links, and report."""
@@ -71,5 +96,10 @@ def demo(
         wan_backend=backend,
         has_outage=outage,
         budget=budget,
+        has_chaos=chaos,
+        mtbf=mtbf,
+        victims=victims,
+        tape=tape,
+        baseline=baseline,
     )
     raise typer.Exit(run_demo(options))

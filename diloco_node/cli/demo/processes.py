@@ -8,11 +8,12 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.chaos.fault_files import FAULTS_VARIABLE
 from diloco_node.cli.orders import order
 from diloco_node.cli.status import SOCKET_FILE, Target, ask
 from diloco_node.errors import DilocoError
@@ -33,16 +34,21 @@ class RegionProcess:
         name: the region. admin_port: of its daemon. state_dir: its folder.
         namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
             reaches into any namespace and puts no bytes on the interface that carries the run.
+        faults: where its daemon looks for faults (`cli.demo.region`); None: it looks for none.
         process: the supervisor; None before the start.
-        status: the last status document that was read; {} before the first.
+        status: the last status document that was read; {} before the first. answers: whether the last try read one.
+        asking: the try that is under way, or the last one.
     """
 
     name: str
     admin_port: int
     state_dir: Path
     namespace: str = ""
+    faults: Path | None = None
     process: asyncio.subprocess.Process | None = None
     status: dict[str, Any] = field(default_factory=dict)
+    answers: bool = False
+    asking: asyncio.Task[dict[str, Any]] | None = None
 
     async def start(self, config: Path, command: Sequence[str] = ()) -> None:
         """Start the region with the built-in trainer or a command; what it prints goes to `logs/start.log`."""
@@ -54,7 +60,7 @@ class RegionProcess:
                 *(("ip", "netns", "exec", self.namespace) if self.namespace else ()),
                 sys.executable,
                 "-m",
-                "diloco_node.cli.main",
+                "diloco_node.cli.main" if self.faults is None else "diloco_node.cli.demo.region",
                 "start",
                 "--region",
                 self.name,
@@ -66,7 +72,11 @@ class RegionProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 # An own group: a Ctrl-C in the terminal reaches the demo, which then ends the regions in order.
                 start_new_session=True,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONUNBUFFERED": "1",
+                    **({FAULTS_VARIABLE: str(self.faults.resolve())} if self.faults is not None else {}),
+                },
             )
 
     @property
@@ -78,7 +88,8 @@ class RegionProcess:
         """Read the status; keeps the last one when the daemon does not answer just now."""
         target = Target(self.name, self.admin_port, socket_path(self.state_dir, SOCKET_FILE))
         document = await asyncio.to_thread(ask, target)
-        if "error" not in document:
+        self.answers = "error" not in document
+        if self.answers:
             self.status = document
         return self.status
 
@@ -108,6 +119,25 @@ class RegionProcess:
         if not path.exists():
             return ""
         return "\n".join(path.read_text(errors="replace").splitlines()[-count:])
+
+
+def attached_learner(status: Mapping[str, Any]) -> int | None:
+    """The process that a status document names as its learner."""
+    pids = status.get("pids")
+    pid = pids.get("learner") if isinstance(pids, dict) else None
+    return pid if isinstance(pid, int) else None
+
+
+async def poll_all(regions: Sequence[RegionProcess], *, wait_s: float) -> None:
+    """Ask every region; who does not answer in time is asked on, and not waited for."""
+    for region in regions:
+        if region.asking is None or region.asking.done():
+            region.asking = asyncio.create_task(region.poll(), name=f"ask {region.name}")
+    asking = [region.asking for region in regions if region.asking is not None]
+    if asking:
+        done, _ = await asyncio.wait(asking, timeout=wait_s)
+        for one in done:
+            one.result()
 
 
 def free_ports(count: int) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diloco_node.chaos.story import RunSample, TimedMerge, timed_merges
 from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
@@ -98,6 +99,17 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
         summary=summary,
         lost=_replaced(summary, entries),
     )
+
+
+def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSample]) -> list[TimedMerge]:
+    """The rounds of a finished run at the times of its samples; of a long run without those that are summed up.
+
+    Raises:
+        StorageError: a folder is damaged or incomplete.
+    """
+    sizes = [fragment.size for fragment in _manifest(folder / regions[0]).fragments]
+    _, entries = longest_ledger([folder / region for region in regions], len(sizes))
+    return timed_merges(entries, samples, sizes)
 
 
 def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:

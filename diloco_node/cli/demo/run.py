@@ -10,19 +10,26 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.chaos import story
+from diloco_node.chaos.processes import FAULTS_FOLDER
 from diloco_node.cli.demo.command import DemoOptions
+from diloco_node.cli.demo.course import CourseRecorder
+from diloco_node.cli.demo.keeping import RegionKeeper
 from diloco_node.cli.demo.live import LiveView
-from diloco_node.cli.demo.processes import RegionProcess, free_ports
-from diloco_node.cli.demo.report import budget_lines, build_report
+from diloco_node.cli.demo.processes import RegionProcess, free_ports, poll_all
+from diloco_node.cli.demo.report import budget_lines, build_report, read_merges
+from diloco_node.cli.demo.storm import POLL_S as STORM_POLL_S
+from diloco_node.cli.demo.storm import DemoStorm, storm_lines
 from diloco_node.cli.demo.wan import DemoOutage, DemoWan, wan_lines
 from diloco_node.cli.options import parsed
 from diloco_node.cli.tables import human_bytes, region_cells
 from diloco_node.config.budget import parse_ceiling
 from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.certs import init_run
 
 NAMES: Final = (
@@ -84,6 +91,8 @@ def run_demo(options: DemoOptions) -> int:
     """Run it; the exit code. Everything that is made lies in one folder, which the report names."""
     if options.has_outage and options.wan is None:
         raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
+    if not options.has_chaos and (options.tape or options.baseline or options.victims or options.mtbf):
+        raise ConfigError("--mtbf, --victims, --tape and --baseline belong to a storm: add --chaos")
     if options.budget:
         parsed("--budget", options.budget, parse_ceiling)
     missing = [path for path in options.data if not Path(path).exists()]
@@ -105,6 +114,9 @@ class Demo:
         names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
         self.names = sorted(names)
         self.outage: DemoOutage | None = None
+        self.storm = DemoStorm(options, self.names, folder) if options.has_chaos else None
+        self.course = CourseRecorder()
+        self.keeper: RegionKeeper | None = None
         self.regions: list[RegionProcess] = []
         self._interrupted = asyncio.Event()
 
@@ -121,7 +133,8 @@ class Demo:
                 self._prepare()
                 await self._train(view)
             finally:
-                await asyncio.gather(*(region.stop() for region in self.regions))
+                if self.keeper is not None:
+                    await self.keeper.stop()
                 if self.wan is not None:
                     await self.wan.down()
         if self._interrupted.is_set():
@@ -133,12 +146,23 @@ class Demo:
             wan=self.wan.report() if self.wan is not None else None,
             outage=self.outage.document if self.outage is not None else None,
         )
+        self._add_course(report)
         (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
         if self.options.is_json:
             sys.stdout.write(json.dumps(report) + "\n")
         else:
             print_report(report)
-        return 0
+        return 0 if report["equal_digests"] and report["tokens"]["balanced"] else 1
+
+    def _add_course(self, report: dict[str, Any]) -> None:
+        """What was done within the time asked for, and what a storm did to it."""
+        samples, end_ns = self.course.samples, int(self.options.seconds * NS_PER_S)
+        merges = read_merges(self.folder, self.names, samples)
+        done = story.training(samples, merges, regions=self.names, end_ns=end_ns) | {"seed": self.options.seed}
+        report |= {
+            "training": done,
+            "chaos": self.storm.document(samples, merges, done) if self.storm is not None else None,
+        }
 
     def _prepare(self) -> None:
         """Certificates and run.toml; the settings a user would write by hand."""
@@ -153,12 +177,13 @@ class Demo:
             sync_every=SYNC_EVERY,
             data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
         )
+        faults = self.folder / FAULTS_FOLDER
         for index, name in enumerate(self.names):
             place = self.wan.place(name) if self.wan is not None else None
             host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
             port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
-            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace))
+            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, faults))
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
         # Each region's folder lies beside certs and run.toml.
@@ -168,14 +193,16 @@ class Demo:
     async def _train(self, view: LiveView) -> None:
         view.line(f"folder {self.folder}: run.toml, certificates, one folder per region with its logs")
         await self._compile(view)
-        for region in self.regions:
-            await region.start(self.folder / "run.toml")
+        self.keeper = RegionKeeper(self.folder, self.folder / "run.toml", self.regions, view.line)
+        await self.keeper.start()
         started_s = time.monotonic()
         await self._watch(view, started_s, until=self._all_step, limit_s=START_S, what="to start training")
         trains_s = time.monotonic()
+        self.keeper.is_starting = False
+        self.course.begin()
         view.line(f"all regions train after {trains_s - started_s:.1f} s; {self.options.seconds:.0f} s of training")
         # Until the end: a region that came back late may hold the same bytes as the others only after the last rounds.
-        async with self._outages(view):
+        async with self._outages(view), self._stormy(view):
             await self._watch(
                 view, trains_s, until=lambda: time.monotonic() - trains_s >= self.options.seconds, limit_s=None
             )
@@ -192,10 +219,9 @@ class Demo:
         await self._watch(
             view,
             trains_s,
-            until=lambda: all(region.has_exited for region in self.regions),
+            until=lambda: self.keeper is not None and self.keeper.is_over,
             limit_s=self.options.seconds + FINISH_S,
             what="to finish",
-            may_exit=True,
         )
 
     @contextlib.asynccontextmanager
@@ -209,14 +235,17 @@ class Demo:
             yield
             return
         self.outage = DemoOutage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
-        task = asyncio.create_task(self.outage.run(self.options.seconds), name="outage")
-        try:
+        async with _beside(self.outage.run(self.options.seconds), "outage"):
             yield
-        finally:
-            task.cancel()
-            await asyncio.wait([task])
-        if not task.cancelled() and (error := task.exception()) is not None:
-            raise error
+
+    @contextlib.asynccontextmanager
+    async def _stormy(self, view: LiveView) -> AsyncIterator[None]:
+        """The training with its storm beside it."""
+        if self.storm is None:
+            yield
+            return
+        async with _beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
+            yield
 
     async def _compile(self, view: LiveView) -> None:
         """Compile the kernels once, before every region does it at the same time; milliseconds when they are cached."""
@@ -238,30 +267,43 @@ class Demo:
         until: Any,
         limit_s: float | None,
         what: str = "",
-        may_exit: bool = False,
     ) -> None:
         """Poll and draw until something is so.
 
         Raises:
             DilocoError: a region ended too early, or the limit is reached.
         """
+        poll_s = POLL_S if self.storm is None else STORM_POLL_S
         while not until() and not self._interrupted.is_set():
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:
                 raise DilocoError(f"the regions took more than {limit_s:.0f} s {what}:\n{self._last_lines()}")
-            gone = [region for region in self.regions if region.has_exited]
-            if gone and not may_exit:
-                raise DilocoError(f"region {gone[0].name} ended too early:\n{gone[0].last_lines()}")
-            await asyncio.gather(*(region.poll() for region in self.regions if not region.has_exited))
+            assert self.keeper is not None
+            self.keeper.check()
+            await poll_all(self.regions, wait_s=poll_s)
+            self.course.take(self.regions)
             view.show(elapsed_s, [region_cells(region.name, region.status) for region in self.regions])
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._interrupted.wait(), POLL_S)
+                await asyncio.wait_for(self._interrupted.wait(), poll_s)
 
     def _all_step(self) -> bool:
         return all((region.status.get("learner") or {}).get("step", 0) > 0 for region in self.regions)
 
     def _last_lines(self) -> str:
         return "\n".join(f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+    """Something that goes on beside the training, and ends with it; what it raises is raised then."""
+    task = asyncio.create_task(work, name=name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    if not task.cancelled() and (error := task.exception()) is not None:
+        raise error
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -310,6 +352,9 @@ def print_report(report: dict[str, Any]) -> None:
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     for line in budget_lines(report):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if report["chaos"] is not None:
+        for line in storm_lines(report):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"folder             {report['folder']}")
 
 

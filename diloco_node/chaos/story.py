@@ -1,0 +1,300 @@
+"""What a run did over its time, from samples of its regions and from its ledger: the figures of a report. Pure.
+
+All times are nanoseconds from the beginning of the training; before it they are negative. The window is the training:
+from 0 to its end, without the order to finish and what follows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+from statistics import median
+from typing import Any, Final
+
+from diloco_node.chaos.executor import StruckFault
+from diloco_node.chaos.plan import VICTIMS
+from diloco_node.core.types import Entry, RoundBody
+from diloco_node.numeric import NS_PER_S
+
+MINUTE_NS: Final = 60 * NS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSample:
+    """One region at one moment.
+
+    Attributes:
+        has_daemon: it answered. has_learner: a learner is attached, or lives although the daemon does not answer.
+        incarnation, step: of its learner, as last known.
+        commit_index, rounds, tokens_merged: of the run, as this region knows them.
+        val_loss: held-out loss of the merged parameters, as last measured there; None: not yet, or not known any more.
+    """
+
+    has_daemon: bool
+    has_learner: bool
+    incarnation: int = 0
+    step: int = 0
+    commit_index: int = 0
+    rounds: int = 0
+    tokens_merged: int = 0
+    val_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSample:
+    """All regions at about one time."""
+
+    at_ns: int
+    regions: Mapping[str, RegionSample]
+
+    @property
+    def commit_index(self) -> int:
+        """The newest that anyone knows."""
+        return max(one.commit_index for one in self.regions.values())
+
+    @property
+    def rounds(self) -> int:
+        """Committed, likewise."""
+        return max(one.rounds for one in self.regions.values())
+
+    @property
+    def tokens_merged(self) -> int:
+        """Likewise."""
+        return max(one.tokens_merged for one in self.regions.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MergeMember:
+    """What one learner brought to a merge; `tokens` are weighted with the fragment's part of the model."""
+
+    incarnation: int
+    step_to: int
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedMerge:
+    """A committed round: when it was first seen, and who is in it."""
+
+    at_ns: int
+    members: Mapping[str, MergeMember]
+
+
+class LifeState(StrEnum):
+    """What a region's learner is doing."""
+
+    TRAINING = "training"
+    ALONE = "training without its daemon"
+    CATCHING_UP = "catching up"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class LifeSpan:
+    """One state of a region, from when to when."""
+
+    from_ns: int
+    to_ns: int
+    state: LifeState
+
+
+def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: Sequence[int]) -> list[TimedMerge]:
+    """The rounds of a ledger, each at the time of the first sample that knows it as committed; later ones are left out.
+
+    Args:
+        entries: in the order of their index. samples: in the order of their time. sizes: values of each fragment.
+    """
+    merges, total, at = [], sum(sizes), 0
+    for entry in entries:
+        while at < len(samples) and samples[at].commit_index < entry.index:
+            at += 1
+        if at == len(samples):
+            break
+        body = entry.body
+        if isinstance(body, RoundBody):
+            part = sizes[body.fragment] / total
+            made = [member.contribution for member in body.members]
+            members = {one.learner: MergeMember(one.incarnation, one.step_to, part * one.tokens) for one in made}
+            merges.append(TimedMerge(samples[at].at_ns, members))
+    return merges
+
+
+def training(
+    samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, regions: Sequence[str], end_ns: int
+) -> dict[str, Any]:
+    """The report's field `training`: what was done within the window. Of any demo, so that two can be compared."""
+    tokens = _at(samples, end_ns, "tokens_merged") - _at(samples, 0, "tokens_merged")
+    commits = _at(samples, end_ns, "rounds") - _at(samples, 0, "rounds")
+    inside = [one for one in merges if 0 < one.at_ns <= end_ns]
+    return {
+        "seconds": end_ns / NS_PER_S,
+        "tokens_merged": tokens,
+        "tokens_merged_of": {
+            name: round(sum(one.members[name].tokens for one in inside if name in one.members)) for name in regions
+        },
+        "participation_of": {
+            name: sum(name in one.members for one in inside) / len(inside) if inside else None for name in regions
+        },
+        "commits": commits,
+        "commits_per_minute": commits * MINUTE_NS / end_ns if end_ns else None,
+        "longest_gap_seconds": longest_gap_ns(samples, end_ns) / NS_PER_S,
+        "val_losses": [list(point) for point in loss_course(samples, end_ns)],
+    }
+
+
+def _at(samples: Sequence[RunSample], at_ns: int, name: str) -> int:
+    """The most that was known at a time; 0 before the first sample."""
+    return max((getattr(one, name) for one in samples if one.at_ns <= at_ns), default=0)
+
+
+def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
+    """The longest time within the window in which no round was committed, as far as the samples tell."""
+    longest = since_ns = 0
+    rounds = _at(samples, 0, "rounds")
+    for one in samples:
+        if 0 < one.at_ns <= end_ns and one.rounds > rounds:
+            longest, since_ns, rounds = max(longest, one.at_ns - since_ns), one.at_ns, one.rounds
+    return max(longest, end_ns - since_ns)
+
+
+def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, float]]:
+    """(tokens merged in the run, held-out loss of the merged parameters), whenever a region measured it anew.
+
+    Not of the run's end: there the loss is measured on more text, which can't be compared.
+    """
+    points: list[tuple[int, float]] = []
+    known: dict[str, float] = {}
+    tokens = 0
+    for sample in samples:
+        if sample.at_ns > end_ns:
+            break
+        tokens = max(tokens, sample.tokens_merged)
+        for name, one in sorted(sample.regions.items()):
+            if one.val_loss is not None and one.val_loss != known.get(name):
+                known[name] = one.val_loss
+                points.append((tokens, one.val_loss))
+    return points
+
+
+def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
+    """The loss of a course at a number of tokens, by a straight line between its points; None outside of them."""
+    for (before, loss_before), (after, loss_after) in pairwise(points):
+        if before <= tokens <= after:
+            part = (tokens - before) / (after - before) if after > before else 1.0
+            return float(loss_before + part * (loss_after - loss_before))
+    return None
+
+
+def compared(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+    """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
+
+    The last measured loss stands beside the other run's at as many tokens. Where the other run has none, None.
+    """
+    shared = sorted(own["tokens_merged_of"].keys() & baseline["tokens_merged_of"].keys())
+    tokens, loss = own["val_losses"][-1] if own["val_losses"] else (0, None)
+    other = loss_at(baseline["val_losses"], tokens)
+    return {
+        "goodput": _ratio(own["tokens_merged"], baseline["tokens_merged"]),
+        "goodput_of": {
+            name: _ratio(own["tokens_merged_of"][name], baseline["tokens_merged_of"][name]) for name in shared
+        },
+        "loss": {
+            "tokens": tokens,
+            "own": loss,
+            "undisturbed": other,
+            "change": loss / other - 1 if loss is not None and other else None,
+        },
+    }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence[TimedMerge]) -> int | None:
+    """From a death until a merge has steps that the region's learner made after it; None: there was none.
+
+    What the learner had sent before it died may be merged after that, and does not count.
+    """
+    region = fault.fault.target.region
+    before = [one.regions[region] for one in samples if one.at_ns <= fault.at_ns]
+    incarnation = max((one.incarnation for one in before), default=0)
+    step = max((one.step for one in before if one.incarnation == incarnation), default=0)
+    lives_on = fault.fault.target.part == "daemon"
+    for merge in merges:
+        part = merge.members.get(region)
+        if part is None or merge.at_ns <= fault.at_ns:
+            continue
+        if part.incarnation > incarnation or (lives_on and part.incarnation == incarnation and part.step_to > step):
+            return merge.at_ns - fault.at_ns
+    return None
+
+
+def rejoins(
+    faults: Sequence[StruckFault], samples: Sequence[RunSample], merges: Sequence[TimedMerge]
+) -> dict[str, dict[str, Any]]:
+    """Per victim: how many deaths, and the seconds until the region was in a merge again.
+
+    A region that was struck again before that is counted apart: its time is that of two deaths.
+    """
+    deaths = [one for one in faults if one.fault.kind in ("kill", "stop") and not one.is_missed]
+    found: dict[str, dict[str, Any]] = {}
+    for part in VICTIMS:
+        own = [one for one in deaths if one.fault.target.part == part]
+        taken_ns, again, never = [], 0, 0
+        for one in own:
+            took_ns = rejoin_ns(one, samples, merges)
+            end_ns = one.at_ns + took_ns if took_ns is not None else None
+            is_again = any(
+                other.fault.target.region == one.fault.target.region
+                and one.at_ns < other.at_ns
+                and (end_ns is None or other.at_ns < end_ns)
+                for other in deaths
+            )
+            if is_again:
+                again += 1
+            elif took_ns is None:
+                never += 1
+            else:
+                taken_ns.append(took_ns)
+        if own:
+            found[part] = {
+                "count": len(own),
+                "seconds_median": median(taken_ns) / NS_PER_S if taken_ns else None,
+                "seconds_most": max(taken_ns) / NS_PER_S if taken_ns else None,
+                "struck_again": again,
+                "never": never,
+            }
+    return found
+
+
+def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:
+    """What a region did within the window: spans without gaps, no two neighbours alike.
+
+    After each time without learner or daemon it is catching up, until its learner of then is in a merge.
+    """
+    joined = [(one.at_ns, one.members[region].incarnation) for one in merges if region in one.members]
+    spans: list[LifeSpan] = []
+    is_back, away_ns, at = True, 0, 0
+    inside = [one for one in samples if one.at_ns <= end_ns]
+    for number, sample in enumerate(inside):
+        to_ns = inside[number + 1].at_ns if number + 1 < len(inside) else end_ns
+        own = sample.regions[region]
+        if not own.has_learner or not own.has_daemon:
+            state = LifeState.ALONE if own.has_learner else LifeState.DEAD
+            is_back, away_ns = False, sample.at_ns
+        else:
+            while not is_back and at < len(joined) and joined[at][0] <= sample.at_ns:
+                is_back = joined[at][0] > away_ns and joined[at][1] >= own.incarnation
+                at += 1
+            state = LifeState.TRAINING if is_back else LifeState.CATCHING_UP
+        from_ns = max(0, sample.at_ns)
+        if to_ns <= from_ns:
+            continue
+        if spans and spans[-1].state is state:
+            spans[-1] = LifeSpan(spans[-1].from_ns, to_ns, state)
+        else:
+            spans.append(LifeSpan(from_ns, to_ns, state))
+    return spans

@@ -1,0 +1,132 @@
+"""`diloco-node chaos`: one fault, on purpose, in a demo that runs on this machine; and tapes of faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+app = typer.Typer(
+    help="Strike a running demo of this machine. Containers are not struck: use docker compose kill, or pause.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="TARGET", help="us-east, us-east.daemon, us-east.learner, us-east.supervisor.")
+]
+RegionArgument = Annotated[str, typer.Argument(metavar="REGION", help="Such as us-east.")]
+FolderOption = Annotated[
+    Path | None, typer.Option("--folder", metavar="FOLDER", help="Of the demo [default: the one that runs in runs/].")
+]
+ForOption = Annotated[str, typer.Option("--for", metavar="TIME", help="How long it lasts.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+
+FOR_DEFAULT: Final = "5s"
+
+
+@app.command()
+def kill(*, target: TargetArgument, folder: FolderOption = None, as_json: JsonOption = False) -> None:
+    """SIGKILL. What has died is started again: by the region's supervisor, and that by the demo."""
+    _strike("kill", target, "", folder, as_json)
+
+
+@app.command()
+def stop(*, target: TargetArgument, folder: FolderOption = None, as_json: JsonOption = False) -> None:
+    """SIGTERM: it ends in order, and is started again. A region is its supervisor, which stops the other two."""
+    _strike("stop", target, "", folder, as_json)
+
+
+@app.command()
+def pause(
+    *, target: TargetArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+) -> None:
+    """SIGSTOP, and SIGCONT after a time; this command lasts as long."""
+    _strike("pause", target, lasts, folder, as_json)
+
+
+@app.command()
+def slow(
+    *, target: TargetArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+) -> None:
+    """A quarter of its time to run, by SIGSTOP and SIGCONT; this command lasts as long."""
+    _strike("slow", target, lasts, folder, as_json)
+
+
+@app.command()
+def partition(
+    *, target: RegionArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+) -> None:
+    """End all links of a region and refuse new ones. Lost packets: `demo --wan`, and `wan cut`."""
+    _strike("partition", target, lasts, folder, as_json)
+
+
+@app.command()
+def disk(
+    *, target: RegionArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+) -> None:
+    """Let every fsync of a region's daemon fail with EIO."""
+    _strike("disk", target, lasts, folder, as_json)
+
+
+@app.command()
+def tape(
+    *,
+    chips: Annotated[int, typer.Option("--chips", min=1024, max=100_000_000, help="Of all regions together.")],
+    regions: Annotated[int, typer.Option("--regions", min=1, max=16, help="As many as the demo's.")] = 4,
+    seconds: Annotated[float, typer.Option("--seconds", min=5, max=86_400, help="As long as the demo.")] = 90.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the failures.")] = 0,
+) -> None:
+    """Print the failures of the paper's model as a tape for `demo --chaos --tape`; see `simulate goodput`."""
+    from diloco_node.chaos.tape import tape_text
+    from diloco_node.cli.demo.run import NAMES
+    from diloco_node.sim.goodput import failure_plan
+
+    typer.echo(tape_text(failure_plan(chips, NAMES[:regions], seconds=seconds, seed=seed)), nl=False)
+
+
+def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bool) -> None:
+    import asyncio
+    import time
+
+    from diloco_node.chaos.executor import FaultExecutor
+    from diloco_node.chaos.plan import PlannedFault, parse_target
+    from diloco_node.chaos.processes import DemoFile, running_demo
+    from diloco_node.cli.options import parsed
+    from diloco_node.config.units import parse_duration
+    from diloco_node.errors import ConfigError, PeersUnreachable
+
+    place = folder if folder is not None else running_demo()
+    demo = DemoFile.load(place)
+    if not demo.is_running:
+        raise ConfigError(f"the demo of {place} has ended: name the folder of one that runs")
+    lasts_ns = parsed("--for", lasts, parse_duration).ns if lasts else 0
+    fault = PlannedFault(0, kind, parse_target(target, list(demo.supervisors)), lasts_ns)
+    began_ns = time.monotonic_ns()
+    executor = FaultExecutor(
+        lambda: DemoFile.load(place),
+        now_ns=lambda: time.monotonic_ns() - began_ns,
+        attached=lambda region: _attached(place / region),
+    )
+    done = asyncio.run(executor.strike(fault))
+    if done.is_missed:
+        raise PeersUnreachable(f"{target} has no such process just now: it is being started again, or has ended")
+    if as_json:
+        typer.echo(json.dumps(done.document()))
+    else:
+        over = f", over after {lasts}" if lasts else ""
+        typer.echo(f"{kind} {target}: process {', '.join(map(str, done.pids))}{over}")
+
+
+def _attached(state_dir: Path) -> int | None:
+    """The process that the daemon of this folder names as its learner, if it answers."""
+    from diloco_node.cli.demo.processes import attached_learner
+    from diloco_node.cli.status import ask, find_targets
+    from diloco_node.errors import ConfigError
+
+    try:
+        return attached_learner(ask(find_targets(str(state_dir))[0]))
+    except ConfigError:
+        return None

@@ -1,0 +1,51 @@
+"""`python -m diloco_node.cli.demo.region start ...`: `diloco-node start`, with a daemon that faults can be given to.
+
+A demo starts its regions so. `diloco-node start` itself starts a daemon that looks for no faults.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco_node.chaos.fault_files import FAULTS_VARIABLE
+
+if TYPE_CHECKING:
+    from diloco_node.config import NodeConfig
+    from diloco_node.daemon.supervisor import SupervisorSpec
+
+
+def main(arguments: list[str]) -> int:
+    """Become the region's supervisor (`start ...`), or its daemon (`daemon SPEC.json`)."""
+    if arguments[:1] == ["daemon"]:
+        return run_daemon(arguments[1:])
+    from diloco_node.cli import start
+    from diloco_node.cli.main import main as run_command
+
+    prepare = start.prepare
+
+    def prepare_with_faults(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:
+        spec = prepare(config, region, command)
+        at = spec.daemon_command.index("diloco_node.daemon")
+        spec.daemon_command[at : at + 1] = [__spec__.name, "daemon"]
+        return spec
+
+    start.prepare = prepare_with_faults
+    return run_command(arguments)
+
+
+def run_daemon(arguments: list[str]) -> int:
+    """The daemon with its faults; the exit code."""
+    from diloco_node.chaos.daemon_faults import install
+    from diloco_node.daemon.__main__ import main as run
+    from diloco_node.daemon.spec import NodeSpec
+
+    install(Path(os.environ[FAULTS_VARIABLE]), NodeSpec.load(Path(arguments[0])).region)
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,170 @@
+"""cli/demo/storm.py: what a storm asks for and refuses, and what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from diloco_node.chaos.executor import StruckFault
+from diloco_node.chaos.plan import FaultTarget, PlannedFault
+from diloco_node.chaos.story import MergeMember, RegionSample, RunSample, TimedMerge, training
+from diloco_node.chaos.tape import read_tape, tape_text
+from diloco_node.cli.demo import storm as storm_module
+from diloco_node.cli.demo.command import DemoOptions
+from diloco_node.cli.demo.run import run_demo
+from diloco_node.cli.demo.storm import CALM_S, PICTURE_NAME, TAPE_NAME, DemoStorm, storm_lines
+from diloco_node.errors import ConfigError, StorageError
+from diloco_node.numeric import NS_PER_S
+
+S = NS_PER_S
+NAMES = ("b", "a", "c")
+OPTIONS = DemoOptions(seconds=60, seed=4, has_chaos=True)
+
+
+def undisturbed(**changes: Any) -> dict[str, Any]:
+    return {
+        "seconds": 60,
+        "seed": 4,
+        "tokens_merged": 2000,
+        "tokens_merged_of": {"a": 1000, "b": 500, "c": 500},
+        "val_losses": [[100, 4.0], [2000, 2.0]],
+        **changes,
+    }
+
+
+def baseline(folder: Path, **changes: Any) -> Path:
+    path = folder / "undisturbed.json"
+    path.write_text(json.dumps({"training": undisturbed(**changes)}))
+    return path
+
+
+def test_the_end_of_the_training_is_calm(tmp_path: Path) -> None:
+    plan = DemoStorm(replace(OPTIONS, mtbf="500ms"), NAMES, tmp_path).plan
+    assert len(plan.faults) > 50
+    assert plan.faults[-1].at_ns < (60 - CALM_S) * S
+    assert {fault.target.region for fault in plan.faults} == set(NAMES)
+    assert DemoStorm(replace(OPTIONS, mtbf="500ms"), sorted(NAMES), tmp_path).plan == plan
+    assert DemoStorm(replace(OPTIONS, mtbf="500ms", seed=5), NAMES, tmp_path).plan != plan
+
+
+def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
+    file = tmp_path / "tape"
+    file.write_text(
+        '{"at_seconds": 48, "do": "pause", "target": "a", "seconds": 30}\n'
+        '{"at_seconds": 55, "do": "kill", "target": "a"}\n'
+    )
+    [fault] = DemoStorm(replace(OPTIONS, tape=file), NAMES, tmp_path).plan.faults
+    assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"seconds": CALM_S}, "--seconds"),
+        ({"mtbf": "often"}, "--mtbf"),
+        ({"mtbf": "0s"}, "above zero"),
+        ({"mtbf": "1us"}, "longer mean time"),
+        ({"victims": "learner,leader"}, "--victims"),
+        ({"tape": Path("missing")}, "can't be read"),
+        ({"baseline": Path("missing")}, "--baseline"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        DemoStorm(replace(OPTIONS, **changes), NAMES, tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"seconds": 61}, {"seed": 5}, {"tokens_merged_of": {"a": 1, "b": 1}}])
+def test_a_baseline_of_another_demo_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another demo"):
+        DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path, **changes)), NAMES, tmp_path)
+
+
+def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
+    for text in ("", "[]", "{}", '{"training": null}', '{"training": {"seconds": "x"}}'):
+        (tmp_path / "file").write_text(text)
+        with pytest.raises(ConfigError, match=r"report\.json"):
+            DemoStorm(replace(OPTIONS, baseline=tmp_path / "file"), NAMES, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"tape": Path("x")}, {"baseline": Path("x")}, {"victims": "daemon"}, {"mtbf": "5s"}]
+)
+def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="add --chaos"):
+        run_demo(DemoOptions(**changes))
+
+
+def test_the_plan_is_left_as_a_tape_that_makes_the_same_storm(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("")
+    storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "x"), NAMES, tmp_path)
+    asyncio.run(storm.run([], lambda: 0, lambda _: None))
+    assert (tmp_path / TAPE_NAME).read_text() == ""
+    drawn = DemoStorm(OPTIONS, NAMES, tmp_path)
+    (tmp_path / "again").write_text(tape_text(drawn.plan))
+    assert read_tape(tmp_path / "again", NAMES) == drawn.plan
+
+
+def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: object) -> None:
+        raise StorageError("the folder is full")
+
+    monkeypatch.setattr(storm_module.FaultExecutor, "strike", refuse)
+    (tmp_path / "tape").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
+    storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "tape"), NAMES, tmp_path)
+    with pytest.raises(StorageError, match="the folder is full"):
+        asyncio.run(storm.run([], lambda: 0, lambda _: None))
+
+
+def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> None:
+    storm = DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path)), NAMES, tmp_path)
+    target = FaultTarget("a", "learner")
+    storm._struck = [
+        StruckFault(10 * S, PlannedFault(10 * S, "kill", target), (77,)),
+        StruckFault(20 * S, PlannedFault(20 * S, "kill", FaultTarget("b")), ()),
+        StruckFault(30 * S, PlannedFault(30 * S, "pause", FaultTarget("c"), 2 * S), (78, 79)),
+    ]
+    up = RegionSample(True, True, incarnation=1)
+    dead = RegionSample(True, False, incarnation=1)
+    back = RegionSample(True, True, incarnation=2, tokens_merged=1500, rounds=30, val_loss=2.5)
+    samples = [
+        RunSample(-1, {"a": up, "b": up, "c": up}),
+        RunSample(10 * S, {"a": dead, "b": up, "c": up}),
+        RunSample(15 * S, {"a": back, "b": up, "c": up}),
+    ]
+    merges = [
+        TimedMerge(S, {name: MergeMember(1, 1, 200.0) for name in "abc"}),
+        TimedMerge(16 * S, {"a": MergeMember(2, 1, 300.0)}),
+    ]
+    done = training(samples, merges, regions=NAMES, end_ns=60 * S)
+    chaos = storm.document(samples, merges, done)
+    assert chaos["struck"] == {"kill": {"learner": 1}, "pause": {"region": 1}}
+    assert (chaos["missed"], chaos["seed"], chaos["mtbf_seconds"], chaos["calm_seconds"]) == (1, 4, 5.0, CALM_S)
+    assert chaos["rejoin"]["learner"]["seconds_median"] == 6.0
+    # Three samples only: the first lasts until it dies, the last until the end.
+    spent = {"training": 10.0, "training without its daemon": 0.0, "catching up": 45.0, "dead": 5.0}
+    assert chaos["seconds_of"]["a"] == spent
+    assert chaos["compared"]["goodput"] == 0.75
+    assert chaos["compared"]["goodput_of"] == {"a": 0.5, "b": 0.4, "c": 0.4}
+    assert chaos["compared"]["loss"]["undisturbed"] == pytest.approx(4 - 2 * 1400 / 1900)
+    ElementTree.parse(tmp_path / PICTURE_NAME)
+    report = json.loads(json.dumps({"training": done, "chaos": chaos}))
+    text = "\n".join(storm_lines(report))
+    for part in ("kill 1 learner; pause 1 region", "1 met nobody", "goodput            75.0%", "median 6.0 s", "50.0%"):
+        assert part in text, text
+
+
+def test_without_a_baseline_the_report_says_how_to_get_one(tmp_path: Path) -> None:
+    storm = DemoStorm(OPTIONS, NAMES, tmp_path)
+    done = training([], [], regions=NAMES, end_ns=60 * S)
+    chaos = storm.document([], [], done)
+    assert (chaos["compared"], chaos["struck"]) == (None, {})
+    text = "\n".join(storm_lines({"training": done, "chaos": chaos}))
+    assert "--baseline FILE" in text
+    assert "nothing was struck" in text
