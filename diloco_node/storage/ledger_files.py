@@ -148,7 +148,8 @@ class LedgerFile:
         """Read all entries, cut off a torn last write, and be ready to append.
 
         Args:
-            is_new: nothing was ever written, so the file may be missing or half begun.
+            is_new: nothing was ever written, so the file may be missing or half begun. One that is there has a durable
+                name (`RegionStore.load` syncs the folder first).
 
         Raises:
             StorageError: damaged or missing (says where), or the disk refuses.
@@ -172,7 +173,6 @@ class LedgerFile:
             # Earlier frames were on the disk before the last one was begun.
             _write_at(self._descriptor, self._last_frame, data[self._last_frame : self._end])
             os.fsync(self._descriptor)
-            sync_folder(self._path.parent)
         except OSError as error:
             raise disk_error("open", self._path, error) from error
         try:

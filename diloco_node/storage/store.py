@@ -31,7 +31,7 @@ from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.storage import tensor_files
 from diloco_node.storage.disk_id import DiskIdFile, set_aside
-from diloco_node.storage.durable import disk_error, remove_temporaries, sync_folder
+from diloco_node.storage.durable import disk_error, make_folder, remove_temporaries, sync_folder
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME, LedgerFile, VoteFile
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
@@ -65,11 +65,9 @@ class RegionStore:
         self.set_aside: list[str] = []
         self.lost = ""
         try:
+            make_folder(folder)
             for path in (self._payloads, self._states):
-                if not path.exists():
-                    path.mkdir(parents=True, exist_ok=True)
-                    sync_folder(folder)
-                    sync_folder(folder.parent)
+                path.mkdir(exist_ok=True)  # `load` makes the names durable
             self._lock = _lock(folder / "lock")
         except OSError as error:
             raise disk_error("use", folder, error) from error
