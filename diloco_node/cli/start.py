@@ -188,6 +188,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         identity_dir=config.identity_dir(region).resolve(),
         admin_port=config.regions[region].admin_port,
         admin_host=config.regions[region].admin_host,
+        payload_archive=config.regions[region].payload_archive,
         budget=config.budget_plan(region),
         config_file=config.path.resolve(),
         learner_socket=socket_path(folder, DAEMON_SOCKET),
