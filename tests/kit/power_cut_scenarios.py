@@ -23,6 +23,7 @@ from diloco_node.daemon.manifest_file import MANIFEST_NAME, recover_manifest, sa
 from diloco_node.daemon.run_end import FINAL_NAME, write_final
 from diloco_node.errors import LedgerGone, StorageError
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
+from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import (
     AREA_BYTES,
@@ -87,7 +88,7 @@ def log_of(recovered: Recovered) -> Log:
 
 
 class LogScenario:
-    """Votes, entries, truncations and sums, with restarts in between."""
+    """Votes, entries, truncations and sums, with restarts in between, in a folder that keeps everything."""
 
     def run(self, root: Path, disk: RecordedDisk) -> None:
         disk.note = LogNote()
@@ -111,7 +112,7 @@ class LogScenario:
         store.close()
 
     def _load(self, root: Path, disk: RecordedDisk) -> RegionStore:
-        store = RegionStore(region_folder(root))
+        store = RegionStore(region_folder(root), is_archive=True)
         recovered = store.load(FRAGMENTS)
         note = disk.note
         assert log_of(recovered) in (note.told, *note.maybe)
@@ -147,6 +148,8 @@ class LogScenario:
             assert store.set_aside == []
             assert log_of(recovered) in (note.told, *note.maybe)
             assert not note.disk or recovered.disk == note.disk
+            base, entries = read_whole_ledger(region_folder(root))
+            assert (base, entries[recovered.base.index :]) == (NO_BASE, recovered.entries)
             last = recovered.entries[-1] if recovered.entries else recovered.base
             more = seal(last.index + 1, 9, last.hash, LeaderBody("more"))
             store.persist(9, "c", 0, (more,))
