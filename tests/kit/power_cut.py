@@ -19,7 +19,6 @@ import hashlib
 import io
 import os
 import random
-import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -318,31 +317,38 @@ class RecordedDisk:
     def _look(self, where: str) -> None:
         self._is_looking = True
         try:
-            self._look_at(self.root, self._root)
+            self._look_at(str(self.root), self._root)
         finally:
             self._is_looking = False
         self._add_point(where)
 
-    def _look_at(self, folder: Path, inode: int) -> None:
+    def _look_at(self, folder: str, inode: int) -> None:
         found: dict[str, int] = {}
-        for entry in sorted(os.scandir(folder), key=lambda one: one.name):
-            status = entry.stat(follow_symlinks=False)
-            if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode):
-                found[entry.name] = status.st_ino
-                self._pin(entry.path, status.st_ino)
+        folders: list[tuple[str, int]] = []
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda one: one.name):
+                child = entry.inode()
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append((entry.path, child))
+                elif entry.is_file(follow_symlinks=False):
+                    self._read(entry.path, child)
+                else:
+                    continue
+                found[entry.name] = child
+                self._pin(entry.path, child)
         before = self._names.get(inode, {})
         if found != before or inode not in self._folders:
             past = self._folders.get(inode, FolderPast({}))
             self._folders[inode] = FolderPast(past.durable, (*past.changes, *_changes(before, found)))
             self._names[inode] = found
-        for name, child in found.items():
-            path = folder / name
-            if path.is_dir():
-                self._look_at(path, child)
-            else:
-                content = path.read_bytes()
-                contents = self._files.get(child, (b"",))
-                self._files[child] = contents if contents[-1] == content else (*contents, content)
+        for path, child in folders:
+            self._look_at(path, child)
+
+    def _read(self, path: str, inode: int) -> None:
+        with self._io_open(path, "rb") as file:
+            content = file.read()
+        contents = self._files.get(inode, (b"",))
+        self._files[inode] = contents if contents[-1] == content else (*contents, content)
 
     def _pin(self, path: str, inode: int) -> None:
         """The number of a removed file must not be given to another one."""
