@@ -131,8 +131,9 @@ def _said(entry: Entry) -> str:
         case types.LeaderBody() as body:
             said = body.leader
         case types.RoundBody() as body:
+            total = sum(one.weight for one in body.members) or 1.0
             members = ", ".join(
-                f"{one.contribution.learner} {one.weight:.3g} ({one.contribution.tokens:,} tokens)"
+                f"{one.contribution.learner} {one.weight / total:.1%} ({one.contribution.tokens:,} tokens)"
                 for one in body.members
             )
             last = ", the last one" if body.is_last else ""

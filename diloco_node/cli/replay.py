@@ -80,8 +80,11 @@ def report_lines(report: ReplayReport) -> list[str]:
     from diloco_node.daemon.replay import ARCHIVE_HINT
 
     late = [one for one in report.plan if one.start]
-    lines = [f"fragment {one.fragment} begins at version {one.start}: {one.lack} is not here" for one in late]
-    lines += [ARCHIVE_HINT] if late else []
+    lines = []
+    if late:
+        count, first = f"{len(late)} of {len(report.plan)} fragments begin later than Theta_0", late[0]
+        lines.append(f"{count}, fragment {first.fragment} at version {first.start}: {first.lack} is not here")
+        lines.append(ARCHIVE_HINT)
     for check in report.checks:
         if not check.agrees:
             named, computed = check.named.hex()[:16], check.computed.hex()[:16]

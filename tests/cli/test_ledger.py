@@ -46,7 +46,7 @@ BODIES: tuple[EntryBody, ...] = (
 LINES = (
     "#1 term 1 genesis: run my-run of eu, us-east, 1 fragments, settings cdcdcdcdcdcd, model abababababab",
     "#2 term 1 leader: us-east",
-    "#3 term 1 round: fragment 0 to version 4 (ballot 1.7): us-east 1.5 (4,000 tokens); share 0.75, "
+    "#3 term 1 round: fragment 0 to version 4 (ballot 1.7): us-east 100.0% (4,000 tokens); share 0.75, "
     "payload 121212121212",
     r"#4 term 1 discarded: fragment 0: steps 5 to 9 of eu incarnation 2, 1,234 tokens: it died \x1b[31m",
     "#5 term 1 disk-named: eu has folder abababababab",

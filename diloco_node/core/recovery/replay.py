@@ -84,7 +84,7 @@ def _plan_fragment(
     on_disk: tuple[set[int], set[tuple[int, bytes]]],
 ) -> FragmentReplay:
     states, payloads = on_disk
-    lack = "" if 0 in states else f"the state of fragment {fragment} at version 0 (Theta_0)"
+    lack = "" if 0 in states else f"the state of fragment {fragment} at version 0"
     for start in sorted(states & digests.keys()):
         missing = _missing(fragment, range(start + 1, last + 1), rounds, payloads)
         if not missing:

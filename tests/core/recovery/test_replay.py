@@ -69,7 +69,7 @@ def test_what_is_missing_is_what_an_earlier_start_would_need() -> None:
         return plan_replay(GENESIS, None, entries, [states, {0}], payloads)[0].lack
 
     assert lack({0, 3}, all_payloads) == ""
-    assert lack({3, 4}, all_payloads) == "the state of fragment 0 at version 0 (Theta_0)"
+    assert lack({3, 4}, all_payloads) == "the state of fragment 0 at version 0"
     assert lack({0, 3}, all_payloads - {payload_of(0, 2)}) == "the payload of fragment 0 version 2"
     assert (
         lack({0}, {(0, 1, b"another one"), *all_payloads} - {payload_of(0, 1)}) == "the payload of fragment 0 version 1"
