@@ -1088,9 +1088,12 @@ def test_a_crash_while_the_ledger_is_summed_up_leaves_the_old_or_the_new_one(
     assert is_done == (fail_at >= 6)
 
 
+@pytest.mark.parametrize("is_archive", [False, True])
 def test_a_refused_sum_is_written_when_the_disk_takes_it(
-    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool
 ) -> None:
+    store = RegionStore(folder, is_archive=is_archive)
+    store.load(FRAGMENTS)
     entries = chain(9)
     store.persist(1, "a", 0, entries[:7])
     for name in ("writev", "fsync"):
@@ -1100,6 +1103,7 @@ def test_a_refused_sum_is_written_when_the_disk_takes_it(
                 store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     assert load_again(store, folder) == (base_of(entries[3]), entries[4:])
+    assert read_whole_ledger(folder)[1] == (entries if is_archive else entries[4:])
 
 
 def failing(number: int) -> Callable[..., None]:
