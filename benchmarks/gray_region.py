@@ -12,6 +12,7 @@ is started by this program, which first puts itself between the daemon's parts.
 | nan_merged | reduces to NaN, with the right digest of that |
 | mute | contributes in words only: no stripe of a contribution is sent |
 | fsync | every fsync and fdatasync fails with EIO |
+| slow_fsync | every fsync and fdatasync takes 10 s longer |
 
 With `$GRAY_BULK`, a JSON object of peer and HOST:PORT, connections for bulk are dialed there instead: a relay that can
 hold them up.
@@ -24,6 +25,7 @@ import errno
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,8 @@ import numpy as np
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 
-FAULTS = ("drop_merged", "corrupt_merged", "nan_merged", "mute", "fsync")
+FAULTS = ("drop_merged", "corrupt_merged", "nan_merged", "mute", "fsync", "slow_fsync")
+SLOW_SYNC_S = 10.0
 FAULTS_VARIABLE = "GRAY_FAULTS"
 BULK_VARIABLE = "GRAY_BULK"
 
@@ -118,8 +121,11 @@ def _install_disk(fault: Callable[[], str]) -> None:
 
 def _install_sync(name: str, sync: Callable[[int], None], fault: Callable[[], str]) -> None:
     def sync_or_not(descriptor: int) -> None:
-        if fault() == "fsync":
+        now = fault()
+        if now == "fsync":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if now == "slow_fsync":
+            time.sleep(SLOW_SYNC_S)
         sync(descriptor)
 
     setattr(os, name, sync_or_not)

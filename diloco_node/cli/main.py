@@ -14,6 +14,7 @@ import typer
 
 from diloco_node import __version__
 from diloco_node.cli import certs, chaos, config, orders, simulate, start, status
+from diloco_node.cli import certs, config, ledger, orders, replay, simulate, start, status
 from diloco_node.cli.demo.command import demo
 from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.plan.command import plan
@@ -37,6 +38,8 @@ app.command("start")(start.start)
 app.command("demo")(demo)
 app.command("status")(status.status)
 app.command("plan")(plan)
+app.command("ledger")(ledger.ledger)
+app.command("replay")(replay.replay)
 app.add_typer(orders.budget, name="budget")
 app.add_typer(orders.quarantine, name="quarantine")
 app.add_typer(certs.app, name="certs")

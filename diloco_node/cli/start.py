@@ -148,11 +148,12 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         StorageError: the folder can't be written.
     """
     from diloco_node.daemon.supervisor import SupervisorSpec
+    from diloco_node.storage.durable import make_folder
 
     folder = config.state_dir(region).resolve()
     node_file, trainer_file = folder / NODE_FILE, folder / TRAINER_FILE
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         node_spec(config, region, folder).save(node_file)
         trainer_file.write_text(json.dumps(trainer_settings(config), indent=1) + "\n")
     except OSError as error:
@@ -187,6 +188,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         identity_dir=config.identity_dir(region).resolve(),
         admin_port=config.regions[region].admin_port,
         admin_host=config.regions[region].admin_host,
+        payload_archive=config.regions[region].payload_archive,
         budget=config.budget_plan(region),
         config_file=config.path.resolve(),
         learner_socket=socket_path(folder, DAEMON_SOCKET),

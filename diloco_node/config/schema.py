@@ -173,6 +173,8 @@ class RegionSection(Section):
         measure_port: where `measure serve` of this region listens, and where others dial it, so that it can run beside
             the daemon; 0: at the port of the region. No port that the region has for something else.
         egress, ingress: this region's own ceilings, instead of those of `[budget]`.
+        payload_archive: it keeps every payload, the first parameters and the whole ledger, for `replay`. The folder
+            grows without end.
     """
 
     address: HostPort | None = None
@@ -182,6 +184,7 @@ class RegionSection(Section):
     measure_port: Annotated[Whole, Field(ge=0, le=65_535)] = 0
     egress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
     ingress: Annotated[Ceiling | None, Field(examples=["2Gbit/s"])] = None
+    payload_archive: bool = False
 
 
 class Tree(BaseSettings):

@@ -88,7 +88,7 @@ class Daemon:
             state_dir=self.spec.state_dir,
             host=self.spec.admin_host,
         )
-        self._store = RegionStore(self.spec.state_dir)
+        self._store = RegionStore(self.spec.state_dir, is_archive=self.spec.payload_archive)
         is_clean = False
         try:
             await admin.start()

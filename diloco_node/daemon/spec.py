@@ -38,6 +38,7 @@ class NodeSpec:
         settings_digest: hex; must be equal on all regions.
         init: a safetensors file with Theta_0, or None: the first leader's learner decides.
         seed: of everything random in the daemon (election timeouts, back-off).
+        payload_archive: the folder keeps what `replay` needs.
     """
 
     region: str
@@ -59,6 +60,7 @@ class NodeSpec:
     admin_host: str = "127.0.0.1"
     budget: BudgetPlan = BudgetPlan()  # noqa: RUF009 - frozen
     config_file: Path | None = None
+    payload_archive: bool = False
 
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""

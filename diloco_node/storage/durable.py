@@ -46,10 +46,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it, durably; nothing when it is there. Raises OSError."""
+    """Make a folder, and those above it that are missing; durable when this returns. Raises OSError.
+
+    Also where it is there: who made it may have been killed before its name was durable.
+    """
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
+    with contextlib.suppress(PermissionError):  # who may not read the folder above has not made this one
         sync_folder(folder.parent)
 
 

@@ -127,8 +127,8 @@ class LedgerFile:
         cut_bytes: what `open` cut off at the end: a write that a crash interrupted.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / LEDGER_NAME
+    def __init__(self, folder: Path, name: str = LEDGER_NAME) -> None:
+        self._path = folder / name
         self._end_path = folder / LEDGER_END_NAME
         self._descriptor = -1
         self._end = 0
@@ -148,7 +148,8 @@ class LedgerFile:
         """Read all entries, cut off a torn last write, and be ready to append.
 
         Args:
-            is_new: nothing was ever written, so the file may be missing or half begun.
+            is_new: nothing was ever written, so the file may be missing or half begun. One that is there has a durable
+                name (`RegionStore.load` syncs the folder first).
 
         Raises:
             StorageError: damaged or missing (says where), or the disk refuses.
@@ -172,15 +173,33 @@ class LedgerFile:
             # Earlier frames were on the disk before the last one was begun.
             _write_at(self._descriptor, self._last_frame, data[self._last_frame : self._end])
             os.fsync(self._descriptor)
-            sync_folder(self._path.parent)
         except OSError as error:
             raise disk_error("open", self._path, error) from error
+        entries = self.decoded(encoded, previous_index=self.base.index, previous_hash=self.base.hash)
+        self.last_index = self.base.index + len(entries)
+        return entries
+
+    def read(self) -> list[bytes]:
+        """All entries, encoded, without changing anything; `base` is then what they follow, its hash unchecked.
+
+        A torn end is passed over: a daemon may be writing it just now. Raises StorageError: damaged, missing, or it
+        can't be read.
+        """
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise disk_error("read", self._path, error) from error
+        if data[: len(_LOG_HEADER)] != _LOG_HEADER:
+            raise self._damage(0, "its header is not that of a ledger of this version")
+        return self._read_frames(data)
+
+    def decoded(self, encoded: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
+        """The entries that follow that one, their hash chain checked. Raises StorageError."""
         try:
             entries = tuple(decode_entry(one) for one in encoded)
-            verify_chain(entries, previous_index=self.base.index, previous_hash=self.base.hash)
+            verify_chain(entries, previous_index=previous_index, previous_hash=previous_hash)
         except PeerError as error:
             raise StorageError(f"{self._path} is damaged: {error}. {_REMEDY}") from error
-        self.last_index = self.base.index + len(entries)
         return entries
 
     def append(self, truncate_from: int, entries: Sequence[Entry]) -> None:
@@ -227,12 +246,15 @@ class LedgerFile:
         with contextlib.suppress(OSError):  # what it says is of use, not needed
             self._end_path.write_bytes(number + _CRC.pack(zlib.crc32(number)))
 
-    def begin_with(self, base: LedgerBase, truncate_from: int, entries: Sequence[Entry]) -> None:
+    def begin_with(
+        self, base: LedgerBase, truncate_from: int, entries: Sequence[Entry], *, kept_as: Path | None = None
+    ) -> None:
         """Write a new file that begins with this; it is the log, durably, when this returns.
 
         Args:
             base: entries up to its index are forgotten.
             truncate_from, entries: as for `append`, and done in the same moment.
+            kept_as: the old file stays, under this name in the same folder.
 
         Raises: as `append`; the old file is still there then.
         """
@@ -245,6 +267,9 @@ class LedgerFile:
             frames = [_frame(0, [_BASE_MARK, [base.index, base.term, base.hash, base.summary]])]
             left += [encode_entry(entry) for entry in entries]
             frames += [_frame(1 + number, [0, batch]) for number, batch in enumerate(_batches(left))]
+            if kept_as is not None:
+                kept_as.unlink(missing_ok=True)  # of a try before, which was refused
+                os.link(self._path, kept_as)
             # The new file has fewer frames, and must not look as if it had lost some.
             self._end_path.unlink(missing_ok=True)
             sync_folder(self._path.parent)

@@ -6,6 +6,7 @@
     disk.id       random id of the folder        (disk_id)
     vote.bin      term and vote                  (ledger_files)
     ledger.log    entries                        (ledger_files)
+    ledger-*.log  earlier ones, in an archive    (ledger_reader)
     payloads/     merged outer gradients         (tensor_files)
     state/        parameters and momentum        (tensor_files)
     *.damaged     files whose checksum was wrong, set aside for a person to look at
@@ -31,8 +32,9 @@ from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.storage import tensor_files
 from diloco_node.storage.disk_id import DiskIdFile, set_aside
-from diloco_node.storage.durable import disk_error, remove_temporaries, sync_folder
+from diloco_node.storage.durable import disk_error, make_folder, remove_temporaries, sync_folder
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME, LedgerFile, VoteFile
+from diloco_node.storage.ledger_reader import LedgerReader, archive_path
 from diloco_node.storage.payload_files import PayloadDraft, SpareFiles
 
 STATES_KEPT: Final = 2
@@ -49,6 +51,9 @@ class RegionStore:
 
     Args:
         folder: made if it is missing.
+        is_read_only: for `load` and what reads: nothing is made, locked, set aside or repaired, so a daemon may run on
+            the folder meanwhile.
+        is_archive: payloads, first states and the whole ledger are kept (`ledger_reader`).
 
     Attributes:
         set_aside: names of damaged files that were found and renamed, since the folder was opened.
@@ -58,27 +63,32 @@ class RegionStore:
         StorageError: another daemon holds the folder, or it can't be used.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_read_only: bool = False, is_archive: bool = False) -> None:
         self._folder = folder
+        self._is_read_only = is_read_only
+        self._is_archive = is_archive
         self._payloads = folder / "payloads"
         self._states = folder / "state"
         self.set_aside: list[str] = []
         self.lost = ""
-        try:
-            for path in (self._payloads, self._states):
-                if not path.exists():
-                    path.mkdir(parents=True, exist_ok=True)
-                    sync_folder(folder)
-                    sync_folder(folder.parent)
-            self._lock = _lock(folder / "lock")
-        except OSError as error:
-            raise disk_error("use", folder, error) from error
+        self._lock = -1
+        if not is_read_only:
+            self._make()
         self._spares = SpareFiles(self._payloads)
         self._disk_id = DiskIdFile(folder)
         self._vote = VoteFile(folder)
         self._ledger = LedgerFile(folder)
 
-    def load(self, fragments: int, *, is_read_only: bool = False) -> Recovered:
+    def _make(self) -> None:
+        try:
+            make_folder(self._folder)
+            for path in (self._payloads, self._states):
+                path.mkdir(exist_ok=True)  # `load` makes the names durable
+            self._lock = _lock(self._folder / "lock")
+        except OSError as error:
+            raise disk_error("use", self._folder, error) from error
+
+    def load(self, fragments: int) -> Recovered:
         """Read and check everything that recovery needs. Once, before anything else.
 
         The newest state of each fragment and the payloads after it are read whole and checked; of the rest the
@@ -86,11 +96,26 @@ class RegionStore:
 
         Args:
             fragments: P.
-            is_read_only: a damaged vote or ledger is an error, and stays where it is.
 
         Raises:
-            StorageError: the disk refuses; or vote or ledger are damaged, and nothing may be changed.
+            StorageError: the disk refuses; or vote or ledger are damaged or missing, and nothing may be changed.
         """
+        self._disk_id.read()
+        if self._is_read_only:
+            self._vote.open(is_new=False)
+            reader = LedgerReader(self._folder)
+            entries, base = reader.read(), reader.base
+        else:
+            entries = self._recover()
+            base = self._ledger.base
+        found = [self._newest_state(fragment) for fragment in range(fragments)]
+        states, digests = tuple(version for version, _ in found), tuple(digest for _, digest in found)
+        payloads = frozenset(self._whole_payloads(states))
+        vote, disk = self._vote, self._disk_id.value
+        return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk)
+
+    def _recover(self) -> tuple[Entry, ...]:
+        """Entries, vote and an id; what a crash has left is cleared away. Raises StorageError: the disk refuses."""
         try:
             for folder in (self._folder, self._payloads, self._states):
                 remove_temporaries(folder)
@@ -98,23 +123,16 @@ class RegionStore:
                 sync_folder(folder)
         except OSError as error:
             raise disk_error("read", self._folder, error) from error
-        self._disk_id.read()
         try:
             entries = self._open_ledger()
         except DiskRefused:
             raise
         except StorageError as error:
-            if is_read_only:
-                raise
             self._begin_again(str(error))
             entries = self._open_ledger()
         if not self._disk_id.value:
             self._disk_id.make()
-        found = [self._newest_state(fragment) for fragment in range(fragments)]
-        states, digests = tuple(version for version, _ in found), tuple(digest for _, digest in found)
-        payloads = frozenset(self._whole_payloads(states))
-        vote, base, disk = self._vote, self._ledger.base, self._disk_id.value
-        return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk)
+        return entries
 
     def begin_again(self, why: str, fragments: int) -> Recovered:
         """Give vote and ledger up, for what they say makes no sense; as `load` does with damaged ones. Same errors."""
@@ -183,7 +201,8 @@ class RegionStore:
             self._vote.write(term, voted_for)
         try:
             if base is not None:
-                self._ledger.begin_with(base, truncate_from, entries)
+                kept_as = archive_path(self._folder, self._ledger.base) if self._is_archive else None
+                self._ledger.begin_with(base, truncate_from, entries, kept_as=kept_as)
             elif truncate_from or entries:
                 self._ledger.append(truncate_from, entries)
         except LedgerLost as error:
@@ -332,7 +351,7 @@ class RegionStore:
         """Remove payloads and states of versions before `keep_from_version`.
 
         What recovery may need stays whatever is asked: the last STATES_KEPT states, and every payload after the older
-        of them.
+        of them. An archive keeps all payloads and the states at version 0.
 
         Raises:
             StorageError: the disk refused.
@@ -340,11 +359,12 @@ class RegionStore:
         states = self._files(self._states, fragment)
         kept_states = states[-STATES_KEPT:]
         oldest_kept = kept_states[0][0] if kept_states else -1
-        doomed = [path for version, path in states[:-STATES_KEPT] if version < keep_from_version]
+        first = 1 if self._is_archive else 0
+        doomed = [path for version, path in states[:-STATES_KEPT] if first <= version < keep_from_version]
         payloads = [
             path
             for version, path in self._files(self._payloads, fragment)
-            if version < keep_from_version and version <= oldest_kept
+            if version < keep_from_version and version <= oldest_kept and not self._is_archive
         ]
         try:
             for path in doomed:
@@ -369,6 +389,8 @@ class RegionStore:
         try:
             return tensor_files.read_content(path)
         except tensor_files.DamagedFile as error:
+            if self._is_read_only:
+                raise
             if path.exists():
                 self._put_aside(path)
             raise tensor_files.DamagedFile(
@@ -380,6 +402,8 @@ class RegionStore:
             raise
 
     def _put_aside(self, path: Path) -> None:
+        if self._is_read_only:
+            return
         try:
             path.rename(path.with_name(path.name + ".damaged"))
         except OSError as error:

@@ -114,11 +114,13 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     found = []
     for _, path in _counter_files(state_dir):
         try:
-            if path.is_file() and _is_sound(path.read_bytes()):
-                continue
-            path.rename(path.with_name(path.name + ".damaged"))
+            raw = path.read_bytes()
         except OSError as error:
-            raise disk_error("set aside", path, error) from error
+            raise disk_error("read", path, error) from error
+        if _is_sound(raw):
+            continue
+        # A copy, so that the name is there at each moment: without it the number would be given to another life.
+        replace_file(path.with_name(path.name + ".damaged"), [raw])
         replace_file(path, [_COUNTERS.pack(0, 0)])
         found.append(path.name)
     return tuple(found)

@@ -139,6 +139,19 @@ def test_regions_draw_different_seeds_from_one(tmp_path: Path) -> None:
     assert start_cmd.node_spec(config, "eu", tmp_path).seed == seeds[0]
 
 
+def test_a_region_may_keep_everything_for_replay(tmp_path: Path) -> None:
+    config = resolve(Flag("regions.eu.payload_archive", "true", "--set"))
+    nodes = {name: start_cmd.node_spec(config, name, tmp_path) for name in config.regions}
+    assert {name: node.payload_archive for name, node in nodes.items()} == {
+        "eu": True,
+        "us-east": False,
+        "us-west": False,
+    }
+    assert len({node.settings_digest for node in nodes.values()}) == 1
+    nodes["eu"].save(tmp_path / "node.json")
+    assert NodeSpec.load(tmp_path / "node.json") == nodes["eu"]
+
+
 def test_the_schedule_is_as_long_as_the_run() -> None:
     # 4 sequences x 32 tokens x 3 regions = 384 tokens a step
     assert start_cmd.schedule_steps(resolve()) == start_cmd.SCHEDULE_STEPS_UNKNOWN

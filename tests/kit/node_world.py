@@ -388,7 +388,16 @@ def _now_ns() -> int:
 class Region:
     """What `Daemon` does for its node, and the node."""
 
-    def __init__(self, name: str, names: tuple[str, ...], folder: Path, settings: RunSettings, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        names: tuple[str, ...],
+        folder: Path,
+        settings: RunSettings,
+        seed: int,
+        *,
+        is_archive: bool = False,
+    ) -> None:
         self.name = name
         self.folder = folder
         self.settings = settings
@@ -410,12 +419,13 @@ class Region:
             settings=settings,
             settings_digest="settings",
             seed=seed,
+            payload_archive=is_archive,
         )
         self.notes = NoteBook(name, _now_ns)
         self.errors: list[BaseException] = []
         self.has_finished = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.store = RegionStore(folder)
+        self.store = RegionStore(folder, is_archive=is_archive)
         self.node = self._build()
         self.learner = FakeLearner(self, seed, 0.05)
 
@@ -457,7 +467,7 @@ class Region:
 
     async def start_daemon(self) -> None:
         """Another daemon, from what the disk holds; the learner attaches to it."""
-        self.store = RegionStore(self.folder)
+        self.store = RegionStore(self.folder, is_archive=self.spec.payload_archive)
         self.node = self._build()
         await self.node.start()
         self.learner.attach()

@@ -248,7 +248,7 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_before_the_
     with traced() as trace:
         path = write_checkpoint(folder, checkpoint(1))
     partial = str(path.with_suffix(".partial"))
-    made = [("fsync", str(tmp_path)), ("fsync", str(folder.parent))]
+    made = [("fsync", str(path)) for path in (tmp_path.parent, tmp_path, folder.parent)]
     written = [("fsync", partial), ("rename", str(path)), ("fsync", str(folder))]
     assert trace == made + written
     write_checkpoint(folder, checkpoint(2))

@@ -25,6 +25,7 @@ from diloco_node.storage import store as store_module
 from diloco_node.storage.disk_id import DISK_ID_NAME
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME
+from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import DamagedFile
 
@@ -633,6 +634,84 @@ def payload_versions(store: RegionStore, fragment: int) -> list[int]:
     return [version for version, _ in store._files(store._payloads, fragment)]
 
 
+def test_an_archive_keeps_payloads_first_states_and_the_whole_ledger(folder: Path) -> None:
+    store = RegionStore(folder, is_archive=True)
+    store.load(FRAGMENTS)
+    theta = np.zeros(3, np.float32)
+    for version in (0, 8, 16, 24):
+        store.store_state(0, version, theta, theta, b"d" * 16)
+    for version in range(1, 21):
+        store.store_payload(0, version, digest_of(b"x"), [b"x"])
+    store.prune(0, 1000)
+    assert store.state_versions(0) == (0, 16, 24)
+    assert payload_versions(store, 0) == list(range(1, 21))
+    entries = chain(12)
+    store.persist(1, "a", 0, entries[:5])
+    store.persist(1, "a", 0, entries[5:7], base_of(entries[2]))
+    store.persist(1, "a", 0, entries[7:10])
+    store.persist(1, "a", 0, entries[10:], base_of(entries[8]))
+    assert read_whole_ledger(folder) == (NO_BASE, entries)
+    store.persist(1, "a", 0, (), base_of(chain(20)[-1]))
+    store.close()
+    assert read_whole_ledger(folder) == (base_of(chain(20)[-1]), ()), "behind a gap nothing can be said"
+
+
+def test_a_kept_ledger_of_another_run_is_refused(folder: Path, tmp_path: Path) -> None:
+    for path, name in ((folder, "a"), (tmp_path / "other", "b")):
+        store = RegionStore(path, is_archive=True)
+        store.load(FRAGMENTS)
+        entries = chain(9, name=name)
+        store.persist(1, "a", 0, entries[:7])
+        store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
+        store.close()
+    kept = "ledger-000000000000.log"
+    shutil.copy(tmp_path / "other" / kept, folder / kept)
+    with pytest.raises(StorageError, match="of another run"):
+        read_whole_ledger(folder)
+
+
+def test_who_only_reads_changes_nothing_and_takes_no_lock(folder: Path, store: RegionStore) -> None:
+    entries = chain(4)
+    store.persist(1, "a", 0, entries[:2])
+    store.persist(1, "a", 0, entries[2:])
+    values = np.arange(10, dtype=np.float32)
+    for version in (1, 2):
+        store.store_state(0, version, values, values, b"d" * 32)
+    damaged = folder / "state" / "f000-v00000002.bin"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    whole = (folder / LEDGER_NAME).read_bytes()
+    (folder / LEDGER_NAME).write_bytes(whole[:-1])
+    (folder / "x.tmp").write_bytes(b"being written")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    reader = RegionStore(folder, is_read_only=True)
+    recovered = reader.load(FRAGMENTS)
+    assert (recovered.entries, recovered.states) == (entries[:2], (1, -1))
+    with pytest.raises(DamagedFile):
+        reader.read_state(0, 2)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (folder / LEDGER_NAME).unlink()
+    with pytest.raises(StorageError, match=r"ledger\.log"):
+        RegionStore(folder, is_read_only=True).load(FRAGMENTS)
+    with pytest.raises(StorageError, match=r"vote\.bin"):
+        RegionStore(folder.parent, is_read_only=True).load(FRAGMENTS)
+    assert not (folder.parent / "state").exists()
+
+
+def test_a_folder_that_somebody_else_made_above_an_unreadable_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "region").mkdir()
+    real = durable.sync_folder
+
+    def refuse(folder: Path) -> None:
+        if folder == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        real(folder)
+
+    monkeypatch.setattr(durable, "sync_folder", refuse)
+    assert load(tmp_path / "region").entries == ()
+
+
 def test_versions_are_ordered_by_number_and_not_by_name(store: RegionStore) -> None:
     theta = np.zeros(3, np.float32)
     for version in (100_000_000, 99_999_999):
@@ -1009,9 +1088,12 @@ def test_a_crash_while_the_ledger_is_summed_up_leaves_the_old_or_the_new_one(
     assert is_done == (fail_at >= 6)
 
 
+@pytest.mark.parametrize("is_archive", [False, True])
 def test_a_refused_sum_is_written_when_the_disk_takes_it(
-    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool
 ) -> None:
+    store = RegionStore(folder, is_archive=is_archive)
+    store.load(FRAGMENTS)
     entries = chain(9)
     store.persist(1, "a", 0, entries[:7])
     for name in ("writev", "fsync"):
@@ -1021,6 +1103,7 @@ def test_a_refused_sum_is_written_when_the_disk_takes_it(
                 store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     assert load_again(store, folder) == (base_of(entries[3]), entries[4:])
+    assert read_whole_ledger(folder)[1] == (entries if is_archive else entries[4:])
 
 
 def failing(number: int) -> Callable[..., None]:

@@ -57,12 +57,8 @@ def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[LedgerBa
     """
     ledgers = []
     for state_dir in state_dirs:
-        store = RegionStore(state_dir)
-        try:
-            recovered = store.load(fragments, is_read_only=True)
-            ledgers.append((recovered.base, recovered.entries))
-        finally:
-            store.close()
+        recovered = RegionStore(state_dir, is_read_only=True).load(fragments)
+        ledgers.append((recovered.base, recovered.entries))
     base, longest = max(ledgers, key=lambda one: one[0].index + len(one[1]))
     verify_chain(longest, previous_index=base.index, previous_hash=base.hash)
     hashes = {entry.index: entry.hash for entry in longest}

@@ -166,6 +166,11 @@ def _hash_of(index: int, term: int, previous: bytes, body: EntryBody) -> bytes:
     return hashlib.sha256(previous + _pack([index, term, *_plain_body(body)])).digest()
 
 
+def body_kind(body: EntryBody) -> str:
+    """Its name on the wire and on disk, such as "round"."""
+    return _KINDS[type(body)]
+
+
 def _plain_body(body: EntryBody) -> list[_Plain]:
     kind = _KINDS.get(type(body))
     if kind is None:

@@ -1,0 +1,91 @@
+"""Reading ledgers without changing them: beside the daemon that writes, and back to what was summed up.
+
+In a region with `payload_archive` the old file stays when the ledger begins anew behind a sum. It is called
+`ledger-<index of its base>.log`, and is a ledger like any other. So the whole run can be read again, file by file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diloco_node.core.types import NO_BASE, Entry, LedgerBase
+from diloco_node.errors import StorageError
+from diloco_node.storage.durable import disk_error
+from diloco_node.storage.ledger_files import LEDGER_NAME, LedgerFile
+
+
+class LedgerReader:
+    """Reads one ledger again and again; what it has read before it does not decode again.
+
+    Attributes:
+        base, entries: as of the last `read`.
+    """
+
+    def __init__(self, folder: Path, name: str = LEDGER_NAME) -> None:
+        self._folder = folder
+        self._name = name
+        self._encoded: list[bytes] = []
+        self._status: tuple[int, ...] = ()
+        self.base = NO_BASE
+        self.entries: tuple[Entry, ...] = ()
+
+    def read(self) -> tuple[Entry, ...]:
+        """Entries that are new or other ones than at the call before.
+
+        Raises:
+            StorageError: damaged, missing, or it can't be read.
+        """
+        path = self._folder / self._name
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise disk_error("read", path, error) from error
+        status = (found.st_ino, found.st_size, found.st_mtime_ns)
+        if status == self._status:
+            return ()
+        ledger = LedgerFile(self._folder, self._name)
+        encoded = ledger.read()
+        gone = ledger.base.index - self.base.index
+        is_same_run = 0 <= gone <= len(self.entries)
+        before = list(zip(self._encoded, self.entries, strict=True))[gone:] if is_same_run else []
+        kept: list[Entry] = []
+        for now, (then, entry) in zip(encoded, before, strict=False):
+            if now != then:
+                break
+            kept.append(entry)
+        index, previous = (kept[-1].index, kept[-1].hash) if kept else (ledger.base.index, ledger.base.hash)
+        new = ledger.decoded(encoded[len(kept) :], previous_index=index, previous_hash=previous)
+        self._status, self._encoded, self.base, self.entries = status, encoded, ledger.base, (*kept, *new)
+        return new
+
+
+def archive_path(folder: Path, base: LedgerBase) -> Path:
+    """Where a ledger that begins with this base is kept."""
+    return folder / f"ledger-{base.index:012d}.log"
+
+
+def read_whole_ledger(folder: Path) -> tuple[LedgerBase, tuple[Entry, ...]]:
+    """The ledger, and what is kept before it, as far back as that goes.
+
+    Returns:
+        What the first entry follows, and all entries.
+
+    Raises:
+        StorageError: a ledger is damaged or missing, or a kept one is of another run.
+    """
+    reader = LedgerReader(folder)
+    reader.read()
+    base, entries = reader.base, reader.entries
+    for path in sorted(folder.glob("ledger-*.log"), reverse=True):
+        earlier = LedgerReader(folder, path.name)
+        earlier.read()
+        if not earlier.base.index < base.index <= earlier.base.index + len(earlier.entries):
+            continue  # of an attempt to sum up that did not get far, or before a gap
+        kept = earlier.entries[: base.index - earlier.base.index]
+        if kept[-1].hash != base.hash:
+            raise StorageError(
+                f"{path} has another entry {base.index} than the ledger goes on from: it is of another run, or of a "
+                "folder that was lost; move it away"
+            )
+        base, entries = earlier.base, (*kept, *entries)
+    return base, entries

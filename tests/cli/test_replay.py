@@ -1,0 +1,196 @@
+"""`replay` comes to the ledger's digests, from a whole archive or from what is left, and says what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diloco_node.cli.main import main
+from diloco_node.core.types import RunSettings, SnapshotBody
+from diloco_node.daemon import node as node_module
+from diloco_node.daemon.manifest_file import save_manifest
+from diloco_node.daemon.run_end import FINAL_NAME, write_final
+from diloco_node.daemon.spec import NODE_FILE
+from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.storage.ledger_reader import read_whole_ledger
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import read_header, write_state
+from tests.kit.node_kit import MANIFEST
+from tests.kit.node_world import MemoryTransport, Network, Region, VirtualLoop
+
+NAMES = ("a", "b", "c")
+SETTINGS = RunSettings(
+    fragments=2,
+    sync_every=6,
+    steps_max=90,
+    heartbeat_ns=50_000_000,
+    election_timeout_ns=400_000_000,
+    checkpoint_versions=3,
+    payload_versions=2,
+    summary_entries=12,
+)
+
+
+def train(folder: Path) -> None:
+    """A run of three regions, the first of which keeps everything."""
+
+    async def run() -> None:
+        MemoryTransport.network = Network()
+        regions = [
+            Region(name, NAMES, folder / name, SETTINGS, seed, is_archive=name == "a")
+            for seed, name in enumerate(NAMES, start=1)
+        ]
+        for region in regions:
+            await region.start()
+        async with asyncio.timeout(300):
+            while not all(region.has_finished for region in regions):
+                assert [region.errors for region in regions] == [[], [], []]
+                await asyncio.sleep(0.05)
+        for region in regions:
+            save_manifest(region.folder, MANIFEST)
+            region.spec.save(region.folder / NODE_FILE)
+            await region.stop()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(run())
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="dl-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node_module, "GrpcTransport", MemoryTransport)
+        patch.setattr(node_module, "load_identity", lambda *_, **__: SimpleNamespace())
+        train(folder)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def copied(trained: Path, tmp_path: Path) -> Path:
+    """The archive, to be damaged."""
+    return Path(shutil.copytree(trained / "a", tmp_path / "a", ignore=shutil.ignore_patterns("*.sock")))
+
+
+def replayed(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    """Exit code, and the document or what is on standard error."""
+    code = main(["replay", str(folder), "--json"])
+    out, err = capsys.readouterr()
+    return code, json.loads(out) if out else err
+
+
+def test_an_archive_is_replayed_from_theta_0_to_every_digest(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base, entries = read_whole_ledger(trained / "a")
+    assert base.index == 0
+    assert len(list((trained / "a").glob("ledger-*.log"))) >= 2, "the ledger was summed up several times"
+    code, document = replayed(trained / "a", capsys)
+    assert code == 0
+    assert document["agrees"]
+    assert document["final_agrees"] is True
+    assert [one["from_version"] for one in document["fragments"]] == [0, 0]
+    named = {(0, 0), (1, 0)}
+    named |= {(entry.body.fragment, entry.body.version) for entry in entries if isinstance(entry.body, SnapshotBody)}
+    assert {(one["fragment"], one["version"]) for one in document["digests"]} == named
+    assert len(named) > 8
+
+
+def test_without_an_archive_it_begins_at_the_first_state_that_has_all_it_needs(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert RegionStore(trained / "b", is_read_only=True).load(2).base.index > 0, "the ledger was summed up"
+    code, document = replayed(trained / "b", capsys)
+    assert (code, document["agrees"], document["final_agrees"]) == (0, True, True)
+    assert min(one["from_version"] for one in document["fragments"]) > 0
+    assert len(document["digests"]) >= 2
+    assert main(["replay", str(trained / "b" / LEDGER_NAME)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("2 of 2 fragments begin later than Theta_0, fragment 0 at version ")
+    assert "the state of fragment 0 at version 0 is not here" in out
+    assert "payload_archive = true" in out
+    assert "final.safetensors holds the computed parameters" in out
+
+
+def test_nothing_is_changed_and_nothing_waits_for_the_lock(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (copied / "payloads" / "f000-v00000002-0000000000000000.bin").write_bytes(b"damaged, and of no use")
+    (copied / "state" / "being-written.tmp").write_bytes(b"of the daemon")
+    before = contents(copied)
+    with (copied / "lock").open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert replayed(copied, capsys)[0] == 0
+        assert main(["ledger", str(copied)]) == 0
+    assert contents(copied) == before
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_another_theta_0_is_found_at_once_and_at_the_end(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = copied / "state" / "f001-v00000000.bin"
+    theta, momentum = RegionStore(copied, is_read_only=True).read_state(1, 0)
+    theta[7] = np.nextafter(theta[7], np.float32(9))
+    write_state(path, theta, momentum, fragment=1, version=0, digest=read_header(path).digest)
+    code, document = replayed(copied, capsys)
+    assert (code, document["agrees"], document["final_agrees"]) == (1, False, False)
+    wrong = [(one["fragment"], one["version"]) for one in document["digests"] if not one["agrees"]]
+    assert wrong[0] == (1, 0)
+    assert {fragment for fragment, _ in wrong} == {1}
+    assert main(["replay", str(copied)]) == 1
+    assert "fragment 1 version 0 differs: ledger " in capsys.readouterr().out
+
+
+def test_another_final_model_is_found(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_final(copied, {spec.name: np.zeros(spec.shape, np.float32) for spec in MANIFEST.tensors})
+    code, document = replayed(copied, capsys)
+    assert (code, document["final_agrees"], all(one["agrees"] for one in document["digests"])) == (1, False, True)
+    (copied / FINAL_NAME).unlink()
+    code, document = replayed(copied, capsys)
+    assert (code, document["final_agrees"]) == (0, None)
+
+
+def test_what_is_missing_is_named_with_what_to_do(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (copied / "state").glob("f000-*"):
+        if not path.name.startswith("f000-v00000000"):
+            path.unlink()
+    (payload,) = (copied / "payloads").glob("f000-v00000004-*")
+    payload.unlink()
+    code, error = replayed(copied, capsys)
+    assert code == 6
+    assert "lacks the payload of fragment 0 version 4" in error
+    assert "payload_archive = true" in error
+
+
+def test_a_damaged_payload_is_named_and_stays_where_it_is(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (payload,) = (copied / "payloads").glob("f000-v00000004-*")
+    data = bytearray(payload.read_bytes())
+    data[-1] ^= 1
+    payload.write_bytes(data)
+    code, error = replayed(copied, capsys)
+    assert code == 6
+    assert payload.name in error
+    assert payload.exists()
+
+
+@pytest.mark.parametrize("what", ["settings", "manifest", "folder"])
+def test_what_is_not_of_this_run_is_refused(copied: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if what == "settings":
+        document = json.loads((copied / NODE_FILE).read_text()) | {"settings_digest": "another"}
+        (copied / NODE_FILE).write_text(json.dumps(document))
+    elif what == "manifest":
+        (copied / "manifest.json").unlink()
+    else:
+        copied = copied.parent
+    code, error = replayed(copied, capsys)
+    assert code == (2 if what == "folder" else 6)
+    expected = {"settings": "run.toml's settings", "manifest": "never learnt its model", "folder": "no ledger.log"}
+    assert expected[what] in error

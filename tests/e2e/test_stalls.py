@@ -1,0 +1,114 @@
+"""A process that stops, or a disk that takes seconds for a sync, holds up nobody else, and the way back is clean."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import gray_region
+import pytest
+
+from tests.kit.cluster_kit import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+
+PROGRAM = str(Path(gray_region.__file__).resolve())
+ROUNDS = 8
+"""Rounds that the others commit meanwhile: two of each fragment."""
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP, and SIGCONT at the end; it may have been replaced meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def slow_disk(faults: Path, region: str) -> Iterator[None]:
+    """Each sync of the region's daemon takes ten seconds longer."""
+    (faults / region).write_text("slow_fsync")
+    try:
+        yield
+    finally:
+        (faults / region).unlink()
+
+
+async def start_with_faults(cluster: Cluster, name: str, faults: Path) -> None:
+    """As `Cluster.start`, with a daemon that looks for its fault in a file."""
+    region = cluster.regions[name]
+    logs = region.state_dir / "logs"
+    logs.mkdir(parents=True)
+    with (logs / "start.log").open("ab") as output:
+        region.process = await asyncio.create_subprocess_exec(
+            *(sys.executable, PROGRAM, "start", "--region", name),
+            *("--config", str(cluster.config)),
+            stdout=output,
+            stderr=output,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, gray_region.FAULTS_VARIABLE: str(faults), "PYTHONUNBUFFERED": "1"},
+        )
+
+
+def others_of(cluster: Cluster, name: str) -> list[str]:
+    return [one for one in cluster.names if one != name]
+
+
+async def test_a_stopped_process_holds_up_nobody_else(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", 3)
+    try:
+        await cluster.start()
+        await cluster.until_trains()
+        leader = await cluster.until_leader()
+        follower, other = others_of(cluster, leader)
+        for region, process in ((follower, "learner"), (other, "daemon"), (leader, "daemon")):
+            pids = (await cluster.until_trains())[region]["pids"]
+            others = others_of(cluster, region)
+            with stopped(pids[process]):
+                now = await cluster.until_commits(ROUNDS, others, why=f"while the {process} of {region} stands still")
+                if region == leader:
+                    assert {one["leader"] for one in now.values()} <= set(others), "another one leads"
+            await cluster.until_merged(region, why=f"after its {process} went on")
+            await cluster.until_leader()
+        supervisor = cluster.regions[leader].process
+        assert supervisor is not None
+        with stopped(supervisor.pid):
+            await cluster.until_commits(ROUNDS, why="while a supervisor stands still")
+        await cluster.end()
+    finally:
+        await cluster.clear()
+    cluster.check_equal()
+    assert cluster.account().faults == ()
+
+
+async def test_a_disk_that_takes_ten_seconds_for_a_sync_holds_up_nobody_else(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", 3)
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    try:
+        for name in cluster.names:
+            await start_with_faults(cluster, name, faults)
+        await cluster.until_trains()
+        leader = await cluster.until_leader()
+        for region in (leader, others_of(cluster, leader)[0]):
+            with slow_disk(faults, region):
+                others = others_of(cluster, region)
+                now = await cluster.until_commits(ROUNDS, others, why=f"while the disk of {region} is slow")
+                if region == leader:
+                    assert {one["leader"] for one in now.values()} <= set(others), "it has handed the lead over"
+            await cluster.until_merged(region, why="after its disk was well again")
+        await cluster.end()
+    finally:
+        await cluster.clear()
+    cluster.check_equal()
+    assert cluster.account().faults == ()

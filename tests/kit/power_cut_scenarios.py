@@ -1,0 +1,502 @@
+"""What each part of the state folder does to the disk, what it promises meanwhile, and how a start after a crash is
+checked. See `tests.kit.power_cut`.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import pytest
+
+from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.types import NO_BASE, DiscardedBody, Entry, LeaderBody, LedgerBase, Recovered
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, recover_manifest, save_manifest
+from diloco_node.daemon.run_end import FINAL_NAME, write_final
+from diloco_node.errors import LedgerGone, StorageError
+from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
+from diloco_node.storage.ledger_reader import read_whole_ledger
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import (
+    AREA_BYTES,
+    Trained,
+    TrainedCounter,
+    allot_incarnation,
+    read_trained,
+    save_trained,
+    set_damaged_aside,
+)
+from tests.kit.node_kit import MANIFEST
+from tests.kit.power_cut import RecordedDisk
+
+FRAGMENTS: Final = 2
+VALUES: Final = 1500
+"""Of a fragment: a state takes three pages and a bit, a payload two."""
+
+
+class Scenario(Protocol):
+    """One part of the folder."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        """Write, and say in `disk.note` what is promised by now."""
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        """A new process after one that was killed at any moment; what it reads and would tell is promised, too."""
+
+    def check(self, root: Path, note: Any) -> None:
+        """Start from what a power cut left. Raises AssertionError, or whatever the code raises that must not."""
+
+
+def chain(count: int, *, term: int = 1, after: tuple[Entry, ...] = (), name: str = "a") -> tuple[Entry, ...]:
+    """`after`, and `count` entries more of about half a kilobyte: twelve of them take more than a page."""
+    entries = list(after)
+    for _ in range(count):
+        previous = entries[-1].hash if entries else ZERO_HASH
+        body = DiscardedBody(name, 1, 0, 0, 1 + len(entries), 1, f"{len(entries):03d} " * 100)
+        entries.append(seal(len(entries) + 1, term, previous, body))
+    return tuple(entries)
+
+
+def region_folder(root: Path) -> Path:
+    return root / "state" / "region"
+
+
+# ---- vote, ledger, and the folder's id -------------------------------------------------------------------------------
+
+Log = tuple[int, str, LedgerBase, tuple[Entry, ...]]
+
+
+@dataclass(frozen=True)
+class LogNote:
+    """What was answered last, what may be there instead, and the folder's id once it was told."""
+
+    told: Log = (0, "", NO_BASE, ())
+    maybe: tuple[Log, ...] = ()
+    disk: bytes = b""
+    lost_disk: bytes = b""
+
+
+def log_of(recovered: Recovered) -> Log:
+    return recovered.term, recovered.voted_for, recovered.base, recovered.entries
+
+
+class LogScenario:
+    """Votes, entries, truncations and sums, with restarts in between, in a folder that keeps everything."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        disk.note = LogNote()
+        entries = chain(16)
+        other = chain(4, term=3, after=entries[:14], name="b")
+        store = self._load(root, disk)
+        self._persist(disk, store, 1, "a", 0, entries[:12])
+        self._persist(disk, store, 1, "a", 0, entries[12:])
+        self._persist(disk, store, 2, "", 0, ())
+        self._persist(disk, store, 3, "b", 15, other[14:16])
+        base = LedgerBase(13, 1, entries[12].hash, bytes(5000))
+        self._persist(disk, store, 3, "b", 0, other[16:17], base)
+        self._persist(disk, store, 3, "b", 0, other[17:])
+        store.close()
+        store = self._load(root, disk)
+        self._persist(disk, store, 3, "b", 0, chain(12, term=3, after=other)[18:])
+        store.close()
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        store = self._load(root, disk)
+        store.close()
+
+    def _load(self, root: Path, disk: RecordedDisk) -> RegionStore:
+        store = RegionStore(region_folder(root), is_archive=True)
+        recovered = store.load(FRAGMENTS)
+        note = disk.note
+        assert log_of(recovered) in (note.told, *note.maybe)
+        disk.note = LogNote(log_of(recovered), (), recovered.disk)
+        return store
+
+    def _persist(
+        self,
+        disk: RecordedDisk,
+        store: RegionStore,
+        term: int,
+        voted_for: str,
+        truncate_from: int,
+        entries: tuple[Entry, ...],
+        base: LedgerBase | None = None,
+    ) -> None:
+        before = disk.note.told
+        kept = before[3]
+        if truncate_from:
+            kept = kept[: truncate_from - 1 - before[2].index]
+        after_base = base or before[2]
+        new = (*kept[after_base.index - before[2].index :], *entries)
+        told = (term, voted_for, after_base, new)
+        disk.note = replace(disk.note, maybe=((term, voted_for, *before[2:]), told))
+        store.persist(term, voted_for, truncate_from, entries, base)
+        disk.note = replace(disk.note, told=told, maybe=())
+
+    def check(self, root: Path, note: LogNote) -> None:
+        store = RegionStore(region_folder(root))
+        try:
+            recovered = store.load(FRAGMENTS)
+            assert store.lost == ""
+            assert store.set_aside == []
+            assert log_of(recovered) in (note.told, *note.maybe)
+            assert not note.disk or recovered.disk == note.disk
+            base, entries = read_whole_ledger(region_folder(root))
+            assert (base, entries[recovered.base.index :]) == (NO_BASE, recovered.entries)
+            last = recovered.entries[-1] if recovered.entries else recovered.base
+            more = seal(last.index + 1, 9, last.hash, LeaderBody("more"))
+            store.persist(9, "c", 0, (more,))
+        finally:
+            store.close()
+        store = RegionStore(region_folder(root))
+        try:
+            again = store.load(FRAGMENTS)
+            assert (again.disk, again.entries) == (recovered.disk, (*recovered.entries, more))
+        finally:
+            store.close()
+
+
+class DamagedLogScenario(LogScenario):
+    """A folder whose ledger is damaged begins again; its old id must never come back."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        store = RegionStore(region_folder(root))
+        old = store.load(FRAGMENTS).disk
+        entries = chain(14)
+        store.persist(1, "a", 0, entries[:12])
+        store.persist(1, "a", 0, entries[12:])
+        store.close()
+        path = region_folder(root) / LEDGER_NAME
+        data = path.read_bytes()
+        path.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+        disk.settle()
+        disk.note = LogNote(lost_disk=old)
+        store = self._load(root, disk)
+        self._persist(disk, store, 2, "b", 0, ())
+        self._persist(disk, store, 2, "b", 0, chain(2, term=2))
+        store.close()
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        if disk.note is not None:  # else it was killed before there was any damage
+            super().restart(root, disk)
+
+    def _load(self, root: Path, disk: RecordedDisk) -> RegionStore:
+        lost_disk = disk.note.lost_disk
+        store = super()._load(root, disk)
+        disk.note = replace(disk.note, lost_disk=lost_disk)
+        return store
+
+    def check(self, root: Path, note: LogNote) -> None:
+        store = RegionStore(region_folder(root))
+        recovered = store.load(FRAGMENTS)
+        store.close()
+        assert recovered.disk != note.lost_disk
+        assert log_of(recovered) in (note.told, *note.maybe)
+        if note.disk:
+            assert (store.lost, recovered.disk) == ("", note.disk)
+            super().check(root, note)
+
+
+class GoneLogScenario(LogScenario):
+    """A sync fails, and what was on the disk can't be read back: the id goes with it."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        disk.note = LogNote()
+        entries = chain(14)
+        store = self._load(root, disk)
+        self._persist(disk, store, 1, "a", 0, entries[:6])
+        end = (region_folder(root) / LEDGER_NAME).stat().st_size
+        self._persist(disk, store, 1, "a", 0, entries[6:12])
+        (region_folder(root) / LEDGER_END_NAME).unlink()
+        disk.settle()
+
+        def fail(_: int) -> None:
+            raise OSError(errno.EIO, "lost")
+
+        disk.note = replace(disk.note, maybe=((1, "a", NO_BASE, entries),))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fdatasync", fail)
+            with pytest.raises(StorageError):
+                store.persist(1, "a", 0, entries[12:])
+        os.truncate(region_folder(root) / LEDGER_NAME, end)
+        with pytest.raises(LedgerGone):
+            store.persist(1, "a", 0, entries[12:])
+        disk.settle_file(region_folder(root) / LEDGER_NAME)
+        disk.note = replace(disk.note, lost_disk=disk.note.disk)
+        store.close()
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        """Killed is not what this one is about."""
+
+    def check(self, root: Path, note: LogNote) -> None:
+        store = RegionStore(region_folder(root))
+        recovered = store.load(FRAGMENTS)
+        store.close()
+        if note.lost_disk:
+            assert recovered.disk != note.lost_disk
+
+
+# ---- payloads and states ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FilesNote:
+    """Versions that must be there of fragment 0, and the first one that was set aside (-1: none)."""
+
+    payloads: frozenset[int] = frozenset()
+    states: frozenset[int] = frozenset()
+    gone_from: int = -1
+
+
+def values_of(version: int) -> np.ndarray:
+    return np.random.default_rng(version).standard_normal(VALUES).astype(np.float32)
+
+
+def parts_of(version: int) -> list[bytes]:
+    data = values_of(version).tobytes()
+    return [data[:2000], data[2000:]]
+
+
+def digest_of(version: int) -> bytes:
+    return payload_digest([stripe_digest(part) for part in parts_of(version)])
+
+
+def state_digest_of(version: int) -> bytes:
+    return bytes([version]) * 32
+
+
+class FilesScenario:
+    """Payloads in one go and part by part, over spares of older ones; states; pruning and setting aside."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        disk.note = FilesNote()
+        store = RegionStore(region_folder(root))
+        store.load(FRAGMENTS)
+        for version in range(1, 4):
+            self._payload(disk, store, version, is_draft=version != 2)
+            self._state(disk, store, version)
+        store.write_ahead(4 * VALUES)
+        disk.note = replace(disk.note, payloads=frozenset({3}), states=frozenset({2, 3}))
+        store.prune(0, 3)
+        for version in (4, 5):
+            self._payload(disk, store, version, is_draft=True)
+        store.close()
+        store = self._load(root, disk)
+        self._state(disk, store, 5)
+        disk.note = replace(disk.note, states=frozenset({2, 3}))
+        store.set_states_aside(0, 5)
+        disk.note = replace(disk.note, gone_from=5)
+        store.close()
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        self._load(root, disk).close()
+
+    def _load(self, root: Path, disk: RecordedDisk) -> RegionStore:
+        store = RegionStore(region_folder(root))
+        recovered = store.load(FRAGMENTS)
+        newest = recovered.states[0]
+        told = frozenset(version for fragment, version, _ in recovered.payloads if fragment == 0 and version > newest)
+        states = disk.note.states | {newest} if newest >= 0 else disk.note.states
+        disk.note = replace(disk.note, payloads=disk.note.payloads | told, states=states)
+        return store
+
+    def _payload(self, disk: RecordedDisk, store: RegionStore, version: int, *, is_draft: bool) -> None:
+        digest, parts = digest_of(version), parts_of(version)
+        if is_draft:
+            draft = store.draft_payload(sum(map(len, parts)))
+            for at, part in ((len(parts[0]), parts[1]), (0, parts[0])):
+                draft.write(store.content_offset(at), memoryview(part))
+            store.finish_payload(draft, 0, version, digest, [len(part) for part in parts])
+        else:
+            store.store_payload(0, version, digest, parts)
+        disk.note = replace(disk.note, payloads=disk.note.payloads | {version})
+
+    def _state(self, disk: RecordedDisk, store: RegionStore, version: int) -> None:
+        values = values_of(version)
+        store.store_state(0, version, values, -values, state_digest_of(version))
+        disk.note = replace(disk.note, states=disk.note.states | {version})
+
+    def check(self, root: Path, note: FilesNote) -> None:
+        store = RegionStore(region_folder(root))
+        try:
+            recovered = store.load(FRAGMENTS)
+            assert store.lost == ""
+            there = {(version, digest) for _, version, digest in recovered.payloads}
+            assert there >= {(version, digest_of(version)) for version in note.payloads}
+            for version, digest in there:
+                with suppress(StorageError if version not in note.payloads else ZeroDivisionError):
+                    assert bytes(store.read_payload(0, version, digest)) == b"".join(parts_of(version))
+            assert recovered.states[0] >= max(note.states, default=-1)
+            assert note.gone_from < 0 or recovered.states[0] < note.gone_from
+            for version in {*note.states, *recovered.states[:1]} - {-1}:
+                theta, momentum = store.read_state(0, version)
+                assert np.array_equal(theta, values_of(version))
+                assert np.array_equal(momentum, -theta)
+        finally:
+            store.close()
+
+
+# ---- the learner's counters ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CountsNote:
+    """Per incarnation that was told, the steps that were told of it. damaged: the one that is."""
+
+    steps: tuple[tuple[int, int], ...] = ()
+    damaged: int = 0
+
+
+class CountsScenario:
+    """Incarnations are allotted, and their counts saved."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        folder = region_folder(root)
+        folder.mkdir(parents=True)
+        disk.settle()  # the store has made the folder before
+        disk.note = CountsNote()
+        with mmap.mmap(-1, AREA_BYTES) as area:
+            for number in (1, 2, 3):
+                assert allot_incarnation(folder) == number
+                self._tell(disk, Trained(number, 0, 0))
+                TrainedCounter(folder, number, area).write(10 * number, 100 * number)
+                self._tell(disk, save_trained(folder, number, area))
+            TrainedCounter(folder, 3, area).write(50, 500)
+            self._tell(disk, *read_trained(folder, area))
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        folder = region_folder(root)
+        if folder.exists():
+            set_damaged_aside(folder)
+            self._tell(disk, *read_trained(folder))
+            self._tell(disk, Trained(allot_incarnation(folder), 0, 0))
+
+    def _tell(self, disk: RecordedDisk, *told: Trained) -> None:
+        known = dict(disk.note.steps)
+        known.update((one.incarnation, one.steps) for one in told)
+        disk.note = replace(disk.note, steps=tuple(sorted(known.items())))
+
+    def check(self, root: Path, note: CountsNote) -> None:
+        folder = region_folder(root)
+        if not folder.exists():
+            assert not note.steps
+            return
+        told = dict(note.steps)
+        aside = set_damaged_aside(folder)
+        assert not {f"trained-{number}" for number in told if number != note.damaged} & set(aside)
+        found = {one.incarnation: one.steps for one in read_trained(folder)}
+        for number, steps in told.items():
+            assert number == note.damaged or found.get(number, -1) >= steps, (number, steps, found)
+        assert allot_incarnation(folder) > max(told, default=0)
+
+
+class DamagedCountsScenario(CountsScenario):
+    """A counter file is damaged and set aside; its number stays used."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        super().run(root, disk)
+        folder = region_folder(root)
+        disk.note = replace(disk.note, damaged=3)
+        (folder / "learner" / "trained-3").write_bytes(b"short")
+        disk.settle()
+        assert set_damaged_aside(folder) == ("trained-3",)
+        disk.note = replace(disk.note)
+        assert allot_incarnation(folder) == 4
+        self._tell(disk, Trained(4, 0, 0))
+
+
+# ---- the model: the learner's checkpoint, manifest, final parameters -------------------------------------------------
+
+
+class CheckpointScenario:
+    """Checkpoints of the learner, of which two are kept. The note is the step of the last one."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        region_folder(root).mkdir(parents=True)
+        disk.settle()
+        disk.note = 0
+        for step in range(1, 5):
+            self._write(root, step)
+            disk.note = step
+
+    def _write(self, root: Path, step: int) -> None:
+        import torch
+
+        from diloco_node.learner.checkpoint import Checkpoint, TrainingProgress, write_checkpoint
+
+        tensors = {"state.0.m": torch.full((VALUES,), float(step))}
+        write_checkpoint(self._folder(root), Checkpoint(TrainingProgress("m", 1, step, step, step), tensors, {}, {}))
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        if region_folder(root).exists():
+            self._write(root, 5)
+            disk.note = 5
+
+    def check(self, root: Path, note: int) -> None:
+        from diloco_node.learner.checkpoint import read_checkpoint, read_newest
+
+        found = read_newest(self._folder(root), "m")
+        steps = 0 if found is None else found.progress.step
+        assert steps >= note
+        if found is not None:
+            assert found.tensors["state.0.m"].tolist() == [float(steps)] * VALUES
+        for path in self._folder(root).glob("*.safetensors"):
+            read_checkpoint(path)  # a name is given to a whole file only
+
+    def _folder(self, root: Path) -> Path:
+        return region_folder(root) / "learner" / "checkpoints"
+
+
+class FinalScenario:
+    """The final model, twice, and the manifest. The note: how often each was written."""
+
+    def run(self, root: Path, disk: RecordedDisk) -> None:
+        folder = region_folder(root)
+        folder.mkdir(parents=True)
+        disk.settle()
+        disk.note = 0
+        save_manifest(folder, MANIFEST)
+        for times in (1, 2):
+            write_final(folder, {"w": np.full(VALUES, times, np.float32)})
+            disk.note = times
+
+    def restart(self, root: Path, disk: RecordedDisk) -> None:
+        folder = region_folder(root)
+        if folder.exists():
+            save_manifest(folder, MANIFEST)
+            write_final(folder, {"w": np.full(VALUES, 3, np.float32)})
+            disk.note = 3
+
+    def check(self, root: Path, note: int) -> None:
+        from safetensors.numpy import load_file
+
+        folder = region_folder(root)
+        if folder.exists():
+            found, damage = recover_manifest(folder)
+            assert damage == ""
+            assert not note or found == MANIFEST
+        if note or (folder / FINAL_NAME).exists():
+            values = load_file(folder / FINAL_NAME)["w"]
+            assert values[0] >= note
+            assert np.array_equal(values, np.full(VALUES, values[0], np.float32))
+            assert (folder / MANIFEST_NAME).exists()
+
+
+SCENARIOS: Final[dict[str, Callable[[], Scenario]]] = {
+    "log": LogScenario,
+    "damaged log": DamagedLogScenario,
+    "gone log": GoneLogScenario,
+    "files": FilesScenario,
+    "counts": CountsScenario,
+    "damaged counts": DamagedCountsScenario,
+    "checkpoint": CheckpointScenario,
+    "final": FinalScenario,
+}
