@@ -13,8 +13,7 @@ from typing import Annotated
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli import certs, chaos, config, orders, simulate, start, status
-from diloco_node.cli import certs, config, ledger, orders, replay, simulate, start, status
+from diloco_node.cli import certs, chaos, config, ledger, orders, replay, simulate, start, status
 from diloco_node.cli.demo.command import demo
 from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.plan.command import plan
