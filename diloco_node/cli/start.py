@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from diloco_node.daemon.supervisor import SupervisorSpec
 
 NODE_FILE: Final = "node.json"
+TRAINER_PRELOAD: Final = ("torch", "diloco_node.learner.builtin.trainer")
 TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 SCHEDULE_STEPS_UNKNOWN: Final = 1000
@@ -51,6 +52,9 @@ def start(
     data: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="Text for the built-in trainer.")
     ] = None,
+    preload: Annotated[
+        str | None, typer.Option("--preload", metavar="MODULE,...", help="Imported once; restarted learners fork.")
+    ] = None,
     init: Annotated[Path | None, typer.Option("--init", metavar="FILE", help="First parameters, safetensors.")] = None,
     assignments: SetOption = None,
 ) -> None:
@@ -63,6 +67,7 @@ def start(
         f"regions.{region}.listen": ("--listen", listen),
         f"regions.{region}.admin_port": ("--admin-port", admin_port),
         "data.paths": ("--data", data),
+        "learner.preload": ("--preload", preload),
     }
     # A name with a dot would become a key of its own; the check names the regions there are.
     resolved = load(config, named if "." not in region else {}, assignments)
@@ -165,7 +170,15 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or [sys.executable, "-m", "diloco_node.learner"],
         env={TRAINER_VARIABLE: str(trainer_file)},
+        preload=preloaded(config, command),
     )
+
+
+def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
+    """The modules of the process that learners are forked from; none: they start afresh."""
+    if config.learner.preload is not None:
+        return config.learner.preload
+    return () if command else TRAINER_PRELOAD
 
 
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:

@@ -16,6 +16,9 @@ from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 
 NAME_PATTERN: Final = r"^[a-z0-9-]{1,63}$"
 REGIONS_MAX: Final = 64
+MODULES_MAX: Final = 100
+"""Of `learner.preload`. Nobody writes down so many, and each costs the start of the region its import."""
+
 _RUN: Final = RunSettings()
 
 
@@ -34,6 +37,15 @@ def _number(value: object) -> object:
 def _paths(value: object) -> object:
     """A list, or (from the environment) paths with `:` between them."""
     return tuple(part for part in value.split(":") if part) if isinstance(value, str) else value
+
+
+def _modules(value: object) -> object:
+    """A list, or (from the environment and flags) names with `,` between them."""
+    names = tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    for name in names if isinstance(names, list | tuple) else ():
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{name!r} is not the name of a module, as one writes it after `import`")
+    return names
 
 
 def _host_port(value: object) -> object:
@@ -161,6 +173,23 @@ class DataSection(Section):
     paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths), Field(max_length=10_000)] = ()
 
 
+class LearnerSection(Section):
+    """`[learner]`: how the supervisor starts the learner.
+
+    Attributes:
+        preload: modules that a process of the region imports once, from which each start of the learner is forked;
+            an empty list: the learner always starts afresh. None: what the built-in trainer imports, where it is the
+            learner; a command of your own starts afresh.
+    """
+
+    preload: Annotated[
+        tuple[str, ...] | None,
+        NoDecode,
+        BeforeValidator(_modules),
+        Field(max_length=MODULES_MAX, examples=[("torch", "transformers")]),
+    ] = None
+
+
 class RegionSection(Section):
     """`[regions.NAME]`: one region.
 
@@ -199,6 +228,7 @@ class Tree(BaseSettings):
     model: ModelSection = ModelSection()
     rounds: RoundsSection = RoundsSection()
     data: DataSection = DataSection()
+    learner: LearnerSection = LearnerSection()
     budget: BudgetSection = BudgetSection()
     regions: dict[str, RegionSection]
 

@@ -17,6 +17,9 @@ How it ends (`run_supervisor`'s result is the exit code):
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
 PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner command left behind (the ranks of a killed
 `torchrun`, which have sessions of their own) is found by its environment and killed before the next start.
+
+With `preload` the learner is forked from a process that has imported these modules (`daemon/preload.py`). It is a child
+of the supervisor like any other then; where a fork can't be had, it is started as a new process.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
+from diloco_node.daemon.preload import Forked, ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.unix_sockets import socket_path
@@ -92,6 +96,7 @@ class SupervisorSpec:
         learner_stop_s, daemon_stop_s: from SIGTERM to SIGKILL.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
         is_echoing: children's output also goes to the supervisor's own standard error.
+        preload: modules that the process imports from which the learner is forked; none: it is never forked.
     """
 
     region: str
@@ -106,6 +111,7 @@ class SupervisorSpec:
     daemon_stop_s: float = 15.0
     finish_s: float = 30.0
     is_echoing: bool = True
+    preload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,7 @@ class _Exited:
     code: int
 
 
-_Event = _Exited | int
+_Event = _Exited | ServerReady | ServerEnded | int
 """Or the number of a signal."""
 
 
@@ -168,7 +174,8 @@ class _Child:
         self._death_signal = death_signal
         self._spec = spec
         self.log = _Log(spec.state_dir / "logs" / f"{name}.log", spec.is_echoing)
-        self._process: subprocess.Popen[bytes] | None = None
+        self.forks: ForkServer | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._reader: threading.Thread | None = None
         self._started_s = 0.0
         self._backoff_s = spec.backoff_min_s
@@ -177,6 +184,11 @@ class _Child:
     @property
     def is_running(self) -> bool:
         return self._process is not None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this life is a fork of the preloaded process."""
+        return isinstance(self._process, Forked)
 
     @property
     def shown(self) -> str:
@@ -189,17 +201,9 @@ class _Child:
 
     def start(self, env: Mapping[str, str], report: Callable[[_Event], None]) -> None:
         """Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked."""
-        become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(self._death_signal))]
-        own_env = {**env, "DILOCO_CHILD": f"{self.name}-{os.getpid()}"}
+        own_env = self.marked(env)
         self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
-        process = subprocess.Popen(
-            [*become, *self._command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=own_env,
-            process_group=0,
-        )
+        process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env)
         self._process = process
         self.starts += 1
         self._started_s = time.monotonic()
@@ -209,12 +213,27 @@ class _Child:
         self._reader.start()
         threading.Thread(target=self._watch, args=(process, report), daemon=True).start()
 
+    def marked(self, env: Mapping[str, str]) -> dict[str, str]:
+        """The environment by which this child, and what it leaves behind, is known."""
+        return {**env, "DILOCO_CHILD": f"{self.name}-{os.getpid()}"}
+
+    def _spawn(self, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(self._death_signal))]
+        return subprocess.Popen(
+            [*become, *self._command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=env,
+            process_group=0,
+        )
+
     def _copy_output(self, pipe: IO[bytes]) -> None:
         with pipe:
             while data := os.read(pipe.fileno(), 65536):
                 self.log.write(data)
 
-    def _watch(self, process: subprocess.Popen[bytes], report: Callable[[_Event], None]) -> None:
+    def _watch(self, process: subprocess.Popen[bytes] | Forked, report: Callable[[_Event], None]) -> None:
         # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what
         # the child left behind in its group can be killed safely.
         with contextlib.suppress(ChildProcessError):
@@ -225,7 +244,8 @@ class _Child:
     def ended(self) -> float:
         """Note the end of this life, and clear up after it. Returns how long it was, in seconds."""
         self._process = None
-        for pid in _left_behind(self._marks):
+        own = self.forks.pid if self.forks is not None else 0
+        for pid in set(_left_behind(self._marks)) - {own}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if self._reader is not None:
@@ -283,6 +303,26 @@ class _Supervisor:
             # A learner may be a launcher with ranks below it: SIGTERM lets it take them along.
             self._learner = _Child("learner", spec.learner_command, signal.SIGTERM, spec)
             self._children.append(self._learner)
+            self._learner.forks = self._fork_server(spec.learner_command, self._learner)
+        self._forks = self._learner.forks if self._learner is not None else None
+
+    def _fork_server(self, command: list[str], learner: _Child) -> ForkServer | None:
+        if not self._spec.preload:
+            return None
+        at, reason = forkable_command(command)
+        if reason:
+            self.say(f"no preload: {reason}; the learner starts afresh each time")
+            return None
+        return ForkServer(
+            self._spec.preload,
+            command,
+            at,
+            write=learner.log.write,
+            report=self._events.put,
+            say=self.say,
+            backoff_min_s=self._spec.backoff_min_s,
+            backoff_max_s=self._spec.backoff_max_s,
+        )
 
     def say(self, text: str) -> None:
         stamp = time.strftime("%H:%M:%S")
@@ -290,6 +330,7 @@ class _Supervisor:
 
     def run(self) -> int:
         try:
+            self._start_fork_server()
             for child in self._children:
                 self._start(child)
             code: int | None = None
@@ -305,14 +346,25 @@ class _Supervisor:
         """The handler of SIGTERM, SIGINT and SIGHUP."""
         self._events.put(number)
 
+    def _start_fork_server(self) -> None:
+        if self._forks is not None and self._learner is not None:
+            self._forks.start(self._learner.marked(self._env))
+
     def _start(self, child: _Child) -> None:
+        if child is self._learner and not child.starts and self._forks is not None and self._forks.is_starting:
+            return  # both would import the same: ServerReady or ServerEnded brings it here again
         child.start(self._env, self._events.put)
-        self.say(f"{child.name} started, start={child.starts}")
+        self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
-            self.say(
-                f"waiting for the learner ({child.shown}) to attach; "
-                "importing torch and building the model takes 15 to 40 s"
-            )
+            imports = "" if child.is_forked else "; importing torch and building the model takes 15 to 40 s"
+            self.say(f"waiting for the learner ({child.shown}) to attach{imports}")
+
+    def _fork_server_changed(self, event: ServerReady | ServerEnded) -> None:
+        assert self._forks is not None
+        assert self._learner is not None
+        self._forks.note(event)
+        if not self._learner.starts:
+            self._start(self._learner)
 
     def _turn(self) -> int | None:
         """Carry out one event or one restart that is due. Returns the exit code when it is over."""
@@ -321,6 +373,10 @@ class _Supervisor:
         for child in due:
             self._start(child)
         waiting = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
+        if self._forks is not None and self._forks.restart_at_s is not None:
+            waiting.append(self._forks.restart_at_s)
+            if waiting[-1] <= now_s:
+                self._start_fork_server()
         try:
             event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
@@ -331,6 +387,9 @@ class _Supervisor:
         if isinstance(event, int):
             self.say(f"signal {signal.Signals(event).name}: stopping")
             return 0
+        if isinstance(event, ServerReady | ServerEnded):
+            self._fork_server_changed(event)
+            return None
         return self._child_exited(event.child, event.code)
 
     def _child_exited(self, child: _Child, code: int) -> int | None:
@@ -344,6 +403,8 @@ class _Supervisor:
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
         if child.is_done:
+            if self._forks is not None:
+                self._forks.close()
             self.say(f"{what}: it is done")
             return None
         wait_s = child.schedule_restart(lived_s)
@@ -373,12 +434,14 @@ class _Supervisor:
             if isinstance(event, _Exited):
                 lived_s = event.child.ended()
                 self.say(f"{event.child.name} exited, code={event.code} after {lived_s:.1f} s")
-            elif is_interruptible:
+            elif isinstance(event, int) and is_interruptible:
                 return False
         return True
 
     def _stop_all(self) -> None:
         """Learner first, so that its last contribution and counters find a living daemon."""
+        if self._forks is not None:
+            self._forks.close()
         stops = [(self._learner, self._spec.learner_stop_s), (self._daemon, self._spec.daemon_stop_s)]
         for child, deadline_s in stops:
             if child is None or not child.is_running:
