@@ -33,7 +33,8 @@ ANSWER_S: Final = 5.0
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PYTHON: Final = re.compile(r"python(3(\.\d+)?)?")
 _OPTION: Final = re.compile(r"-[BdEIOPqsSuvb]+")
-_LAUNCHERS: Final = frozenset({"torch.distributed.run", "torch.distributed.launch"})
+_LAUNCHERS: Final = frozenset({"torchrun", "torch.distributed.run", "torch.distributed.launch"})
+_HAS_RANKS: Final = "starts its ranks itself, each as a process of its own"
 
 
 def forkable_command(command: Sequence[str]) -> tuple[int, str]:
@@ -42,10 +43,13 @@ def forkable_command(command: Sequence[str]) -> tuple[int, str]:
     Returns:
         The index and "", or 0 and a reason.
     """
-    if not _PYTHON.fullmatch(Path(command[0]).name) or shutil.which(command[0]) is None:
-        name = Path(command[0]).name
-        ranks = "starts its ranks itself, each as a process of its own" if name == "torchrun" else "is not Python"
-        return 0, f"{name} {ranks}; a fork runs `python SCRIPT` or `python -m MODULE`"
+    name = Path(command[0]).name
+    if name in _LAUNCHERS:
+        return 0, f"{name} {_HAS_RANKS}"
+    if not _PYTHON.fullmatch(name):
+        return 0, f"{name} is not Python; a fork runs `python SCRIPT` or `python -m MODULE`"
+    if shutil.which(command[0]) is None:
+        return 0, f"{command[0]} is not there"
     at = 1
     while at < len(command):
         word = command[at]
@@ -53,8 +57,7 @@ def forkable_command(command: Sequence[str]) -> tuple[int, str]:
             at += 2
         elif word == "-m" and at + 1 < len(command):
             module = command[at + 1]
-            is_launcher = module in _LAUNCHERS
-            return (0, f"{module} starts its ranks itself, each as a process of its own") if is_launcher else (at, "")
+            return (0, f"{module} {_HAS_RANKS}") if module in _LAUNCHERS else (at, "")
         elif _OPTION.fullmatch(word):
             at += 1
         else:

@@ -153,10 +153,11 @@ def _become_learner(orders: socket.socket, output: int, go: int, supervisor: int
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    # Python's own generator does this by itself after a fork, and torch's is at its constant first seed, as always.
-    numpy_random = sys.modules.get("numpy.random")
-    if numpy_random is not None:
-        numpy_random.seed()
+    # As these modules do when they are imported; Python's own generator does it by itself after a fork.
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def set_arguments(command: Sequence[str]) -> None:
@@ -178,7 +179,7 @@ def run(command: Sequence[str]) -> None:
         # The function that `python -m` itself calls.
         runpy._run_module_as_main(command[1])  # type: ignore[attr-defined]
         return
-    script = command[0]
+    script = str(Path.cwd() / command[0])
     loader = SourceFileLoader("__main__", script)
     main_module.__file__, main_module.__loader__ = script, loader
     try:
