@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -161,6 +161,20 @@ class DataSection(Section):
     paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths), Field(max_length=10_000)] = ()
 
 
+class LearnerSection(Section):
+    """`[learner]`: the process that trains; may differ between regions.
+
+    Attributes:
+        hang: it is killed and started again when it makes no step for so long, and for ten times as long as its
+            longest pause of late; 0s: never.
+        on_spike: what follows when loss or gradient norm are far outside of their recent range, several times in a
+            row: `warn`, or `rollback` to the merged parameters.
+    """
+
+    hang: Span = Duration(300 * 1_000_000_000)
+    on_spike: Literal["warn", "rollback"] = "warn"
+
+
 class RegionSection(Section):
     """`[regions.NAME]`: one region.
 
@@ -199,6 +213,7 @@ class Tree(BaseSettings):
     model: ModelSection = ModelSection()
     rounds: RoundsSection = RoundsSection()
     data: DataSection = DataSection()
+    learner: LearnerSection = LearnerSection()
     budget: BudgetSection = BudgetSection()
     regions: dict[str, RegionSection]
 

@@ -13,6 +13,8 @@ How it ends (`run_supervisor`'s result is the exit code):
 - the learner exits 2 before it was ever healthy (a wrong setting, a missing data path): the daemon is stopped; 2.
 - SIGTERM or SIGINT: the learner is stopped, then the daemon, each with SIGTERM, a deadline, SIGKILL; 0.
 - the learner exits 0: it is done and not started again; the daemon goes on serving the other regions.
+- the learner hangs, or crashes again and again (`daemon.learner.watch`): it is killed and started again, or stays
+  stopped until SIGUSR1 or the next start, while the daemon votes and merges.
 
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
 PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner command left behind (the ranks of a killed
@@ -37,6 +39,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Final
 
+from diloco_node.daemon.learner.process_file import write_process
+from diloco_node.daemon.learner.watch import COUNTERS_AREA, Action, LearnerWatch
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.unix_sockets import socket_path
@@ -54,6 +58,9 @@ STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
 LOG_BYTES_MAX: Final = 32 * 2**20
 """A child's log is rotated here; one older file is kept."""
+
+LOOK_S: Final = 1.0
+"""Between two looks at the learner's counters."""
 
 COMMAND_CHARS_MAX: Final = 80
 """Of a child's command in a message."""
@@ -91,6 +98,7 @@ class SupervisorSpec:
         healthy_s: a child that lived so long begins again with backoff_min_s.
         learner_stop_s, daemon_stop_s: from SIGTERM to SIGKILL.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
+        hang_s: a learner that makes no step for so long may hang; 0: it never does.
         is_echoing: children's output also goes to the supervisor's own standard error.
     """
 
@@ -105,6 +113,7 @@ class SupervisorSpec:
     learner_stop_s: float = 10.0
     daemon_stop_s: float = 15.0
     finish_s: float = 30.0
+    hang_s: float = 300.0
     is_echoing: bool = True
 
 
@@ -247,9 +256,13 @@ class _Child:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    def kill(self) -> None:
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """With all of its process group, and the ranks of a launcher."""
         if self._process is not None:
-            _kill_group(self._process.pid, signal.SIGKILL)
+            for pid in _left_behind(self._marks):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+            _kill_group(self._process.pid, number)
 
 
 def _kill_group(pid: int, number: int) -> None:
@@ -270,8 +283,10 @@ def _left_behind(marks: list[bytes]) -> list[int]:
 
 
 class _Supervisor:
-    def __init__(self, spec: SupervisorSpec, env: Mapping[str, str]) -> None:
+    def __init__(self, spec: SupervisorSpec, env: Mapping[str, str], memory: MemoryStore) -> None:
         self._spec = spec
+        self._memory = memory
+        self._watch = LearnerWatch(spec.hang_s)
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -302,13 +317,15 @@ class _Supervisor:
                 log.close()
 
     def signalled(self, number: int, _frame: FrameType | None) -> None:
-        """The handler of SIGTERM, SIGINT and SIGHUP."""
+        """The handler of SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
         self._events.put(number)
 
     def _start(self, child: _Child) -> None:
         child.start(self._env, self._events.put)
         self.say(f"{child.name} started, start={child.starts}")
         if child is self._learner:
+            self._watch.started(self._memory.contents(COUNTERS_AREA), now_s=time.monotonic())
+            write_process(self._spec.state_dir, self._watch.document())
             self.say(
                 f"waiting for the learner ({child.shown}) to attach; "
                 "importing torch and building the model takes 15 to 40 s"
@@ -321,6 +338,9 @@ class _Supervisor:
         for child in due:
             self._start(child)
         waiting = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
+        if self._spec.hang_s > 0 and self._learner is not None and self._learner.is_running:
+            self._look_at(self._learner)
+            waiting.append(now_s + min(LOOK_S, self._spec.hang_s / 4))
         try:
             event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
@@ -328,10 +348,36 @@ class _Supervisor:
         if event == signal.SIGHUP:
             self._daemon.send_signal(signal.SIGHUP)  # it reads its settings again; else it does when it starts
             return None
+        if event == signal.SIGUSR1:
+            self._revive_learner()
+            return None
         if isinstance(event, int):
             self.say(f"signal {signal.Signals(event).name}: stopping")
             return 0
         return self._child_exited(event.child, event.code)
+
+    def _look_at(self, learner: _Child) -> None:
+        """Whether the learner makes steps."""
+        action = self._watch.look(self._memory.contents(COUNTERS_AREA), now_s=time.monotonic())
+        if action is Action.ABORT:
+            self.say(f"learner {self._watch.reason}: it is stopped, and its stacks are in logs/learner.log")
+            learner.kill(signal.SIGABRT)
+        elif action is Action.KILL:
+            learner.kill()
+        elif action is Action.SAY:
+            self.say(f"learner {self._watch.reason}")
+        if action is not Action.NOTHING:
+            write_process(self._spec.state_dir, self._watch.document())
+
+    def _revive_learner(self) -> None:
+        """Start it at once, whether it waits or was stopped."""
+        learner = self._learner
+        if learner is None or learner.is_running:
+            self.say("signal SIGUSR1: there is no learner to be started")
+            return
+        self.say("signal SIGUSR1: the learner is started again")
+        self._watch.revived()
+        learner.schedule_restart(self._spec.healthy_s)
 
     def _child_exited(self, child: _Child, code: int) -> int | None:
         lived_s = child.ended()
@@ -343,9 +389,12 @@ class _Supervisor:
                 # The run is finished; the learner was told so and writes its last files.
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
-        if child.is_done:
-            self.say(f"{what}: it is done")
-            return None
+        if child is self._learner:
+            may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
+            write_process(self._spec.state_dir, self._watch.document())
+            if not may_restart:
+                self.say(f"{what}: {'it is done' if child.is_done else self._watch.reason}")
+                return None
         wait_s = child.schedule_restart(lived_s)
         self.say(f"{what}: starting again in {wait_s:.1f} s")
         return None
@@ -423,10 +472,11 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             "DILOCO_SUPERVISOR_PID": str(os.getpid()),
             "DILOCO_STATE": str(spec.state_dir.resolve()),
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",  # a learner that hangs shows where, and a crash of native code too
         }
-        with MemoryStore(memory_path):
-            supervisor = _Supervisor(spec, env)
-            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with MemoryStore(memory_path) as memory:
+            supervisor = _Supervisor(spec, env, memory)
+            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
             before = [(number, signal.signal(number, supervisor.signalled)) for number in numbers]
             try:
                 return supervisor.run()
