@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -174,14 +174,20 @@ class DataSection(Section):
 
 
 class LearnerSection(Section):
-    """`[learner]`: how the supervisor starts the learner.
+    """`[learner]`: the process that trains; may differ between regions.
 
     Attributes:
+        hang: it is killed and started again when it makes no step for so long, and for ten times as long as its
+            longest pause of late; 0s: never.
+        on_spike: what follows when loss or gradient norm are far outside of their recent range, several times in a
+            row: `warn`, or `rollback` to the merged parameters.
         preload: modules that a process of the region imports once, from which each start of the learner is forked;
             an empty list: the learner always starts afresh. None: what the built-in trainer imports, where it is the
             learner; a command of your own starts afresh.
     """
 
+    hang: Span = Duration(300 * 1_000_000_000)
+    on_spike: Literal["warn", "rollback"] = "warn"
     preload: Annotated[
         tuple[str, ...] | None,
         NoDecode,

@@ -157,6 +157,7 @@ class ForkServer:
         self._backoff_s, self._backoff_max_s = backoff_min_s, backoff_max_s
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
+        self._reader: threading.Thread | None = None
 
     @property
     def pid(self) -> int:
@@ -181,7 +182,8 @@ class ForkServer:
         self.is_starting, self.restart_at_s = True, None
         self._say(f"preloading {', '.join(self._modules)} for the learner, in process {process.pid}")
         assert process.stdout is not None
-        threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
+        self._reader.start()
         threading.Thread(target=self._watch, args=(process, ours), daemon=True).start()
 
     def _copy_output(self, pipe: IO[bytes]) -> None:
@@ -265,6 +267,8 @@ class ForkServer:
         if self._orders is not None:
             self._orders.close()
             self._orders = None
+        if self._reader is not None:
+            self._reader.join(1.0)  # the log that it writes to may be closed next
 
 
 @contextlib.contextmanager
