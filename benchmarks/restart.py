@@ -89,7 +89,7 @@ MODELS: Final = {
         ("us-east",),
         fragments=12,
         command=(sys.executable, GPT2_SCRIPT),
-        preload="torch,torch._dynamo,transformers.models.gpt2.modeling_gpt2,diloco_node.learner.attach",
+        preload="transformers.models.gpt2.modeling_gpt2",
         needs="transformers",
     ),
 }

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from diloco_node.daemon.supervisor import SupervisorSpec
 
 NODE_FILE: Final = "node.json"
-TRAINER_PRELOAD: Final = ("torch", "diloco_node.learner.builtin.trainer")
+TRAINER_PRELOAD: Final = ("diloco_node.learner.builtin.trainer",)
+LATE_IMPORTS: Final = "diloco_node.learner.warm"
+"""Preloaded beside whatever is: what every learner needs, and would else do after the fork."""
+
 TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
@@ -183,9 +186,9 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
     """The modules of the process that learners are forked from; none: they start afresh."""
-    if config.learner.preload is not None:
-        return config.learner.preload
-    return () if command else TRAINER_PRELOAD
+    default = () if command else TRAINER_PRELOAD
+    modules = default if config.learner.preload is None else config.learner.preload
+    return (*modules, LATE_IMPORTS) if modules else ()
 
 
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:

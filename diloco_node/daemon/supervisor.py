@@ -260,7 +260,8 @@ class _Supervisor:
                 if self._forks is not None and child.is_done:
                     self._forks.close()
                 return None
-        has_stepped = self._memory.contents(COUNTERS_AREA) != self._counters
+        counters = self._memory.contents(COUNTERS_AREA) or b""
+        has_stepped = counters != self._counters and any(counters)  # zeros are a new area
         ran_well = child is self._learner and has_stepped and -code in FROM_OUTSIDE
         wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
         self.say(f"{what}: starting again in {wait_s:.1f} s")

@@ -93,6 +93,28 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "preload"),
+    [
+        ([], ("diloco_node.learner.builtin.trainer", "diloco_node.learner.warm")),
+        (["--preload", ""], ()),
+        (["--preload", "torch, transformers"], ("torch", "transformers", "diloco_node.learner.warm")),
+        (["--", sys.executable, "train.py"], ()),
+        (["--set", "learner.preload=torch", "--", sys.executable, "train.py"], ("torch", "diloco_node.learner.warm")),
+    ],
+)
+def test_what_is_preloaded(supervised: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
+    assert main(["start", "--region", "eu", *arguments]) == 6
+    assert supervised[0].preload == preload
+
+
+def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["start", "--region", "eu", "--preload", "torch,my-model.py"]) == 2
+    assert "learner.preload is \"torch,my-model.py\" (--preload): 'my-model.py' is not the name of a module" in (
+        capsys.readouterr().err
+    )
+
+
 def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, settings_from_environment

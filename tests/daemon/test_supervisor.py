@@ -388,3 +388,40 @@ def test_sigusr1_changes_nothing_while_the_learner_runs(tmp_path: Path) -> None:
     waits = dataclasses.replace(spec(tmp_path, daemon, NOTE + "note('learner')\n" + WAIT), finish_s=0.0)
     assert run_supervisor(waits) == 0
     assert len(lives(tmp_path, "learner")) == 1
+
+
+def test_starts_are_the_backoff_apart_and_a_good_life_resets_it(tmp_path: Path) -> None:
+    one = child.Child(
+        "learner",
+        ["true"],
+        signal.SIGTERM,
+        dataclasses.replace(spec(tmp_path, WAIT, WAIT), backoff_min_s=1, backoff_max_s=5),
+    )
+    assert [one.schedule_restart(0.0) for _ in range(4)] == [1, 2, 4, 5]
+    assert one.schedule_restart(3.0) == 2
+    assert one.schedule_restart(7.0) == 0
+    assert one.schedule_restart(0.25, ran_well=True) == 0.75
+    assert one.schedule_restart(0.0) == 2
+    one.log.close()
+
+
+def test_a_learner_that_was_killed_after_steps_ran_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    schedule_restart = child.Child.schedule_restart
+
+    def noted(one: child.Child, lived_s: float, *, ran_well: bool = False) -> float:
+        seen.append(ran_well)
+        return schedule_restart(one, lived_s, ran_well=ran_well)
+
+    monkeypatch.setattr(child.Child, "schedule_restart", noted)
+    learner = NOTE + (
+        "from diloco_node.shared_memory import request_area\n"
+        "area = request_area(pathlib.Path(os.environ['DILOCO_SUPERVISOR']), 'counters', 64)\n"
+        "life = note('learner')\n"
+        "if life in (2, 3): area[0] = life\n"
+        "if life <= 2: os.kill(os.getpid(), 9)\n"
+        "sys.exit(1 if life == 3 else 0)\n"
+    )
+    assert run_supervisor(spec(tmp_path, NOTE + "wait_for('learner', 4)", learner)) == 0
+    # Killed before a step, killed after one, ended by itself after one, done.
+    assert seen == [False, True, False]
