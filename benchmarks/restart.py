@@ -153,6 +153,8 @@ async def measure(model: Model, kills: int, seconds: float, *, is_preloading: bo
             report = build_report(folder, sorted(model.regions), wan=None, outage=None)
         finally:
             await asyncio.gather(*(region.stop() for region in regions))
+    if not report["tokens"]["balanced"]:
+        raise SystemExit(f"tokens are missing from the account: {report['tokens']['faults']}")
     return {
         "median_s": statistics.median(taken),
         "min_s": min(taken),
