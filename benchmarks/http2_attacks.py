@@ -38,6 +38,7 @@ LARGEST_FRAME = 16_384
 
 CONTROL_METHOD = b"/diloco.Region/control"
 BULK_METHOD = b"/diloco.Region/bulk"
+PROGRAM = str(Path(__file__).resolve())
 SLICE_S = 0.05
 PACE_S = 0.3
 """Between two bytes of a client that is slow on purpose."""
@@ -394,7 +395,7 @@ class Flood:
                     raise ConnectionError("closed")
 
 
-# ---- in a process of its own: Python's lock would else slow down the peers that are measured ---------------------------
+# ---- in a process of its own: Python's lock would else slow down the peers that are measured -------------------------
 
 
 @dataclass
@@ -409,7 +410,7 @@ class Progress:
 @contextlib.asynccontextmanager
 async def attacking(attack: Attack, port: int, identity: Path | None, *, seed: int = 0) -> AsyncIterator[Progress]:
     """Keep an attack going, in a process of its own."""
-    words = [sys.executable, str(Path(__file__).resolve()), attack.name, "--port", str(port), "--seed", str(seed)]
+    words = [sys.executable, PROGRAM, attack.name, "--port", str(port), "--seed", str(seed)]
     if identity is not None:
         words += ["--identity", str(identity)]
     pipe = asyncio.subprocess.PIPE

@@ -140,6 +140,10 @@ def _is_ours(context: dict[str, Any]) -> bool:
     return error is None or any("diloco_node" in name for name in where)
 
 
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 async def _main(folder: Path) -> None:
     handler, faults = _Echo(), list[dict[str, Any]]()
     asyncio.get_running_loop().set_exception_handler(
@@ -166,7 +170,7 @@ async def _main(folder: Path) -> None:
             calls=transport.calls,
             tasks=len(asyncio.all_tasks()),
             descriptors=len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - a name each is enough
-            memory_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            memory_bytes=_resident_bytes(),
             up=sorted(peer for peer, is_up in handler.is_up.items() if is_up),
             rejections={f"{peer} {reason}": count for (peer, reason), count in transport.rejections.items()},
             faults=len(faults),
