@@ -304,7 +304,9 @@ class _Checker:
         uncounted = 0
         for learner, (newest, tokens) in self._closed.items():
             if learner in self._lost:
-                counted = (own[1] for (name, number), own in self._trained.items() if name == learner and number <= newest)
+                counted = (
+                    own[1] for (name, number), own in self._trained.items() if name == learner and number <= newest
+                )
                 uncounted += max(0, max(tokens, default=0) - sum(counted))
         return uncounted
 
