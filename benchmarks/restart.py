@@ -38,7 +38,7 @@ from diloco_node.wire.learner_link import COUNTERS_AREA
 HERE: Final = Path(__file__).resolve().parent
 LOOK_S: Final = 0.002
 POLL_S: Final = 0.1
-PATIENCE_S: Final = 300.0
+PATIENCE_S: Final = 900.0
 STEPS_BETWEEN: Final = 3
 """A learner is not killed before it has made so many: it is a learner that runs well."""
 

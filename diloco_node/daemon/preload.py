@@ -169,15 +169,20 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             numbers = [str(theirs.fileno()), str(os.getpid())]
-            process = subprocess.Popen(
-                [*self._interpreter, str(FORK_SERVER), *numbers, *self._modules, "--", *self._command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=env,
-                process_group=0,
-                pass_fds=[theirs.fileno()],
-            )
+            try:
+                process = subprocess.Popen(
+                    [*self._interpreter, str(FORK_SERVER), *numbers, *self._modules, "--", *self._command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    process_group=0,
+                    pass_fds=[theirs.fileno()],
+                )
+            except OSError as error:
+                ours.close()
+                self._schedule_restart(f"the preloading process can't be started ({error.strerror})")
+                return
         self._process, self._orders = process, ours
         self.is_starting, self.restart_at_s = True, None
         self._say(f"preloading {', '.join(self._modules)} for the learner, in process {process.pid}")
@@ -212,12 +217,12 @@ class ForkServer:
         self._let_go()
         if self._is_useless:
             return
+        self._schedule_restart(f"the preloading process ended, code={event.code}")
+
+    def _schedule_restart(self, what: str) -> None:
         wait_s, self._backoff_s = self._backoff_s, min(2 * self._backoff_s, self._backoff_max_s)
         self.restart_at_s = time.monotonic() + wait_s
-        self._say(
-            f"the preloading process ended, code={event.code}: another in {wait_s:.1f} s; "
-            "until that is ready the learner starts afresh"
-        )
+        self._say(f"{what}: another in {wait_s:.1f} s; until that is ready the learner starts afresh")
 
     def fork(self) -> Forked | None:
         """A new learner; None if there is no server that makes one: then it must be started afresh."""

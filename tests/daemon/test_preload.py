@@ -326,6 +326,21 @@ def test_a_killed_server_is_started_again_and_its_forks_go_on(tmp_path: Path) ->
             one.send_signal(signal.SIGKILL)  # it has ended, its number may be another's
 
 
+def test_a_server_that_can_not_be_started_is_tried_again(tmp_path: Path) -> None:
+    harness = Harness(["json"], script(tmp_path, ""))
+    python = Path(sys.executable).name
+    harness.server._interpreter[0] = str(tmp_path / python)  # it was there when the supervisor began
+    harness.server.start(dict(os.environ))
+    assert not harness.server.is_starting
+    assert harness.server.restart_at_s is not None
+    assert harness.lines == [
+        "the preloading process can't be started (No such file or directory): another in 0.0 s; "
+        "until that is ready the learner starts afresh"
+    ]
+    assert harness.server.fork() is None
+    harness.server.close()
+
+
 def test_a_server_that_does_not_answer_is_killed_and_makes_no_learner_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
