@@ -35,6 +35,7 @@ AREAS_MAX: Final = 16
 AREA_BYTES_MAX: Final = 1 << 42
 """Largest area: 4 TiB, a trillion float32."""
 
+CONTENTS_BYTES_MAX: Final = 4096
 REQUEST_BYTES_MAX: Final = 4096
 REQUEST_TIMEOUT_S: Final = 10.0
 _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
@@ -93,6 +94,16 @@ class MemoryStore:
         for area in self._areas.values():
             os.close(area.fd)
         self._areas.clear()
+
+    def contents(self, name: str) -> bytes | None:
+        """What a small area holds now, at most `CONTENTS_BYTES_MAX`; None if there is none of this name."""
+        area = self._areas.get(name)
+        if area is None:
+            return None
+        try:
+            return os.pread(area.fd, CONTENTS_BYTES_MAX, 0)
+        except OSError:  # replaced by one of another size in this moment
+            return None
 
     def _serve(self) -> None:
         while not self._closing.is_set():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.errors import BindError, LearnerError
-from diloco_node.shared_memory import MemoryStore, request_area
+from diloco_node.shared_memory import CONTENTS_BYTES_MAX, MemoryStore, request_area
 
 SIZE = 3 * mmap.PAGESIZE + 17
 
@@ -104,3 +104,11 @@ def test_closing_closes_every_descriptor(tmp_path: Path) -> None:
         request_area(tmp_path / "m.sock", "inbox", 1).close()
         request_area(tmp_path / "m.sock", "inbox", 2).close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_the_store_shows_what_a_small_area_holds(tmp_path: Path) -> None:
+    with MemoryStore(tmp_path / "memory.sock") as store:
+        assert store.contents("counters") is None
+        with request_area(store.path, "counters", 5000) as area:
+            area[:3] = b"abc"
+            assert store.contents("counters") == b"abc" + bytes(CONTENTS_BYTES_MAX - 3)

@@ -1,4 +1,4 @@
-"""Orders to a daemon that runs on this machine: `diloco-node budget set` and `diloco-node quarantine lift`.
+"""Orders to a daemon that runs on this machine: `budget set`, `quarantine lift` and `learner start`.
 
 They go over the daemon's admin socket, with the token of its state folder.
 """
@@ -24,9 +24,12 @@ ANSWER_BYTES_MAX: Final = 2**20
 budget = typer.Typer(help="The bandwidth budget of running regions.", no_args_is_help=True)
 quarantine = typer.Typer(help="Peers that were shut out for what they sent.", no_args_is_help=True)
 
+learner = typer.Typer(help="The learner of a running region.", no_args_is_help=True)
+
 
 @budget.callback()
 @quarantine.callback()
+@learner.callback()
 def _top() -> None:
     pass
 
@@ -90,6 +93,28 @@ def lift_quarantine(
         typer.echo(f"{folder.name} readmits {peer}: its strikes are forgotten")
     else:
         typer.echo(f"{folder.name} has nothing against {peer}")
+
+
+@learner.command("start")
+def start_learner(
+    *,
+    place: Annotated[
+        str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
+    ] = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Start the learner again that was stopped after it crashed again and again; `status` says so.
+
+    \b
+    diloco-node learner start us-east
+    """
+    folder = _folder(place, config)
+    was = str(order(folder, "learner/start", {})["was"])
+    if as_json:
+        typer.echo(json.dumps({"region": folder.name, "was": was}))
+    else:
+        typer.echo(f"{folder.name} starts its learner, which was {was}; `diloco-node status` shows when it trains")
 
 
 def order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,13 @@ if TYPE_CHECKING:
     from diloco_node.daemon.supervisor import SupervisorSpec
 
 NODE_FILE: Final = "node.json"
+TRAINER_PRELOAD: Final = ("diloco_node.learner.builtin.trainer",)
+LATE_IMPORTS: Final = "diloco_node.learner.warm"
+"""Preloaded beside whatever is: what every learner needs, and would else do after the fork."""
+
 TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
+ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 SCHEDULE_STEPS_UNKNOWN: Final = 1000
 """Length of the built-in trainer's schedule when neither steps nor tokens end the run."""
 
@@ -51,7 +56,14 @@ def start(
     data: Annotated[
         list[str] | None, typer.Option("--data", metavar="PATH", help="Text for the built-in trainer.")
     ] = None,
+    preload: Annotated[
+        str | None, typer.Option("--preload", metavar="MODULE,...", help="Imported once; restarted learners fork.")
+    ] = None,
     init: Annotated[Path | None, typer.Option("--init", metavar="FILE", help="First parameters, safetensors.")] = None,
+    on_spike: Annotated[
+        str | None,
+        typer.Option("--on-spike", metavar="warn|rollback", help="When the loss leaves its range for several steps."),
+    ] = None,
     assignments: SetOption = None,
 ) -> None:
     """Run one region: a daemon and its learner, restarted when they die. Ends with the run, or at SIGTERM."""
@@ -63,6 +75,8 @@ def start(
         f"regions.{region}.listen": ("--listen", listen),
         f"regions.{region}.admin_port": ("--admin-port", admin_port),
         "data.paths": ("--data", data),
+        "learner.preload": ("--preload", preload),
+        "learner.on_spike": ("--on-spike", on_spike),
     }
     # A name with a dot would become a key of its own; the check names the regions there are.
     resolved = load(config, named if "." not in region else {}, assignments)
@@ -165,8 +179,17 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or [sys.executable, "-m", "diloco_node.learner"],
-        env={TRAINER_VARIABLE: str(trainer_file)},
+        env={TRAINER_VARIABLE: str(trainer_file), ON_SPIKE_VARIABLE: config.learner.on_spike},
+        hang_s=config.learner.hang.ns / 1e9,
+        preload=preloaded(config, command),
     )
+
+
+def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
+    """The modules of the process that learners are forked from; none: they start afresh."""
+    default = () if command else TRAINER_PRELOAD
+    modules = default if config.learner.preload is None else config.learner.preload
+    return (*modules, LATE_IMPORTS) if modules else ()
 
 
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:

@@ -207,6 +207,9 @@ def detail_lines(document: dict[str, Any]) -> list[str]:
             error = f": {peer['error']}" if peer.get("error") else ""
             where = peer.get("address") or "no address"
             lines.append(f"{region}: link to {peer.get('name', '?')} ({where}) is {peer['link']}{error}")
+    process = document.get("learner_process")
+    if isinstance(process, dict) and process.get("state") in ("stopped", "waiting") and process.get("reason"):
+        lines.append(f"{region}: the learner is {process['state']}: {process['reason']}")
     if document.get("budget_warning"):
         lines.append(f"{region}: {document['budget_warning']}")
     alarms = [note for note in _tables(document, "notes") if note.get("is_alarm")]

@@ -23,6 +23,7 @@ from diloco_node.config.schema import (
     NAME_PATTERN,
     REGIONS_MAX,
     DataSection,
+    LearnerSection,
     ModelSection,
     RegionSection,
     RoundsSection,
@@ -49,7 +50,7 @@ class NodeConfig:
     """Everything that is set, checked as a whole.
 
     Attributes:
-        run, model, rounds, data: the sections.
+        run, model, rounds, data, learner: the sections.
         budget: bandwidth; see `budget_plan`.
         regions: by name, sorted.
         path: run.toml.
@@ -60,6 +61,7 @@ class NodeConfig:
     model: ModelSection
     rounds: RoundsSection
     data: DataSection
+    learner: LearnerSection
     budget: BudgetSection
     regions: Mapping[str, RegionSection]
     origins: Mapping[Key, str]
@@ -126,6 +128,7 @@ class NodeConfig:
             "model": self.model,
             "rounds": self.rounds.model_copy(update=used),
             "data": self.data,
+            "learner": self.learner,
         }
         for name, section in sections.items():
             yield from self._section_rows(name, section)
@@ -168,6 +171,7 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
         model=tree.model,
         rounds=tree.rounds,
         data=tree.data,
+        learner=tree.learner,
         budget=tree.budget,
         regions=dict(sorted(tree.regions.items())),
         origins=sources.origins,

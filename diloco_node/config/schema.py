@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -16,6 +16,9 @@ from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 
 NAME_PATTERN: Final = r"^[a-z0-9-]{1,63}$"
 REGIONS_MAX: Final = 64
+MODULES_MAX: Final = 100
+"""Of `learner.preload`. Nobody writes down so many, and each costs the start of the region its import."""
+
 _RUN: Final = RunSettings()
 
 
@@ -34,6 +37,15 @@ def _number(value: object) -> object:
 def _paths(value: object) -> object:
     """A list, or (from the environment) paths with `:` between them."""
     return tuple(part for part in value.split(":") if part) if isinstance(value, str) else value
+
+
+def _modules(value: object) -> object:
+    """A list, or (from the environment and flags) names with `,` between them."""
+    names = tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+    for name in names if isinstance(names, list | tuple) else ():
+        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{name!r} is not the name of a module, as one writes it after `import`")
+    return names
 
 
 def _host_port(value: object) -> object:
@@ -161,6 +173,29 @@ class DataSection(Section):
     paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths), Field(max_length=10_000)] = ()
 
 
+class LearnerSection(Section):
+    """`[learner]`: the process that trains; may differ between regions.
+
+    Attributes:
+        hang: it is killed and started again when it makes no step for so long, and for ten times as long as its
+            longest pause of late; 0s: never.
+        on_spike: what follows when loss or gradient norm are far outside of their recent range, several times in a
+            row: `warn`, or `rollback` to the merged parameters.
+        preload: modules that a process of the region imports once, from which each start of the learner is forked;
+            an empty list: the learner always starts afresh. None: what the built-in trainer imports, where it is the
+            learner; a command of your own starts afresh.
+    """
+
+    hang: Span = Duration(300 * 1_000_000_000)
+    on_spike: Literal["warn", "rollback"] = "warn"
+    preload: Annotated[
+        tuple[str, ...] | None,
+        NoDecode,
+        BeforeValidator(_modules),
+        Field(max_length=MODULES_MAX, examples=[("torch", "transformers")]),
+    ] = None
+
+
 class RegionSection(Section):
     """`[regions.NAME]`: one region.
 
@@ -202,6 +237,7 @@ class Tree(BaseSettings):
     model: ModelSection = ModelSection()
     rounds: RoundsSection = RoundsSection()
     data: DataSection = DataSection()
+    learner: LearnerSection = LearnerSection()
     budget: BudgetSection = BudgetSection()
     regions: dict[str, RegionSection]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -26,12 +27,14 @@ from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.status import NoteBook, write_report
 from diloco_node.daemon.budget import changed_plan, plan_of_file
 from diloco_node.daemon.learner.admission import Admission
+from diloco_node.daemon.learner.process_file import read_process
 from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
 from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
+from diloco_node.escaping import escaped_document
 from diloco_node.measure.documents import OnPartial
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
@@ -41,6 +44,8 @@ from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 
 ADMIN_PORT_NAME: Final = "admin.port"
+PROCESS_LOOK_S: Final = 1.0
+"""Between two looks at what the supervisor says of the learner's process."""
 
 log = structlog.get_logger()
 
@@ -60,6 +65,7 @@ class Daemon:
         self._is_building = False
         self._admission = Admission(spec.state_dir, self._threads.disk)
         self._waiting_attach: Attach | None = None
+        self._learner_process: dict[str, Any] = {}
 
     async def run(self) -> int:
         """Start, serve, stop; the exit code.
@@ -82,6 +88,7 @@ class Daemon:
                 set_budget=self._set_budget,
                 measure=self._measure,
                 lift_quarantine=self._lift_quarantine,
+                start_learner=self._start_learner,
             ),
             registry,
             port=self.spec.admin_port,
@@ -97,6 +104,7 @@ class Daemon:
             await in_thread(self._threads.pool, check_golden)
             await in_thread(self._threads.pool, warm_up)
             await self.learner_server.start()
+            self.spawn(self._watch_learner_process(), "learner process")
             manifest, damage = recover_manifest(self.spec.state_dir)
             if damage:
                 self.notes.add(Note("disk", damage, is_alarm=True))
@@ -251,13 +259,50 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
+        process = escaped_document(self._learner_process)
         if self._node is not None:
-            return self._node.status()
+            return {**self._node.status(), "learner_process": process}
         reason = self._not_ready_reason()
-        return {"region": self.spec.region, "run_id": self.spec.run_id, "state": "starting", "reason": reason}
+        return {
+            "region": self.spec.region,
+            "run_id": self.spec.run_id,
+            "state": "starting",
+            "reason": reason,
+            "learner_process": process,
+        }
 
     def _not_ready_reason(self) -> str:
-        return "waits for the learner to list its tensors" if self._node is None else self._node.not_ready_reason()
+        reason = "waits for the learner to list its tensors" if self._node is None else self._node.not_ready_reason()
+        if reason and self._learner_process.get("state") == "stopped":
+            return f"{reason}; the learner is stopped: {self._learner_process['reason']}"
+        return reason
+
+    async def _watch_learner_process(self) -> None:
+        """What the supervisor finds wrong with the learner's process is told here, and shown."""
+        told: tuple[Any, ...] | None = None
+        while True:
+            now = await in_thread(self._threads.background, read_process, self.spec.state_dir)
+            self._learner_process = now
+            is_stopped = now.get("state") == "stopped"
+            fault = (now.get("reason", ""), now.get("crashes"), now.get("hangs"), is_stopped)
+            # What was there when this daemon began was told by the one before, but for what still holds.
+            if fault != told and fault[0] and (told is not None or is_stopped):
+                verb = "is stopped" if is_stopped else "has ended"
+                self.notes.add(Note("learner", f"the learner's process {verb}: {fault[0]}", is_alarm=True))
+            told = fault
+            await asyncio.sleep(PROCESS_LOOK_S)
+
+    def _start_learner(self) -> str:
+        """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""
+        supervisor = os.getppid()
+        if os.environ.get("DILOCO_SUPERVISOR_PID") != str(supervisor) or not self._learner_process:
+            raise ConfigError("this region's learner is not started by `diloco-node start`: start it where it runs")
+        state = str(self._learner_process["state"])
+        if state == "running":
+            raise ConfigError("the learner runs already; a process that hangs is found and started again by itself")
+        os.kill(supervisor, signal.SIGUSR1)
+        self.notes.add(Note("learner", f"an operator starts the learner, which was {state}"))
+        return state
 
     def _set_budget(self, document: Mapping[str, Any]) -> Mapping[str, Any]:
         """Change it until the region starts again or reads its settings again. Raises ConfigError."""

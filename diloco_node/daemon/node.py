@@ -306,6 +306,9 @@ class Node:
                 self.learner.finished(message)
             case learner_link.Failed():
                 self._note(ev.Note("learner", f"the learner failed: {message.reason}", is_alarm=True))
+            case learner_link.Warned():
+                self.learner.facts.warnings += 1
+                self._note(ev.Note("learner", f"the learner warns: {message.text}", is_alarm=True))
             case _:
                 assert_never(message)
 

@@ -1,7 +1,8 @@
 """The parent of a region's daemon and learner: keeps both alive, and keeps the memory they share.
 
-Either child may die and is started again (after 0.2 s, then doubling up to 30 s, from the beginning after a healthy
-while), the other goes on. Standard library only, so that the parent is small and has nothing to crash on.
+Either child may die and is started again, the other goes on. Two starts are at least 0.2 s apart, then twice as long
+up to 30 s. The 0.2 s are back after a healthy while, and where a learner that had made steps was killed from outside.
+Standard library only, so that the parent is small and has nothing to crash on.
 
 How it ends (`run_supervisor`'s result is the exit code):
 
@@ -13,30 +14,34 @@ How it ends (`run_supervisor`'s result is the exit code):
 - the learner exits 2 before it was ever healthy (a wrong setting, a missing data path): the daemon is stopped; 2.
 - SIGTERM or SIGINT: the learner is stopped, then the daemon, each with SIGTERM, a deadline, SIGKILL; 0.
 - the learner exits 0: it is done and not started again; the daemon goes on serving the other regions.
+- the learner hangs, or crashes again and again (`daemon.learner.watch`): it is killed and started again, or stays
+  stopped until SIGUSR1 or the next start, while the daemon votes and merges.
 
 Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
 PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner command left behind (the ranks of a killed
 `torchrun`, which have sessions of their own) is found by its environment and killed before the next start.
+
+With `preload` the learner is forked from a process that has imported these modules (`daemon/preload.py`). It is a child
+of the supervisor like any other then; where a fork can't be had, it is started as a new process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import queue
-import shlex
 import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Final
+from typing import Final
 
+from diloco_node.daemon.child import Child, ChildExited, ChildLog
+from diloco_node.daemon.learner.process_file import write_process
+from diloco_node.daemon.learner.watch import COUNTERS_AREA, FROM_OUTSIDE, Action, LearnerWatch
+from diloco_node.daemon.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.unix_sockets import socket_path
@@ -52,29 +57,11 @@ DISK_CODE: Final = os.EX_TEMPFAIL
 
 STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
-LOG_BYTES_MAX: Final = 32 * 2**20
-"""A child's log is rotated here; one older file is kept."""
-
-COMMAND_CHARS_MAX: Final = 80
-"""Of a child's command in a message."""
+LOOK_S: Final = 1.0
+"""Between two looks at the learner's counters."""
 
 DAEMON_SOCKET: Final = "learner.sock"
 MEMORY_SOCKET: Final = "memory.sock"
-
-# prctl(PR_SET_PDEATHSIG) must be called by the child, after fork. A tiny program does it and then becomes the command:
-# `preexec_fn` would run Python between fork and exec, which can deadlock in a process with threads.
-_BECOME: Final = """
-import ctypes, os, sys
-ctypes.CDLL(None, use_errno=True).prctl(1, int(sys.argv[2]), 0, 0, 0)
-if os.getppid() != int(sys.argv[1]):
-    os._exit(1)
-try:
-    os.execvp(sys.argv[3], sys.argv[3:])
-except OSError as error:
-    sys.stderr.write(f"{sys.argv[3]}: {error.strerror}\\n")
-    sys.stderr.flush()
-    os._exit(127)
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +78,9 @@ class SupervisorSpec:
         healthy_s: a child that lived so long begins again with backoff_min_s.
         learner_stop_s, daemon_stop_s: from SIGTERM to SIGKILL.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
+        hang_s: a learner that makes no step for so long may hang; 0: it never does.
         is_echoing: children's output also goes to the supervisor's own standard error.
+        preload: modules that the process imports from which the learner is forked; none: it is never forked.
     """
 
     region: str
@@ -105,184 +94,52 @@ class SupervisorSpec:
     learner_stop_s: float = 10.0
     daemon_stop_s: float = 15.0
     finish_s: float = 30.0
+    hang_s: float = 300.0
     is_echoing: bool = True
+    preload: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Exited:
-    """A child has ended; `code` as in subprocess: negative for a signal."""
-
-    child: _Child
-    code: int
-
-
-_Event = _Exited | int
+_Event = ChildExited | ServerReady | ServerEnded | int
 """Or the number of a signal."""
 
 
-class _Log:
-    """A process's log file with a size limit. Written by one reader thread at a time."""
-
-    def __init__(self, path: Path, is_echoing: bool) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._is_echoing = is_echoing
-        self._file = path.open("ab", buffering=0)
-        self._size_bytes = self._file.tell()
-        self._lock = threading.Lock()
-
-    def write(self, data: bytes) -> None:
-        with self._lock:
-            # A full disk or a closed terminal must stop neither the child nor the supervisor.
-            if self._size_bytes > LOG_BYTES_MAX:
-                with contextlib.suppress(OSError):
-                    self._rotate()
-            with contextlib.suppress(OSError):
-                self._file.write(data)
-                self._size_bytes += len(data)
-            if self._is_echoing:
-                with contextlib.suppress(OSError, ValueError):
-                    os.write(2, data)
-
-    def _rotate(self) -> None:
-        with contextlib.suppress(FileNotFoundError):  # renamed already, by a try that went no further
-            self._path.replace(self._path.with_suffix(".log.1"))
-        file = self._path.open("ab", buffering=0)
-        self._file.close()
-        self._file, self._size_bytes = file, 0
-
-    def close(self) -> None:
-        with self._lock:
-            self._file.close()
-
-
-class _Child:
-    """One of the two processes, through all its lives."""
-
-    def __init__(self, name: str, command: list[str], death_signal: int, spec: SupervisorSpec) -> None:
-        self.name = name
-        self.starts = 0
-        self.restart_at_s: float | None = None
-        self.is_done = False
-        self._command = command
-        self._death_signal = death_signal
-        self._spec = spec
-        self.log = _Log(spec.state_dir / "logs" / f"{name}.log", spec.is_echoing)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
-        self._started_s = 0.0
-        self._backoff_s = spec.backoff_min_s
-        self._marks: list[bytes] = []
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None
-
-    @property
-    def shown(self) -> str:
-        """Process id and command, for people: a long command loses its middle."""
-        command = " ".join(shlex.join(self._command).split())
-        if len(command) > COMMAND_CHARS_MAX:
-            half = (COMMAND_CHARS_MAX - len(" ... ")) // 2
-            command = f"{command[:half].rstrip()} ... {command[-half:].lstrip()}"
-        return f"pid {self._process.pid if self._process is not None else '-'}: {command}"
-
-    def start(self, env: Mapping[str, str], report: Callable[[_Event], None]) -> None:
-        """Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked."""
-        become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(self._death_signal))]
-        own_env = {**env, "DILOCO_CHILD": f"{self.name}-{os.getpid()}"}
-        self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
-        process = subprocess.Popen(
-            [*become, *self._command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=own_env,
-            process_group=0,
-        )
-        self._process = process
-        self.starts += 1
-        self._started_s = time.monotonic()
-        self.restart_at_s = None
-        assert process.stdout is not None
-        self._reader = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
-        self._reader.start()
-        threading.Thread(target=self._watch, args=(process, report), daemon=True).start()
-
-    def _copy_output(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            while data := os.read(pipe.fileno(), 65536):
-                self.log.write(data)
-
-    def _watch(self, process: subprocess.Popen[bytes], report: Callable[[_Event], None]) -> None:
-        # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what
-        # the child left behind in its group can be killed safely.
-        with contextlib.suppress(ChildProcessError):
-            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        _kill_group(process.pid, signal.SIGKILL)
-        report(_Exited(self, process.wait()))
-
-    def ended(self) -> float:
-        """Note the end of this life, and clear up after it. Returns how long it was, in seconds."""
-        self._process = None
-        for pid in _left_behind(self._marks):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if self._reader is not None:
-            self._reader.join(1.0)
-        return time.monotonic() - self._started_s
-
-    def schedule_restart(self, lived_s: float) -> float:
-        """Returns the wait in seconds."""
-        if lived_s >= self._spec.healthy_s:
-            self._backoff_s = self._spec.backoff_min_s
-        wait_s = self._backoff_s
-        self.restart_at_s = time.monotonic() + wait_s
-        self._backoff_s = min(2 * self._backoff_s, self._spec.backoff_max_s)
-        return wait_s
-
-    def send_signal(self, number: int) -> None:
-        """To the child alone: `torchrun` passes SIGTERM on to its ranks in its own order."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            _kill_group(self._process.pid, signal.SIGKILL)
-
-
-def _kill_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
-
-
-def _left_behind(marks: list[bytes]) -> list[int]:
-    """Processes whose environment holds all of these settings; ascending."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
-                settings = (folder / "environ").read_bytes().split(b"\0")
-                if all(mark in settings for mark in marks):
-                    found.append(int(folder.name))
-    return sorted(found)
-
-
 class _Supervisor:
-    def __init__(self, spec: SupervisorSpec, env: Mapping[str, str]) -> None:
+    def __init__(self, spec: SupervisorSpec, env: Mapping[str, str], memory: MemoryStore) -> None:
         self._spec = spec
+        self._memory = memory
+        self._watch = LearnerWatch(spec.hang_s)
+        self._counters: bytes | None = None
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._log = _Log(spec.state_dir / "logs" / "supervisor.log", spec.is_echoing)
-        self._daemon = _Child("daemon", spec.daemon_command, signal.SIGKILL, spec)
+        self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", spec.is_echoing)
+        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec)
         self._children = [self._daemon]
-        self._learner: _Child | None = None
+        self._learner: Child | None = None
         if spec.learner_command is not None:
             # A learner may be a launcher with ranks below it: SIGTERM lets it take them along.
-            self._learner = _Child("learner", spec.learner_command, signal.SIGTERM, spec)
+            self._learner = Child("learner", spec.learner_command, signal.SIGTERM, spec)
             self._children.append(self._learner)
+            self._learner.forks = self._fork_server(spec.learner_command, self._learner)
+        self._forks = self._learner.forks if self._learner is not None else None
+
+    def _fork_server(self, command: list[str], learner: Child) -> ForkServer | None:
+        if not self._spec.preload:
+            return None
+        at, reason = forkable_command(command)
+        if reason:
+            self.say(f"no preload: {reason}; the learner starts afresh each time")
+            return None
+        return ForkServer(
+            self._spec.preload,
+            command,
+            at,
+            write=learner.log.write,
+            report=self._events.put,
+            say=self.say,
+            backoff_min_s=self._spec.backoff_min_s,
+            backoff_max_s=self._spec.backoff_max_s,
+        )
 
     def say(self, text: str) -> None:
         stamp = time.strftime("%H:%M:%S")
@@ -290,6 +147,7 @@ class _Supervisor:
 
     def run(self) -> int:
         try:
+            self._start_fork_server()
             for child in self._children:
                 self._start(child)
             code: int | None = None
@@ -302,17 +160,32 @@ class _Supervisor:
                 log.close()
 
     def signalled(self, number: int, _frame: FrameType | None) -> None:
-        """The handler of SIGTERM, SIGINT and SIGHUP."""
+        """The handler of SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
         self._events.put(number)
 
-    def _start(self, child: _Child) -> None:
+    def _start_fork_server(self) -> None:
+        if self._forks is not None and self._learner is not None:
+            self._forks.start(self._learner.marked(self._env))
+
+    def _start(self, child: Child) -> None:
+        if child is self._learner and not child.starts and self._forks is not None and self._forks.is_starting:
+            child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
+            return
         child.start(self._env, self._events.put)
-        self.say(f"{child.name} started, start={child.starts}")
+        self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
-            self.say(
-                f"waiting for the learner ({child.shown}) to attach; "
-                "importing torch and building the model takes 15 to 40 s"
-            )
+            self._counters = self._memory.contents(COUNTERS_AREA)
+            self._watch.started(self._counters, now_s=time.monotonic())
+            write_process(self._spec.state_dir, self._watch.document())
+            imports = "" if child.is_forked else "; importing torch and building the model takes 15 to 40 s"
+            self.say(f"waiting for the learner ({child.shown}) to attach{imports}")
+
+    def _fork_server_changed(self, event: ServerReady | ServerEnded) -> None:
+        assert self._forks is not None
+        assert self._learner is not None
+        self._forks.note(event)
+        if not self._learner.starts:
+            self._start(self._learner)
 
     def _turn(self) -> int | None:
         """Carry out one event or one restart that is due. Returns the exit code when it is over."""
@@ -321,6 +194,13 @@ class _Supervisor:
         for child in due:
             self._start(child)
         waiting = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
+        if self._spec.hang_s > 0 and self._learner is not None and self._learner.is_running:
+            self._look_at(self._learner)
+            waiting.append(now_s + min(LOOK_S, self._spec.hang_s / 4))
+        if self._forks is not None and self._forks.restart_at_s is not None:
+            waiting.append(self._forks.restart_at_s)
+            if waiting[-1] <= now_s:
+                self._start_fork_server()
         try:
             event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
@@ -328,12 +208,41 @@ class _Supervisor:
         if event == signal.SIGHUP:
             self._daemon.send_signal(signal.SIGHUP)  # it reads its settings again; else it does when it starts
             return None
+        if event == signal.SIGUSR1:
+            self._revive_learner()
+            return None
         if isinstance(event, int):
             self.say(f"signal {signal.Signals(event).name}: stopping")
             return 0
+        if isinstance(event, ServerReady | ServerEnded):
+            self._fork_server_changed(event)
+            return None
         return self._child_exited(event.child, event.code)
 
-    def _child_exited(self, child: _Child, code: int) -> int | None:
+    def _look_at(self, learner: Child) -> None:
+        """Whether the learner makes steps."""
+        action = self._watch.look(self._memory.contents(COUNTERS_AREA), now_s=time.monotonic())
+        if action is Action.ABORT:
+            self.say(f"learner {self._watch.reason}: it is stopped, and its stacks are in logs/learner.log")
+            learner.kill(signal.SIGABRT)
+        elif action is Action.KILL:
+            learner.kill()
+        elif action is Action.SAY:
+            self.say(f"learner {self._watch.reason}")
+        if action is not Action.NOTHING:
+            write_process(self._spec.state_dir, self._watch.document())
+
+    def _revive_learner(self) -> None:
+        """Start it at once, whether it waits or was stopped."""
+        learner = self._learner
+        if learner is None or learner.is_running:
+            self.say("signal SIGUSR1: there is no learner to be started")
+            return
+        self.say("signal SIGUSR1: the learner is started again")
+        self._watch.revived()
+        learner.schedule_restart(self._spec.healthy_s)
+
+    def _child_exited(self, child: Child, code: int) -> int | None:
         lived_s = child.ended()
         what = f"{child.name} exited, code={code} after {lived_s:.1f} s"
         final = self._final_code(child, code, lived_s)
@@ -343,14 +252,22 @@ class _Supervisor:
                 # The run is finished; the learner was told so and writes its last files.
                 self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
             return final
-        if child.is_done:
-            self.say(f"{what}: it is done")
-            return None
-        wait_s = child.schedule_restart(lived_s)
+        if child is self._learner:
+            may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
+            write_process(self._spec.state_dir, self._watch.document())
+            if not may_restart:
+                self.say(f"{what}: {'it is done' if child.is_done else self._watch.reason}")
+                if self._forks is not None and child.is_done:
+                    self._forks.close()
+                return None
+        counters = self._memory.contents(COUNTERS_AREA) or b""
+        has_stepped = counters != self._counters and any(counters)  # zeros are a new area
+        ran_well = child is self._learner and has_stepped and -code in FROM_OUTSIDE
+        wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
         self.say(f"{what}: starting again in {wait_s:.1f} s")
         return None
 
-    def _final_code(self, child: _Child, code: int, lived_s: float) -> int | None:
+    def _final_code(self, child: Child, code: int, lived_s: float) -> int | None:
         if child is self._daemon:
             if code == 0 or code in FINAL_CODES or (code == BIND_CODE and child.starts == 1):
                 return code
@@ -361,7 +278,7 @@ class _Supervisor:
         # A learner that never came up and says that its settings are wrong would say so for ever.
         return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
 
-    def _await_exit(self, child: _Child, deadline_s: float, *, is_interruptible: bool = False) -> bool:
+    def _await_exit(self, child: Child, deadline_s: float, *, is_interruptible: bool = False) -> bool:
         while child.is_running:
             wait_s = deadline_s - time.monotonic()
             if wait_s <= 0:
@@ -370,15 +287,17 @@ class _Supervisor:
                 event = self._events.get(timeout=wait_s)
             except queue.Empty:
                 return False
-            if isinstance(event, _Exited):
+            if isinstance(event, ChildExited):
                 lived_s = event.child.ended()
                 self.say(f"{event.child.name} exited, code={event.code} after {lived_s:.1f} s")
-            elif is_interruptible:
+            elif isinstance(event, int) and is_interruptible:
                 return False
         return True
 
     def _stop_all(self) -> None:
         """Learner first, so that its last contribution and counters find a living daemon."""
+        if self._forks is not None:
+            self._forks.close()
         stops = [(self._learner, self._spec.learner_stop_s), (self._daemon, self._spec.daemon_stop_s)]
         for child, deadline_s in stops:
             if child is None or not child.is_running:
@@ -423,10 +342,11 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             "DILOCO_SUPERVISOR_PID": str(os.getpid()),
             "DILOCO_STATE": str(spec.state_dir.resolve()),
             "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",  # a learner that hangs shows where, and a crash of native code too
         }
-        with MemoryStore(memory_path):
-            supervisor = _Supervisor(spec, env)
-            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        with MemoryStore(memory_path) as memory:
+            supervisor = _Supervisor(spec, env, memory)
+            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
             before = [(number, signal.signal(number, supervisor.signalled)) for number in numbers]
             try:
                 return supervisor.run()

@@ -36,11 +36,13 @@ from diloco_node.learner.loss import LateLoss, finite
 from diloco_node.learner.process import TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.session import LearnerSession
+from diloco_node.learner.spikes import IN_A_ROW, SpikeWatch
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome, merge_rules
 
 log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
+ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
 the daemon a tenth of a millisecond."""
@@ -111,6 +113,9 @@ class Diloco:
         self._blocked_ns = 0
         self._reported_ns = 0
         self._loss = LateLoss()
+        self._grad_norm = LateLoss()
+        self._watched = ((self._loss, SpikeWatch("loss")), (self._grad_norm, SpikeWatch("gradient norm")))
+        self._is_rolling_back = os.environ.get(ON_SPIKE_VARIABLE) == "rollback"
         self._val_loss: float | None = None
         self._val_loss_global: float | None = None
         self._session: LearnerSession | None = None
@@ -148,7 +153,7 @@ class Diloco:
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
-    def step(self, *, tokens: int, loss: Tensor | float | None = None) -> None:
+    def step(self, *, tokens: int, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> None:
         """One inner step (one `optimizer.step()`) was made: the step boundary. Never waits for the network.
 
         With gradient accumulation call it once per optimizer step, with the tokens of all micro-batches.
@@ -156,23 +161,28 @@ class Diloco:
         Args:
             tokens: trained in this step by this rank; a number on the CPU, for one on a GPU would be waited for.
             loss: of this step; a tensor is read later, without waiting for the device. Of several values the mean.
+            grad_norm: of this step, before clipping, such as `clip_grad_norm_` returns it; read later as well.
 
         Raises:
             LearnerError: parameters are not finite, the optimizer undid a version (see `masters`), a newer learner
-                process has taken this one's place, or the tokens are no number or negative.
+                process has taken this one's place, or the tokens are no number or negative. Loss or gradient norm were
+                not finite several times in a row, or far outside of their range and `on_spike` is `rollback`: the next
+                start takes the merged parameters.
         """
         started_ns = time.perf_counter_ns()
         tokens = _count(tokens)
         self.steps += 1
         self.global_step += 1
         if self._manifest is not None:
-            self._attached_step(tokens, loss, started_ns)
+            self._attached_step(tokens, loss, grad_norm, started_ns)
         else:
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
         self._blocked_ns += time.perf_counter_ns() - started_ns
 
-    def _attached_step(self, tokens: int, loss: Tensor | float | None, started_ns: int) -> None:
+    def _attached_step(
+        self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
+    ) -> None:
         assert self._manifest is not None
         if self._is_closed:
             raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
@@ -182,6 +192,8 @@ class Diloco:
             return
         session.timer.stepped(started_ns)
         self._loss.offer(loss)
+        self._grad_norm.offer(grad_norm)
+        self._check_values(session)
         applied = session.carry_out(lambda indices: self._lead(tokens, indices))
         if self._ranks.size > 1:
             for index in applied:
@@ -191,6 +203,23 @@ class Diloco:
             self._report(session)
         if self._checkpoints.is_due:
             self._checkpoints.save(self._progress(session))
+
+    def _check_values(self, session: LearnerSession) -> None:
+        """Say what is wrong with loss or gradient norm; end before a diverged learner's work is merged."""
+        for late, watch in self._watched:
+            value = late.fresh()
+            fault = "" if value is None else watch.seen(value)
+            if not fault:
+                continue
+            count = max(watch.in_a_row, watch.not_finite)
+            if count in (1, IN_A_ROW):
+                log.warning("step %d: %s", self.global_step, fault)
+                session.warn(f"step {self.global_step}: {fault}")
+            if watch.not_finite >= IN_A_ROW or (self._is_rolling_back and watch.in_a_row >= IN_A_ROW):
+                raise LearnerError(
+                    f"step {self.global_step}: {fault}, {count} times in a row. The next start takes the merged "
+                    "parameters; if it comes back, lower the learning rate or look at the data"
+                )
 
     def _lead(self, tokens: int, applied: tuple[int, ...]) -> None:
         """Rank 0, when it knows what it is going to apply, and before it does."""

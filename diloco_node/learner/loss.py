@@ -13,6 +13,7 @@ class LateLoss:
 
     def __init__(self) -> None:
         self._newest: float | None = None
+        self._unread: float | None = None
         self._host: Tensor | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -23,7 +24,7 @@ class LateLoss:
         if isinstance(loss, Tensor) and loss.dim():
             loss = loss.detach().float().mean()
         if not isinstance(loss, Tensor) or loss.device.type == "cpu":
-            self._newest = finite(float(loss.detach() if isinstance(loss, Tensor) else loss))
+            self._take(float(loss.detach() if isinstance(loss, Tensor) else loss))
         elif loss.device.type == "cuda" and self._event is None:
             self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
             self._host.copy_(loss.detach(), non_blocking=True)
@@ -33,9 +34,18 @@ class LateLoss:
     def newest(self) -> float | None:
         """The last one that is here; None before there is one, or if it is not finite."""
         if self._event is not None and self._host is not None and self._event.query():  # type: ignore[no-untyped-call]
-            self._newest = finite(float(self._host))
+            self._take(float(self._host))
             self._event = None
         return self._newest
+
+    def fresh(self) -> float | None:
+        """The last one that is here, finite or not, if it was not asked for before; else None."""
+        self.newest()
+        value, self._unread = self._unread, None
+        return value
+
+    def _take(self, value: float) -> None:
+        self._unread, self._newest = value, finite(value)
 
 
 def finite(value: float | None) -> float | None:

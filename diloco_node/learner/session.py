@@ -37,6 +37,7 @@ from diloco_node.wire.learner_link import (
     Stop,
     ToLearner,
     VersionOffered,
+    Warned,
     Welcome,
     merge_rules,
 )
@@ -271,6 +272,10 @@ class LearnerSession:
         """Tell the daemon how the step went."""
         self._link.send(report)
         self._note_news(report.step)
+
+    def warn(self, text: str) -> None:
+        """Tell the daemon what people should know."""
+        self._link.send(Warned(text))
 
     @property
     def is_news(self) -> bool:

@@ -39,6 +39,7 @@ from diloco_node.transport.intake import MESSAGES_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.link import PeerLink, PeerStatus
+from diloco_node.transport.listener import Listener
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.quarantine import Quarantine
 from diloco_node.transport.session import LinkEnvironment, LinkTimes
@@ -47,9 +48,7 @@ from diloco_node.transport.streams import (
     Caller,
     DuplicateInstance,
     RedundantDial,
-    Server,
     caller,
-    make_server,
     refuse,
 )
 from diloco_node.wire.envelope import (
@@ -76,6 +75,9 @@ REJECTIONS_MAX: Final = 1024
 """Different (peer, reason) that are counted; names come from certificates of the run, so this is never reached."""
 
 REJECTION_LOG_S: Final = 10.0
+
+UNKNOWN_PEER: Final = "unknown"
+"""In `rejections`, for what nobody can tell whose fault it was."""
 
 
 class GrpcTransport:
@@ -167,7 +169,7 @@ class GrpcTransport:
         self._superseded = superseded
         self._superseded_by: set[str] = set()
         self._links: dict[str, PeerLink] = {}
-        self._server: Server | None = None
+        self._listener: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._handshakes = 0
         self._logged_s: dict[tuple[str, str], float] = {}
@@ -185,17 +187,18 @@ class GrpcTransport:
     async def start(self) -> None:
         """Bind the port and begin to dial. Raises BindError, IdentityError."""
         host, port = self._listen
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._server, self._port = make_server(
-            self._identity, address, self._serve, handshake_s=self._times.handshake_s
-        )
         for index, (peer, where) in enumerate(self._peers.items()):
             self._links[peer] = PeerLink(peer, where, self._env, seed=self._seed * 1000 + index)
-        await self._server.start()
+        listener = Listener(
+            self._identity, host, port, self._serve, handshake_s=self._times.handshake_s, on_lost=self._listener_lost
+        )
+        await listener.start()
+        self._listener, self._port = listener, listener.port
         for peer, link in self._links.items():
             self._spawn(link.run_dialer(), f"dialer {peer}")
+        self._spawn(listener.run(), "listener")
         self._spawn(self._run_meter(), "wire meter")
-        _log.info("listening", region=self._hello.region, address=address, port=self._port)
+        _log.info("listening", region=self._hello.region, address=host, port=self._port)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)
@@ -210,9 +213,9 @@ class GrpcTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
         for link in self._links.values():
             await link.stop()
-        server, self._server = self._server, None
-        if server is not None:
-            await server.stop(None)
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            await listener.stop()
         self._pacer.close()
 
     def register(self, handler: TransportHandler[Any, Any], kinds: frozenset[type]) -> None:
@@ -312,6 +315,11 @@ class GrpcTransport:
     def lift_quarantine(self, peer: str) -> bool:
         """Forget what a peer did; it may link again. Returns whether it was shut out or had strikes."""
         return self._quarantine.lift(peer)
+
+    def _listener_lost(self) -> None:
+        """Some peer has found a way to have gRPC close our port; who it was gRPC does not tell."""
+        self.rejections[UNKNOWN_PEER, "listener"] += 1
+        _log.error("listener closed", peer=UNKNOWN_PEER, reason="gRPC closed the port: it is opened again")
 
     def _link_superseded(self, peer: str, error: PeerError | None) -> None:
         """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""

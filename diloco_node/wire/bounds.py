@@ -87,6 +87,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     "carry_steps_limit": Whole(0, STEP_MAX),
     "state_dir": Text(ANSWER_BYTES),
     "Failed.reason": Text(ANSWER_BYTES),
+    "Warned.text": Text(ANSWER_BYTES),
     "Refuse.reason": Text(ANSWER_BYTES),
     "Stop.reason": Text(ANSWER_BYTES),
 }

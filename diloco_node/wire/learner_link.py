@@ -174,7 +174,14 @@ class Failed:
     reason: str
 
 
-ToDaemon = Attach | Report | SnapshotReady | SnapshotDenied | OfferApplied | InitialState | Done | Failed
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """The learner noticed something that people should know, and goes on."""
+
+    text: str
+
+
+ToDaemon = Attach | Report | SnapshotReady | SnapshotDenied | OfferApplied | InitialState | Done | Failed | Warned
 
 # ---- daemon to learner -----------------------------------------------------------------------------------------------
 
@@ -270,6 +277,7 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
         6: InitialState,
         7: Done,
         8: Failed,
+        9: Warned,
     },
     bounds=BOUNDS,
     limits=_LIMITS,

@@ -1,4 +1,4 @@
-"""`diloco-node budget set` and `diloco-node quarantine lift` against a real admin socket."""
+"""`diloco-node budget set`, `quarantine lift` and `learner start` against a real admin socket."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Region:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         handlers = AdminHandlers(  # type: ignore[arg-type]
-            dict, str, lambda _: None, self._set, measure=None, lift_quarantine=self._lift
+            dict, str, lambda _: None, self._set, None, self._lift, lambda: "stopped"
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 
@@ -128,6 +128,15 @@ def test_a_lifted_quarantine_says_what_it_did(capsys: pytest.CaptureFixture[str]
     assert "eu has nothing against asia" in capsys.readouterr().out
     assert main(["quarantine", "lift", "us", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"region": "eu", "peer": "us", "lifted": True}
+
+
+@pytest.mark.usefixtures("region")
+def test_a_learner_that_is_started_again_says_what_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["learner", "start"]) == 0
+    assert "eu starts its learner, which was stopped" in capsys.readouterr().out
+    assert main(["learner", "start", "eu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"region": "eu", "was": "stopped"}
+    assert main(["learner", "start", "us"]) == 5
 
 
 @pytest.mark.usefixtures("region")

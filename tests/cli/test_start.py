@@ -76,7 +76,7 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert (spec.region, spec.state_dir) == ("eu", folder)
     assert spec.daemon_command == [sys.executable, "-m", "diloco_node.daemon", str(folder / "node.json")]
     assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
-    assert spec.env == {"DILOCO_TRAINER": str(folder / "trainer.json")}
+    assert spec.env == {"DILOCO_TRAINER": str(folder / "trainer.json"), "DILOCO_ON_SPIKE": "warn"}
     config = resolve(Flag("rounds.sync_every", 8, "--set"))
     node = NodeSpec.load(folder / "node.json")
     assert node.settings == config.run_settings()
@@ -91,6 +91,28 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert trainer["data"] == [str(tmp_path / "text.txt")]
     assert (trainer["batch"], trainer["seed"], trainer["min_step_seconds"]) == (4, 7, 0.05)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "preload"),
+    [
+        ([], ("diloco_node.learner.builtin.trainer", "diloco_node.learner.warm")),
+        (["--preload", ""], ()),
+        (["--preload", "torch, transformers"], ("torch", "transformers", "diloco_node.learner.warm")),
+        (["--", sys.executable, "train.py"], ()),
+        (["--set", "learner.preload=torch", "--", sys.executable, "train.py"], ("torch", "diloco_node.learner.warm")),
+    ],
+)
+def test_what_is_preloaded(supervised: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
+    assert main(["start", "--region", "eu", *arguments]) == 6
+    assert supervised[0].preload == preload
+
+
+def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["start", "--region", "eu", "--preload", "torch,my-model.py"]) == 2
+    assert "learner.preload is \"torch,my-model.py\" (--preload): 'my-model.py' is not the name of a module" in (
+        capsys.readouterr().err
+    )
 
 
 def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,11 @@ def test_details_read_only_what_is_there() -> None:
     assert detail_lines({"region": "eu", "role": "follower", "left_out": left_out}) == [], "the leader says it once"
     assert detail_lines({"region": "eu"}) == []
     assert detail_lines({"region": "eu", "budget_warning": "too small"}) == ["eu: too small"]
+    process = {"state": "stopped", "reason": "crashed 10 times in 2 min"}
+    said = ["eu: the learner is stopped: crashed 10 times in 2 min"]
+    assert detail_lines({"region": "eu", "learner_process": process}) == said
+    assert detail_lines({"region": "eu", "learner_process": process | {"state": "running"}}) == []
+    assert detail_lines({"region": "eu", "learner_process": "stopped"}) == []
     assert detail_lines({"region": "eu", "rounds": [{"fragment": 0, "version": 1}, "junk"], "peers": None}) == [
         "eu: fragment 0 to version 1: open"
     ]

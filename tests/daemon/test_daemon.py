@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
+import signal
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
+from diloco_node.daemon.learner.process_file import PROCESS_FILE, write_process
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import ConfigError, StorageError, SupersededError
@@ -501,3 +503,64 @@ def test_an_order_to_finish_before_there_is_a_run_is_refused_with_a_reason(spec:
     daemon = Daemon(spec)
     with pytest.raises(ConfigError, match=r"no run to finish yet.*learner"):
         daemon._finish("asked by the operator")
+
+
+async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_shown(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_module, "PROCESS_LOOK_S", 0.01)
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    fault = {"state": "running", "reason": "hung: no step for 301 s", "crashes": 0, "hangs": 1}
+    await until(lambda: (spec.state_dir / ADMIN_PORT_NAME).exists())
+    assert daemon.status()["learner_process"] == {}
+    write_process(spec.state_dir, {"state": "running", "reason": "", "crashes": 0, "hangs": 0})
+    await until(lambda: daemon.status()["learner_process"] != {})
+    assert daemon.notes.last == []
+    write_process(spec.state_dir, fault)
+    await until(lambda: daemon.notes.last)
+    assert daemon.notes.last[0]["text"] == "the learner's process has ended: hung: no step for 301 s"
+    assert daemon.notes.alarms == 1
+    write_process(spec.state_dir, {"state": "stopped", "reason": "crashed \x1b[2J", "crashes": 10, "hangs": 1})
+    await until(lambda: len(daemon.notes.last) == 2)
+    assert daemon.notes.last[1]["text"] == "the learner's process is stopped: crashed \\x1b[2J"
+    assert daemon._not_ready_reason().endswith("; the learner is stopped: crashed \x1b[2J")
+    assert daemon.status()["learner_process"]["reason"] == "crashed \\x1b[2J"
+    assert await end(daemon, running) == 0
+
+
+async def test_a_daemon_that_starts_again_tells_only_what_still_holds(
+    spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_module, "PROCESS_LOOK_S", 0.01)
+    for state, alarms in (("running", 0), ("stopped", 1)):
+        write_process(spec.state_dir, {"state": state, "reason": "exit code 1", "crashes": 1, "hangs": 0})
+        daemon = Daemon(spec)
+        running = asyncio.create_task(daemon.run())
+        await until(lambda: daemon.status()["learner_process"] != {})
+        await asyncio.sleep(0)
+        assert daemon.notes.alarms == alarms
+        assert await end(daemon, running) == 0
+
+
+def test_the_learner_is_started_by_the_supervisor_and_only_if_it_does_not_run(
+    spec: NodeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
+    daemon = Daemon(spec)
+    daemon._learner_process = {"state": "stopped", "reason": "", "crashes": 10, "hangs": 0}
+    monkeypatch.delenv("DILOCO_SUPERVISOR_PID", raising=False)
+    with pytest.raises(ConfigError, match="not started by"):
+        daemon._start_learner()
+    monkeypatch.setenv("DILOCO_SUPERVISOR_PID", str(os.getppid()))
+    assert daemon._start_learner() == "stopped"
+    assert signals == [(os.getppid(), signal.SIGUSR1)]
+    daemon._learner_process["state"] = "running"
+    with pytest.raises(ConfigError, match="runs already"):
+        daemon._start_learner()
+    (spec.state_dir / PROCESS_FILE).unlink(missing_ok=True)
+    daemon._learner_process = {}
+    with pytest.raises(ConfigError, match="not started by"):
+        daemon._start_learner()
+    assert len(signals) == 1

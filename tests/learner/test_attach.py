@@ -30,6 +30,7 @@ from diloco_node.wire.learner_link import (
     Report,
     SnapshotDenied,
     SnapshotReady,
+    Warned,
 )
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 from tests.kit.learner_kit import Toy, region_folder, vector
@@ -203,6 +204,44 @@ def test_non_finite_parameters_are_denied_and_stop_the_learner(folder: Path) -> 
             train()
         assert "NaN" in daemon.wait_for(SnapshotDenied).reason
         assert "LearnerError" in daemon.wait_for(Failed).reason
+
+
+def trained(folder: Path, losses: list[float], norms: list[float | None] | None = None) -> tuple[str, list[str]]:
+    """Steps with these losses. Returns the error that ended them, and what was told of on the way."""
+    toy = Toy()
+    with FakeDaemon(folder) as daemon:
+        error = ""
+        try:
+            with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+                for loss, norm in zip(losses, norms or [None] * len(losses), strict=True):
+                    diloco.step(tokens=1, loss=loss, grad_norm=norm)
+        except LearnerError as found:
+            error = str(found)
+        daemon.wait_for(Failed if error else Done)
+        return error, [message.text for message in daemon.said if isinstance(message, Warned)]
+
+
+def test_losses_that_are_not_finite_end_the_learner_before_its_work_is_merged(folder: Path) -> None:
+    nan = float("nan")
+    error, told = trained(folder, [3.0, nan, nan, 3.0, nan, nan, nan, 3.0])
+    assert error.startswith("step 7: the loss is nan, 3 times in a row. The next start takes the merged parameters")
+    assert told == ["step 2: the loss is nan", "step 5: the loss is nan", "step 7: the loss is nan"]
+
+
+def test_a_spike_is_told_of_and_training_goes_on(folder: Path) -> None:
+    error, told = trained(folder, [3.0] * 40 + [50.0] * 5 + [3.0])
+    assert error == ""
+    assert [text.split(":")[0] for text in told] == ["step 41", "step 43"], "the first, and when it is no accident"
+    assert "the loss is 50, far above its range of late (up to 4.5 is usual)" in told[0]
+
+
+def test_after_spikes_in_a_row_the_learner_goes_back_if_that_is_set(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(attach_module.ON_SPIKE_VARIABLE, "rollback")
+    error, told = trained(folder, [3.0] * 60, [1.0] * 40 + [9.0] * 2 + [1.0] * 5 + [9.0] * 13)
+    assert error.startswith("step 50: the gradient norm is 9, far above its range of late")
+    assert len(told) == 3
 
 
 def test_version_waits_until_the_encoder_is_done_with_the_base(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,3 +80,15 @@ def test_a_loss_on_its_way_from_a_device_is_neither_waited_for_nor_overtaken(mon
     assert late.newest() == 7.0
     Event.made[1].is_over = True
     assert late.newest() is None
+
+
+def test_each_value_is_fresh_once_finite_or_not() -> None:
+    late = LateLoss()
+    assert late.fresh() is None
+    late.offer(2.5)
+    assert (late.fresh(), late.fresh()) == (2.5, None)
+    late.offer(math.inf)
+    late.newest()
+    assert late.fresh() == math.inf, "who asked for the newest takes nothing away"
+    late.offer(None)
+    assert late.fresh() is None

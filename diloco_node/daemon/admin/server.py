@@ -55,6 +55,7 @@ class AdminHandlers:
             third with the document as it is so far; returns the document.
             Cancelled when the caller goes away. Raises DilocoError.
         lift_quarantine: end a peer's quarantine and forget its strikes; whether there was anything. Raises ConfigError.
+        start_learner: start a learner that was stopped or waits; which of both it was. Raises ConfigError.
     """
 
     status: Callable[[], Mapping[str, Any]]
@@ -66,6 +67,7 @@ class AdminHandlers:
         Coroutine[Any, Any, Mapping[str, Any]],
     ]
     lift_quarantine: Callable[[str], bool]
+    start_learner: Callable[[], str]
 
 
 class AdminServer:
@@ -117,6 +119,7 @@ class AdminServer:
                 web.post("/api/v1/budget", self._set_budget),
                 web.post("/api/v1/measure", self._measure),
                 web.post("/api/v1/quarantine/lift", self._lift_quarantine),
+                web.post("/api/v1/learner/start", self._start_learner),
             ]
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
@@ -190,6 +193,9 @@ class AdminServer:
         if not isinstance(peer, str):
             raise ConfigError("the body must name a peer, as text")
         return web.json_response({"lifted": self._handlers.lift_quarantine(peer)})
+
+    async def _start_learner(self, request: web.Request) -> web.Response:
+        return web.json_response({"was": self._handlers.start_learner()}, status=202)
 
     async def _measure(self, request: web.Request) -> web.StreamResponse:
         """Lines of JSON while it lasts: {"now": ...} at least every second, {"so_far": ...} when there is more of the

@@ -221,6 +221,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "blocked_seconds": facts.blocked_ns / 1e9,
         "report_age_seconds": (now_ns - facts.last_report_ns) / 1e9 if facts.last_report_ns else None,
         "discounted_versions": facts.discounted_versions,
+        "warnings": facts.warnings,
         "finished": status.finished,
         "positions": [dataclasses.asdict(position) for position in status.positions],
     }

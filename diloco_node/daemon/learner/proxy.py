@@ -44,6 +44,7 @@ class LearnerFacts:
         blocked_ns: time the training loops of all learners so far spent inside `step()`.
         first_report_ns, last_report_ns: monotonic, of the present learner, for tokens per second.
         tokens_at_first_report: of its incarnation.
+        warnings: losses and gradient norms that were out of their range, and were told.
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
     """
 
@@ -56,6 +57,7 @@ class LearnerFacts:
     last_report_ns: int = 0
     tokens_at_first_report: int = 0
     discounted_versions: int = 0
+    warnings: int = 0
 
 
 class LearnerProxy:

@@ -256,7 +256,7 @@ class Trainer:
         tokens_per_step = settings.batch * settings.model.context
         while not diloco.should_stop and (diloco.is_attached or steps < settings.steps):
             started = time.monotonic()
-            loss = self._inner_step(sampler.next_batch(), lr=settings.lr_at(diloco.global_step + 1))
+            loss, norm = self._inner_step(sampler.next_batch(), lr=settings.lr_at(diloco.global_step + 1))
             steps += 1
             time.sleep(max(0.0, settings.min_step_seconds - (time.monotonic() - started)))
             position.value = sampler.position
@@ -264,7 +264,7 @@ class Trainer:
             first = last if steps == 1 else first
             if not math.isfinite(last):
                 raise LearnerError(f"the loss is {last} at step {steps}: lower trainer.lr (now {settings.lr})")
-            diloco.step(tokens=tokens_per_step, loss=loss)
+            diloco.step(tokens=tokens_per_step, loss=loss, grad_norm=norm)
             if settings.eval_every and steps % settings.eval_every == 0:
                 self._evaluate(diloco, steps, last, windows=settings.eval_windows)
         if diloco.is_attached:
@@ -273,15 +273,16 @@ class Trainer:
         own, everybodys = self._evaluate(diloco, steps, last, windows=windows)
         return Outcome(steps, steps * tokens_per_step, first, last, own, everybodys)
 
-    def _inner_step(self, windows: NDArray[np.uint8], *, lr: float) -> Tensor:
+    def _inner_step(self, windows: NDArray[np.uint8], *, lr: float) -> tuple[Tensor, Tensor]:
+        """Returns the loss, and the norm of the gradient before it was clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self.model.loss(torch.from_numpy(windows).to(self._device))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        norm = clip_grad_norm_(self.model.parameters(), CLIP_NORM)
         self.optimizer.step()
-        return loss.detach()
+        return loss.detach(), norm
 
     def _evaluate(self, diloco: Diloco, steps: int, loss: float, *, windows: int) -> tuple[float, float | None]:
         """Held-out loss of the own and of the global parameters; told to the daemon."""

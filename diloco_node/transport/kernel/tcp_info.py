@@ -121,6 +121,45 @@ def read_sockets() -> list[SocketCounters]:
     return [found for name in names if (found := _read_socket(int(name))) is not None]
 
 
+def listening_sockets(port: int) -> tuple[tuple[int, int], ...]:
+    """(descriptor, cookie) of the sockets of this process that listen on a port; empty where the kernel does not tell."""
+    try:
+        names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed
+    except OSError:
+        return ()
+    found = []
+    for name in names:
+        cookie = _listening_cookie(int(name), port)
+        if cookie is not None:
+            found.append((int(name), cookie))
+    return tuple(sorted(found))
+
+
+def is_listening(fd: int, cookie: int) -> bool:
+    """Whether a descriptor is still this socket, and it listens."""
+    return _listening_cookie(fd, None) == cookie
+
+
+def _listening_cookie(fd: int, port: int | None) -> int | None:
+    """The cookie of a TCP socket that listens, on this port if one is given; else None."""
+    try:
+        view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=fd)
+    except OSError:
+        return None
+    try:
+        if view.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        if not view.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return None
+        if port is not None and view.getsockname()[1] != port:
+            return None
+        return int(_COOKIE.unpack(view.getsockopt(socket.SOL_SOCKET, _SO_COOKIE, 8))[0])
+    except OSError:
+        return None
+    finally:
+        view.detach()
+
+
 def _read_socket(fd: int) -> SocketCounters | None:
     # The descriptor is gRPC's and may be closed or reused at any moment: every call may fail, and nothing is changed.
     # One of something else fails at once, which is cheaper than to ask for its kind first.

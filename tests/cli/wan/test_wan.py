@@ -177,6 +177,7 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
         set_budget=lambda change: change,
         measure=None,
         lift_quarantine=None,
+        start_learner=None,
     )
     server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
     await server.start()

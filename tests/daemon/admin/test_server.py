@@ -51,6 +51,11 @@ class Region:
             raise PeersUnreachable("a has no link to b")
         return {"rows": []}
 
+    def start_learner(self) -> str:
+        if self.reason:
+            raise ConfigError("the learner runs already")
+        return "stopped"
+
     def handlers(self) -> AdminHandlers:
         return AdminHandlers(
             status=lambda: {"region": "us-east", "step": 3},
@@ -59,6 +64,7 @@ class Region:
             set_budget=self.set_budget,
             measure=self.measure,
             lift_quarantine=self.lift_quarantine,
+            start_learner=self.start_learner,
         )
 
 
@@ -254,6 +260,18 @@ async def test_lifting_a_quarantine_needs_the_token_and_a_peer_that_there_is(ser
         answer = await session.post("/api/v1/quarantine/lift", json=body, headers=token(tmp_path))
         assert answer.status == 400
         assert text in (await answer.json())["error"]
+
+
+async def test_starting_the_learner_needs_the_token_and_one_that_does_not_run(served, tmp_path: Path) -> None:
+    region, _, session = served
+    assert (await session.post("/api/v1/learner/start", json={})).status == 401
+    assert (await session.get("/api/v1/learner/start", headers=token(tmp_path))).status == 405
+    region.reason = ""
+    answer = await session.post("/api/v1/learner/start", json={}, headers=token(tmp_path))
+    assert (answer.status, await answer.json()) == (202, {"was": "stopped"})
+    region.reason = "it trains"
+    answer = await session.post("/api/v1/learner/start", json={}, headers=token(tmp_path))
+    assert (answer.status, (await answer.json())["error"]) == (400, "the learner runs already")
 
 
 LOOPBACK = "Host: localhost"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_node.errors import ConfigError
+from diloco_node.learner.builtin import data
 from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus, RegionSampler, load_corpus
 
 
@@ -108,6 +109,15 @@ def test_binary_hidden_and_installed_files_are_left_out(tmp_path: Path):
     corpus = load_corpus([folder_with(tmp_path, files)])
     assert len(corpus.train) + len(corpus.held_out) == len(keep)
     assert (corpus.files, corpus.skipped) == (1, 1)
+
+
+def test_files_come_in_order_of_their_paths_and_links_are_left_out(tmp_path: Path):
+    for name in ("b/z.txt", "b.txt", "b/a/c.txt", "a.txt", "B.txt", "site-packages/d.txt", "b/.e/f.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
+    (tmp_path / "linked").symlink_to(tmp_path / "b")
+    assert data._below(tmp_path) == ["B.txt", "a.txt", "b.txt", "b/a/c.txt", "b/z.txt"]
 
 
 def test_reading_stops_at_the_limit(tmp_path: Path):

@@ -74,7 +74,7 @@ class FakeRun:
     def should_stop(self) -> bool:
         return len(self.steps) >= self.stop_after
 
-    def step(self, *, tokens: int, loss: torch.Tensor) -> None:
+    def step(self, *, tokens: int, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         self.steps.append((tokens, float(loss)))
         self.rates.append(self.optimizer.param_groups[0]["lr"])
         self.global_step += 1

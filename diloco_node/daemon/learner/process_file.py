@@ -1,0 +1,42 @@
+"""What the supervisor tells its daemon of the learner's process: a small file in the state folder, `learner.json`.
+
+Not durable: the next supervisor writes it anew. Standard library only, for the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+PROCESS_FILE: Final = "learner.json"
+BYTES_MAX: Final = 16_384
+REASON_CHARS_MAX: Final = 1000
+STATES: Final = frozenset({"running", "waiting", "stopped", "done"})
+
+
+def write_process(state_dir: Path, document: Mapping[str, Any]) -> None:
+    """Leave the newest word. A disk that refuses must not stop the supervisor: then the old one stays."""
+    path = state_dir / PROCESS_FILE
+    new = path.with_suffix(".json.tmp")
+    with contextlib.suppress(OSError):
+        new.write_text(json.dumps(document))
+        new.replace(path)
+
+
+def read_process(state_dir: Path) -> dict[str, Any]:
+    """The newest word; empty where there is none, or none that makes sense."""
+    try:
+        with (state_dir / PROCESS_FILE).open("rb") as file:
+            found = json.loads(file.read(BYTES_MAX))
+        document = {
+            "state": str(found["state"]),
+            "reason": str(found["reason"])[:REASON_CHARS_MAX],
+            "crashes": int(found["crashes"]),
+            "hangs": int(found["hangs"]),
+        }
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return {}
+    return document if document["state"] in STATES else {}

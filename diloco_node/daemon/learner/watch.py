@@ -1,0 +1,168 @@
+"""What is wrong with a learner's process, as its supervisor sees it: it hangs, or it crashes again and again.
+
+Pure: the caller has the clock and the process. Seconds are monotonic. Standard library only, for the supervisor.
+
+A learner hangs when its counters in the shared memory have stood still for `HANG_FACTOR` times its longest pause of
+late, and for the time that was set. Counters are written at each step, without the daemon, and also stand still when a
+thread holds Python's lock or a device is stuck. Before the first step of a life nobody can tell a hang from waiting for
+the other regions.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import deque
+from enum import StrEnum
+from typing import Any, Final
+
+COUNTERS_AREA: Final = "counters"
+"""As `wire.learner_link` calls it, which needs more than the standard library."""
+
+HANG_FACTOR: Final = 10
+"""Times the longest pause: evaluations and checkpoints are pauses, too."""
+
+PAUSES_KEPT: Final = 256
+
+DOUBLINGS_MAX: Final = 10
+"""Each hang doubles the limit: an evaluation that is longer than the limit must not be killed for ever."""
+
+ABORT_S: Final = 3.0
+"""For the stacks of all threads, which SIGABRT makes Python write, before SIGKILL."""
+
+STUCK_S: Final = 30.0
+"""A process that is still there so long after SIGKILL is held by the kernel: its device, or its disk."""
+
+ASLEEP_S: Final = 10.0
+"""Between two looks. After more the supervisor itself stood still, and so did the learner perhaps."""
+
+CRASHES_MAX: Final = 10
+CRASHES_WITHIN_S: Final = 600.0
+"""With pauses that double up to 30 s, ten crashes take at least a minute and a half."""
+
+FROM_OUTSIDE: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals that no learner ends by itself with: who kills it wants it restarted, as often as that happens."""
+
+
+class Action(StrEnum):
+    """What the supervisor has to do."""
+
+    NOTHING = "nothing"
+    ABORT = "abort"
+    KILL = "kill"
+    SAY = "say"
+
+
+class LearnerWatch:
+    """Decides about the lives of one learner.
+
+    Args:
+        hang_s: no step for less than this is never a hang; 0: nothing is.
+
+    Attributes:
+        state: "running", "waiting" for its next start, "stopped" (a crash loop) or "done".
+        reason: the last fault, in words; empty if there was none.
+        crashes, hangs: since the supervisor was started.
+    """
+
+    def __init__(self, hang_s: float) -> None:
+        self.state = "waiting"
+        self.reason = ""
+        self.crashes = 0
+        self.hangs = 0
+        self._hang_s = hang_s
+        self._mark: bytes | None = None
+        self._stepped_s: float | None = None
+        self._looked_s = 0.0
+        self._pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
+        self._crashed_s: deque[float] = deque(maxlen=CRASHES_MAX)
+        self._aborted_s: float | None = None
+        self._last_action = Action.NOTHING
+
+    @property
+    def limit_s(self) -> float:
+        """No step for so long is a hang."""
+        usual_s = max(self._pauses, default=0.0)
+        return float(max(self._hang_s, HANG_FACTOR * usual_s) * 2 ** min(self.hangs, DOUBLINGS_MAX))
+
+    def started(self, mark: bytes | None, *, now_s: float) -> None:
+        """A life begins. `mark` is what the counters hold."""
+        self.state = "running"
+        self._mark, self._looked_s = mark, now_s
+        self._stepped_s = self._aborted_s = None
+        self._last_action = Action.NOTHING
+
+    def look(self, mark: bytes | None, *, now_s: float) -> Action:
+        """What to do now. Call it every second or so, with what the counters hold, while the process lives."""
+        asleep_s, self._looked_s = now_s - self._looked_s, now_s
+        if self._aborted_s is not None:
+            return self._escalate(now_s - self._aborted_s)
+        if mark != self._mark:
+            if self._stepped_s is not None:
+                self._pauses.append(now_s - self._stepped_s)
+            self._mark, self._stepped_s = mark, now_s
+        elif self._stepped_s is not None and asleep_s > ASLEEP_S:
+            self._stepped_s += asleep_s
+        elif self._stepped_s is not None and 0 < self._hang_s and now_s - self._stepped_s > self.limit_s:
+            self.reason = (
+                f"hung: no step for {now_s - self._stepped_s:.0f} s, "
+                f"its longest pause before was {max(self._pauses, default=0.0):.1f} s"
+            )
+            self.hangs += 1
+            self._aborted_s = now_s
+            self._last_action = Action.ABORT
+            return Action.ABORT
+        return Action.NOTHING
+
+    def _escalate(self, since_s: float) -> Action:
+        """It was told to write its stacks and end, and is still there."""
+        if self._last_action is Action.ABORT and since_s >= ABORT_S:
+            self._last_action = Action.KILL
+            return Action.KILL
+        if self._last_action is Action.KILL and since_s >= ABORT_S + STUCK_S:
+            self._last_action = Action.SAY
+            self.reason += f"; the kernel does not end it {STUCK_S:.0f} s after SIGKILL: is its device stuck?"
+            return Action.SAY
+        return Action.NOTHING
+
+    def ended(self, code: int, *, lived_s: float, now_s: float) -> bool:
+        """A life is over. Returns whether the next one may begin.
+
+        Args:
+            code: as in subprocess: negative for a signal.
+        """
+        has_hung, self._aborted_s = self._aborted_s is not None, None
+        if code == 0 and not has_hung:
+            self.state = "done"
+            return False
+        self.state = "waiting"
+        if not has_hung:
+            self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
+            if -code in FROM_OUTSIDE:
+                return True
+            self.crashes += 1
+        self._crashed_s.append(now_s)
+        within_s = now_s - self._crashed_s[0]
+        if len(self._crashed_s) < CRASHES_MAX or within_s > CRASHES_WITHIN_S:
+            return True
+        self.state = "stopped"
+        self.reason = (
+            f"crashed {CRASHES_MAX} times in {max(1, round(within_s / 60))} min, the last time: {self.reason}. "
+            "Look at logs/learner.log, then `diloco-node learner start`"
+        )
+        return False
+
+    def revived(self) -> None:
+        """Somebody wants it started again, whatever it did."""
+        self._crashed_s.clear()
+        self.state = "waiting"
+
+    def document(self) -> dict[str, Any]:
+        """For the status."""
+        return {"state": self.state, "reason": self.reason, "crashes": self.crashes, "hangs": self.hangs}
+
+
+def _in_words(code: int) -> str:
+    try:
+        return f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    except ValueError:
+        return f"ended by signal {-code}"

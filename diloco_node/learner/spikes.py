@@ -1,0 +1,62 @@
+"""Notices a loss or gradient norm that is not finite, or far outside of its recent range. Pure.
+
+Far outside: `FAR` times as far above the median of the last `KEPT` values as their ninth decile is. One such value is a
+hard batch, and is only told of. `IN_A_ROW` of them, one after the other, are a learner that diverges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final
+
+KEPT: Final = 128
+SEEN_MIN: Final = 32
+"""Before so many values nobody knows what is usual."""
+
+FAR: Final = 10.0
+SPREAD_MIN: Final = 0.05
+"""Of the median: values that hardly differ have a range all the same."""
+
+IN_A_ROW: Final = 3
+"""A scaler of mixed precision skips a step of which the gradient overflowed: one value means nothing."""
+
+
+class SpikeWatch:
+    """One kind of value, step after step.
+
+    Args:
+        name: of the values, for people.
+
+    Attributes:
+        in_a_row: how many spikes there were one after the other, up to now.
+        not_finite: how many values that are NaN or infinite, one after the other, up to now.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.in_a_row = 0
+        self.not_finite = 0
+        self._name = name
+        self._last: deque[float] = deque(maxlen=KEPT)
+
+    def seen(self, value: float) -> str:
+        """A new value. Returns what is wrong with it, in words; empty if nothing is."""
+        if not math.isfinite(value):
+            self.not_finite += 1
+            return f"the {self._name} is {value}"
+        self.not_finite = 0
+        limit = self._limit()
+        self._last.append(value)
+        if value <= limit:
+            self.in_a_row = 0
+            return ""
+        self.in_a_row += 1
+        return f"the {self._name} is {value:.4g}, far above its range of late (up to {limit:.4g} is usual)"
+
+    def _limit(self) -> float:
+        if len(self._last) < SEEN_MIN:
+            return math.inf
+        ordered = sorted(self._last)
+        median = ordered[len(ordered) // 2]
+        spread = max(ordered[len(ordered) * 9 // 10] - median, SPREAD_MIN * abs(median))
+        return median + FAR * spread

@@ -1,0 +1,119 @@
+"""The port between regions stays open: gRPC's server, and another one when it closes by itself.
+
+grpc.aio ends its server when a peer calls a method whose name is no UTF-8: nobody listens any more, and nobody is told.
+So the listening socket is looked at. When it is gone, a new server takes the port. Calls of the old one go on; it is
+stopped when the last of them has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+
+from diloco_node.errors import BindError
+from diloco_node.transport.certs import Identity
+from diloco_node.transport.kernel.tcp_info import is_listening, listening_sockets
+from diloco_node.transport.streams import Serve, Server, make_server
+from diloco_node.wire.envelope import Lane
+
+_log = structlog.get_logger(__name__)
+
+LOOK_S: Final = 0.2
+"""For so long, and the making of a server, no new link can be accepted; it costs microseconds."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """One server. `sockets`: those it listens on, as (descriptor, cookie). `calls`: that go on."""
+
+    server: Server | None = None
+    sockets: tuple[tuple[int, int], ...] = ()
+    calls: int = 0
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(None)
+
+
+class Listener:
+    """Accepts calls at one address. `start` once, then `run` in a task, `stop` at the end.
+
+    Args:
+        host, port: to bind; port 0 takes a free one. serve: as for `make_server`. handshake_s: to finish TLS.
+        on_lost: called when gRPC has closed the port.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        host: str,
+        port: int,
+        serve: Serve,
+        *,
+        handshake_s: float,
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._identity = identity
+        self._host = f"[{host}]" if ":" in host else host
+        self._serve = serve
+        self._handshake_s = handshake_s
+        self._on_lost = on_lost
+        self._current: _Open | None = None
+        self._old: list[_Open] = []
+        self.port = port
+
+    async def start(self) -> None:
+        """Bind the port and listen. Raises BindError, IdentityError."""
+        opened = _Open()
+
+        async def serve(lane: Lane, context: Any) -> None:
+            opened.calls += 1
+            try:
+                await self._serve(lane, context)
+            finally:
+                opened.calls -= 1
+
+        address = f"{self._host}:{self.port}"
+        opened.server, self.port = make_server(self._identity, address, serve, handshake_s=self._handshake_s)
+        await opened.server.start()
+        opened.sockets = listening_sockets(self.port)
+        self._current = opened
+
+    async def run(self) -> None:
+        """Look after the port. Ends only by cancellation."""
+        is_told = False
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._stop_unused()
+            current = self._current
+            if current is not None:
+                # Where the kernel does not show them, nobody can tell.
+                if not current.sockets or any(is_listening(fd, cookie) for fd, cookie in current.sockets):
+                    continue
+                self._current = None
+                self._old.append(current)
+                self._on_lost()
+                is_told = False
+            try:
+                await self.start()
+            except BindError as error:
+                if not is_told:
+                    _log.error("the port is lost", reason=str(error))
+                is_told = True
+
+    async def _stop_unused(self) -> None:
+        for one in [one for one in self._old if not one.calls]:
+            self._old.remove(one)
+            await one.stop()
+
+    async def stop(self) -> None:
+        """Close the port, and cancel all calls. May be called twice."""
+        servers = [*self._old, self._current]
+        self._old, self._current = [], None
+        for one in servers:
+            if one is not None:
+                await one.stop()
