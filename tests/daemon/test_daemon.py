@@ -537,8 +537,7 @@ async def test_a_daemon_that_starts_again_tells_only_what_still_holds(
         write_process(spec.state_dir, {"state": state, "reason": "exit code 1", "crashes": 1, "hangs": 0})
         daemon = Daemon(spec)
         running = asyncio.create_task(daemon.run())
-        await until(lambda: daemon.status()["learner_process"] != {})
-        await asyncio.sleep(0)
+        await until(lambda daemon=daemon: daemon.status()["learner_process"] != {})
         assert daemon.notes.alarms == alarms
         assert await end(daemon, running) == 0
 
