@@ -44,12 +44,14 @@ from diloco_node.wire import envelope as e
 from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, eventually, hello_of, meshed
 from tests.kit.victim import WHOLE, Facts, Victim, victim
 
+pytestmark = pytest.mark.e2e
+
 MEMORY_BYTES_MAX = 256 * 2**20
 """What one peer's attack may cost: windows, frames and queues of its connections, and what the C library keeps."""
 
 UNDER_WAY_BYTES = 2**20
 UNDER_WAY_CONNECTIONS = 16
-EXCHANGES = 20
+EXCHANGES = 8
 OLD_PORT = 1
 """A server that gRPC has closed keeps a descriptor as long as a link goes on over it."""
 
