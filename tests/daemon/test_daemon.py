@@ -46,6 +46,7 @@ from diloco_node.wire.learner_link import (
     Refuse,
     Report,
     ToLearner,
+    Warned,
     Welcome,
     frame,
     frame_length,
@@ -526,6 +527,21 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     assert daemon.notes.last[1]["text"] == "the learner's process is stopped: crashed \\x1b[2J"
     assert daemon._not_ready_reason().endswith("; the learner is stopped: crashed \x1b[2J")
     assert daemon.status()["learner_process"]["reason"] == "crashed \\x1b[2J"
+    assert await end(daemon, running) == 0
+
+
+async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    learner.say(Warned("step 41: the loss is 50\x1b[2J, far above its range of late"))
+    await until(lambda: any("the loss is 50" in note["text"] for note in daemon.notes.last))
+    [note] = [note for note in daemon.notes.last if "the loss is 50" in note["text"]]
+    assert note["text"].startswith("the learner warns: step 41: the loss is 50\\x1b[2J, far")
+    assert note["is_alarm"]
+    assert daemon.status()["learner"]["warnings"] == 1
+    await learner.close()
     assert await end(daemon, running) == 0
 
 
