@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.messages import BulkHeader, Message, RequestVoteReply
+from diloco_node.daemon.process import keep_freed_memory
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.transport import GrpcTransport
 from tests.kit.repository import ROOT
@@ -191,4 +192,5 @@ async def _main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as a daemon does: memory of the C library is counted, too
     asyncio.run(_main(Path(sys.argv[1])))
