@@ -283,7 +283,11 @@ class PeerLink:
         if hello.lane is Lane.CONTROL:
             self._congestion = decode_congestion_controls(stream.peer_metadata(METADATA_KEY))
             await stream.send_metadata(_metadata(hello.lane))
-        await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
+        try:
+            async with asyncio.timeout(self._env.times.hello_s):
+                await stream.write(encode_hello(self._hello(hello.lane, hello.dial)))
+        except TimeoutError:
+            raise LinkLost(f"{self.peer}: does not take our hello: its window is closed") from None
         key = (hello.instance_id, hello.dial)
         accepted = self._accepted.setdefault(key, {})
         if hello.lane in accepted:

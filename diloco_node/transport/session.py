@@ -257,7 +257,11 @@ class Session:
         while True:
             frame = await self.queue.get()
             self._env.pacer.control_sent(self._peer, len(frame))
-            await stream.write(frame)
+            try:
+                async with asyncio.timeout(self._env.times.silent_s):
+                    await stream.write(frame)
+            except TimeoutError:
+                raise LinkLost(f"{self._peer}: takes nothing any more: its window is closed") from None
 
     async def _read_bulk(self, stream: Stream, connection: int) -> None:
         loop, pacer = asyncio.get_running_loop(), self._env.pacer

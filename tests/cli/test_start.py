@@ -77,6 +77,7 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert spec.daemon_command == [sys.executable, "-m", "diloco_node.daemon", str(folder / "node.json")]
     assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
     assert spec.env == {"DILOCO_TRAINER": str(folder / "trainer.json"), "DILOCO_ON_SPIKE": "warn"}
+    assert spec.hang_s == 300.0
     config = resolve(Flag("rounds.sync_every", 8, "--set"))
     node = NodeSpec.load(folder / "node.json")
     assert node.settings == config.run_settings()
@@ -117,13 +118,24 @@ def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) 
 
 def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
+    from diloco_node.learner.attach import ON_SPIKE_VARIABLE
     from diloco_node.learner.builtin.trainer import SETTINGS_VARIABLE, settings_from_environment
 
     start_cmd.prepare(resolve(), "eu", [])
     assert SETTINGS_VARIABLE == start_cmd.TRAINER_VARIABLE
+    assert ON_SPIKE_VARIABLE == start_cmd.ON_SPIKE_VARIABLE
     monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "state/eu/trainer.json"))
     settings = settings_from_environment()
     assert (settings.model.context, settings.batch, settings.steps) == (32, 4, 1000)
+
+
+def test_what_follows_a_spike_and_when_a_learner_hangs_can_be_set(
+    supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["start", "--region", "eu", "--on-spike", "rollback", "--set", "learner.hang=0s"]) == 6
+    assert (supervised[0].env["DILOCO_ON_SPIKE"], supervised[0].hang_s) == ("rollback", 0.0)
+    assert main(["start", "--region", "eu", "--on-spike", "panic"]) == 2
+    assert "learner.on_spike" in capsys.readouterr().err
 
 
 def test_a_command_of_the_users_takes_the_trainers_place(supervised: list[SupervisorSpec], tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ from diloco_node.wire.learner_link import (
     Refuse,
     Report,
     ToLearner,
+    Warned,
     Welcome,
     frame,
     frame_length,
@@ -529,6 +530,21 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     assert await end(daemon, running) == 0
 
 
+async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
+    daemon = Daemon(spec)
+    running = asyncio.create_task(daemon.run())
+    learner = await Learner.attach(spec)
+    await learner.hear()
+    learner.say(Warned("step 41: the loss is 50\x1b[2J, far above its range of late"))
+    await until(lambda: any("the loss is 50" in note["text"] for note in daemon.notes.last))
+    [note] = [note for note in daemon.notes.last if "the loss is 50" in note["text"]]
+    assert note["text"].startswith("the learner warns: step 41: the loss is 50\\x1b[2J, far")
+    assert note["is_alarm"]
+    assert daemon.status()["learner"]["warnings"] == 1
+    await learner.close()
+    assert await end(daemon, running) == 0
+
+
 async def test_a_daemon_that_starts_again_tells_only_what_still_holds(
     spec: NodeSpec, nodes: list[node_module.Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,8 +553,7 @@ async def test_a_daemon_that_starts_again_tells_only_what_still_holds(
         write_process(spec.state_dir, {"state": state, "reason": "exit code 1", "crashes": 1, "hangs": 0})
         daemon = Daemon(spec)
         running = asyncio.create_task(daemon.run())
-        await until(lambda: daemon.status()["learner_process"] != {})
-        await asyncio.sleep(0)
+        await until(lambda daemon=daemon: daemon.status()["learner_process"] != {})
         assert daemon.notes.alarms == alarms
         assert await end(daemon, running) == 0
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.messages import BulkHeader, Message, RequestVoteReply
+from diloco_node.daemon.process import keep_freed_memory
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.transport import GrpcTransport
 from tests.kit.repository import ROOT
@@ -36,13 +37,15 @@ class Facts:
     """What the victim knows of itself.
 
     Attributes:
-        calls: of peers, that were handed to our code since its start. tasks: of asyncio, now.
+        calls: of peers, that were handed to our code since its start. handled: those that it has not ended.
+        tasks: of asyncio, now.
         descriptors: that are open now. memory_bytes: resident now.
         up: regions with a link. rejections: what was refused, "peer reason".
         faults: exceptions in our code that nobody caught. gRPC's own it survives, or `transport.listener` sees to it.
     """
 
     calls: int
+    handled: int
     tasks: int
     descriptors: int
     memory_bytes: int
@@ -128,9 +131,15 @@ class _Echo(Recorder):
 class _Counting(GrpcTransport):
     calls = 0
 
+    handled = 0
+
     async def _serve(self, lane: Any, context: Any) -> None:
         self.calls += 1
-        await super()._serve(lane, context)
+        self.handled += 1
+        try:
+            await super()._serve(lane, context)
+        finally:
+            self.handled -= 1
 
 
 def _is_ours(context: dict[str, Any]) -> bool:
@@ -168,6 +177,7 @@ async def _main(folder: Path) -> None:
     while await asyncio.to_thread(sys.stdin.readline):
         facts = Facts(
             calls=transport.calls,
+            handled=transport.handled,
             tasks=len(asyncio.all_tasks()),
             descriptors=len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - a name each is enough
             memory_bytes=_resident_bytes(),
@@ -182,4 +192,5 @@ async def _main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    keep_freed_memory()  # as a daemon does: memory of the C library is counted, too
     asyncio.run(_main(Path(sys.argv[1])))

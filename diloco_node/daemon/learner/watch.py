@@ -102,7 +102,7 @@ class LearnerWatch:
             self._mark, self._stepped_s = mark, now_s
         elif self._stepped_s is not None and asleep_s > ASLEEP_S:
             self._stepped_s += asleep_s
-        elif self._stepped_s is not None and 0 < self._hang_s and now_s - self._stepped_s > self.limit_s:
+        elif self._stepped_s is not None and self._hang_s > 0 and now_s - self._stepped_s > self.limit_s:
             self.reason = (
                 f"hung: no step for {now_s - self._stepped_s:.0f} s, "
                 f"its longest pause before was {max(self._pauses, default=0.0):.1f} s"

@@ -122,7 +122,7 @@ def read_sockets() -> list[SocketCounters]:
 
 
 def listening_sockets(port: int) -> tuple[tuple[int, int], ...]:
-    """(descriptor, cookie) of the sockets of this process that listen on a port; empty where the kernel does not tell."""
+    """(descriptor, cookie) of our sockets that listen on a port; empty where the kernel does not tell."""
     try:
         names = os.listdir("/proc/self/fd")  # noqa: PTH208 - only names are needed
     except OSError:
