@@ -54,9 +54,11 @@ def main() -> None:
             file.with_suffix(".new").replace(file)
             learner.log("saved", step=learner.number)
 
+    learner.step(wrapped, save)
+    learner.log("trains")
     while True:
-        learner.step(wrapped, save)
         learner.log("step", step=learner.number)
+        learner.step(wrapped, save)
 
 
 if __name__ == "__main__":

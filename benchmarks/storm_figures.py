@@ -33,31 +33,30 @@ def events_of(folder: Path, ranks: int) -> list[Event]:
     return sorted(events, key=lambda one: one["at"])
 
 
-def commits_kept(
-    events: Sequence[Event], kills: Sequence[Kill], begun_s: float, end_s: float
-) -> tuple[float, list[float]]:
-    """torchft: tokens in the model at the end that were not at the beginning, and the times of the commits.
+def commits_kept(events: Sequence[Event], begun_s: float, end_s: float) -> tuple[float, list[float]]:
+    """torchft: tokens in the model at the end, less those at the beginning, and the times of the commits kept."""
+    before, after = (_kept(events, until_s) for until_s in (begun_s, end_s))
+    tokens = sum(one["tokens"] for one in after) - sum(one["tokens"] for one in before)
+    return tokens, [one["at"] for one in after if one["at"] > begun_s]
+
+
+def _kept(events: Sequence[Event], until_s: float) -> list[Event]:
+    """The commits that are in the model at a time.
 
     An outer step is named by its number and its quorum. When one with the same or a lower number comes under another
     quorum, the run has gone back: what was committed from that number on is lost.
-
-    Args:
-        kills: not needed; a commit that a group has made is in the others' model too, or its number comes again.
     """
     kept: dict[tuple[int, int], list[Event]] = {}
     for event in events:
-        if event["kind"] == "commit" and event["at"] <= end_s:
+        if event["kind"] == "commit" and event["at"] <= until_s:
             name = (event["step"], event["quorum"])
             if name not in kept:
                 kept = {other: parts for other, parts in kept.items() if other[0] < event["step"]}
             kept.setdefault(name, []).append(event)
-    inside = [one for parts in kept.values() for one in parts if one["at"] > begun_s]
-    return sum(one["tokens"] for one in inside), sorted(one["at"] for one in inside)
+    return sorted((one for parts in kept.values() for one in parts), key=lambda one: one["at"])
 
 
-def steps_kept(
-    events: Sequence[Event], kills: Sequence[Kill], begun_s: float, end_s: float
-) -> tuple[float, list[float]]:
+def steps_kept(events: Sequence[Event], kills: Sequence[Kill], begun_s: float, end_s: float) -> tuple[int, list[float]]:
     """Elastic DDP: optimizer steps in the model at the end that were not at the beginning, and the times of new ones.
 
     Steps that were lost and made again count once. At the end the last checkpoint counts, if somebody was killed since
@@ -76,7 +75,7 @@ def steps_kept(
         if one["kind"] == "step" and one["rank"] == 0 and begun_s < one["at"] <= end_s and one["step"] > most:
             most = one["step"]
             times.append(one["at"])
-    return float(reached[1] - reached[0]), times
+    return reached[1] - reached[0], times
 
 
 def longest_gap_s(progress: Sequence[float], begun_s: float, end_s: float) -> float:
@@ -93,7 +92,7 @@ def return_s(events: Sequence[Event], kills: Sequence[Kill], end_s: float) -> li
             for one in events
             if one["rank"] == kill.rank
             and kill.at < one["at"] <= end_s
-            and (one["kind"] == "step" and "step" in one or one.get("tokens"))
+            and (one["kind"] == "step" or one.get("tokens"))
         ]
         if after:
             found.append(after[0] - kill.at)

@@ -87,7 +87,6 @@ class StormLearner:
             corpus, region=rank, regions=spec.groups, batch=spec.batch, context=spec.context, seed=spec.seed
         )
         self._log = os.open(Path(spec.folder) / f"{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self.log("began", pid=os.getpid())
 
     def step(self, loss_of: Callable[[Tensor], Tensor], after: Callable[[], None] = lambda: None) -> None:
         """One inner step and what belongs to it, `after`; then the rest of its time, as an accelerator would take."""

@@ -27,14 +27,13 @@ import json
 import os
 import platform
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,7 @@ def measure(
             folder=name,
         )
         load = os.getloadavg()[0]
-        with (torchft_arm(arm, spec) if arm in TORCHFT else elastic_arm(spec)) as (strike, trains):
+        with torchft_arm(arm, spec) if arm in TORCHFT else elastic_arm(spec) as (strike, trains):
             wait(trains, START_S)
             begun_s = time.monotonic()
             kills = []
@@ -146,10 +145,11 @@ def measure(
         events = events_of(folder, spec.groups)
         if arguments.keep is not None:
             shutil.copytree(folder, arguments.keep / f"{arm}-{title}")
-    kept = commits_kept if arm in TORCHFT else steps_kept
-    tokens, progress = kept(events, kills, begun_s, end_s)
-    if arm not in TORCHFT:
-        tokens *= spec.groups * spec.batch * spec.context
+    if arm in TORCHFT:
+        tokens, progress = commits_kept(events, begun_s, end_s)
+    else:
+        steps, progress = steps_kept(events, kills, begun_s, end_s)
+        tokens = float(steps * spec.groups * spec.batch * spec.context)
     back_s = return_s(events, kills, end_s)
     return {
         "tokens": round(tokens),
@@ -212,14 +212,20 @@ class Keeper:
         """End it and its children, and start it no more."""
         with self._lock:
             self._is_stopping = True
-            family = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+            children = family(self)
             self.process.kill()
-        for one in family:
-            try:
+        for one in children:
+            with suppress(psutil.NoSuchProcess):
                 one.kill()
-            except psutil.NoSuchProcess:
-                continue
         self._thread.join()
+
+
+def family(keeper: Keeper) -> list[psutil.Process]:
+    """The children of what it keeps, and theirs."""
+    try:
+        return psutil.Process(keeper.process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 Arm = tuple[Callable[[int], bool], Callable[[], bool]]
@@ -264,7 +270,7 @@ def torchft_arm(arm: str, spec: StormSpec) -> Iterator[Arm]:
         Keeper([sys.executable, script, str(file), str(rank)], folder / f"{rank}.log") for rank in range(spec.groups)
     ]
     try:
-        yield lambda rank: keepers[rank].kill(), lambda: have_stepped(folder, range(spec.groups))
+        yield lambda rank: keepers[rank].kill(), lambda: all_train(folder, range(spec.groups))
     finally:
         for keeper in [*keepers, lighthouse]:
             keeper.stop()
@@ -280,25 +286,24 @@ def elastic_arm(spec: StormSpec) -> Iterator[Arm]:
     keeper = Keeper([*command, str(HERE / "storm_elastic.py"), str(write(spec))], folder / "torchrun.log")
 
     def strike(rank: int) -> bool:
-        for process in psutil.Process(keeper.process.pid).children(recursive=True):
-            try:
-                if process.environ().get("RANK") == str(rank) and process.status() != psutil.STATUS_ZOMBIE:
-                    process.send_signal(signal.SIGKILL)
+        for process in family(keeper):
+            # A process that is just ending has no environment any more.
+            with suppress(psutil.Error):
+                if process.environ().get("RANK") == str(rank):
+                    process.kill()
                     return True
-            except psutil.Error:
-                continue
         return False
 
     try:
-        yield strike, lambda: have_stepped(folder, range(spec.groups))
+        yield strike, lambda: all_train(folder, range(spec.groups))
     finally:
         keeper.stop()
 
 
-def have_stepped(folder: Path, ranks: Sequence[int]) -> bool:
-    """Whether every rank has made a step."""
+def all_train(folder: Path, ranks: Sequence[int]) -> bool:
+    """Whether every rank has made a step, now or in an earlier life."""
     logs = [folder / f"{rank}.jsonl" for rank in ranks]
-    return all(log.exists() and '"step"' in log.read_text() for log in logs)
+    return all(log.exists() and '"trains"' in log.read_text() for log in logs)
 
 
 def write(spec: StormSpec) -> Path:

@@ -75,7 +75,7 @@ def main() -> None:
             made += 1
             pending = [steps + 1 for steps in pending]
             if made == 1:
-                learner.log("step")
+                learner.log("trains")
             if made % period:
                 continue
             if healed_at is not None:
