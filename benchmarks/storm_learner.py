@@ -6,6 +6,7 @@ It imports no more than it needs, and takes the text from one prepared file: aft
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -94,7 +95,7 @@ class StormLearner:
         self.number += 1
         spec = self.spec
         warm = min(1.0, self.number / spec.warmup)
-        cosine = 0.1 + 0.45 * (1 + np.cos(np.pi * min(1.0, self.number / spec.schedule_steps)))
+        cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, self.number / spec.schedule_steps)))
         for group in self.optimizer.param_groups:
             group["lr"] = spec.lr * warm * cosine
         loss = loss_of(torch.from_numpy(self._sampler.batch_at(self.number)))

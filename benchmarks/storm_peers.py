@@ -58,6 +58,14 @@ START_S = 240.0
 CHECKPOINT_EVERY = 10
 """Half a second of steps: a tenth of the time between two deaths. A save takes some ms of a step's free time."""
 
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    # Else torchrun's ranks find the addresses of dead ones in the agent's store, and fail once after each restart
+    # (pytorch issue 135712).
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+}
+
 TORCHFT = {
     # join, tick: README.md; heartbeat: the lighthouse's default; the others: train_diloco.py
     "torchft": {"join_ms": 10_000, "tick_ms": 100, "heartbeat_ms": 5000, "timeout_s": 30.0, "gloo_timeout_s": 10.0},
@@ -188,7 +196,7 @@ class Keeper:
         self._thread.start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **ENVIRONMENT}
         with self._output.open("ab") as output:
             return subprocess.Popen(self._command, stdout=output, stderr=output, env=environment)
 
