@@ -83,9 +83,11 @@ def main() -> int:
     parser.add_argument("--mtbf", type=float, default=5.0, help="seconds between two kills, on average [5]")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, data and storm [0]")
     parser.add_argument("--tape", type=Path, help="the kills of this file, as `demo --chaos` leaves it, and no others")
-    parser.add_argument("--keep", type=Path, help="leave logs in this folder")
+    parser.add_argument("--keep", type=Path, help="leave the logs in this new folder")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args()
+    if arguments.keep is not None and arguments.keep.exists():
+        parser.error(f"--keep {arguments.keep} is there already: name a new folder")
     names = sorted(NAMES[: arguments.groups])
     calm_ns = int((arguments.seconds - CALM_S) * NS_PER_S)
     if arguments.tape is not None:
