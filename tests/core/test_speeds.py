@@ -31,7 +31,58 @@ def test_nobody_starves(patch: pytest.MonkeyPatch, mix: str) -> None:
     small = Small(patch, slower=SPEEDS[mix], rounds_in_flight_max=2)
     small.go(90)
     found = participation(small)
-    rounds = sum(isinstance(body, RoundBody) for body in small.bodies())
-    print(mix, rounds, found, {name: host.learner.step for name, host in small.hosts.items()})
     assert min(found.values()) > 0.5, found
     small.settle()
+
+
+def cycles(small: Small, seconds: float, *, steps_per_s: float) -> float:
+    """Inner steps of a learner of this speed between two merges of one fragment, H = 8 where all is well."""
+    rounds = sum(isinstance(body, RoundBody) for body in small.bodies())
+    return steps_per_s * seconds / (rounds / 4)
+
+
+def test_rounds_follow_the_majority_where_learners_differ_by_four(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, slower=SPEEDS["mixed"])
+    small.go(90)
+    assert cycles(small, 90, steps_per_s=2.5) < 9, "the third fastest decides, and makes 2.5 steps a second"
+
+
+def test_more_rounds_in_flight_keep_one_slow_learner_from_slowing_the_others(patch: pytest.MonkeyPatch) -> None:
+    """A round waits for the next step boundary of each member: with steps of 1 s, two rounds a second at most."""
+    small = Small(patch, slower=SPEEDS["one_slow"], rounds_in_flight_max=2)
+    small.go(60)
+    assert cycles(small, 60, steps_per_s=10) > 16
+    wide = Small(patch, slower=SPEEDS["one_slow"], rounds_in_flight_max=4)
+    wide.go(60)
+    assert cycles(wide, 60, steps_per_s=10) < 13
+    assert min(participation(wide).values()) > 0.5
+
+
+def test_a_slow_region_can_lead(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(3)
+    names = sorted(small.hosts)
+    place = names.index(small.leader())
+    slower = tuple(4 if at == place else 1 for at in range(4))
+    again = Small(patch, slower=slower)
+    again.go(60)
+    assert again.leader() == names[place], "the same seed, so the same leader"
+    found = participation(again)
+    assert min(found.values()) > 0.9, found
+
+
+def test_a_restart_of_a_slow_learner_does_not_end_the_run(patch: pytest.MonkeyPatch) -> None:
+    """Of the learners that are left the median is a fast one, which has made all the run's steps long ago."""
+    small = Small(patch, slower=SPEEDS["mixed"], steps_max=100)
+    small.go(25)
+    slow = small.hosts[sorted(small.hosts)[0]]
+    assert slow.learner.step < 80
+    slow.kill_learner()
+    small.go(5)
+    slow.start_learner()
+    small.go(5)
+    assert not any(small.view(name).finished for name in small.hosts)
+    small.go(25)
+    assert "of 100 steps" in small.view(small.leader()).finished
+    totals = sorted(host.learner.step for host in small.hosts.values())
+    assert totals[1] >= 95, totals

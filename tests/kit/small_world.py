@@ -26,7 +26,8 @@ class Small:
     """Regions on good links; H = 8, P = 4, steps of 100 ms, all learners at the same speed.
 
     Args:
-        slower: how many times as long the steps of each region take, in the order of their names.
+        slower: how many times as long the steps of each region take, in the order of their names. Versions are then
+            taken at the next step boundary, as real learners do.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Small:
                 step_ns_min=100 * MS,
                 step_ns_max=100 * MS,
                 slower=dict(zip(drawn.regions, slower, strict=False)),
+                apply_lag_max=0 if slower else drawn.apply_lag_max,
                 is_theta_shared=False,
             )
 

@@ -21,6 +21,7 @@ class DemoOptions:
         wan: a topology file to run in; None: plain loopback. wan_backend: "auto", or one of `wan.emulation.BACKENDS`.
         has_outage: cut one region off for a fifth of the time, in the middle; needs a WAN.
         budget: what each region may send, and receive, such as "20Mbit/s"; "": no limit.
+        speeds, batches: of the learners, with commas, in the order of the regions' names; "": all the same.
     """
 
     regions: int | None = None
@@ -33,6 +34,8 @@ class DemoOptions:
     wan_backend: str = "auto"
     has_outage: bool = False
     budget: str = ""
+    speeds: str = ""
+    batches: str = ""
 
 
 def demo(
@@ -55,6 +58,10 @@ def demo(
     budget: Annotated[
         str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")
     ] = "",
+    speeds: Annotated[
+        str, typer.Option("--speeds", metavar="LIST", help="Relative speeds of the learners: 1,1,2,4.")
+    ] = "",
+    batches: Annotated[str, typer.Option("--batches", metavar="LIST", help="Batches of the learners: 8,8,4,16.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run several regions on this machine, with real processes and real links, and report."""
@@ -71,5 +78,7 @@ def demo(
         wan_backend=backend,
         has_outage=outage,
         budget=budget,
+        speeds=speeds,
+        batches=batches,
     )
     raise typer.Exit(run_demo(options))

@@ -33,6 +33,7 @@ class RegionProcess:
         name: the region. admin_port: of its daemon. state_dir: its folder.
         namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
             reaches into any namespace and puts no bytes on the interface that carries the run.
+        settings: for `start --set`, beyond those of the file.
         process: the supervisor; None before the start.
         status: the last status document that was read; {} before the first.
     """
@@ -41,6 +42,7 @@ class RegionProcess:
     admin_port: int
     state_dir: Path
     namespace: str = ""
+    settings: tuple[str, ...] = ()
     process: asyncio.subprocess.Process | None = None
     status: dict[str, Any] = field(default_factory=dict)
 
@@ -60,6 +62,7 @@ class RegionProcess:
                 self.name,
                 "--config",
                 str(config),
+                *(part for one in self.settings for part in ("--set", one)),
                 *(("--", *command) if command else ()),
                 stdout=output,
                 stderr=output,

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
+from diloco_node.cli.demo.mix import parse_mix
 from diloco_node.cli.demo.processes import RegionProcess, free_ports
 from diloco_node.cli.demo.report import budget_lines, build_report
 from diloco_node.cli.demo.wan import DemoOutage, DemoWan, wan_lines
@@ -104,6 +105,7 @@ class Demo:
         self.wan = DemoWan(options) if options.wan is not None else None
         names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
         self.names = sorted(names)
+        self.mix = parse_mix(options.speeds, options.batches, self.names)
         self.outage: DemoOutage | None = None
         self.regions: list[RegionProcess] = []
         self._interrupted = asyncio.Event()
@@ -147,7 +149,7 @@ class Demo:
         ports = free_ports(2 * len(self.names))
         text = RUN_TOML.format(
             seed=self.options.seed,
-            schedule_steps=max(50, int(self.options.seconds / STEP_SECONDS)),
+            schedule_steps=max(50, int(self.options.seconds / self.mix.median_step_seconds(STEP_SECONDS))),
             step_ms=int(STEP_SECONDS * 1000),
             evaluation=OUTAGE_EVALUATION if self.options.has_outage else "",
             sync_every=SYNC_EVERY,
@@ -158,7 +160,8 @@ class Demo:
             host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
             port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
-            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace))
+            settings = self.mix.settings(STEP_SECONDS, index)
+            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, settings))
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
         # Each region's folder lies beside certs and run.toml.
