@@ -456,6 +456,7 @@ class Node:
                 "budget_warning": self._budget_watch.text,
                 "buffered_bytes": self.effects.stripes.table.buffered_bytes(),
                 "events": self._pump.events_total,
+                "tasks": len(asyncio.all_tasks()),
                 "manifest_digest": self._manifest.digest,
                 "disk": {
                     "files_set_aside": len(self._runtime.store.set_aside),
