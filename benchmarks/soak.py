@@ -165,9 +165,7 @@ class Soak:
 
     async def _storm(self) -> None:
         seconds, started_s = 60 * self._options.minutes, time.monotonic()
-        plan = plan_kills(
-            self._options.seed, regions=self._demo.names, seconds=seconds, every_s=self._options.every
-        )
+        plan = plan_kills(self._options.seed, regions=self._demo.names, seconds=seconds, every_s=self._options.every)
         next_sample_s = 0.0
         while (at_s := time.monotonic() - started_s) < seconds:
             while plan and plan[0].at_s <= at_s:
