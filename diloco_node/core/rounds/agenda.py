@@ -185,7 +185,7 @@ class Agenda:
             account = self._history.account
             reason = end_reason(
                 self._settings,
-                steps=self._progress.learner_steps(now_ns=now_ns),
+                steps=self._progress.learner_steps(now_ns=now_ns) if self._settings.steps_max else (),
                 tokens=account.merged_tokens(self._fragments),
                 covered=(account.covered_tokens(name, self._fragments) for name in reachability.learners),
                 requested=self._finish_ordered,

@@ -62,6 +62,8 @@ class RunProgress:
         found = []
         for name in self._regions:
             steps = self._steps_of(name)
+            if steps == 0 and self._liveness.learner(name) is None:
+                continue  # it was never there: the run does not stand at its start for it
             known, grew_ns = self._grew.get(name, (-1, now_ns))
             if steps > known:
                 self._grew[name] = (steps, now_ns)

@@ -69,6 +69,15 @@ def test_a_learner_that_is_away_counts_with_what_the_ledger_has_of_it() -> None:
     assert progress.position(now_ns=2).steps == 58
 
 
+def test_a_learner_that_was_never_there_does_not_count() -> None:
+    near = near_with(a=70)
+    progress = progress_of(near)
+    assert progress.position(now_ns=0).steps == 70
+    near.hear("b", status(0), now_ns=1)
+    near.hear("c", status(80), now_ns=1)
+    assert progress.learner_steps(now_ns=1) == [70, 0, 80]
+
+
 def test_a_learner_that_is_gone_for_good_holds_up_the_run_no_longer() -> None:
     near = near_with(a=50, b=60, c=240)
     progress = progress_of(near)
