@@ -94,7 +94,7 @@ def read_process(pid: int) -> tuple[str, dict[str, float]] | None:
         started = folder.joinpath("stat").read_text().rpartition(")")[2].split()[19]
         status = dict(line.split(":", 1) for line in folder.joinpath("status").read_text().splitlines())
         rollup = folder.joinpath("smaps_rollup").read_text().splitlines()
-        descriptors = len(os.listdir(folder / "fd"))
+        descriptors = len(list((folder / "fd").iterdir()))
         pss_kib = next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
         rss_kib = int(status["VmRSS"].split()[0])
     except (OSError, KeyError, StopIteration, IndexError):
@@ -149,7 +149,7 @@ class Soak:
                 await region.start(self._folder / "run.toml")
             await self._until(lambda: all(_steps(region) > 0 for region in self._regions.values()), START_S)
             await self._storm()
-            await asyncio.gather(*(region.finish() for region in self._regions.values()))
+            await self._order_end()
             await self._until(lambda: all(region.has_exited for region in self._regions.values()), FINISH_S)
         finally:
             await asyncio.gather(*(region.stop() for region in self._regions.values()))
@@ -162,6 +162,13 @@ class Soak:
             "run": {key: report[key] for key in kept},
             "rows": [{**asdict(row), "verdict": row.slope.verdict} for row in judge(self.samples)],
         }
+
+    async def _order_end(self) -> None:
+        """A daemon that was just killed takes no order; one of the others does, or all are asked again."""
+        deadline_s = time.monotonic() + FINISH_S
+        while not any([await region.finish() for region in self._regions.values()]):
+            if time.monotonic() > deadline_s:
+                raise RuntimeError(f"no region takes an order; see the logs in {self._folder}")
 
     async def _storm(self) -> None:
         seconds, started_s = 60 * self._options.minutes, time.monotonic()
@@ -181,7 +188,7 @@ class Soak:
         for region in self._regions.values():
             if region.has_exited:
                 raise RuntimeError(f"{region.name} ended too early:\n{region.last_lines()}")
-            for role, pid in _pids(region).items():
+            for pid, role in _roles(region).items():
                 found = read_process(pid)
                 if found is None:
                     continue
@@ -191,11 +198,9 @@ class Soak:
                 self.samples.append(Sample(at_s, region.name, role, life, figures))
 
     def _kill(self, kill: Kill) -> None:
-        """Only a child of a supervisor that was started here; one that is gone already is not killed."""
+        """Only what a supervisor started that was started here; who is gone already is not killed."""
         region = self._regions[kill.region]
-        pid = _pids(region).get(kill.role)
-        assert region.process is not None
-        if pid and _parent(pid) == region.process.pid:
+        for pid in [pid for pid, role in _roles(region).items() if role == kill.role]:
             os.kill(pid, signal.SIGKILL)
             self.kills.append(kill)
 
@@ -212,17 +217,26 @@ def _steps(region: RegionProcess) -> int:
     return int((region.status.get("learner") or {}).get("step", 0))
 
 
-def _pids(region: RegionProcess) -> dict[str, int]:
-    """By role; the supervisor is known without being asked."""
-    told = {role: pid for role, pid in region.status.get("pids", {}).items() if pid}
-    return {**told, "supervisor": region.process.pid} if region.process is not None else told
+def _roles(region: RegionProcess) -> dict[int, str]:
+    """All processes of a region: its supervisor, and what that started; "other" where the status does not name it."""
+    assert region.process is not None
+    named = {pid: role for role, pid in region.status.get("pids", {}).items() if pid}
+    found = {region.process.pid: "supervisor"}
+    waiting = [region.process.pid]
+    while waiting:
+        for pid in children(waiting.pop()):
+            found[pid] = named.get(pid, "other")
+            waiting.append(pid)
+    return found
 
 
-def _parent(pid: int) -> int:
+def children(pid: int) -> list[int]:
+    """Of a process, by the kernel; none if it is gone."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        tasks = list((Path("/proc") / str(pid) / "task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
     except OSError:
-        return 0
+        return []
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

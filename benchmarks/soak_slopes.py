@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import sqrt
 from typing import Final
 
@@ -58,7 +59,7 @@ def slope(times_s: Sequence[float], values: Sequence[float]) -> Slope:
     residuals = [value - mean - per_s * (at - middle_s) for at, value in pairs]
     squares = sum(residual**2 for residual in residuals)
     error_per_s = sqrt(squares / (count - 2) / spread)
-    alike = sum(one * other for one, other in zip(residuals, residuals[1:], strict=False))
+    alike = sum(one * other for one, other in pairwise(residuals))
     # A trend of two parameters was taken out, which leaves neighbours less alike than they are.
     rho = min(max(alike / squares + 4 / count, 0.0), 1 - 4 / count) if squares > 0 else 0.0
     widened = sqrt((1 + rho) / (1 - rho))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
-from itertools import accumulate
+import subprocess
+import sys
+from itertools import accumulate, pairwise
 
 import pytest
 import soak
@@ -64,7 +67,7 @@ def test_the_plan_of_kills_follows_from_its_seed() -> None:
     assert plan != soak.plan_kills(8, regions=("a", "b"), seconds=3600.0, every_s=30.0)
     assert 80 < len(plan) < 160
     assert {(kill.region, kill.role) for kill in plan} == {(r, v) for r in "ab" for v in ("daemon", "learner")}
-    assert all(0 < one.at_s <= other.at_s < 3600 for one, other in zip(plan, plan[1:], strict=False))
+    assert all(0 < one.at_s <= other.at_s < 3600 for one, other in pairwise(plan))
 
 
 def test_lives_are_told_apart_and_their_beginnings_left_out() -> None:
@@ -88,8 +91,6 @@ def test_short_lives_are_not_judged() -> None:
 
 
 def test_the_own_process_can_be_read() -> None:
-    import os
-
     found = soak.read_process(os.getpid())
     assert found is not None
     life, figures = found
@@ -98,3 +99,11 @@ def test_the_own_process_can_be_read() -> None:
     assert figures["descriptors"] >= 3
     assert life == soak.read_process(os.getpid())[0]  # type: ignore[index]
     assert soak.read_process(2**22 + 1) is None
+
+
+def test_what_a_process_started_is_found() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert child.pid in soak.children(os.getpid())
+        child.communicate(b"\n")
+    assert child.pid not in soak.children(os.getpid())
+    assert soak.children(2**22 + 1) == []
