@@ -8,6 +8,9 @@ with SIGKILL, and its supervisor starts another. Every 5 s the kernel is asked a
 and PSS, which counts shared pages in parts), descriptors, threads; and each daemon about its asyncio tasks. A line is
 laid through each figure, with its standard error (`soak_slopes`): through every life of a process that lasted some
 minutes, and through all of them in a region. The first minute of a life is left out: it loads, compiles and fills.
+
+The ledger is summed up every 64 entries instead of 1,024: each is some kB in memory, and a log that fills for a quarter
+of an hour would look like something that grows.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ LIFE_MIN_S: Final = 180.0
 
 START_S: Final = 240.0
 FINISH_S: Final = 240.0
+SUMMARY_ENTRIES: Final = 64
 VICTIMS: Final = ("daemon", "learner")
 
 
@@ -136,6 +140,9 @@ class Soak:
             DemoOptions(regions=options.regions, seconds=60 * options.minutes, folder=folder, is_json=True), folder
         )
         self._demo._prepare()
+        config = folder / "run.toml"
+        text = config.read_text().replace("[rounds]\n", f"[rounds]\nsummary_entries = {SUMMARY_ENTRIES}\n", 1)
+        config.write_text(text)
         self._regions = {region.name: region for region in self._demo.regions}
         self.samples: list[Sample] = []
         self.kills: list[Kill] = []
@@ -196,6 +203,9 @@ class Soak:
                 if role == "daemon":
                     figures["tasks"] = float(region.status.get("tasks", 0))
                 self.samples.append(Sample(at_s, region.name, role, life, figures))
+                if self._options.samples is not None:
+                    with self._options.samples.open("a") as file:
+                        file.write(json.dumps(asdict(self.samples[-1])) + "\n")
 
     def _kill(self, kill: Kill) -> None:
         """Only what a supervisor started that was started here; who is gone already is not killed."""
@@ -263,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--regions", type=int, default=4)
     parser.add_argument("--every", type=float, default=30.0, help="seconds between two kills, on average")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--samples", type=Path, default=None, help="a file that gets each sample, one JSON a line")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
