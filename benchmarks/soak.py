@@ -4,8 +4,9 @@
     python benchmarks/soak.py --minutes 6 --every 20 --json
 
 The demo's regions on loopback. Every 30 s, at random moments that follow from `--seed`, a daemon or a learner is killed
-with SIGKILL, and its supervisor starts another. Every 5 s the kernel is asked about each process: resident memory (RSS,
-and PSS, which counts shared pages in parts), descriptors, threads; and each daemon about its asyncio tasks. A line is
+with SIGKILL, and its supervisor starts another. Every 5 s the kernel is asked about each process: resident memory (RSS;
+PSS, which counts shared pages in parts; and the part of RSS that is in no file, which is where a leak would show),
+descriptors, threads; and each daemon about its asyncio tasks. A line is
 laid through each figure, with its standard error (`soak_slopes`): through every life of a process that lasted some
 minutes, and through all of them in a region. The first minute of a life is left out: it loads, compiles and fills.
 
@@ -100,12 +101,13 @@ def read_process(pid: int) -> tuple[str, dict[str, float]] | None:
         rollup = folder.joinpath("smaps_rollup").read_text().splitlines()
         descriptors = len(list((folder / "fd").iterdir()))
         pss_kib = next(int(line.split()[1]) for line in rollup if line.startswith("Pss:"))
-        rss_kib = int(status["VmRSS"].split()[0])
+        rss_kib, anon_kib = (int(status[key].split()[0]) for key in ("VmRSS", "RssAnon"))
     except (OSError, KeyError, StopIteration, IndexError):
         return None
     figures = {
         "rss_bytes": 1024.0 * rss_kib,
         "pss_bytes": 1024.0 * pss_kib,
+        "anon_bytes": 1024.0 * anon_kib,
         "descriptors": float(descriptors),
         "threads": float(status["Threads"]),
     }

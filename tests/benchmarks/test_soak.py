@@ -95,6 +95,7 @@ def test_the_own_process_can_be_read() -> None:
     assert found is not None
     life, figures = found
     assert figures["rss_bytes"] >= figures["pss_bytes"] > 1 << 20
+    assert figures["rss_bytes"] >= figures["anon_bytes"] > 1 << 20
     assert figures["threads"] >= 1
     assert figures["descriptors"] >= 3
     assert life == soak.read_process(os.getpid())[0]  # type: ignore[index]
