@@ -6,9 +6,9 @@
 The demo's regions on loopback. Every 30 s, at random moments that follow from `--seed`, a daemon or a learner is killed
 with SIGKILL, and its supervisor starts another. Every 5 s the kernel is asked about each process: resident memory (RSS;
 PSS, which counts shared pages in parts; and the part of RSS that is in no file, which is where a leak would show),
-descriptors, threads; and each daemon about its asyncio tasks. A line is
-laid through each figure, with its standard error (`soak_slopes`): through every life of a process that lasted some
-minutes, and through all of them in a region. The first minute of a life is left out: it loads, compiles and fills.
+descriptors, threads; and each daemon about its asyncio tasks. A line is laid through each figure, with its standard
+error (`soak_slopes`): through every life of a process that lasted some minutes, and through all of them in a region.
+The first minute of a life is left out: it loads, compiles and fills.
 
 The ledger is summed up every 64 entries instead of 1,024: each is some kB in memory, and a log that fills for a quarter
 of an hour would look like something that grows.
