@@ -51,7 +51,7 @@ def test_rounds_follow_the_majority_where_learners_differ_by_four(patch: pytest.
 def test_one_slow_learner_slows_the_others_by_two_of_its_steps_at_most(
     patch: pytest.MonkeyPatch, times: int, steps_max: int
 ) -> None:
-    """A round waits for the next step boundary of each member. With H = 8 below two steps of the slow one that shows."""
+    """A round waits for a step boundary of each member: with H = 8 below two steps of the slow one that shows."""
     small = Small(patch, slower=(times, 1, 1, 1))
     small.go(40)
     assert 7 < cycles(small, 40, steps_per_s=10) < steps_max
