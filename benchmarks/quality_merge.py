@@ -93,7 +93,7 @@ class Rounds:
         settings: H, P, tau, outer optimizer, merge rule, codecs and carry mode come from here.
         shapes: name -> shape, in the order in which the tensors lie in a row of theta.
         theta: shape (M, N), float32; the learners' parameters, all rows equal at the start.
-        tokens_per_step: of one learner.
+        tokens_per_step: of each learner, or of one where all have the same.
         attendance: who is included.
         cut_steps: the last learner is cut off after step `cut_steps[0]` until `cut_steps[1]`: it trains, contributes
             nothing, gets nothing. None: never.
@@ -108,7 +108,7 @@ class Rounds:
         shapes: dict[str, tuple[int, ...]],
         theta: F32,
         *,
-        tokens_per_step: int,
+        tokens_per_step: int | Sequence[int],
         attendance: Attendance | None = None,
         cut_steps: tuple[int, int] | None = None,
         keep_cut_work: bool = True,
@@ -116,7 +116,9 @@ class Rounds:
         outlier: float = 0.0,
     ) -> None:
         self.settings, self.theta = settings, theta
-        self.tokens_per_step, self.attendance = tokens_per_step, attendance
+        self.attendance = attendance
+        is_one = isinstance(tokens_per_step, int)
+        self.tokens_per_step = (tokens_per_step,) * theta.shape[0] if is_one else tuple(tokens_per_step)
         self.outlier = np.float32(outlier)
         self.cut_steps, self.keep_cut_work, self.share = cut_steps, keep_cut_work, share
         specs = [TensorSpec(name, shape, merge_rule(name, settings.merge)) for name, shape in shapes.items()]
@@ -202,7 +204,7 @@ class Rounds:
         is_wild = self.outlier and m == self.learners - 1
         offered = copy.base + self.outlier * (values - copy.base) if is_wild else values
         norms = kernels.encode_delta(blocks, copy.base, offered, encoded)
-        tokens = step * self.tokens_per_step
+        tokens = step * self.tokens_per_step[m]
         self._snapshots_taken += 1
         one.snapshots[m] = _Snapshot(values, step, tokens)
         one.encoded.append(encoded)
@@ -291,7 +293,7 @@ class Rounds:
             copy.position,
             included=(snapshot.step, snapshot.tokens) if snapshot else None,
             step=step,
-            tokens=step * self.tokens_per_step,
+            tokens=step * self.tokens_per_step[m],
             version=state.version,
             mode=mode,
             is_kept=plan.anchor is not Anchor.NONE,

@@ -40,7 +40,7 @@ class Inner:
     beta2: float = 0.99
     clip: float = 1.0
 
-    def lr_at(self, step: int) -> float:
+    def lr_at(self, step: float) -> float:
         """Learning rate of inner step `step`, counted from 1."""
         warm = min(1.0, step / self.warmup)
         done = min(1.0, step / self.steps)
@@ -86,16 +86,25 @@ class Stack:
         seed: of the parameters that all replicas start with.
         compiled: `step` goes through torch.compile, which takes some 20 s once and a C++ compiler, and saves a fifth
             of the time. The same arithmetic with other roundings.
+        rows: shape (R, N), float32: where `theta` is to lie; None: in memory of its own.
     """
 
     def __init__(
-        self, settings: ModelSettings, inner: Inner, *, replicas: int, seed: int, compiled: bool = False
+        self,
+        settings: ModelSettings,
+        inner: Inner,
+        *,
+        replicas: int,
+        seed: int,
+        compiled: bool = False,
+        rows: F32 | None = None,
     ) -> None:
         self.settings, self.inner = settings, inner
         self._logits = _compiled_logits() if compiled else token_logits
         self.shapes = parameter_shapes(settings)
         first = np.concatenate([t.numpy().ravel() for t in initial_parameters(settings, seed=seed).values()])
-        self.theta: F32 = np.tile(first, (replicas, 1))
+        self.theta: F32 = np.empty((replicas, len(first)), np.float32) if rows is None else rows
+        self.theta[:] = first
         self.gradient: F32 = np.zeros_like(self.theta)
         self._m, self._v = np.zeros_like(self.theta), np.zeros_like(self.theta)
         parts = [np.full(math.prod(s), inner.weight_decay * (len(s) > 1)) for s in self.shapes.values()]
@@ -116,8 +125,12 @@ class Stack:
             at += size
         return views
 
-    def step(self, windows: NDArray[np.uint8]) -> None:
-        """One inner step of every replica on windows of shape (R, B, T + 1)."""
+    def step(self, windows: NDArray[np.uint8], *, at: float | None = None) -> None:
+        """One inner step of every replica on windows of shape (R, B, T + 1).
+
+        Args:
+            at: where the learning-rate schedule stands, in steps from 1; None: at the steps of this stack.
+        """
         tokens = torch.from_numpy(windows.astype(np.int64))
         logits = self._logits(self.settings, self._leaves, tokens[:, :, :-1], self._rotary)
         # The gradient of each replica's mean cross-entropy, written out: torch's own takes four times as long here.
@@ -129,7 +142,7 @@ class Stack:
             place.copy_(one)
         self.steps_done += 1
         i = self.inner
-        rate = i.lr_at(self.steps_done)
+        rate = i.lr_at(self.steps_done if at is None else at)
         _adamw(
             self.theta, self.gradient, self._m, self._v, self._decay, rate, i.beta1, i.beta2, self.steps_done, i.clip
         )

@@ -33,7 +33,7 @@ SCHEDULE_STEPS_UNKNOWN: Final = 1000
 """Length of the built-in trainer's schedule when neither steps nor tokens end the run."""
 
 LR_FLOOR_OPEN: Final = 0.1
-"""Part of the peak learning rate that is kept when some learner may train beyond the schedule."""
+"""Part of the peak learning rate that is kept when the run may go on beyond the schedule."""
 
 
 def start(
@@ -232,6 +232,7 @@ def trainer_settings(config: NodeConfig) -> dict[str, Any]:
         "batch": model.batch,
         "lr": model.lr,
         "steps": schedule_steps(config),
+        "ends_with_run": not model.schedule_steps,
         "warmup": model.warmup_steps,
         "lr_floor": lr_floor(config),
         "weight_decay": model.weight_decay,
@@ -255,11 +256,12 @@ def schedule_steps(config: NodeConfig) -> int:
 
 
 def lr_floor(config: NodeConfig) -> float:
-    """Part of the peak at which the schedule ends: as set, else 0 if no learner can train beyond its end, else 0.1.
+    """Part of the peak at which the schedule ends: as set, else 0 if the run ends there too, else 0.1.
 
-    `[run] steps` ends the run when the median learner has made them: set a floor where one learner is much faster. A
-    run that ends by tokens, by hand or by the clock may outlast the schedule of every learner.
+    The schedule stands where the run is, so no learner can outrun it. A run that ends by hand or by the clock may.
     """
     if config.model.lr_floor is not None:
         return config.model.lr_floor
-    return 0.0 if schedule_steps(config) == config.run.steps else LR_FLOOR_OPEN
+    is_open = not (config.run.steps or config.run.tokens)
+    ends_with_run = not config.model.schedule_steps or schedule_steps(config) == config.run.steps
+    return LR_FLOOR_OPEN if is_open or not ends_with_run else 0.0

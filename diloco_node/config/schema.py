@@ -111,7 +111,7 @@ class ModelSection(Section):
     Attributes:
         layers, dim, heads, context: shape; dim is a multiple of 2 x heads.
         batch: sequences per inner step. lr: peak of AdamW. warmup_steps, weight_decay: of AdamW.
-        schedule_steps: length of the cosine schedule; 0: as long as the run.
+        schedule_steps: length of the cosine schedule in steps of the median learner; 0: as long as the run.
         lr_floor: part of the peak at which the schedule ends; none: 0 if it ends with the run, else 0.1.
         eval_every, eval_windows: steps between held-out losses (0: only at the end), windows of each.
         threads: of torch. step_time_min: an inner step takes at least this long, for demos and tests.

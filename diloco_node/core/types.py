@@ -348,8 +348,8 @@ class RunSettings:
         carry, carry_steps_max: see CarryMode and `core.merge.carry`; beyond carry_steps_max lambda discounts (0: 4 H).
         weight_cap: a member that was away weighs at most this times the round's median weight.
         error_feedback: reducers keep the quantisation residual of the merged stripe for the next round.
-        tokens_max, steps_max: end of the run by merged tokens of all regions, or by the steps of the median live
-            learner; 0 means no end.
+        tokens_max, steps_max: end of the run by merged tokens of all regions, or by the steps of the median learner
+            (`core.rounds.progress`); 0 means no end.
         heartbeat_ns, election_timeout_ns: the ledger's clockwork; the election timeout is drawn from
             [1, 2] x election_timeout_ns.
         ballot_deadline_min_ns: no ballot is given less time than this.

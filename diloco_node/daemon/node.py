@@ -11,9 +11,11 @@ from functools import partial
 from typing import Any, Final, assert_never
 
 from diloco_node.core import events as ev
+from diloco_node.core.bounds import STEP_MAX
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.region import RegionCore
+from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
 from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.status import NoteBook, region_status
@@ -42,6 +44,9 @@ DRAIN_S: Final = 5.0
 """What a stopping leader waits for another region to take over."""
 
 LINGER_POLL_S: Final = 0.1
+
+POSITION_NS: Final = 250_000_000
+"""The learner is told at most so often how far the run is: in between it goes on at its own share."""
 
 COUNTERS_S: Final = 5.0
 """Between two times that the learner's counters are saved. Rounds save them, too."""
@@ -158,6 +163,8 @@ class Node:
         self._attaches = 0
         self._is_welcomed = False
         self._welcome_lock = asyncio.Lock()
+        self._told = RunPosition(0, None)
+        self._told_ns = 0
         self._no_longer_leader = asyncio.Event()
         self.rounds_in_flight_max = 0
 
@@ -289,6 +296,7 @@ class Node:
         match message:
             case learner_link.Report():
                 self.learner.reported(message)
+                self._tell_position()
             case learner_link.SnapshotReady():
                 self.learner.snapshot_ready(message)
             case learner_link.SnapshotDenied():
@@ -372,6 +380,7 @@ class Node:
         wants_initial_state = self.core.wants_initial_state and not is_placed
         settings = self._spec.settings
         self._is_welcomed = True
+        position = self.core.leader.progress.position(now_ns=self._runtime.now_ns())
         self._runtime.learner_server.send(
             learner_link.Welcome(
                 region=self._spec.region,
@@ -385,18 +394,33 @@ class Node:
                 codec_up=settings.codec_up,
                 carry=settings.carry,
                 carry_steps_limit=settings.carry_steps_limit,
-                global_step=sum(one.steps for one in before),
+                global_step=min(position.steps, STEP_MAX),
                 manifest_digest=self._manifest.digest,
                 wants_initial_state=wants_initial_state,
                 state_dir=str(self._spec.state_dir.resolve()),
             )
         )
+        self._send_position(position)
         self.learner.attached(
             attach,
             incarnation,
             tuple((one.incarnation, one.steps, one.tokens) for one in before),
             writes_initial=wants_initial_state,
         )
+
+    def _tell_position(self) -> None:
+        """Tell the learner how far the run is, when that is news."""
+        now_ns = self._runtime.now_ns()
+        if now_ns - self._told_ns < POSITION_NS:
+            return
+        position = self.core.leader.progress.position(now_ns=now_ns)
+        if position != self._told:
+            self._send_position(position)
+
+    def _send_position(self, position: RunPosition) -> None:
+        self._told, self._told_ns = position, self._runtime.now_ns()
+        message = learner_link.RunAdvanced(min(position.steps, STEP_MAX), position.part)
+        self._runtime.learner_server.send(message)
 
     def finish(self, reason: str) -> None:
         """Ask the run to end."""
@@ -435,6 +459,7 @@ class Node:
                 "budget_warning": self._budget_watch.text,
                 "buffered_bytes": self.effects.stripes.table.buffered_bytes(),
                 "events": self._pump.events_total,
+                "tasks": len(asyncio.all_tasks()),
                 "manifest_digest": self._manifest.digest,
                 "disk": {
                     "files_set_aside": len(self._runtime.store.set_aside),

@@ -37,7 +37,7 @@ from diloco_node.learner.process import TerminateFlag, die_with_supervisor
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.session import LearnerSession
 from diloco_node.learner.spikes import IN_A_ROW, SpikeWatch
-from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome, merge_rules
+from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, RunAdvanced, Welcome, merge_rules
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -86,7 +86,10 @@ class Diloco:
     Attributes:
         region: name of this region, "" when alone. region_index: its place among `regions` regions.
         region_names: all of them, sorted.
-        global_step: step on the schedule that the run shares; begins where the run is.
+        global_step: where the run is, in steps of its median learner. Never goes back. A learner that is slower than
+            the median sees it grow by more than one a step, a faster one by one or none.
+        progress: part of the way to the run's end, 0 to 1, by `[run] steps` or `tokens`, whichever is nearer; None
+            when nothing says where the run ends, and when alone.
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
         stop_reason: why, in words.
         steps, tokens: made by this process, over all ranks.
@@ -104,6 +107,7 @@ class Diloco:
         self.region_index = 0
         self.region_names: tuple[str, ...] = ()
         self.global_step = 0
+        self.progress: float | None = None
         self.should_stop = False
         self.stop_reason = ""
         self.steps = 0
@@ -172,10 +176,10 @@ class Diloco:
         started_ns = time.perf_counter_ns()
         tokens = _count(tokens)
         self.steps += 1
-        self.global_step += 1
         if self._manifest is not None:
             self._attached_step(tokens, loss, grad_norm, started_ns)
         else:
+            self.global_step += 1
             self.tokens += tokens
             self._stop_if(self._terminate.is_set, "the process was asked to stop")
         self._blocked_ns += time.perf_counter_ns() - started_ns
@@ -191,6 +195,7 @@ class Diloco:
             self._follow(tokens, len(self._manifest.fragments))
             return
         session.timer.stepped(started_ns)
+        session.run_clock.stepped()
         self._loss.offer(loss)
         self._grad_norm.offer(grad_norm)
         self._check_values(session)
@@ -227,8 +232,16 @@ class Diloco:
         assert session is not None
         assert manifest is not None
         is_stopping = self._terminate.is_set or session.stop_reason is not None
-        agreed = self._ranks.agree(tokens, is_stopping=is_stopping, applied=applied, fragments=len(manifest.fragments))
+        agreed = self._ranks.agree(
+            tokens,
+            is_stopping=is_stopping,
+            applied=applied,
+            fragments=len(manifest.fragments),
+            global_step=session.run_clock.global_step,
+            part=session.run_clock.part,
+        )
         self.tokens += agreed.tokens
+        self.global_step, self.progress = agreed.global_step, agreed.part
         session.stepped(agreed.tokens)
         self._stop_if(agreed.is_stopping, session.stop_reason or "the process was asked to stop")
 
@@ -236,6 +249,7 @@ class Diloco:
         """A rank other than 0."""
         agreed = self._ranks.agree(tokens, is_stopping=self._terminate.is_set, applied=(), fragments=fragments)
         self.tokens += agreed.tokens
+        self.global_step, self.progress = agreed.global_step, agreed.part
         for index in agreed.applied:
             self._receive(index)
         self._stop_if(agreed.is_stopping, "rank 0, or another, was asked to stop")
@@ -402,8 +416,10 @@ class Diloco:
         self.global_step = welcome.global_step
         self._manifest = build_manifest(merge_rules(self._tensors.specs, welcome.merge), welcome.fragments)
         resumed_step = self._checkpoints.resume(Path(welcome.state_dir), welcome.manifest_digest, self._ranks)
-        # The run may be further than this region's learner was when it died.
+        # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, resumed_step)
+        if self._session is not None:
+            self._session.run_clock.resume(self.global_step)
         self._place()
 
     def _welcome(self) -> Welcome | None:
@@ -423,12 +439,21 @@ class Diloco:
         is_placed = session.place(lambda: self._terminate.is_set) if session is not None else True
         is_placed = self._ranks.share_bytes(b"1" if is_placed else b"") == b"1"
         self._stop_if(not is_placed, "asked to stop before the run began")
+        self._share_position()
         if is_placed and self._ranks.size > 1:
             for fragment in manifest.fragments:
                 if session is not None:
                     self._ranks.share_vector(session.fragments.vector(fragment.index))
                 else:
                     self._receive(fragment.index)
+
+    def _share_position(self) -> None:
+        """Every rank learns where the run is before its first step."""
+        clock = None if self._session is None else self._session.run_clock
+        own = b"" if clock is None else TO_LEARNER.encode(RunAdvanced(clock.global_step, clock.part))
+        told = TO_LEARNER.decode(self._ranks.share_bytes(own))
+        assert isinstance(told, RunAdvanced)
+        self.global_step, self.progress = told.global_step, told.run_part
 
 
 def _count(tokens: Any) -> int:

@@ -19,6 +19,7 @@ from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragm
 from diloco_node.learner.layouts.whole import ModelTensors
 from diloco_node.learner.link import LearnerLink
 from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.run_clock import RunClock
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
 from diloco_node.wire.learner_link import (
@@ -32,6 +33,7 @@ from diloco_node.wire.learner_link import (
     Failed,
     InitialState,
     Report,
+    RunAdvanced,
     SnapshotDenied,
     SnapshotRequested,
     Stop,
@@ -77,12 +79,14 @@ class LearnerSession:
         welcome: the daemon's answer; None before `join`.
         stop_reason: why the daemon wants the learner to stop; None while it does not.
         timer: of inner steps.
+        run_clock: where the run is on its schedule.
     """
 
     def __init__(self, socket: Path, memory: Path, tensors: ModelTensors) -> None:
         self.welcome: Welcome | None = None
         self.stop_reason: str | None = None
         self.timer = StepTimer()
+        self.run_clock = RunClock()
         self._memory = memory
         self._tensors = tensors
         self._fragments: LearnerFragments | None = None
@@ -153,6 +157,7 @@ class LearnerSession:
         if self.welcome is None or self._fragments is None:
             self._fragments = self._build(welcome)
             self.welcome = welcome
+            self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
             raise LearnerError(
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
@@ -213,7 +218,7 @@ class LearnerSession:
 
         Args:
             announce: called with the fragments, ascending, that are about to be applied, before anything is carried
-                out, but after `stop_reason` is known.
+                out, but after `stop_reason` is known and `run_clock` was told.
 
         Returns:
             The fragments that were applied, ascending.
@@ -227,7 +232,7 @@ class LearnerSession:
             # Decided once: a fragment that the encoder is busy with now may be free a moment later.
             offered = sorted({command.fragment for command in commands if isinstance(command, VersionOffered)})
             applied = tuple(index for index in offered if not self.fragments.is_busy(index))
-            self._handle_stop(commands)
+            self._take_news(commands)
             announce(applied)
             for command in commands:
                 if isinstance(command, VersionOffered) and command.fragment not in applied:
@@ -254,13 +259,15 @@ class LearnerSession:
                 self._link.send(self.fragments.apply(command))
                 self._revert.after(fragment)
                 self._note_news(self.fragments.step - 1)
-            case Stop():
-                self._handle_stop([command])
+            case Stop() | RunAdvanced():
+                self._take_news([command])
 
-    def _handle_stop(self, commands: list[ToLearner]) -> None:
+    def _take_news(self, commands: list[ToLearner]) -> None:
         for command in commands:
             if isinstance(command, Stop):
                 self.stop_reason = command.reason
+            elif isinstance(command, RunAdvanced):
+                self.run_clock.told(command.global_step, command.run_part)
 
     def _answer(self, answer: Answer) -> None:
         """From the encoder's thread."""

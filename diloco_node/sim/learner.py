@@ -137,7 +137,7 @@ class FakeLearner:
         self._asked: dict[int, TakeSnapshot] = {}
         self._stop_reason = ""
         self._reported_step = 0
-        self._step_time_ns = world.draw_ns(setup.step_ns_min, setup.step_ns_max)
+        self._step_time_ns = setup.slower.get(region, 1) * world.draw_ns(setup.step_ns_min, setup.step_ns_max)
         self._boundary(is_first=True)
 
     @property

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
@@ -27,6 +28,7 @@ class Setup:
         step_ns_min, step_ns_max: the time of one inner step, per incarnation.
         apply_lag_max: step boundaries that a learner may let pass before it takes a version.
         fsync_ns_min, fsync_ns_max: the time of one fsync on a healthy disk.
+        slower: regions whose learners' steps take so many times as long.
     """
 
     regions: tuple[str, ...]
@@ -39,6 +41,7 @@ class Setup:
     apply_lag_max: int
     fsync_ns_min: int
     fsync_ns_max: int
+    slower: Mapping[str, int] = field(default_factory=dict)
 
 
 def draw_setup(rng: random.Random, regions: int) -> Setup:

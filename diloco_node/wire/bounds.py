@@ -81,6 +81,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     "carry_factor": Real(0.0, 1.0),
     "carried_steps": Whole(0, STEP_MAX),
     "global_step": Whole(0, STEP_MAX),
+    "run_part": Real(0.0, 1.0),
     "region_index": Whole(0, REGIONS - 1),
     "fragments": Whole(1, FRAGMENTS),
     "sync_every": Whole(1, STEP_MAX),

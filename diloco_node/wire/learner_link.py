@@ -8,7 +8,8 @@ Each message is a frame: length as little-endian u32, then strict msgpack (`wire
    made when every fragment has a version.
 4. Every inner step: `Report`. At any time: `SnapshotRequested` (answered by `SnapshotReady` or `SnapshotDenied`) and
    `VersionOffered` (answered by `OfferApplied`), both at the next step boundary.
-5. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
+5. `RunAdvanced` after `Welcome`, and now and then when there is news.
+6. `Stop`: the learner stops stepping and says `Done`, or `Failed` when it breaks.
 
 When the daemon dies the learner goes on and attaches to the next one with its `incarnation`, positions and snapshots.
 What the old daemon asked or offered is void: a place in the version area may be written again as soon as an `Attach`
@@ -30,7 +31,7 @@ from diloco_node.errors import ProtocolViolation
 from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.schema import Limits, Schema
 
-LINK_PROTOCOL: Final = 2
+LINK_PROTOCOL: Final = 3
 
 VERSION_AREA: Final = "versions"
 """Area of 4 bytes per value: the model, fragment after fragment, float32."""
@@ -106,7 +107,7 @@ class Report:
         loss: of a step not long ago (read without waiting for the device); None when unknown or not finite.
         step_time_ns: moving average. blocked_ns: time that the loop has spent in `step()`, altogether.
         val_loss, val_loss_global: newest held-out loss of the own and of the global parameters.
-        global_step: step on the schedule that all learners share.
+        global_step: step on the schedule that all learners share, as this learner knows it.
     """
 
     step: int
@@ -196,7 +197,7 @@ class Welcome:
         run_id: the run's name.
         fragments: P. sync_every: H. merge: rule for tensors that are not embeddings or head.
         codec_up: of contributions. carry: mode. carry_steps_limit: steps up to which carry-over is exact.
-        global_step: where the run is on the schedule of inner steps; 0 at its start.
+        global_step: where the run is: steps of the median learner; 0 at its start.
         manifest_digest: of the fragments; the learner refuses to go on if its own differs.
         wants_initial_state: write your parameters into the version area and say InitialState.
         state_dir: the region's folder, absolute.
@@ -257,13 +258,26 @@ class VersionOffered:
 
 
 @dataclass(frozen=True, slots=True)
+class RunAdvanced:
+    """How far the run is, as far as this region knows; of two the later counts, and neither makes a learner go back.
+
+    Attributes:
+        global_step: steps of the median learner.
+        run_part: of the way to the run's end, 0 to 1; None: nothing says where it ends.
+    """
+
+    global_step: int
+    run_part: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Stop at the next step boundary: the run is finished, or the region is drained."""
 
     reason: str
 
 
-ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop
+ToLearner = Welcome | Refuse | SnapshotRequested | VersionOffered | Stop | RunAdvanced
 
 _LIMITS: Final = Limits(message_bytes_max=FRAME_BYTES_MAX)
 
@@ -283,7 +297,9 @@ TO_DAEMON: Final[Schema[ToDaemon]] = Schema(
     limits=_LIMITS,
 )
 TO_LEARNER: Final[Schema[ToLearner]] = Schema(
-    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop}, bounds=BOUNDS, limits=_LIMITS
+    {1: Welcome, 2: Refuse, 3: SnapshotRequested, 4: VersionOffered, 5: Stop, 6: RunAdvanced},
+    bounds=BOUNDS,
+    limits=_LIMITS,
 )
 
 # ---- frames ----------------------------------------------------------------------------------------------------------

@@ -200,7 +200,9 @@ def test_learning_rate_ends_at_zero_only_where_the_run_ends() -> None:
     assert start_cmd.lr_floor(resolve(steps)) == 0.0
     assert start_cmd.trainer_settings(resolve(steps))["lr_floor"] == 0.0
     assert start_cmd.lr_floor(resolve(steps, Flag("run.tokens", 10**9, "-"))) == 0.0
-    for may_go_on in ((), (Flag("run.tokens", 3841, "-"),), (steps, Flag("model.schedule_steps", 60, "-"))):
+    assert start_cmd.lr_floor(resolve(Flag("run.tokens", 3841, "-"))) == 0.0
+    tokens = Flag("run.tokens", 3841, "-")
+    for may_go_on in ((), *((end, Flag("model.schedule_steps", 60, "-")) for end in (steps, tokens))):
         assert start_cmd.lr_floor(resolve(*may_go_on)) == 0.1
     assert start_cmd.lr_floor(resolve(steps, Flag("model.lr_floor", 0.25, "-"))) == 0.25
 

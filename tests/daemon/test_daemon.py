@@ -45,6 +45,7 @@ from diloco_node.wire.learner_link import (
     InitialState,
     Refuse,
     Report,
+    RunAdvanced,
     ToLearner,
     Warned,
     Welcome,
@@ -335,7 +336,8 @@ async def test_a_learner_that_is_still_there_at_the_end_is_no_fault(
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
-    await learner.hear()
+    assert isinstance(await learner.hear(), Welcome)
+    assert await learner.hear() == RunAdvanced(0, None)
     assert await end(daemon, running) == 0
     assert await learner.reader.read() == b""
     assert faults == []

@@ -152,6 +152,25 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
     play(scenario)
 
 
+def test_each_learner_is_told_where_the_median_learner_is(play: Play) -> None:
+    """The fast one and the slow one: both stand at the same place of the schedule, wherever their own steps are."""
+
+    async def scenario(world: World) -> None:
+        slow, fast = world.regions["b"].learner, world.regions["c"].learner
+        slow.step_s *= 4
+        fast.step_s /= 2
+        await world.until("the run is half over", lambda: world.regions["a"].learner.step > STEPS // 2)
+        for learner in (slow, fast):
+            own, told = learner.told[-1]
+            median = world.regions["a"].learner.step
+            assert 0.6 * median < told.global_step <= median, (own, told)
+            assert told.run_part == told.global_step / STEPS
+        assert slow.step < 0.4 * median < 1.5 * median < fast.step
+        await world.finish()
+
+    play(scenario)
+
+
 def test_stripes_follow_a_budget_that_is_set_while_the_run_goes_on(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = {"a": 10**9, "b": 10**9, "c": None}
 

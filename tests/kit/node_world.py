@@ -49,6 +49,7 @@ from diloco_node.wire.learner_link import (
     InitialState,
     OfferApplied,
     Report,
+    RunAdvanced,
     SnapshotDenied,
     SnapshotReady,
     SnapshotRequested,
@@ -242,6 +243,7 @@ class FakeLearner:
         self._snapshots: dict[int, _Snapshot] = {}
         self._made = 0
         self._orders: list[ToLearner] = []
+        self.told: list[tuple[int, RunAdvanced]] = []
         self._counter: TrainedCounter | None = None
         self.is_done = False
 
@@ -307,6 +309,8 @@ class FakeLearner:
                 self._say(self._snapshot(order))
             case VersionOffered():
                 self._say(self._apply(order))
+            case RunAdvanced():
+                self.told.append((self.step, order))
             case Stop():
                 self.is_done = True
                 if self._counter is not None:

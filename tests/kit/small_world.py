@@ -23,9 +23,22 @@ SEED = 4711
 
 
 class Small:
-    """Regions on good links; H = 8, P = 4, steps of 100 ms, all learners at the same speed."""
+    """Regions on good links; H = 8, P = 4, steps of 100 ms, all learners at the same speed.
 
-    def __init__(self, patch: pytest.MonkeyPatch, regions: int = 4, *, loss: float = 0.0, **settings: object) -> None:
+    Args:
+        slower: how many times as long the steps of each region take, in the order of their names. Versions are then
+            taken at the next step boundary, as real learners do.
+    """
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        regions: int = 4,
+        *,
+        loss: float = 0.0,
+        slower: tuple[int, ...] = (),
+        **settings: object,
+    ) -> None:
         def setup(rng: object, _: int) -> object:
             drawn = draw_setup(rng, regions)  # type: ignore[arg-type]
             own_settings = {
@@ -49,6 +62,8 @@ class Small:
                 layouts=layouts,
                 step_ns_min=100 * MS,
                 step_ns_max=100 * MS,
+                slower=dict(zip(drawn.regions, slower, strict=False)),
+                apply_lag_max=0 if slower else drawn.apply_lag_max,
                 is_theta_shared=False,
             )
 

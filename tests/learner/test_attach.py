@@ -28,6 +28,7 @@ from diloco_node.wire.learner_link import (
     InitialState,
     OfferApplied,
     Report,
+    RunAdvanced,
     SnapshotDenied,
     SnapshotReady,
     Warned,
@@ -69,6 +70,23 @@ def test_first_learner_gives_theta_0_and_is_told_where_it_is(folder: Path) -> No
         assert diloco.global_step == 40
         toy.step(diloco)
         assert diloco.global_step == 41
+
+
+def test_the_loop_sees_where_the_run_is(folder: Path) -> None:
+    toy = Toy()
+    with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:
+        assert (diloco.global_step, diloco.progress) == (0, None)
+        daemon.send(RunAdvanced(500, 0.25))
+        daemon.want(0)
+        toy.steps_until(diloco, daemon, SnapshotReady, 1)
+        assert diloco.progress == 0.25
+        assert 500 <= diloco.global_step <= 500 + diloco.steps
+        at = diloco.global_step
+        daemon.send(RunAdvanced(100, 0.1))
+        daemon.want(1)
+        toy.steps_until(diloco, daemon, SnapshotReady, 2)
+        assert diloco.global_step >= at
+        assert diloco.progress == 0.25
 
 
 def test_parameters_are_overwritten_before_the_first_step(folder: Path) -> None:

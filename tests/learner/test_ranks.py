@@ -18,7 +18,7 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
-from diloco_node.wire.learner_link import Done, OfferApplied, SnapshotReady
+from diloco_node.wire.learner_link import Done, OfferApplied, RunAdvanced, SnapshotReady
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 
 SCRIPT = """
@@ -37,7 +37,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
 def digest():
     data = b"".join(p.detach().float().numpy().tobytes() for p in model.parameters())
     return hashlib.sha256(data).hexdigest()
-seen = []
+seen, run = [], []
 with diloco_node.attach(model, optimizer) as diloco:
     seen.append(digest())
     while not diloco.should_stop:
@@ -46,8 +46,9 @@ with diloco_node.attach(model, optimizer) as diloco:
         optimizer.step()
         diloco.step(tokens=3 + rank)
         seen.append(digest())
+        run.append((diloco.global_step, diloco.progress))
         time.sleep(0.001)
-    print(json.dumps({"rank": rank, "seen": seen, "steps": diloco.steps, "tokens": diloco.tokens,
+    print(json.dumps({"rank": rank, "seen": seen, "run": run, "steps": diloco.steps, "tokens": diloco.tokens,
                       "region": diloco.region, "regions": diloco.regions, "index": diloco.region_index}), flush=True)
 dist.destroy_process_group()
 """
@@ -60,6 +61,7 @@ def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, default
         processes = start_ranks(tmp_path, dtype, defaults)
         daemon.wait_for(OfferApplied, 2)
         for version in range(1, 4):
+            daemon.send(RunAdvanced(1000 * version, version / 4))
             daemon.want(0)
             ready = daemon.wait_for(SnapshotReady, version)
             merged = daemon.theta[0] - daemon.decoded(0) + 0.5
@@ -73,6 +75,9 @@ def test_two_ranks_stay_equal_through_merges(tmp_path: Path, dtype: str, default
     first, second = sorted(answers, key=lambda answer: answer["rank"])
     assert first["seen"] == second["seen"]
     assert len(set(first["seen"])) > 4
+    assert first["run"] == second["run"], "one learning rate on all ranks"
+    assert {0.25, 0.5, 0.75} <= {part for _, part in first["run"]}
+    assert first["run"][-1][0] >= 3000
     for answer in (first, second):
         assert answer["steps"] == done.step
         assert answer["tokens"] == 7 * answer["steps"]  # 3 and 4 of the two ranks

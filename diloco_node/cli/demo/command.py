@@ -24,6 +24,7 @@ class DemoOptions:
         has_chaos: processes are killed while it trains. mtbf: mean time between two kills, such as "2s"; "": 5 s.
         victims: what is killed, with commas; "": everything there is. tape: a file of faults instead of drawn ones.
         baseline: report of an undisturbed demo to compare with.
+        speeds, batches: of the learners, with commas, in the order of the regions' names; "": all the same.
     """
 
     regions: int | None = None
@@ -41,6 +42,8 @@ class DemoOptions:
     victims: str = ""
     tape: Path | None = None
     baseline: Path | None = None
+    speeds: str = ""
+    batches: str = ""
 
 
 def demo(
@@ -80,6 +83,10 @@ def demo(
         Path | None,
         typer.Option("--baseline", metavar="FILE", help="With --chaos: report.json of the same demo undisturbed."),
     ] = None,
+    speeds: Annotated[
+        str, typer.Option("--speeds", metavar="LIST", help="Relative speeds of the learners: 1,1,2,4.")
+    ] = "",
+    batches: Annotated[str, typer.Option("--batches", metavar="LIST", help="Batches of the learners: 8,8,4,16.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run several regions on this machine, with real processes and real links, and report."""
@@ -101,5 +108,7 @@ def demo(
         victims=victims,
         tape=tape,
         baseline=baseline,
+        speeds=speeds,
+        batches=batches,
     )
     raise typer.Exit(run_demo(options))

@@ -35,6 +35,7 @@ class RegionProcess:
         namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
             reaches into any namespace and puts no bytes on the interface that carries the run.
         faults: where its daemon looks for faults (`cli.demo.region`); None: it looks for none.
+        settings: for `start --set`, beyond those of the file.
         process: the supervisor; None before the start.
         status: the last status document that was read; {} before the first. answers: whether the last try read one.
         asking: the try that is under way, or the last one.
@@ -45,6 +46,7 @@ class RegionProcess:
     state_dir: Path
     namespace: str = ""
     faults: Path | None = None
+    settings: tuple[str, ...] = ()
     process: asyncio.subprocess.Process | None = None
     status: dict[str, Any] = field(default_factory=dict)
     answers: bool = False
@@ -66,6 +68,7 @@ class RegionProcess:
                 self.name,
                 "--config",
                 str(config),
+                *(part for one in self.settings for part in ("--set", one)),
                 *(("--", *command) if command else ()),
                 stdout=output,
                 stderr=output,

@@ -20,6 +20,7 @@ from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.course import CourseRecorder
 from diloco_node.cli.demo.keeping import RegionKeeper
 from diloco_node.cli.demo.live import LiveView
+from diloco_node.cli.demo.mix import parse_mix
 from diloco_node.cli.demo.processes import RegionProcess, free_ports, poll_all
 from diloco_node.cli.demo.report import budget_lines, build_report, read_merges
 from diloco_node.cli.demo.storm import POLL_S as STORM_POLL_S
@@ -113,6 +114,7 @@ class Demo:
         self.wan = DemoWan(options) if options.wan is not None else None
         names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
         self.names = sorted(names)
+        self.mix = parse_mix(options.speeds, options.batches, self.names)
         self.outage: DemoOutage | None = None
         self.storm = DemoStorm(options, self.names, folder) if options.has_chaos else None
         self.course = CourseRecorder()
@@ -171,7 +173,7 @@ class Demo:
         ports = free_ports(2 * len(self.names))
         text = RUN_TOML.format(
             seed=self.options.seed,
-            schedule_steps=max(50, int(self.options.seconds / STEP_SECONDS)),
+            schedule_steps=max(50, int(self.options.seconds / self.mix.median_step_seconds(STEP_SECONDS))),
             step_ms=int(STEP_SECONDS * 1000),
             evaluation=OUTAGE_EVALUATION if self.options.has_outage else "",
             sync_every=SYNC_EVERY,
@@ -183,7 +185,8 @@ class Demo:
             host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
             port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
-            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, faults))
+            settings = self.mix.settings(STEP_SECONDS, index)
+            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, faults, settings))
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
         # Each region's folder lies beside certs and run.toml.

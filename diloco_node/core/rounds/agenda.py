@@ -15,6 +15,7 @@ from diloco_node.core.rounds.eligibility import Eligibility, Reachability
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
+from diloco_node.core.rounds.progress import RunProgress, lower_median
 from diloco_node.core.types import FinishedBody, RunSettings
 
 WAIT_NOTE_NS: Final = 2_000_000_000
@@ -65,27 +66,21 @@ def end_reason(
     """Why the run ends now; empty while it goes on. What a single learner claims of itself ends no run.
 
     Args:
-        steps: of each live learner, all its incarnations together.
+        steps: of each learner that counts (`RunProgress.learner_steps`).
         tokens: merged, mean over the fragments.
         covered: tokens of each live learner that the ledger has booked; asked only when enough are merged.
         requested: an operator's reason, empty if there was no request.
     """
     if requested:
         return requested
-    median = _lower_median(steps)
+    median = lower_median(list(steps))
     if 0 < settings.steps_max <= median:
         return f"the median learner made {median} of {settings.steps_max} steps"
     if 0 < settings.tokens_max <= tokens:
         booked = list(covered)
-        if SHARE_MIN_PART * len(booked) * _lower_median(booked) >= settings.tokens_max and booked:
+        if SHARE_MIN_PART * len(booked) * lower_median(booked) >= settings.tokens_max and booked:
             return f"{tokens} of {settings.tokens_max} tokens are merged"
     return ""
-
-
-def _lower_median(values: Iterable[int]) -> int:
-    """Of an even number the lower one of the middle two: of two, one may be wrong. 0 of none."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2] if ordered else 0
 
 
 def begin_ending(settings: RunSettings, reason: str, *, fragments: int, step_time_ns: int, now_ns: int) -> Ending:
@@ -120,6 +115,7 @@ class Agenda:
         history: RoundHistory,
         liveness: Liveness,
         eligibility: Eligibility,
+        progress: RunProgress,
         effects: EffectBuffer,
     ) -> None:
         self.reason = ""
@@ -128,8 +124,8 @@ class Agenda:
         self._fragments = fragments
         self._settings = settings
         self._history = history
-        self._liveness = liveness
         self._eligibility = eligibility
+        self._progress = progress
         self._effects = effects
         self._resting: dict[int, int] = {}
         self._ending: Ending | None = None
@@ -186,15 +182,10 @@ class Agenda:
 
     def _has_ended(self, reachability: Reachability, now_ns: int) -> bool:
         if self._ending is None:
-            statuses = ((name, self._liveness.learner(name)) for name in reachability.learners)
             account = self._history.account
             reason = end_reason(
                 self._settings,
-                steps=[
-                    status.step + self._history.steps_before(name, status.incarnation)
-                    for name, status in statuses
-                    if status is not None
-                ],
+                steps=self._progress.learner_steps(now_ns=now_ns) if self._settings.steps_max else (),
                 tokens=account.merged_tokens(self._fragments),
                 covered=(account.covered_tokens(name, self._fragments) for name in reachability.learners),
                 requested=self._finish_ordered,

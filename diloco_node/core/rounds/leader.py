@@ -24,6 +24,7 @@ from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
 from diloco_node.core.rounds.opening import Opening
+from diloco_node.core.rounds.progress import RunProgress
 from diloco_node.core.rounds.suspicion import SuspicionBook
 from diloco_node.core.types import (
     Ballot,
@@ -45,6 +46,7 @@ class RoundLeader:
     Attributes:
         proposals: bodies for the ledger, in order.
         rounds: open rounds by fragment.
+        progress: how far the run is; to be asked in every region, whoever leads.
         is_in_the_way: when the second ballot of a round failed, the others had the payload or its stripes, this region
             had not. Its disk is full or stands still, or bulk does not reach it: merging goes on when another leads.
     """
@@ -88,6 +90,13 @@ class RoundLeader:
             eligibility=self._eligibility,
             proposals=self.proposals,
             effects=effects,
+        )
+        self.progress = RunProgress(
+            regions=self._regions,
+            settings=settings,
+            history=history,
+            liveness=liveness,
+            fragments=len(self._fragments),
         )
         self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, effects=effects)
         self._agenda = self._new_agenda()
@@ -432,5 +441,6 @@ class RoundLeader:
             history=self._history,
             liveness=self._liveness,
             eligibility=self._eligibility,
+            progress=self.progress,
             effects=self._effects,
         )

@@ -38,6 +38,7 @@ class StatusCollector(Collector):
                 "diloco_rounds_open": len(status["rounds"]),
                 "diloco_participation_ratio": status["participation"],
                 "diloco_stripes_buffered_bytes": status["buffered_bytes"],
+                "diloco_daemon_tasks": status["tasks"],
             },
         )
         yield from _families(

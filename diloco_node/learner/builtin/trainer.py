@@ -10,8 +10,9 @@ model            {}        `layers`, `dim`, `heads`, `context`: see `model.Model
 batch            8         sequences per inner step
 lr               0.006     peak learning rate of AdamW
 steps            1000      length of the cosine schedule; a learner alone stops there, an attached one when told to
+ends_with_run    true      where the run says how far it is on its way to its end, the schedule is as long as the run
 warmup           100       steps of linear warm-up
-lr_floor         0.1       the schedule ends at this part of the peak, and stays there; 0 if the run ends there too
+lr_floor         0.1       the schedule ends at this part of the peak, and stays there
 weight_decay     0.1       on matrices
 seed             0         of parameters and of data order; the same in all regions
 data             []        files and folders of text; empty: the standard library's sources
@@ -72,6 +73,7 @@ class TrainerSettings:
     batch: int = 8
     lr: float = 6e-3
     steps: int = 1000
+    ends_with_run: bool = True
     warmup: int = 100
     lr_floor: float = 0.1
     weight_decay: float = 0.1
@@ -88,6 +90,8 @@ class TrainerSettings:
             self._check_whole(name, low)
         self._check_whole("eval_windows", 1)
         self._check_whole("threads", 1)
+        if not isinstance(self.ends_with_run, bool):
+            raise ConfigError(f"trainer.ends_with_run is {self.ends_with_run!r}: use true or false")
         if isinstance(self.lr_floor, bool) or not isinstance(self.lr_floor, int | float) or not 0 <= self.lr_floor <= 1:
             raise ConfigError(f"trainer.lr_floor is {self.lr_floor!r}: use a part of the peak, from 0 to 1")
         for name in ("lr", "weight_decay", "min_step_seconds", "settle_seconds"):
@@ -100,10 +104,14 @@ class TrainerSettings:
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ConfigError(f"trainer.{name} is {value!r}: use a whole number, at least {low}")
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of inner step `step` of the run, counted from 1: warm-up, cosine, then the floor."""
+    def lr_at(self, step: int, progress: float | None = None) -> float:
+        """Learning rate of inner step `step` of the run, counted from 1: warm-up, cosine, then the floor.
+
+        Args:
+            progress: of the run, 0 to 1; None: it does not say, and the cosine follows the step.
+        """
         warm = min(1.0, step / self.warmup) if self.warmup else 1.0
-        done = min(1.0, step / self.steps)
+        done = min(1.0, step / self.steps) if progress is None or not self.ends_with_run else progress
         return self.lr * warm * (self.lr_floor + (1 - self.lr_floor) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
@@ -256,7 +264,8 @@ class Trainer:
         tokens_per_step = settings.batch * settings.model.context
         while not diloco.should_stop and (diloco.is_attached or steps < settings.steps):
             started = time.monotonic()
-            loss, norm = self._inner_step(sampler.next_batch(), lr=settings.lr_at(diloco.global_step + 1))
+            lr = settings.lr_at(diloco.global_step + 1, diloco.progress)
+            loss, norm = self._inner_step(sampler.next_batch(), lr=lr)
             steps += 1
             time.sleep(max(0.0, settings.min_step_seconds - (time.monotonic() - started)))
             position.value = sampler.position

@@ -115,7 +115,7 @@ def status_of(view: RegionView, learner: Any = None, notes: NoteBook | None = No
         transport=TRANSPORT,
         notes=notes or NoteBook("us", lambda: 0),
         now_ns=5 * SECOND,
-        extra={"events": 99, "buffered_bytes": 17},
+        extra={"events": 99, "buffered_bytes": 17, "tasks": 23},
     )
 
 
@@ -149,7 +149,7 @@ def test_the_document_is_plain_json_with_times_in_seconds() -> None:
     assert document["quarantine"] == {"eu": "in quarantine for 600 s more"}
     assert document["fetching"] == [{"fragment": 1, "version": 3, "peer": "eu"}]
     assert document["offers"] == [[1, 3, 7]]
-    assert (document["events"], document["buffered_bytes"]) == (99, 17)
+    assert (document["events"], document["buffered_bytes"], document["tasks"]) == (99, 17, 23)
     assert document["inner_steps"] == 150
 
 

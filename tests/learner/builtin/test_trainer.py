@@ -60,6 +60,7 @@ class FakeRun:
         self.kept: dict[str, dict[str, int]] = {}
         self.settled = 0.0
         self.is_attached = True
+        self.progress: float | None = None
 
     @contextmanager
     def attach(
@@ -125,6 +126,21 @@ def test_the_schedule_follows_the_global_step():
     run = FakeRun(3, global_step=54)
     trained(settings, run)
     assert run.rates == [settings.lr_at(55), settings.lr_at(56), settings.lr_at(57)]
+
+
+def test_the_schedule_is_as_long_as_a_run_that_says_how_far_it_is():
+    run = FakeRun(1, global_step=999)
+    run.progress = 0.25
+    settings = settings_with(steps=100, warmup=10, lr=1e-3)
+    trained(settings, run)
+    assert run.rates == [pytest.approx(1e-3 * (0.1 + 0.45 * (1 + math.cos(math.pi / 4))))]
+    own = settings_with(steps=2000, warmup=10, lr=1e-3, ends_with_run=False)
+    run = FakeRun(1, global_step=999)
+    run.progress = 0.25
+    trained(own, run)
+    assert run.rates == [pytest.approx(1e-3 * 0.55)]
+    with pytest.raises(ConfigError, match=r"trainer\.ends_with_run"):
+        settings_with(ends_with_run=1)
 
 
 def test_learning_rate_by_hand():

@@ -1,0 +1,72 @@
+"""`demo --speeds` and `--batches`: learners that differ, as settings of each region's `start`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.cli.options import parsed
+from diloco_node.errors import ConfigError
+
+SPEEDS_APART_MAX: Final = 16.0
+"""The bound to which the leader believes reported step times (`core.merge.schedule`)."""
+
+BATCH_MAX: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMix:
+    """How the learners of a demo differ.
+
+    Attributes:
+        speeds: relative, one for each region in the order of their names; empty: all the same.
+        batches: sequences in an inner step, in the same order; empty: as run.toml says.
+    """
+
+    speeds: tuple[float, ...] = ()
+    batches: tuple[int, ...] = ()
+
+    def step_seconds(self, fastest_s: float, index: int) -> float:
+        """An inner step of a region takes at least so long; of the fastest `fastest_s`."""
+        return fastest_s * max(self.speeds) / self.speeds[index] if self.speeds else fastest_s
+
+    def median_step_seconds(self, fastest_s: float) -> float:
+        """Of the learner that says where the run is: of an even number the slower one of the middle two."""
+        times = sorted(self.step_seconds(fastest_s, index) for index in range(len(self.speeds)))
+        return times[len(times) // 2] if times else fastest_s
+
+    def settings(self, fastest_s: float, index: int) -> tuple[str, ...]:
+        """What `start --set` gets in a region."""
+        found = [f"model.step_time_min={round(1000 * self.step_seconds(fastest_s, index))}ms"] if self.speeds else []
+        return (*found, *([f"model.batch={self.batches[index]}"] if self.batches else []))
+
+
+def parse_mix(speeds: str, batches: str, names: Sequence[str]) -> LearnerMix:
+    """From the command line.
+
+    Args:
+        speeds, batches: with commas, one for each of `names`; "" for none.
+
+    Raises:
+        ConfigError: a wrong number of them, or one that can't be.
+    """
+    mix = LearnerMix(parsed("--speeds", speeds, _speeds), parsed("--batches", batches, _batches))
+    for flag, values in (("--speeds", mix.speeds), ("--batches", mix.batches)):
+        if values and len(values) != len(names):
+            raise ConfigError(f"{flag} has {len(values)} values for {len(names)} regions: give one for each, in order")
+    return mix
+
+
+def _speeds(text: str) -> tuple[float, ...]:
+    values = tuple(float(part) for part in text.split(",")) if text else ()
+    if values and not all(0 < value <= SPEEDS_APART_MAX * min(values) for value in values):
+        raise ValueError(f"use positive numbers, the largest at most {SPEEDS_APART_MAX:g} times the smallest")
+    return values
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(",")) if text else ()
+    if values and not (min(values) >= 1 and max(values) <= BATCH_MAX):
+        raise ValueError(f"use whole numbers from 1 to {BATCH_MAX}")
+    return values

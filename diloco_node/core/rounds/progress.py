@@ -1,0 +1,97 @@
+"""How far the run is, by the figures that end it: what the leader asks, and what each region tells its learner.
+
+Learners differ in speed, and come and go. So the position of the run is that of its median learner, and a learner that
+is away for a moment counts with what it has made: or each restart of a slow one would move the run to where the faster
+ones are, and might end it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.types import RunSettings
+
+ABSENT_NS: Final = 300_000_000_000
+"""A learner that made no step for so long no longer counts. Restarts and cuts of minutes do not move the run, and
+learners that are gone for good hold up its end by no more than this."""
+
+_ANY_INCARNATION: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class RunPosition:
+    """Where the run is.
+
+    Attributes:
+        steps: of the median learner, all its incarnations together; of an even number the lower of the middle two.
+        part: of the way to the run's end, 0 to 1, by whichever limit is nearer; None: nothing says where it ends.
+    """
+
+    steps: int
+    part: float | None
+
+
+class RunProgress:
+    """Keeps when each learner's count last grew, and answers.
+
+    Args:
+        regions: of the run. fragments: P.
+    """
+
+    def __init__(
+        self,
+        *,
+        regions: tuple[str, ...],
+        settings: RunSettings,
+        history: RoundHistory,
+        liveness: Liveness,
+        fragments: int,
+    ) -> None:
+        self._regions = regions
+        self._settings = settings
+        self._history = history
+        self._liveness = liveness
+        self._fragments = fragments
+        self._grew: dict[str, tuple[int, int]] = {}
+
+    def learner_steps(self, *, now_ns: int) -> list[int]:
+        """Steps of each learner that is there, or was not long ago; all its incarnations together."""
+        found = []
+        for name in self._regions:
+            steps = self._steps_of(name)
+            if steps == 0 and self._liveness.learner(name) is None:
+                continue  # it was never there: the run does not stand at its start for it
+            known, grew_ns = self._grew.get(name, (-1, now_ns))
+            if steps > known:
+                self._grew[name] = (steps, now_ns)
+                grew_ns = now_ns
+            if now_ns - grew_ns < ABSENT_NS:
+                found.append(steps)
+        return found
+
+    def position(self, *, now_ns: int) -> RunPosition:
+        """Where the run is now, as far as this region knows."""
+        steps, settings = lower_median(self.learner_steps(now_ns=now_ns)), self._settings
+        parts = []
+        if settings.steps_max > 0:
+            parts.append(steps / settings.steps_max)
+        if settings.tokens_max > 0:
+            parts.append(self._history.account.merged_tokens(self._fragments) / settings.tokens_max)
+        return RunPosition(steps, min(1.0, max(parts)) if parts else None)
+
+    def _steps_of(self, name: str) -> int:
+        """By its last report; without one, and of older incarnations, by the ledger."""
+        in_ledger = self._history.steps_before(name, _ANY_INCARNATION)
+        status = self._liveness.learner(name)
+        if status is None:
+            return in_ledger
+        return max(in_ledger, status.step + self._history.steps_before(name, status.incarnation))
+
+
+def lower_median(values: list[int]) -> int:
+    """Of an even number the lower one of the middle two: of two, one may be wrong. 0 of none."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2] if ordered else 0

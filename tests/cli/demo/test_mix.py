@@ -1,0 +1,49 @@
+"""What `demo --speeds` and `--batches` ask of each region."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_node.cli.demo.mix import LearnerMix, parse_mix
+from diloco_node.errors import ConfigError
+
+NAMES = ("a", "b", "c", "d")
+
+
+def test_the_fastest_steps_as_ever_and_the_others_take_longer() -> None:
+    mix = parse_mix("1,1,2,4", "8,8,4,16", NAMES)
+    assert [mix.settings(0.05, at) for at in range(4)] == [
+        ("model.step_time_min=200ms", "model.batch=8"),
+        ("model.step_time_min=200ms", "model.batch=8"),
+        ("model.step_time_min=100ms", "model.batch=4"),
+        ("model.step_time_min=50ms", "model.batch=16"),
+    ]
+
+
+@pytest.mark.parametrize(("speeds", "median"), [("1,1,2,4", 0.2), ("1,2,2,4", 0.1), ("0.5,1,1,1", 0.05)])
+def test_the_schedule_is_laid_out_for_the_learner_that_says_where_the_run_is(speeds: str, median: float) -> None:
+    assert parse_mix(speeds, "", NAMES).median_step_seconds(0.05) == pytest.approx(median)
+
+
+def test_without_them_nothing_changes() -> None:
+    mix = parse_mix("", "", NAMES)
+    assert mix == LearnerMix()
+    assert (mix.settings(0.05, 3), mix.median_step_seconds(0.05)) == ((), 0.05)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "batches", "words"),
+    [
+        ("1,2", "", "--speeds has 2 values for 4 regions"),
+        ("", "8,8,8", "--batches has 3 values for 4 regions"),
+        ("1,1,1,17", "", "at most 16 times the smallest"),
+        ("1,1,1,0", "", "positive numbers"),
+        ("1,1,1,nan", "", "--speeds is"),
+        ("1,1,1,fast", "", "--speeds is"),
+        ("", "8,8,8,0", "from 1 to 1024"),
+        ("", "8,8,8,2.5", "--batches is"),
+    ],
+)
+def test_what_can_not_be_is_refused(speeds: str, batches: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_mix(speeds, batches, NAMES)

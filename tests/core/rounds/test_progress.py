@@ -1,0 +1,103 @@
+"""Where the run is: by its median learner and by merged tokens, whoever is away for a moment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_node.core.rounds.progress import ABSENT_NS, RunPosition, RunProgress
+from diloco_node.core.types import RunSettings
+from tests.kit.rounds_kit import (
+    GENESIS,
+    REGIONS,
+    SETTINGS,
+    Neighbourhood,
+    committed_round,
+    contribution,
+    history_of,
+    status,
+)
+
+BY_STEPS = replace(SETTINGS, steps_max=200)
+BY_TOKENS = replace(SETTINGS, tokens_max=64_000)
+
+
+def progress_of(near: Neighbourhood, *bodies: object, settings: RunSettings = SETTINGS) -> RunProgress:
+    history = history_of(GENESIS, *bodies)  # type: ignore[arg-type]
+    return RunProgress(regions=REGIONS, settings=settings, history=history, liveness=near.liveness, fragments=2)
+
+
+def near_with(**steps: int) -> Neighbourhood:
+    near = Neighbourhood()
+    for name, step in steps.items():
+        if name == "a":
+            near.liveness.own_learner(status(step), now_ns=0)
+        else:
+            near.hear(name, status(step), now_ns=0)
+    return near
+
+
+def test_the_median_learner_says_where_the_run_is() -> None:
+    assert progress_of(near_with(a=400, b=100, c=50)).position(now_ns=0) == RunPosition(100, None)
+    by_steps = progress_of(near_with(a=400, b=100, c=50), settings=BY_STEPS)
+    assert by_steps.position(now_ns=0) == RunPosition(100, 0.5)
+
+
+@pytest.mark.parametrize("lie", [2**40, 0])
+def test_one_learner_does_not_move_the_run_beyond_the_others(lie: int) -> None:
+    found = progress_of(near_with(a=lie, b=100, c=110), settings=BY_STEPS).position(now_ns=0)
+    assert 100 <= found.steps <= 110
+
+
+def test_steps_of_earlier_incarnations_count() -> None:
+    near = near_with(b=100, c=300)
+    near.liveness.own_learner(status(5, incarnation=2), now_ns=0)
+    rounds = [committed_round(0, 1, [contribution("a", steps=(0, 150), incarnation=1)])]
+    assert progress_of(near, *rounds).position(now_ns=0).steps == 155
+
+
+def test_a_learner_that_is_away_counts_with_what_the_ledger_has_of_it() -> None:
+    """Of 50, 60 and 240 steps the median is 60; without the slow one for a moment it would be 240, or 60 of two."""
+    rounds = [committed_round(0, 1, [contribution("a", steps=(0, 50)), contribution("b", steps=(0, 58))])]
+    near = near_with(a=50, b=60, c=240)
+    progress = progress_of(near, *rounds, settings=BY_STEPS)
+    assert progress.position(now_ns=0).steps == 60
+    near.hear("b", None, now_ns=1)
+    assert progress.position(now_ns=1).steps == 58
+    near.liveness.own_learner(None, now_ns=2)
+    assert progress.position(now_ns=2).steps == 58
+
+
+def test_a_learner_that_was_never_there_does_not_count() -> None:
+    near = near_with(a=70)
+    progress = progress_of(near)
+    assert progress.position(now_ns=0).steps == 70
+    near.hear("b", status(0), now_ns=1)
+    near.hear("c", status(80), now_ns=1)
+    assert progress.learner_steps(now_ns=1) == [70, 0, 80]
+
+
+def test_a_learner_that_is_gone_for_good_holds_up_the_run_no_longer() -> None:
+    near = near_with(a=50, b=60, c=240)
+    progress = progress_of(near)
+    assert progress.learner_steps(now_ns=0) == [50, 60, 240]
+    near.hear("c", status(300), now_ns=ABSENT_NS - 1)
+    assert progress.learner_steps(now_ns=ABSENT_NS - 1) == [50, 60, 300]
+    assert progress.learner_steps(now_ns=ABSENT_NS) == [300]
+    near.hear("b", status(61), now_ns=ABSENT_NS + 1)
+    assert progress.learner_steps(now_ns=ABSENT_NS + 1) == [61, 300]
+
+
+def test_merged_tokens_say_how_far_it_is_where_tokens_end_it() -> None:
+    both = replace(BY_TOKENS, steps_max=1000)
+    rounds = [committed_round(at, 1, [contribution("a", fragment=at, steps=(0, 500))]) for at in range(2)]
+    near = near_with(a=10, b=100, c=100)
+    assert progress_of(near, *rounds, settings=BY_TOKENS).position(now_ns=0) == RunPosition(100, 0.5)
+    assert progress_of(near, *rounds, settings=both).position(now_ns=0).part == 0.5, "the nearer limit counts"
+    over = [committed_round(at, 1, [contribution("a", fragment=at, steps=(0, 5000))]) for at in range(2)]
+    assert progress_of(near, *over, settings=BY_TOKENS).position(now_ns=0).part == 1.0
+
+
+def test_before_anybody_trains_the_run_is_at_its_start() -> None:
+    assert progress_of(Neighbourhood(), settings=BY_STEPS).position(now_ns=0) == RunPosition(0, 0.0)

@@ -1,0 +1,90 @@
+"""Learners of different speed in one run: who is in the merges, how often there are any, and when the run ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_node.core.types import RoundBody
+from tests.kit.small_world import Small
+
+SPEEDS = {"mixed": (4, 4, 2, 1), "one_fast": (10, 10, 10, 1)}
+"""How many times as long the steps of each region take."""
+
+
+@pytest.fixture
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as one:
+        yield one
+
+
+def participation(small: Small) -> dict[str, float]:
+    rounds = [body for body in small.bodies() if isinstance(body, RoundBody)]
+    seen = Counter(member.contribution.learner for body in rounds for member in body.members)
+    return {name: seen[name] / len(rounds) for name in small.hosts}
+
+
+@pytest.mark.parametrize("mix", sorted(SPEEDS))
+def test_nobody_starves(patch: pytest.MonkeyPatch, mix: str) -> None:
+    small = Small(patch, slower=SPEEDS[mix])
+    small.go(90)
+    found = participation(small)
+    assert min(found.values()) > 0.9, found
+    small.settle()
+
+
+def cycles(small: Small, seconds: float, *, steps_per_s: float) -> float:
+    """Inner steps of a learner of this speed between two merges of one fragment, H = 8 where all is well."""
+    rounds = sum(isinstance(body, RoundBody) for body in small.bodies())
+    return steps_per_s * seconds / (rounds / 4)
+
+
+def test_rounds_follow_the_majority_where_learners_differ_by_four(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch, slower=SPEEDS["mixed"])
+    small.go(90)
+    assert cycles(small, 90, steps_per_s=2.5) < 9, "the third fastest decides, and makes 2.5 steps a second"
+
+
+@pytest.mark.parametrize(("times", "steps_max"), [(4, 11), (10, 22)])
+def test_one_slow_learner_slows_the_others_by_two_of_its_steps_at_most(
+    patch: pytest.MonkeyPatch, times: int, steps_max: int
+) -> None:
+    """A round waits for a step boundary of each member: with H = 8 below two steps of the slow one that shows."""
+    small = Small(patch, slower=(times, 1, 1, 1))
+    small.go(40)
+    assert 7 < cycles(small, 40, steps_per_s=10) < steps_max
+    assert min(participation(small).values()) > 0.8
+    fast = [host.learner.step for name, host in sorted(small.hosts.items())][1:]
+    assert min(fast) > 370, "nobody's training waits"
+
+
+def test_a_slow_region_can_lead(patch: pytest.MonkeyPatch) -> None:
+    small = Small(patch)
+    small.go(3)
+    names = sorted(small.hosts)
+    place = names.index(small.leader())
+    slower = tuple(4 if at == place else 1 for at in range(4))
+    again = Small(patch, slower=slower)
+    again.go(60)
+    assert again.leader() == names[place], "the same seed, so the same leader"
+    found = participation(again)
+    assert min(found.values()) > 0.9, found
+
+
+def test_a_restart_of_a_slow_learner_does_not_end_the_run(patch: pytest.MonkeyPatch) -> None:
+    """Of the learners that are left the median is a fast one, which has made all the run's steps long ago."""
+    small = Small(patch, slower=SPEEDS["mixed"], steps_max=100)
+    small.go(25)
+    slow = small.hosts[sorted(small.hosts)[0]]
+    assert slow.learner.step < 80
+    slow.kill_learner()
+    small.go(5)
+    slow.start_learner()
+    small.go(5)
+    assert not any(small.view(name).finished for name in small.hosts)
+    small.go(25)
+    assert "of 100 steps" in small.view(small.leader()).finished
+    totals = sorted(host.learner.step for host in small.hosts.values())
+    assert totals[1] >= 95, totals
