@@ -211,6 +211,7 @@ class Diloco:
 
     def _check_values(self, session: LearnerSession) -> None:
         """Say what is wrong with loss or gradient norm; end before a diverged learner's work is merged."""
+        step = session.run_clock.global_step
         for late, watch in self._watched:
             value = late.fresh()
             fault = "" if value is None else watch.seen(value)
@@ -218,11 +219,11 @@ class Diloco:
                 continue
             count = max(watch.in_a_row, watch.not_finite)
             if count in (1, IN_A_ROW):
-                log.warning("step %d: %s", self.global_step, fault)
-                session.warn(f"step {self.global_step}: {fault}")
+                log.warning("step %d: %s", step, fault)
+                session.warn(f"step {step}: {fault}")
             if watch.not_finite >= IN_A_ROW or (self._is_rolling_back and watch.in_a_row >= IN_A_ROW):
                 raise LearnerError(
-                    f"step {self.global_step}: {fault}, {count} times in a row. The next start takes the merged "
+                    f"step {step}: {fault}, {count} times in a row. The next start takes the merged "
                     "parameters; if it comes back, lower the learning rate or look at the data"
                 )
 

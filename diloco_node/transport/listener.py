@@ -27,7 +27,7 @@ LOOK_S: Final = 0.2
 
 
 @dataclass(eq=False)
-class _Open:
+class _OpenPort:
     """One server. `sockets`: those it listens on, as (descriptor, cookie). `calls`: that go on."""
 
     server: Server | None = None
@@ -62,13 +62,13 @@ class Listener:
         self._serve = serve
         self._handshake_s = handshake_s
         self._on_lost = on_lost
-        self._current: _Open | None = None
-        self._old: list[_Open] = []
+        self._current: _OpenPort | None = None
+        self._old: list[_OpenPort] = []
         self.port = port
 
     async def start(self) -> None:
         """Bind the port and listen. Raises BindError, IdentityError."""
-        opened = _Open()
+        opened = _OpenPort()
 
         async def serve(lane: Lane, context: Any) -> None:
             opened.calls += 1
