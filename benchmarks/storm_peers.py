@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -77,6 +78,7 @@ TORCHFT = {
 
 def main() -> int:
     """Run the arms and print the result."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit in order ends the trainers too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", default="torchft,torchft_quick,elastic", help="which to run")
     parser.add_argument("--groups", type=int, default=4, help="replica groups, or ranks of DDP [4]")
@@ -142,20 +144,17 @@ def measure(
             folder=name,
         )
         load = os.getloadavg()[0]
-        with torchft_arm(arm, spec) if arm in TORCHFT else elastic_arm(spec) as (strike, trains):
-            wait(trains, START_S)
-            begun_s = time.monotonic()
-            kills = []
-            for fault in plan.faults:
-                time.sleep(max(0.0, begun_s + fault.at_ns / NS_PER_S - time.monotonic()))
-                rank = names.index(fault.target.region)
-                if strike(rank):
-                    kills.append(Kill(time.monotonic(), rank))
-            end_s = begun_s + arguments.seconds
-            time.sleep(max(0.0, end_s - time.monotonic()))
+        try:
+            with torchft_arm(arm, spec) if arm in TORCHFT else elastic_arm(spec) as (strike, trains):
+                wait(trains, START_S)
+                begun_s = time.monotonic()
+                kills = list(strike_all(plan, names, strike, begun_s))
+                end_s = begun_s + arguments.seconds
+                time.sleep(max(0.0, end_s - time.monotonic()))
+        finally:
+            if arguments.keep is not None:
+                shutil.copytree(folder, arguments.keep / f"{arm}-{title}")
         events = events_of(folder, spec.groups)
-        if arguments.keep is not None:
-            shutil.copytree(folder, arguments.keep / f"{arm}-{title}")
     if arm in TORCHFT:
         tokens, progress = commits_kept(events, begun_s, end_s)
     else:
@@ -171,6 +170,15 @@ def measure(
         "refused": sum(one["kind"] == "refused" and begun_s < one["at"] <= end_s for one in events),
         "load": [load, os.getloadavg()[0]],
     }
+
+
+def strike_all(plan: FaultPlan, names: Sequence[str], strike: Callable[[int], bool], begun_s: float) -> Iterator[Kill]:
+    """Every fault of the plan at its time; those that met somebody."""
+    for fault in plan.faults:
+        time.sleep(max(0.0, begun_s + fault.at_ns / NS_PER_S - time.monotonic()))
+        rank = names.index(fault.target.region)
+        if strike(rank):
+            yield Kill(time.monotonic(), rank)
 
 
 def wait(until: Callable[[], bool], limit_s: float) -> None:
