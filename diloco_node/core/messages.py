@@ -192,10 +192,16 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class StripesReceived:
-    """Reducer to leader: every stripe of this learner that is reduced there has arrived whole."""
+    """Reducer to leader: every stripe of this contribution that is reduced there has arrived whole.
+
+    Attributes:
+        learner, incarnation, snapshot: of the contribution. A learner that died has left stripes of an older one there.
+    """
 
     ballot: Ballot
     learner: str
+    incarnation: int
+    snapshot: int
 
 
 @dataclass(frozen=True, slots=True)

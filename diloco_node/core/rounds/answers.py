@@ -74,7 +74,7 @@ class Answers:
             case Declined():
                 self._declined(one, peer, message.reason)
             case StripesReceived():
-                one.stripes_received(peer, message.learner)
+                one.stripes_received(peer, message)
             case ReductionReported():
                 self._stripe_merged(one, peer, message)
             case MergedReceived():
@@ -130,7 +130,6 @@ class Answers:
         if fault:
             self._declined(one, peer, fault)
             return
-        one.received.pop(peer, None)
         one.declined.pop(peer, None)
         one.contributions[peer] = offered
 

@@ -216,6 +216,6 @@ def plan_next(
         ReusedStripe(name, new)
         for name in members
         for old, new in kept
-        if name in usable and old in one.received.get(name, ())
+        if name in usable and one.is_received(name, [old])
     )
     return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused)

@@ -96,7 +96,7 @@ class FollowedRound:
     Attributes:
         version: of the round that the rest is about.
         part: the current ballot; None before one was opened.
-        pending: the learner's contribution to this round.
+        pending: the learner's contribution to this round. sent: the name of the one that was sent to the reducers.
         requested_base: the base against which a snapshot was requested; None while none is being taken.
         arrived: contributions and block ranges that are in this region's memory, in the order in which they came, with
             the version that they are for.
@@ -106,6 +106,7 @@ class FollowedRound:
     version: int = -1
     part: FollowedBallot | None = None
     pending: Contribution | None = None
+    sent: Name | None = None
     requested_base: int | None = None
     arrived: dict[tuple[Name, Block], int] = field(default_factory=dict)
     residual: tuple[int, Ballot, dict[int, Block]] | None = None
@@ -123,10 +124,10 @@ class FollowedRound:
         own = [(stripe.block_start, stripe.block_stop) for _, stripe in part.own_stripes(region)]
         return bool(own) and all((name, blocks) in self.arrived for blocks in own)
 
-    def received_members(self, part: FollowedBallot, region: str) -> list[str]:
-        """Members of whose contributions that is so, sorted."""
-        whole = {name[0] for name, _ in self.arrived if self.has_all(part, name, region)}
-        return sorted(whole & set(part.opened.members))
+    def received_names(self, part: FollowedBallot, region: str) -> list[Name]:
+        """Of each member the newest contribution of which that is so, sorted. A learner that died leaves older ones."""
+        whole = sorted({name for name, _ in self.arrived if self.has_all(part, name, region)})
+        return list({name[0]: name for name in whole if name[0] in part.opened.members}.values())
 
     def residual_of(self, stripe: int, blocks: Block) -> Ballot | None:
         """The ballot that committed the version before, if it has left a residual over the same blocks here."""

@@ -9,7 +9,7 @@ from typing import Final
 
 from diloco_node.core.merge.outliers import Clips
 from diloco_node.core.merge.weights import SQUARED_NORM_MAX
-from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported
+from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, StripesReceived
 from diloco_node.core.rounds.suspicion import BallotPart
 from diloco_node.core.types import Ballot, Contribution, Stripe
 
@@ -69,7 +69,8 @@ class OpenRound:
         announcement, ballot_at_ns, deadline: the current ballot, as it was announced.
         contributions: by learner, judged and named in this ballot.
         declined: members that will not contribute, and why.
-        received: per learner the stripes whose reducers have reported that its contribution is there, in this ballot.
+        received: per learner and stripe the contribution that is there, as the reducer said in this ballot: its
+            incarnation and snapshot.
         decision, weights, clips: once decided.
         merged: by stripe.
         holders: regions that have the merged payload on disk, with its digest.
@@ -91,7 +92,7 @@ class OpenRound:
     attempt: int = 0
     contributions: dict[str, Contribution] = field(default_factory=dict)
     declined: dict[str, str] = field(default_factory=dict)
-    received: dict[str, set[int]] = field(default_factory=dict)
+    received: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
     decision: MergeDecided | None = None
     weights: tuple[float, ...] = ()
     clips: Clips = ()
@@ -191,16 +192,20 @@ class OpenRound:
         """Members that have neither contributed nor declined."""
         return tuple(one for one in self.members if one not in self.contributions and one not in self.declined)
 
-    def stripes_received(self, reducer: str, learner: str) -> None:
+    def stripes_received(self, reducer: str, told: StripesReceived) -> None:
         """A member's contribution has arrived at a reducer."""
-        stripes = {index for index, stripe in enumerate(self.stripes) if stripe.reducer == reducer}
-        if learner in self.members:
-            self.received.setdefault(learner, set()).update(stripes)
+        if told.learner in self.members:
+            known = self.received.setdefault(told.learner, {})
+            known |= dict.fromkeys(self.stripes_of(reducer), (told.incarnation, told.snapshot))
 
     def is_received(self, learner: str, stripes: Sequence[int] | None = None) -> bool:
-        """Whether a contribution has arrived at all reducers, or at those of the given stripes."""
+        """Whether a learner's contribution to this ballot has arrived at all reducers, or at those of these stripes."""
+        offered = self.contributions.get(learner)
+        if offered is None:
+            return False
         needed = range(len(self.stripes)) if stripes is None else stripes
-        return self.received.get(learner, set()).issuperset(needed)
+        known, name = self.received.get(learner, {}), (offered.incarnation, offered.snapshot)
+        return all(known.get(index) == name for index in needed)
 
     def waiting(self) -> str:
         """What the round waits for, in words."""

@@ -152,7 +152,7 @@ class RoundParticipant:
                 return
             self._effects.emit(CloseBallot(part.ballot, opened.fragment, one.version, committed=False))
         if opened.version > one.version:
-            one.version, one.pending, one.requested_base = opened.version, None, None
+            one.version, one.pending, one.sent, one.requested_base = opened.version, None, None, None
         self.left_out = tuple(
             LeftOut(name.region, name.part, name.reason[:REASON_SHOWN_MAX])
             for name in opened.left_out[:LEFT_OUT_SHOWN_MAX]
@@ -192,7 +192,7 @@ class RoundParticipant:
             if one.keep_stripe(one.part, event, self._region):
                 self._dirty.add(fragment)
                 if one.has_all(one.part, name_of(contribution), self._region):
-                    self._effects.send(one.part.leader, StripesReceived(event.ballot, contribution.learner))
+                    self._effects.send(one.part.leader, StripesReceived(event.ballot, *name_of(contribution)))
         elif one.part is None or event.ballot > one.part.ballot:
             self._early.keep(event)
 
@@ -252,7 +252,7 @@ class RoundParticipant:
         for body in closed:
             self._close(one, body)
         if one.version <= version:
-            one.part = one.pending = one.requested_base = None
+            one.part = one.pending = one.sent = one.requested_base = None
         one.arrived = {key: made for key, made in one.arrived.items() if made > version}
         if closed:
             self._early.forget(fragment, closed[-1].ballot)
@@ -284,7 +284,12 @@ class RoundParticipant:
         elif one.pending is not None:
             part.has_contributed = True
             self._effects.send(part.leader, Contributed(part.ballot, one.pending))
-            skip = tuple(sorted(reused.stripe for reused in opened.reused if reused.learner == self._region))
+            # What the reducers have may be of a learner that has died since.
+            is_sent = one.sent == name_of(one.pending)
+            skip = tuple(
+                sorted(reused.stripe for reused in opened.reused if is_sent and reused.learner == self._region)
+            )
+            one.sent = name_of(one.pending)
             self._effects.emit(SendContribution(part.ballot, one.version, one.pending, opened.stripes, skip))
         elif not self._may_contribute(opened.fragment, one.version):
             assert self._learner is not None
@@ -384,8 +389,8 @@ class RoundParticipant:
         self._effects.send(part.leader, MergedReceived(part.ballot, digests))
 
     def _send_durable(self, one: FollowedRound, part: FollowedBallot) -> None:
-        for learner in one.received_members(part, self._region):
-            self._effects.send(part.leader, StripesReceived(part.ballot, learner))
+        for name in one.received_names(part, self._region):
+            self._effects.send(part.leader, StripesReceived(part.ballot, *name))
 
     def _decline(self, part: FollowedBallot, reason: str) -> None:
         part.declined = reason
