@@ -11,6 +11,7 @@ import mutant
 import mutations
 import pytest
 
+from diloco_node.cli.demo.processes import RegionProcess
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
 from diloco_node.wire import bounds
@@ -38,16 +39,36 @@ def test_what_is_kept_counts_per_step_of_the_others() -> None:
 
 
 def test_a_region_is_back_when_every_fragment_has_steps_of_after_the_fault() -> None:
-    def status(incarnation: int, *steps: int) -> dict[str, object]:
-        positions = [{"included_step": step} for step in steps]
-        return {"learner": {"incarnation": incarnation, "step": 99, "positions": positions}}
+    region = RegionProcess("a", 0, Path())
 
-    healed = {"incarnation": 1, "step": 50}
-    assert not gray._is_back(status(1, 51, 50), healed)
-    assert gray._is_back(status(1, 51, 52), healed)
-    assert gray._is_back(status(2, 1, 1), healed)
-    assert not gray._is_back(status(2, 0, 1), healed)
-    assert not gray._is_back({"learner": None}, healed)
+    def see(incarnation: int, step: int, *positions: tuple[int, int]) -> None:
+        found = [{"base_version": version, "included_step": included} for version, included in positions]
+        region.status = {"learner": {"incarnation": incarnation, "step": step, "positions": found}}
+
+    see(1, 50, (3, 40), (3, 40))
+    back = gray._Back(region)
+    see(1, 55, (4, 51), (3, 40))
+    assert not back.is_so()
+    see(1, 56, (4, 51), (4, 50))
+    assert not back.is_so(), "step 50 is of the time of the fault"
+    see(1, 57, (4, 51), (5, 51))
+    assert back.is_so()
+
+
+def test_a_region_that_gave_its_steps_up_is_back_when_later_ones_are_merged() -> None:
+    region = RegionProcess("a", 0, Path(), status={"learner": None})
+    back = gray._Back(region)
+    assert not back.is_so()
+    positions = [{"base_version": 3, "included_step": 40}]
+    region.status = {"learner": {"incarnation": 1, "step": 50, "positions": positions}}
+    assert not back.is_so(), "the first learner that is shown is the mark"
+    positions[0] = {"base_version": 30, "included_step": 60}
+    region.status["learner"]["step"] = 61
+    assert not back.is_so(), "it took the others' state: nothing of it is merged"
+    positions[0] = {"base_version": 31, "included_step": 66}
+    assert back.is_so()
+    region.status["learner"] = {"incarnation": 2, "step": 1, "positions": [{"base_version": 31, "included_step": 0}]}
+    assert not back.is_so()
 
 
 def test_the_table_names_what_could_not_be_measured() -> None:

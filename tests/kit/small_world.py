@@ -95,11 +95,16 @@ class Small:
     def settle(self, seconds: float = 20) -> None:
         """Until everybody has caught up with everything."""
         until_ns = self.world.now_ns + int(seconds * SECOND)
-        self.sim.run_until(lambda: self.world.now_ns > until_ns or self.sim.has_caught_up((0,) * 4))
+        audit = self.sim.checkers.audit
+        self.sim.run_until(
+            lambda: (
+                self.world.now_ns > until_ns or (self.sim.has_caught_up((0,) * 4) and not audit.open_lines(self.hosts))
+            )
+        )
         assert self.sim.checkers.violations == [], f"seed {SEED}"
         assert self.sim.has_caught_up((0,) * 4), f"seed {SEED}: not caught up"
         self.sim.check_equal()
-        self.sim.checkers.audit.close(self.hosts)
+        audit.close(self.hosts)
         assert self.sim.checkers.violations == [], f"seed {SEED}"
 
     def view(self, name: str) -> RegionView:

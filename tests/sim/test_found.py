@@ -8,6 +8,8 @@ from diloco_node.sim.run import simulate
 
 FOUND = {
     249: "versions that overwrite what learners do: something always waits to be booked",
+    695: "a reducer's stripes of a learner that died were taken for those of the next one, ballot after ballot",
+    1594: "the same with three regions, before the first commit",
     469: "behind a base an entry names an older sum, after a new leader's election",
 }
 

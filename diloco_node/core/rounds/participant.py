@@ -285,10 +285,8 @@ class RoundParticipant:
             part.has_contributed = True
             self._effects.send(part.leader, Contributed(part.ballot, one.pending))
             # What the reducers have may be of a learner that has died since.
-            is_sent = one.sent == name_of(one.pending)
-            skip = tuple(
-                sorted(reused.stripe for reused in opened.reused if is_sent and reused.learner == self._region)
-            )
+            reused = opened.reused if one.sent == name_of(one.pending) else ()
+            skip = tuple(sorted(there.stripe for there in reused if there.learner == self._region))
             one.sent = name_of(one.pending)
             self._effects.emit(SendContribution(part.ballot, one.version, one.pending, opened.stripes, skip))
         elif not self._may_contribute(opened.fragment, one.version):

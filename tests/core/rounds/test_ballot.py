@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.core.merge.fragments import Fragment, Piece
 from diloco_node.core.merge.schedule import SLOWER_MAX
-from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, ReusedStripe
+from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, ReusedStripe, StripesReceived
 from diloco_node.core.rounds.ballot import (
     BallotClock,
     ballot_deadline,
@@ -147,7 +147,7 @@ def a_round(**received: set[int]) -> OpenRound:
         deadline=Deadline(SECOND, ""),
     )
     one.contributions = dict(OFFERED)
-    one.received = dict(received)
+    one.received = {name: dict.fromkeys(stripes, (1, 1)) for name, stripes in received.items()}
     return one
 
 
@@ -178,6 +178,17 @@ def test_after_the_deadline_a_whole_contribution_of_a_lost_member_stays_if_nothi
     moved = (Stripe("a", 0, 2), Stripe("c", 2, 5))
     plan = plan_next(one, moved, usable=OFFERED, able=("a",), reachable=("a",), is_late=True)
     assert plan.members == ("a",)
+
+
+def test_what_has_arrived_of_a_learner_that_died_is_not_reused() -> None:
+    """Its next incarnation contributes: reducers that have stripes of the one before must get the new ones."""
+    one = a_round(a={0, 1, 2}, b={0, 1, 2})
+    one.contributions["b"] = newer = contribution("b", incarnation=2)
+    plan = plan_next(one, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=True)
+    assert plan.members == ("a",)
+    one.stripes_received("b", StripesReceived(one.ballot, "b", 2, 1))
+    plan = plan_next(one, STRIPES, usable=OFFERED | {"b": newer}, able=ALL, reachable=ALL, is_late=False)
+    assert [reused.stripe for reused in plan.reused if reused.learner == "b"] == [1]
 
 
 def test_if_nothing_has_arrived_whole_everybody_able_is_asked_again() -> None:
@@ -278,7 +289,7 @@ def test_waiting_reason_names_what_is_missing() -> None:
     assert one.waiting() == "waits for contributions of b"
     one.declined["b"] = "no steps"
     decided(one, "a", "c")
-    one.received = {"a": {0, 1, 2}}
+    one.received = {"a": dict.fromkeys(range(3), (1, 1))}
     assert one.waiting() == "waits for merged stripes of a, b, c, stripes of c are on their way"
     one.merged = {stripe: report(stripe, 1.0, 1.0, 1.0) for stripe in range(3)}
     assert one.waiting() == "waits for a majority to have the payload on disk, nobody has"

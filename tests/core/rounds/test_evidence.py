@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported
+from diloco_node.core.messages import BallotOpened, MergeDecided, ReductionReported, StripesReceived
 from diloco_node.core.rounds.evidence import (
     blame_norms,
     differing_norms,
@@ -41,7 +41,7 @@ def deliver(one: OpenRound, *, but: Iterable[tuple[str, str]] = ()) -> None:
     for member in one.members:
         for reducer in one.reducers:
             if (member, reducer) not in but:
-                one.stripes_received(reducer, member)
+                one.stripes_received(reducer, StripesReceived(one.ballot, member, 1, 1))
 
 
 def merge(one: OpenRound, names: Iterable[str] = NAMES) -> None:

@@ -123,7 +123,7 @@ class Office:
     def hold(self, opened: BallotOpened, names: Iterable[str] = REGIONS) -> None:
         for stripe in opened.stripes:
             for name in names:
-                self.answer(stripe.reducer, StripesReceived(opened.ballot, name))
+                self.answer(stripe.reducer, StripesReceived(opened.ballot, name, 1, 1))
 
     def merge(self, opened: BallotOpened, names: Iterable[str] = REGIONS, norm: float = 4.0 / 3) -> bytes:
         """All reducers report; returns the payload's digest."""
@@ -422,7 +422,7 @@ def test_member_lost_before_its_stripes_arrived_starts_another_ballot() -> None:
     assert [stripe.reducer for stripe in opened.stripes] == ["a"], "b and c do not reach each other"
     office.contribute(opened)
     office.go()
-    office.answer("a", StripesReceived(opened.ballot, "b"))
+    office.answer("a", StripesReceived(opened.ballot, "b", 1, 1))
     office.world.liveness.link_changed("b", is_up=False)
     assert office.go() == [], "everything of b has arrived"
     office.world.liveness.link_changed("c", is_up=False)

@@ -160,6 +160,22 @@ def test_member_takes_a_snapshot_once_and_sends_it() -> None:
     assert place.take() == [Send("a", Contributed(FIRST, OWN)), SendContribution(FIRST, 1, OWN, STRIPES)]
 
 
+def test_a_contribution_of_a_new_learner_is_sent_to_all_whatever_the_reducers_have_of_the_old_one() -> None:
+    place = Place()
+    place.open()
+    place.take()
+    place.participant.learner_changed(status(4, incarnation=2))
+    place.go()
+    reused = tuple(ReusedStripe("b", stripe) for stripe in range(3))
+    assert not any(isinstance(effect, SendContribution) for effect in place.open(replace(AGAIN, reused=reused)))
+    taken = contribution("b", incarnation=2, steps=(0, 4))
+    effects = place.take(taken)
+    assert effects == [
+        Send("a", Contributed(SECOND_BALLOT, taken)),
+        SendContribution(SECOND_BALLOT, 1, taken, STRIPES),
+    ]
+
+
 def test_next_ballot_gets_the_same_contribution_without_what_has_arrived() -> None:
     place = Place()
     place.open()
@@ -302,15 +318,28 @@ def test_snapshot_asked_of_a_learner_that_went_is_asked_again() -> None:
 def test_reducer_says_what_it_holds_and_reduces_when_all_is_there() -> None:
     place = Place()
     place.open(replace(OPENED, members=("a", "c")))
-    assert told(place.stripes("c")) == [StripesReceived(FIRST, "c")]
+    assert told(place.stripes("c")) == [StripesReceived(FIRST, "c", 1, 1)]
     assert place.decide("ac") == []
     (received, order) = place.stripes("a")
-    assert received == Send("a", StripesReceived(FIRST, "a"))
+    assert received == Send("a", StripesReceived(FIRST, "a", 1, 1))
     assert isinstance(order, ReduceStripe)
     assert [one.learner for one in order.contributions] == ["a", "c"], "by name, not as they came"
     assert order.coefficients == ((0.0,) * pieces(0), (1.0,) * pieces(0))
     assert (order.stripe, order.block_start, order.block_stop, order.residual_of) == (1, 2, 4, None)
     assert place.decide("ac") == [], "once"
+
+
+def test_a_reducer_tells_the_newest_contribution_of_a_learner() -> None:
+    place = Place()
+    place.open(replace(OPENED, members=("a", "c")))
+    place.stripes("ac")
+    newer = contribution("c", incarnation=2, steps=(0, 3))
+    place.participant.stripe_arrived(ContributionStripeArrived(FIRST, 1, newer, (2, 4)))
+    assert told(place.go()) == [StripesReceived(FIRST, "c", 2, 1)]
+    assert told(place.open(replace(OPENED, members=("a", "c"))))[:2] == [
+        StripesReceived(FIRST, "a", 1, 1),
+        StripesReceived(FIRST, "c", 2, 1),
+    ]
 
 
 def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all() -> None:
@@ -323,11 +352,11 @@ def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all(
     assert isinstance(order, ReduceStripe)
     assert (order.stripe, order.block_start, order.block_stop) == (1, 1, 2), "it need not wait for the other stripe"
     effects = place.stripes("ca", index=2, cut=cut)
-    assert effects[:2] == [Send("a", StripesReceived(FIRST, "c")), Send("a", StripesReceived(FIRST, "a"))]
+    assert effects[:2] == [Send("a", StripesReceived(FIRST, "c", 1, 1)), Send("a", StripesReceived(FIRST, "a", 1, 1))]
     assert isinstance(effects[2], ReduceStripe)
     assert told(place.open(replace(OPENED, members=("a", "c"), stripes=cut))) == [
-        StripesReceived(FIRST, "a"),
-        StripesReceived(FIRST, "c"),
+        StripesReceived(FIRST, "a", 1, 1),
+        StripesReceived(FIRST, "c", 1, 1),
         MergedReceived(FIRST, (b"",) * 4),
     ]
     effects = place.open(replace(AGAIN, members=("a", "c"), stripes=(Stripe("b", 1, 2), Stripe("b", 2, 4))))
@@ -361,8 +390,8 @@ def test_stripe_that_overtakes_its_ballot_is_remembered() -> None:
     place = Place()
     assert place.stripes("ac") == []
     assert told(place.open(replace(OPENED, members=("a", "c")))) == [
-        StripesReceived(FIRST, "a"),
-        StripesReceived(FIRST, "c"),
+        StripesReceived(FIRST, "a", 1, 1),
+        StripesReceived(FIRST, "c", 1, 1),
     ]
     assert any(isinstance(effect, ReduceStripe) for effect in place.decide("ac"))
 
@@ -372,7 +401,7 @@ def test_stripe_stays_for_the_next_ballot_over_the_same_blocks() -> None:
     place.open(replace(OPENED, members=("a", "c")))
     place.stripes("ac")
     effects = place.open(replace(AGAIN, members=("a", "c")))
-    assert told(effects) == [StripesReceived(SECOND_BALLOT, "a"), StripesReceived(SECOND_BALLOT, "c")]
+    assert told(effects) == [StripesReceived(SECOND_BALLOT, "a", 1, 1), StripesReceived(SECOND_BALLOT, "c", 1, 1)]
     assert any(isinstance(effect, ReduceStripe) for effect in place.decide("ac", SECOND_BALLOT))
     moved = (Stripe("a", 0, 3), Stripe("b", 3, 5))
     effects = place.open(replace(AGAIN, ballot=Ballot(3, 3), members=("a", "c"), stripes=moved))
@@ -520,7 +549,7 @@ def test_early_stripes_are_limited_and_the_oldest_go() -> None:
         place.stripes("a", Ballot(3, number))
     assert told(place.open(replace(OPENED, ballot=Ballot(3, 0), members=("a",)))) == []
     assert told(place.open(replace(OPENED, ballot=Ballot(3, 5), members=("a",)))) == [
-        StripesReceived(Ballot(3, 5), "a")
+        StripesReceived(Ballot(3, 5), "a", 1, 1)
     ]
 
 
