@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
+import signal
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -68,17 +70,18 @@ def hunt(
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failures]} failed"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=asked.seeds, failures=0)
-        found = reports(asked, jobs=jobs)
-        for report in found:
-            done, total_events = done + 1, total_events + report.events
-            if not report.is_good:
-                failed.append(report)
-                if not as_json:
-                    typer.echo(format_report(report))
-            progress.update(bar, completed=done, failures=len(failed))
-            if len(failed) >= failures_max:
-                break
-        found.close()
+        # Told to end, it ends its processes, and says how far it came.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.closing(reports(asked, jobs=jobs)) as found, contextlib.suppress(KeyboardInterrupt):
+            for report in found:
+                done, total_events = done + 1, total_events + report.events
+                if not report.is_good:
+                    failed.append(report)
+                    if not as_json:
+                        typer.echo(format_report(report))
+                progress.update(bar, completed=done, failures=len(failed))
+                if len(failed) >= failures_max:
+                    break
     took_s = time.monotonic() - began_s
     if as_json:
         document = {
@@ -96,6 +99,8 @@ def hunt(
             typer.echo(report.command)
     if failed:
         raise typer.Exit(1)
+    if done < asked.seeds:
+        raise KeyboardInterrupt  # for the exit code
 
 
 @app.command()

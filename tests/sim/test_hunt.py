@@ -1,6 +1,10 @@
 """Many seeds in several processes, and the command that hunts with them."""
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -48,3 +52,16 @@ def test_a_hunt_that_finds_nothing_ends_well() -> None:
     done = CliRunner().invoke(app, ["hunt", "--seeds", "1..2", "--regions", "3", "--events", "300"])
     assert done.exit_code == 0, done.stdout
     assert "2 of 2 seeds run, 0 failed" in done.stdout
+
+
+def test_a_hunt_that_is_told_to_end_leaves_no_process_and_says_how_far_it_came() -> None:
+    asked = [sys.executable, "-m", "diloco_node.cli.main", "simulate", "hunt", "--seeds", "1..9999", "--jobs", "2"]
+    with subprocess.Popen([*asked, "--regions", "3"], stdout=subprocess.PIPE, text=True) as hunting:
+        children = Path(f"/proc/{hunting.pid}/task/{hunting.pid}/children")
+        while len(jobs := children.read_text().split()) < 2:
+            time.sleep(0.05)
+        hunting.terminate()
+        said, _ = hunting.communicate(timeout=120)
+    assert hunting.returncode == 130
+    assert "of 9999 seeds run, 0 failed" in said
+    assert not any(Path(f"/proc/{job}").exists() for job in jobs)
