@@ -147,13 +147,19 @@ def test_a_fork_sees_what_a_fresh_process_sees(
             assert json.loads(finish(harness.fork())[0]) == as_fresh
 
 
+INTERRUPTED = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs these tests may ignore it
+signal.raise_signal(signal.SIGINT)
+"""
+
 ENDS = {
     "whole": ("print('done')", 0, "done\n"),
     "exit": ("import sys; sys.exit(5)", 5, ""),
     "words": ("import sys; sys.exit('wrong data')", 1, "wrong data\n"),
     "hard": ("import os; os._exit(9)", 9, ""),
     "killed": ("import os; os.kill(os.getpid(), 9)", -9, ""),
-    "interrupt": ("import signal; signal.raise_signal(signal.SIGINT)", -2, "KeyboardInterrupt"),
+    "interrupt": (INTERRUPTED, -2, "KeyboardInterrupt"),
     "abort": ("import os; os.abort()", -6, ""),
     "error": ("raise ValueError('no data')", 1, "ValueError: no data\n"),
     "syntax": ("x = = 1", 1, "SyntaxError: invalid syntax\n"),
