@@ -102,7 +102,17 @@ async def end_and_check(cluster: Cluster) -> None:
 
 
 REWRITTEN = frozenset(
-    {"node.json", "trainer.json", "admin.port", "admin.token", "learner.process", "ledger.end", "lock", "report.json"}
+    {
+        "node.json",
+        "trainer.json",
+        "admin.port",
+        "admin.token",
+        "learner.json",
+        "learner.process",
+        "ledger.end",
+        "lock",
+        "report.json",
+    }
 )
 """Written by every start, for people only, or a hint: nothing is lost with them, so nothing need be kept."""
 
