@@ -14,11 +14,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 demo: $(STAMP)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
 
-# Everything below the end-to-end tier: two minutes. Half of it is waiting, so three workers share two cores.
+# Everything below the end-to-end tier: three minutes. Half of it is waiting, so three workers share two cores.
 test-fast: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not seeds and not system' $(PYTEST_ARGS)
 
-# With daemons and learners in processes of their own: eight minutes.
+# With daemons and learners in processes of their own: thirteen minutes.
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 2 -m 'not system' $(PYTEST_ARGS)
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_node.sim.run import simulate
+from diloco_node.sim.audit import Audit, Line
+from diloco_node.sim.chaos import Chaos
+from diloco_node.sim.run import Simulation, simulate
 
 FOUND = {
     249: "versions that overwrite what learners do: something always waits to be booked",
@@ -18,3 +20,20 @@ FOUND = {
 def test_a_seed_that_found_something_finds_nothing_any_more(seed: int) -> None:
     report = simulate(seed)
     assert report.is_good, (FOUND[seed], report.violations)
+
+
+def test_what_a_core_raises_when_a_fault_is_ended_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def heal(_: Chaos) -> None:
+        raise ValueError("the ledger makes no sense")
+
+    monkeypatch.setattr(Chaos, "heal", heal)
+    report = simulate(1, regions=3, events=300, commits_min=0, faults_min=0)
+    assert "crash: ValueError: the ledger makes no sense in heal" in report.violations[0]
+
+
+def test_what_is_due_is_booked_when_the_account_has_reached_it() -> None:
+    audit = Audit(Simulation(1, regions=3).setup, lambda _: None)
+    audit.lines["a", 1, 0] = Line(end=5)
+    assert audit.is_booked({("a", 1, 0): 5})
+    assert not audit.is_booked({("a", 1, 0): 6})
+    assert not audit.is_booked({("a", 1, 1): 1})

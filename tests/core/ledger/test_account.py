@@ -10,6 +10,7 @@ import pytest
 from diloco_node.core.ledger.account import AccountCore, LastInclusion
 from diloco_node.core.ledger.account_check import AccountReport, check_account
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.ledger.summary import Closed, RunSummary
 from diloco_node.core.types import (
     Ballot,
     Contribution,
@@ -318,6 +319,31 @@ def test_a_count_that_was_lost_with_its_folder_is_named_and_is_no_fault(seed: in
 def members_of(bodies: list[EntryBody], learner: str, fragment: int) -> list[Member]:
     rounds = [body for body in bodies if isinstance(body, RoundBody) and body.fragment == fragment]
     return [member for body in rounds for member in body.members if member.contribution.learner == learner]
+
+
+def test_what_closed_incarnations_trained_is_believed_where_their_counts_were_lost() -> None:
+    summary = RunSummary(
+        genesis=(),
+        finished=(),
+        versions=(3,),
+        version_entries=(9,),
+        snapshots=(),
+        merged=(600,),
+        discarded=(40,),
+        covered=(),
+        closed=(Closed("b", 4, 10, (640,)),),
+        included=(),
+        given_up=(),
+        last_rounds=(-1,),
+        rounds_committed=3,
+        joined=(),
+    )
+    trained = {("b", 3): (2, 100), ("b", 5): (1, 7)}
+    report = check_account([], trained, fragment_sizes=[1], summary=summary, lost=("b",))
+    assert report.faults == ()
+    assert (report.trained, report.merged, report.discarded, report.carried) == (647, 600, 40, 7)
+    missed = check_account([], trained, fragment_sizes=[1], summary=summary)
+    assert "incarnations up to 4 trained 100 tokens, 640 are merged or discarded" in " ".join(missed.faults)
 
 
 def test_what_is_booked_twice_is_a_fault_also_where_the_count_was_lost() -> None:
