@@ -51,7 +51,7 @@ class Audit:
     def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
         self.lines: dict[Identity, Line] = {}
         self.liars: frozenset[str] = frozenset()
-        self._newest: dict[str, int] = {}
+        self._newest: dict[tuple[str, int], int] = {}
         self._setup = setup
         self._violate = violate
 
@@ -76,10 +76,12 @@ class Audit:
             )
         if contribution.base_version >= body.version:
             self._violate(f"account: {what} has base {contribution.base_version}, not before the version it makes")
-        if contribution.incarnation < self._newest.get(contribution.learner, 0):
-            newest = self._newest[contribution.learner]
-            self._violate(f"account: {what} is of a dead incarnation: {newest} is in the ledger")
-        self._newest[contribution.learner] = contribution.incarnation
+        # Fragment by fragment: a ballot that was decided while a learner lived may commit after its next incarnation
+        # was merged in another one. What may be decided, `sim.checkers` asks at that moment.
+        where = (contribution.learner, body.fragment)
+        if contribution.incarnation < self._newest.get(where, 0):
+            self._violate(f"account: {what} is of a dead incarnation: {self._newest[where]} was merged there")
+        self._newest[where] = contribution.incarnation
         self._interval(line, what, contribution.step_from, contribution.step_to)
         line.included_version = body.version
         line.merged_steps += contribution.steps

@@ -308,10 +308,13 @@ class Checkers:
         self._decisions[message.ballot] = message
         for offered in message.contributions:
             status = host.core.liveness.learner(offered.learner)
-            if status is not None and status.incarnation > offered.incarnation:
+            known_incarnation = max(
+                view.merged_incarnation(host.core, offered.learner), 0 if status is None else status.incarnation
+            )
+            if known_incarnation > offered.incarnation:
                 self.violate(
                     f"incarnation: {host.name} merges {offered.incarnation} of {offered.learner} into "
-                    f"{message.fragment}/{message.version}, but knows {status.incarnation}"
+                    f"{message.fragment}/{message.version}, but knows {known_incarnation}"
                 )
             if self._is_booking(host, offered):
                 self.violate(f"booking: {host.name} merges {offered}, whose steps are in its log as discarded")

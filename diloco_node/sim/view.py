@@ -48,6 +48,12 @@ def base_index(core: Any) -> int:
     return ledger(core).base.index
 
 
+def merged_incarnation(core: Any, learner: str) -> int:
+    """The newest incarnation of the learner in its ledger; -1 if there is none."""
+    found: int = core.history.incarnation(learner)
+    return found
+
+
 def is_leader(core: Any) -> bool:
     """Whether it leads."""
     return ledger(core).is_leader

@@ -12,6 +12,7 @@ FOUND = {
     249: "versions that overwrite what learners do: something always waits to be booked",
     695: "a reducer's stripes of a learner that died were taken for those of the next one, ballot after ballot",
     1594: "the same with three regions, before the first commit",
+    3408: "a ballot decided while a learner lived commits after its next incarnation was merged elsewhere",
     469: "behind a base an entry names an older sum, after a new leader's election",
 }
 
