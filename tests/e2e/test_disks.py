@@ -10,8 +10,8 @@ from tests.kit.cluster_kit import Cluster, all_train
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-SLOW_STEPS = {'step_time_min = "50ms"': 'step_time_min = "100ms"', "sync_every = 16": "sync_every = 8"}
-"""Half of the demo's steps for as many rounds: the machine's cores are for the daemons."""
+MORE_ROUNDS = {"sync_every = 16": "sync_every = 8"}
+"""Twice the rounds of a demo: what is waited for here is rounds."""
 
 BACK_S = 120.0
 """A region that is damaged has so long to be in merges again; what does not come back at all must not take for ever."""
@@ -22,7 +22,7 @@ KINDS_MIN = 10
 
 @pytest.fixture
 async def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
-    made = Cluster(tmp_path / "run", request.param, changes=SLOW_STEPS)
+    made = Cluster(tmp_path / "run", request.param, changes=MORE_ROUNDS)
     try:
         yield made
     finally:
@@ -69,7 +69,7 @@ async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vot
     await end_and_check(cluster)
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [5], indirect=True)
 async def test_two_of_five_lose_their_folders_one_after_the_other(cluster: Cluster) -> None:
     await cluster.start()
@@ -149,7 +149,7 @@ def is_kept(folder: Path, path: Path, data: bytes) -> bool:
     return any(place.is_file() and place.read_bytes().startswith(data) for place in places)
 
 
-@pytest.mark.system
+@pytest.mark.long
 @pytest.mark.parametrize("cluster", [3], indirect=True)
 @pytest.mark.parametrize("damage", [flip, truncate])
 async def test_a_region_comes_back_from_damage_in_each_kind_of_file(

@@ -13,9 +13,9 @@ from diloco_node.core.messages import FinishRequested
 from diloco_node.core.types import RoundBody
 from tests.kit.cluster_kit import Cluster, Statuses, all_train, brief
 
-pytestmark = [pytest.mark.e2e, pytest.mark.system, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
-SLOW_STEPS = {'step_time_min = "50ms"': 'step_time_min = "100ms"', "sync_every = 16": "sync_every = 8"}
+MORE_ROUNDS = {"sync_every = 16": "sync_every = 8"}
 SETTLE_S = 30.0
 
 REFUSED_PER_ROW = 1
@@ -23,7 +23,7 @@ REFUSED_PER_ROW = 1
 
 
 async def test_no_wrong_field_of_a_region_stops_ends_or_changes_the_others(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "run", 4, changes=SLOW_STEPS)
+    cluster = Cluster(tmp_path / "run", 4, changes=MORE_ROUNDS)
     try:
         await cluster.start()
         await cluster.until_trains()

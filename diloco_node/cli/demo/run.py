@@ -51,9 +51,9 @@ OUTAGE_EVALUATION: Final = f"eval_every = {SYNC_EVERY}\neval_windows = 32\n"
 """With an outage the held-out loss is measured once in a cycle, to see what the return does to it."""
 
 STEP_SECONDS: Final = 0.1
-"""Inner steps are paced, so that the learning-rate schedule can be laid out for the time asked for, and the regions share
-a machine as if each had its own. A step and its share of a round take 18 ms of CPU time: four regions keep 0.75 of two
-cores busy, and a region that starts again takes nothing from the others."""
+"""Inner steps are paced: the learning-rate schedule can be laid out for the time asked for, and regions share a machine
+as if each had its own. A step with its share of a round takes 18 ms of CPU time, so four regions need 0.75 cores of
+two, and one that starts again slows nobody."""
 
 START_S: Final = 240.0
 """From the first process to the first inner step of every region; the first run on a machine compiles the kernels."""
