@@ -85,6 +85,7 @@ class RegionCore:
         self._manifest = manifest
         self._settings = settings
         fragments = len(manifest.fragments)
+        run = (run_id, settings_digest, manifest.digest, self._regions)
         self._effects = EffectBuffer(region)
         self.history = RoundHistory(fragments)
         base = recovered.base
@@ -112,7 +113,7 @@ class RegionCore:
             seed=seed,
             now_ns=now_ns,
             has_payload=self._has_payload,
-            meaning=EntryCheck((run_id, settings_digest, manifest.digest, self._regions), manifest),
+            meaning=EntryCheck(run, manifest, summary_entries=settings.summary_entries),
             base=base,
             has_base=self.versions.has_base,
             base_fault=lambda sent: self._upkeep.base_fault(sent),  # noqa: PLW0108 - made below
@@ -144,7 +145,7 @@ class RegionCore:
             effects=self._effects,
         )
         self._genesis = Genesis(
-            (run_id, settings_digest, manifest.digest, self._regions),
+            run,
             ledger=self.ledger,
             leader=self.leader,
             history=self.history,

@@ -154,7 +154,9 @@ class ForkServer:
         self._interpreter, self._command = list(command[:at]), list(command[at:])
         self._modules = list(modules)
         self._write, self._report, self._say = write, report, say
-        self._backoff_s, self._backoff_max_s = backoff_min_s, backoff_max_s
+        self._backoff_s = self._backoff_min_s = backoff_min_s
+        self._backoff_max_s = backoff_max_s
+        self._ready_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
         self._reader: threading.Thread | None = None
@@ -208,12 +210,16 @@ class ForkServer:
         self.is_starting = False
         if isinstance(event, ServerReady):
             self._is_ready, self._is_useless = not event.error, bool(event.error)
+            self._ready_s = time.monotonic()
             self._say(
                 f"no preload: {event.error}; the learner starts afresh: correct `[learner] preload`"
                 if event.error
                 else f"preloaded in {event.seconds:.1f} s: the learner is forked from process {self.pid}"
             )
             return
+        has_served = self._is_ready and time.monotonic() - self._ready_s > self._backoff_max_s
+        if has_served:
+            self._backoff_s = self._backoff_min_s
         self._let_go()
         if self._is_useless:
             return

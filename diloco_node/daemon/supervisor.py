@@ -9,8 +9,8 @@ How it ends (`run_supervisor`'s result is the exit code):
 - the daemon exits 0: it finished the run, or was told to. The learner gets time to end by itself, then is stopped; 0.
 - the daemon exits with a code that a restart does not cure (2 settings, 3 bind at its first start, 4 identity, 6 a
   folder in use, or a disk that lost what it had written, 7 superseded): the learner is stopped; that code.
-- the disk refuses (full, read-only, failing): 6 if that is so at the daemon's first start. Later the learner goes on,
-  and the daemon is started again until the disk takes what it writes.
+- the disk refuses (full, read-only, failing): 6 if the region has never run here. Else the learner goes on, and the
+  daemon is started again until the disk takes what it writes.
 - the learner exits 2 before it was ever healthy (a wrong setting, a missing data path): the daemon is stopped; 2.
 - SIGTERM or SIGINT: the learner is stopped, then the daemon, each with SIGTERM, a deadline, SIGKILL; 0.
 - the learner exits 0: it is done and not started again; the daemon goes on serving the other regions.
@@ -22,7 +22,8 @@ PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner comm
 `torchrun`, which have sessions of their own) is found by its environment and killed before the next start.
 
 With `preload` the learner is forked from a process that has imported these modules (`daemon/preload.py`). It is a child
-of the supervisor like any other then; where a fork can't be had, it is started as a new process.
+of the supervisor like any other then. The first learner waits for the imports, for it would make the same ones itself;
+later, where a fork can't be had, it is started as a new process.
 """
 
 from __future__ import annotations
@@ -59,6 +60,9 @@ STORAGE_CODE: Final = 6
 USAGE_CODE: Final = 2
 LOOK_S: Final = 1.0
 """Between two looks at the learner's counters."""
+
+LEDGER_NAME: Final = "ledger.log"
+"""As `storage.ledger_files` calls it, which needs more than the standard library."""
 
 DAEMON_SOCKET: Final = "learner.sock"
 MEMORY_SOCKET: Final = "memory.sock"
@@ -109,6 +113,7 @@ class _Supervisor:
         self._memory = memory
         self._watch = LearnerWatch(spec.hang_s)
         self._counters: bytes | None = None
+        self._has_run = (spec.state_dir / LEDGER_NAME).exists()
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -147,6 +152,8 @@ class _Supervisor:
 
     def run(self) -> int:
         try:
+            if self._learner is not None:
+                write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
             self._start_fork_server()
             for child in self._children:
                 self._start(child)
@@ -271,7 +278,7 @@ class _Supervisor:
         if child is self._daemon:
             if code == 0 or code in FINAL_CODES or (code == BIND_CODE and child.starts == 1):
                 return code
-            if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s:
+            if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s and not self._has_run:
                 return STORAGE_CODE
             return None
         child.is_done = code == 0

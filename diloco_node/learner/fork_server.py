@@ -199,9 +199,12 @@ def main() -> None:
     orders.set_inheritable(False)
     set_arguments(command)
     started_s = time.monotonic()
+    # The garbage collector would walk again and again over what is being imported, and that stays anyway.
+    gc.disable()
     problem = preload(modules)
-    # The learners' collector leaves alone what was imported: looking at it would copy its pages in each of them.
+    # The learners' collector leaves it alone, too: looking at it would copy its pages in each of them.
     gc.freeze()
+    gc.enable()
     sys.stdout.flush()
     sys.stderr.flush()
     try:

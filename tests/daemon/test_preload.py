@@ -332,6 +332,22 @@ def test_a_killed_server_is_started_again_and_its_forks_go_on(tmp_path: Path) ->
             one.send_signal(signal.SIGKILL)  # it has ended, its number may be another's
 
 
+def test_one_that_served_for_long_is_started_again_as_soon_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(preload.time, "monotonic", lambda: now_s[0])
+    harness = Harness(["json"], [sys.executable, "-m", "json.tool"])
+    waits = []
+    for served_s in (0.0, 0.0, 1.0):
+        event = harness.start()
+        assert isinstance(event, ServerReady)
+        now_s[0] += served_s
+        os.kill(harness.server.pid, signal.SIGKILL)
+        assert isinstance(harness.next(), ServerEnded)
+        assert harness.server.restart_at_s is not None
+        waits.append(round(harness.server.restart_at_s - now_s[0], 3))
+    assert waits == [0.01, 0.02, 0.01]
+
+
 def test_a_server_that_can_not_be_started_is_tried_again(tmp_path: Path) -> None:
     harness = Harness(["json"], script(tmp_path, ""))
     python = Path(sys.executable).name

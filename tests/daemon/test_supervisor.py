@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -11,10 +12,11 @@ import pytest
 
 from diloco_node.daemon import child
 from diloco_node.daemon.learner import watch
-from diloco_node.daemon.learner.process_file import read_process
-from diloco_node.daemon.supervisor import DISK_CODE, SupervisorSpec, run_supervisor
+from diloco_node.daemon.learner.process_file import read_process, write_process
+from diloco_node.daemon.supervisor import DISK_CODE, LEDGER_NAME, SupervisorSpec, run_supervisor
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
+from diloco_node.storage import ledger_files
 
 PATIENCE_S = 180.0
 
@@ -124,6 +126,21 @@ def test_a_disk_that_refuses_at_the_first_start_ends_the_region(tmp_path: Path) 
     daemon = NOTE + f"note('daemon')\nsys.exit({DISK_CODE})"
     assert run_supervisor(spec(tmp_path, daemon, WAIT)) == 6
     assert len(lives(tmp_path, "daemon")) == 1
+
+
+def test_a_disk_that_refuses_at_the_start_of_a_region_that_has_run_is_tried_again(tmp_path: Path) -> None:
+    assert LEDGER_NAME == ledger_files.LEDGER_NAME
+    (tmp_path / LEDGER_NAME).touch()
+    daemon = NOTE + f"sys.exit({DISK_CODE} if note('daemon') < 3 else 0)"
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, WAIT), finish_s=0.0)) == 0
+    assert len(lives(tmp_path, "daemon")) == 3
+
+
+def test_what_the_supervisor_before_said_of_the_learner_is_forgotten_at_once(tmp_path: Path) -> None:
+    write_process(tmp_path, {"state": "stopped", "reason": "crashed", "crashes": 10, "hangs": 0})
+    daemon = NOTE + "(place / 'seen').write_text((place / 'learner.json').read_text())"
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, WAIT), finish_s=0.0)) == 0
+    assert json.loads((tmp_path / "seen").read_text())["state"] in ("waiting", "running")
 
 
 def test_learner_that_crashes_is_started_again_while_the_daemon_goes_on(tmp_path: Path) -> None:
@@ -310,6 +327,7 @@ def test_a_log_that_can_not_be_rotated_goes_on_in_the_old_file(tmp_path: Path, m
 STEPS = """
 import time
 from diloco_node.shared_memory import request_area
+from diloco_node.storage import ledger_files
 area = request_area(pathlib.Path(os.environ["DILOCO_SUPERVISOR"]), "counters", 384)
 def step(count):
     for number in range(count):

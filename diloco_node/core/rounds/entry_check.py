@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
+from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.summary import decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import block_count
@@ -49,18 +50,20 @@ class EntryCheck:
 
     Args:
         run: run_id, settings_digest, manifest_digest and regions, sorted: what all regions must agree on.
-        manifest: of the model.
+        manifest: of the model. summary_entries: between two sums of the ledger, which close old incarnations.
     """
 
-    def __init__(self, run: tuple[str, str, str, tuple[str, ...]], manifest: Manifest) -> None:
+    def __init__(self, run: tuple[str, str, str, tuple[str, ...]], manifest: Manifest, *, summary_entries: int) -> None:
         self.index = 0
         self._run = run
+        self._summary_entries = summary_entries
         self._regions = frozenset(run[3])
         self._fragments = manifest.fragments
         self._blocks = [block_count(fragment) for fragment in manifest.fragments]
         # ("genesis",), ("finished",): True. ("version", fragment). ("covered", learner, incarnation, fragment): a step.
         # ("disk", region): the id of its folder, empty for none.
-        # ("included", learner, fragment): (incarnation, version). ("incarnation", learner): the newest.
+        # ("included", learner, fragment): (incarnation, version). ("closed", learner): the newest closed incarnation.
+        # ("lives", learner): incarnations that are not closed, ascending.
         self._facts: dict[_Key, Any] = {}
         # For each entry that may still be truncated, what its facts were before: None where there were none.
         self._before: deque[list[tuple[_Key, Any]]] = deque()
@@ -89,10 +92,9 @@ class EntryCheck:
         for name, disk in named_disks(summary).items():
             facts["disk", name] = disk
         for closed in summary.closed:
-            facts["closed", closed.learner] = facts["incarnation", closed.learner] = closed.incarnation
+            facts["closed", closed.learner] = closed.incarnation
         for line in summary.covered:
-            newest = facts.get(("incarnation", line.learner), 0)
-            facts["incarnation", line.learner] = max(newest, line.incarnation)
+            facts["lives", line.learner] = (*facts.get(("lives", line.learner), ()), line.incarnation)
             for fragment in range(len(self._fragments)):
                 step = line.steps[fragment if len(line.steps) > 1 else 0]
                 facts["covered", line.learner, line.incarnation, fragment] = step
@@ -115,20 +117,29 @@ class EntryCheck:
         """It is the next one."""
         self.index = entry.index
         before: list[tuple[_Key, Any]] = []
-        for key, value in self._changes(entry.body):
-            before.append((key, self._facts.get(key)))
-            self._facts[key] = value
+        self._change(self._changes(entry.body), before)
+        if entry.index % self._summary_entries == 0:
+            self._change(self._closed_by_a_sum(), before)
         self._before.append(before)
+
+    def _change(self, changes: Iterable[tuple[_Key, Any]], before: list[tuple[_Key, Any]]) -> None:
+        """Make the changes one by one; None takes a fact away."""
+        for key, value in changes:
+            before.append((key, self._facts.get(key)))
+            self._set(key, value)
+
+    def _set(self, key: _Key, value: Any) -> None:
+        if value is None:
+            self._facts.pop(key, None)
+        else:
+            self._facts[key] = value
 
     def back_to(self, index: int) -> None:
         """What was taken after this index is not in the log any more."""
         assert self.index - index <= len(self._before), (self.index, index)
         while self.index > index:
             for key, value in reversed(self._before.pop()):
-                if value is None:
-                    del self._facts[key]
-                else:
-                    self._facts[key] = value
+                self._set(key, value)
             self.index -= 1
 
     def settle(self, index: int) -> None:
@@ -160,7 +171,25 @@ class EntryCheck:
 
     def _covered(self, body: Contribution | DiscardedBody) -> Iterable[tuple[_Key, Any]]:
         yield ("covered", body.learner, body.incarnation, body.fragment), body.step_to
-        yield ("incarnation", body.learner), max(body.incarnation, self._facts.get(("incarnation", body.learner), 0))
+        lives = self._lives(body.learner)
+        if body.incarnation not in lives:
+            yield ("lives", body.learner), tuple(sorted((*lives, body.incarnation)))
+
+    def _lives(self, learner: str) -> tuple[int, ...]:
+        found: tuple[int, ...] = self._facts.get(("lives", learner), ())
+        return found
+
+    def _closed_by_a_sum(self) -> list[tuple[_Key, Any]]:
+        """As the account closes them (`core.ledger.account`): so a whole log says what its base says."""
+        changes: list[tuple[_Key, Any]] = []
+        for name in sorted(self._regions):
+            lives = self._lives(name)
+            for closed in lives[:-INCARNATIONS_KEPT]:
+                changes.append((("closed", name), closed))
+                changes += ((("covered", name, closed, one.index), None) for one in self._fragments)
+            if len(lives) > INCARNATIONS_KEPT:
+                changes.append((("lives", name), lives[-INCARNATIONS_KEPT:]))
+        return changes
 
     def _genesis_fault(self, body: GenesisBody, _: Entry) -> str:
         run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
@@ -225,7 +254,7 @@ class EntryCheck:
         return ""
 
     def _incarnation_fault(self, body: Contribution | DiscardedBody) -> str:
-        newest = self._facts.get(("incarnation", body.learner), 0)
+        newest = max(self._lives(body.learner), default=0)
         is_far = body.incarnation > newest + INCARNATIONS_SKIPPED_MAX
         return f"incarnation {body.incarnation} of {body.learner} after {newest}" if is_far else ""
 

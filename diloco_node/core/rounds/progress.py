@@ -10,15 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from diloco_node.core.bounds import INCARNATION_MAX
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import RunSettings
 
 ABSENT_NS: Final = 300_000_000_000
-"""A learner that made no step for so long no longer counts. Restarts and cuts of minutes do not move the run, and
-learners that are gone for good hold up its end by no more than this."""
-
-_ANY_INCARNATION: Final = 1 << 62
+"""A learner that made no step for so long no longer counts, as long as most are left. Restarts and cuts of minutes do
+not move the run, and a minority that is gone for good holds up its end by no more than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,12 @@ class RunProgress:
         self._grew: dict[str, tuple[int, int]] = {}
 
     def learner_steps(self, *, now_ns: int) -> list[int]:
-        """Steps of each learner that is there, or was not long ago; all its incarnations together."""
-        found = []
+        """Steps of each learner that is there, or was not long ago; all its incarnations together.
+
+        Where only a minority makes steps, or only a minority is heard of, all count with what they have made: or a
+        region that was cut off would take itself for the run, and the first to go on after a stall of all would be it.
+        """
+        every, recent = [], []
         for name in self._regions:
             steps = self._steps_of(name)
             if steps == 0 and self._liveness.learner(name) is None:
@@ -68,9 +71,10 @@ class RunProgress:
             if steps > known:
                 self._grew[name] = (steps, now_ns)
                 grew_ns = now_ns
+            every.append(steps)
             if now_ns - grew_ns < ABSENT_NS:
-                found.append(steps)
-        return found
+                recent.append(steps)
+        return recent if 2 * len(recent) > len(every) else every
 
     def position(self, *, now_ns: int) -> RunPosition:
         """Where the run is now, as far as this region knows."""
@@ -84,7 +88,7 @@ class RunProgress:
 
     def _steps_of(self, name: str) -> int:
         """By its last report; without one, and of older incarnations, by the ledger."""
-        in_ledger = self._history.steps_before(name, _ANY_INCARNATION)
+        in_ledger = self._history.steps_before(name, INCARNATION_MAX + 1)
         status = self._liveness.learner(name)
         if status is None:
             return in_ledger

@@ -26,6 +26,9 @@ PAUSES_KEPT: Final = 256
 DOUBLINGS_MAX: Final = 10
 """Each hang doubles the limit: an evaluation that is longer than the limit must not be killed for ever."""
 
+FORGIVEN_S: Final = 3600.0
+"""So long without a hang takes one doubling back."""
+
 ABORT_S: Final = 3.0
 """For the stacks of all threads, which SIGABRT makes Python write, before SIGKILL."""
 
@@ -74,6 +77,8 @@ class LearnerWatch:
         self._stepped_s: float | None = None
         self._looked_s = 0.0
         self._pauses: deque[float] = deque(maxlen=PAUSES_KEPT)
+        self._doublings = 0
+        self._doubled_s = 0.0
         self._crashed_s: deque[float] = deque(maxlen=CRASHES_MAX)
         self._aborted_s: float | None = None
         self._last_action = Action.NOTHING
@@ -82,10 +87,10 @@ class LearnerWatch:
     def limit_s(self) -> float:
         """No step for so long is a hang."""
         usual_s = max(self._pauses, default=0.0)
-        return float(max(self._hang_s, HANG_FACTOR * usual_s) * 2 ** min(self.hangs, DOUBLINGS_MAX))
+        return float(max(self._hang_s, HANG_FACTOR * usual_s) * 2**self._doublings)
 
     def started(self, mark: bytes | None, *, now_s: float) -> None:
-        """A life begins. `mark` is what the counters hold."""
+        """A life begins. `mark` is what the counters hold; None or zeros: no learner has written any."""
         self.state = "running"
         self._mark, self._looked_s = mark, now_s
         self._stepped_s = self._aborted_s = None
@@ -96,8 +101,11 @@ class LearnerWatch:
         asleep_s, self._looked_s = now_s - self._looked_s, now_s
         if self._aborted_s is not None:
             return self._escalate(now_s - self._aborted_s)
-        if mark != self._mark:
-            if self._stepped_s is not None:
+        if self._doublings and now_s - self._doubled_s > FORGIVEN_S:
+            self._doublings, self._doubled_s = self._doublings - 1, now_s
+        # Zeros are an area that the daemon has made anew, not a step.
+        if mark != self._mark and mark is not None and any(mark):
+            if self._stepped_s is not None and asleep_s <= ASLEEP_S:
                 self._pauses.append(now_s - self._stepped_s)
             self._mark, self._stepped_s = mark, now_s
         elif self._stepped_s is not None and asleep_s > ASLEEP_S:
@@ -108,6 +116,7 @@ class LearnerWatch:
                 f"its longest pause before was {max(self._pauses, default=0.0):.1f} s"
             )
             self.hangs += 1
+            self._doublings, self._doubled_s = min(self._doublings + 1, DOUBLINGS_MAX), now_s
             self._aborted_s = now_s
             self._last_action = Action.ABORT
             return Action.ABORT
@@ -135,11 +144,12 @@ class LearnerWatch:
             self.state = "done"
             return False
         self.state = "waiting"
-        if not has_hung:
-            self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
-            if -code in FROM_OUTSIDE:
-                return True
-            self.crashes += 1
+        if has_hung:
+            return True  # the next one gets twice the time, so there is no loop of hangs
+        self.reason = f"{_in_words(code)} after {lived_s:.1f} s"
+        if -code in FROM_OUTSIDE:
+            return True
+        self.crashes += 1
         self._crashed_s.append(now_s)
         within_s = now_s - self._crashed_s[0]
         if len(self._crashed_s) < CRASHES_MAX or within_s > CRASHES_WITHIN_S:
@@ -154,6 +164,7 @@ class LearnerWatch:
     def revived(self) -> None:
         """Somebody wants it started again, whatever it did."""
         self._crashed_s.clear()
+        self._doublings = 0
         self.state = "waiting"
 
     def document(self) -> dict[str, Any]:

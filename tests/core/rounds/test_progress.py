@@ -82,11 +82,23 @@ def test_a_learner_that_is_gone_for_good_holds_up_the_run_no_longer() -> None:
     near = near_with(a=50, b=60, c=240)
     progress = progress_of(near)
     assert progress.learner_steps(now_ns=0) == [50, 60, 240]
+    near.hear("b", status(70), now_ns=ABSENT_NS - 1)
     near.hear("c", status(300), now_ns=ABSENT_NS - 1)
-    assert progress.learner_steps(now_ns=ABSENT_NS - 1) == [50, 60, 300]
-    assert progress.learner_steps(now_ns=ABSENT_NS) == [300]
-    near.hear("b", status(61), now_ns=ABSENT_NS + 1)
-    assert progress.learner_steps(now_ns=ABSENT_NS + 1) == [61, 300]
+    assert progress.learner_steps(now_ns=ABSENT_NS - 1) == [50, 70, 300]
+    assert progress.learner_steps(now_ns=ABSENT_NS) == [70, 300]
+    near.liveness.own_learner(status(51), now_ns=ABSENT_NS + 1)
+    assert progress.learner_steps(now_ns=ABSENT_NS + 1) == [51, 70, 300]
+
+
+def test_a_minority_that_goes_on_alone_does_not_move_the_run() -> None:
+    """Cut off from the others, or the first to go on after a stall of all."""
+    near = near_with(a=50, b=60, c=190)
+    progress = progress_of(near, settings=BY_STEPS)
+    assert progress.position(now_ns=0) == RunPosition(60, 0.3)
+    near.hear("c", status(400), now_ns=10 * ABSENT_NS)
+    assert progress.position(now_ns=10 * ABSENT_NS) == RunPosition(60, 0.3)
+    near.hear("b", status(61), now_ns=10 * ABSENT_NS + 1)
+    assert progress.position(now_ns=10 * ABSENT_NS + 1) == RunPosition(61, 0.305)
 
 
 def test_merged_tokens_say_how_far_it_is_where_tokens_end_it() -> None:

@@ -14,6 +14,7 @@ from diloco_node.daemon.learner.watch import (
     COUNTERS_AREA,
     CRASHES_MAX,
     CRASHES_WITHIN_S,
+    FORGIVEN_S,
     HANG_FACTOR,
     STUCK_S,
     Action,
@@ -64,6 +65,16 @@ def test_before_its_first_step_nobody_can_tell() -> None:
     assert looks(running(), b"0", 1, 100 * HANG_S) == []
 
 
+def test_counters_that_the_daemon_has_just_made_are_no_step() -> None:
+    watch = LearnerWatch(HANG_S)
+    watch.started(None, now_s=0)
+    assert looks(watch, bytes(8), 1, 10 * HANG_S) == []
+    watch.look(b"1", now_s=11 * HANG_S)
+    assert watch.look(bytes(8), now_s=11 * HANG_S + 1) is Action.NOTHING
+    [(at_s, _)] = looks(watch, bytes(8), 11 * HANG_S + 2, 12 * HANG_S + 1)
+    assert at_s == 12 * HANG_S + 1, "a new area of a restarted daemon is none either"
+
+
 def test_a_long_pause_that_ended_makes_the_next_one_usual() -> None:
     watch = running()
     watch.look(b"1", now_s=1)
@@ -91,6 +102,10 @@ def test_when_the_supervisor_itself_stood_still_the_learner_did_perhaps_too() ->
     watch.look(b"1", now_s=1)
     assert watch.look(b"1", now_s=1 + ASLEEP_S + 10 * HANG_S) is Action.NOTHING
     assert looks(watch, b"1", 12 + 10 * HANG_S, 10 + 11 * HANG_S) == []
+    watch = running()
+    watch.look(b"1", now_s=1)
+    watch.look(b"2", now_s=3600)
+    assert watch.limit_s == HANG_S, "and that was no pause of the learner"
 
 
 def test_nothing_hangs_when_no_time_is_set() -> None:
@@ -131,18 +146,31 @@ def test_who_is_killed_from_outside_is_started_again_as_often_as_it_happens(numb
     assert watch.reason == f"ended by {signal.Signals(number).name} after 1.0 s"
 
 
-def test_hangs_count_for_the_loop() -> None:
-    watch = LearnerWatch(1.0)
-    now_s = 0.0
-    outcomes = []
-    for life in range(CRASHES_MAX):
-        watch.hangs = 0  # else the limit doubles, and they are too far apart
-        watch.started(b"%d" % life, now_s=now_s)
-        watch.look(b"%d!" % life, now_s=now_s + 1)
-        assert watch.look(b"%d!" % life, now_s=now_s + 3) is Action.ABORT
-        now_s += 4
-        outcomes.append(watch.ended(-signal.SIGABRT, lived_s=3.0, now_s=now_s))
-    assert outcomes == [True] * (CRASHES_MAX - 1) + [False]
+def hang(watch: LearnerWatch, now_s: float) -> float:
+    """A life of one step that then hangs; when it was over."""
+    watch.started(b"0", now_s=now_s)
+    watch.look(b"1", now_s=now_s + 1)
+    [(at_s, _)] = looks(watch, b"1", now_s + 2, now_s + 2 + watch.limit_s)
+    assert watch.ended(-signal.SIGABRT, lived_s=at_s - now_s, now_s=at_s)
+    return at_s
+
+
+def test_hours_without_a_hang_take_the_doublings_back() -> None:
+    watch = running()
+    now_s = hang(watch, hang(watch, 0.0))
+    assert watch.limit_s == 4 * HANG_S
+    watch.started(b"0", now_s=now_s)
+    for hour in range(1, 4):
+        watch.look(b"%d" % hour, now_s=now_s + hour * (FORGIVEN_S + 1))
+        assert watch.limit_s == HANG_S * max(1, 2 ** (2 - hour))
+    assert watch.hangs == 2
+
+
+def test_who_wants_it_started_again_gives_it_the_first_limit() -> None:
+    watch = running()
+    hang(watch, 0.0)
+    watch.revived()
+    assert watch.limit_s == HANG_S
 
 
 def test_one_that_ends_by_itself_is_done() -> None:
