@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from diloco_node.chaos.plan import draw_gap, draw_one
@@ -164,14 +165,16 @@ class Chaos:
         """Faults injected so far."""
         return sum(self.injected.values())
 
-    def heal(self) -> None:
-        """Undo everything and start what is down."""
+    def heal(self, excusing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Undo everything and start what is down; each step runs within `excusing()`, so that the rest follows."""
         self.is_over = self._raft.is_over = True
         for number in sorted(self._undo):
-            self._undo.pop(number)()
+            with excusing():
+                self._undo.pop(number)()
         for name in self._names:
-            self._hosts[name].start_daemon()
-            self._hosts[name].start_learner()
+            with excusing():
+                self._hosts[name].start_daemon()
+                self._hosts[name].start_learner()
         for usual in self._usual.values():
             usual.loss = 0.0
         self._set_links()

@@ -15,10 +15,12 @@ import random
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from diloco_node.core.events import FinishOrdered
+from diloco_node.core.types import CarryMode
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import F32
 from diloco_node.sim import daemon_faults, faults
@@ -126,7 +128,13 @@ class Simulation:
         self.checkers = Checkers(self.world, self.setup)
         pool = update_pool(self.world, self.setup.layouts)
         shared = _theta(rng, self.setup)
-        make_core: CoreFactory = fault.make_core if fault is not None else faults.make_core
+        make_planted: CoreFactory = fault.make_core if fault is not None else faults.make_core
+
+        def make_core(region: str, *given: Any) -> Any:
+            # A core may fail over what its disk holds, before it gets its first event.
+            self.checkers.busy = region
+            return make_planted(region, *given)
+
         self.hosts: dict[str, Host] = {}
         for name in self.setup.regions:
             theta = shared if self.setup.is_theta_shared else _theta(rng, self.setup)
@@ -161,14 +169,19 @@ class Simulation:
 
     def _step(self) -> bool:
         """Let the next thing happen; False if there is none."""
-        try:
+        with self.excusing_liars():
             return self.world.step()
+        return True
+
+    @contextlib.contextmanager
+    def excusing_liars(self) -> Iterator[None]:
+        """A liar whose core fails is down from then on, and that is no finding: what it said to itself is its fault."""
+        try:
+            yield
         except Exception:
             if self.checkers.busy not in self.checkers.liars:
                 raise
-            # What it said to itself is its own fault.
             self.hosts[self.checkers.busy].kill_daemon()
-            return True
 
     @contextlib.contextmanager
     def finding(self) -> Iterator[None]:
@@ -327,7 +340,7 @@ def _simulate(
         simulation.run_until(has_gone_on)
     events_under_faults, healed_ns = world.events, world.now_ns
     with simulation.finding():
-        chaos.heal()
+        chaos.heal(simulation.excusing_liars)
     if liar is not None:
         _end_lies(simulation, liar)
     if not ends_under_faults:
@@ -390,7 +403,8 @@ def _demand_progress(simulation: Simulation) -> None:
         return
     simulation.check_equal()
     # Where versions overwrite what learners do, something always waits to be booked before the run ends.
-    if not checkers.audit.open_lines(simulation.hosts):
+    is_overwriting = simulation.setup.settings.carry is CarryMode.OVERWRITE
+    if not is_overwriting or not checkers.audit.open_lines(simulation.hosts):
         checkers.audit.close(simulation.hosts)
 
 

@@ -24,12 +24,20 @@ def test_a_seed_that_found_something_finds_nothing_any_more(seed: int) -> None:
 
 
 def test_what_a_core_raises_when_a_fault_is_ended_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    def heal(_: Chaos) -> None:
+    def heal(*_: object) -> None:
         raise ValueError("the ledger makes no sense")
 
     monkeypatch.setattr(Chaos, "heal", heal)
     report = simulate(1, regions=3, events=300, commits_min=0, faults_min=0)
     assert "crash: ValueError: the ledger makes no sense in heal" in report.violations[0]
+
+
+def test_an_account_that_still_waits_after_healing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if every discard were lost. Seed 1 carries over, and one of its learners dies before its first merge.
+    monkeypatch.setattr(Audit, "_discarded", lambda *_: None)
+    monkeypatch.setattr(Audit, "is_booked", lambda *_: True)
+    report = simulate(1, regions=3, events=600, commits_min=0, faults_min=0)
+    assert "and is gone, but (0, 0) are booked" in report.violations[0]
 
 
 def test_what_is_due_is_booked_when_the_account_has_reached_it() -> None:

@@ -7,7 +7,8 @@ import pytest
 from diloco_node.core import messages as msg
 from diloco_node.core.types import Ballot
 from diloco_node.errors import ConfigError
-from diloco_node.sim.chaos import SCHEDULES
+from diloco_node.sim import faults
+from diloco_node.sim.chaos import SCHEDULES, Chaos
 from diloco_node.sim.liar import COUNTED, Liar
 from diloco_node.sim.run import Simulation, format_report, simulate
 from diloco_node.wire.envelope import decode_control, encode_control
@@ -59,6 +60,38 @@ def test_an_exception_in_a_core_is_a_finding_with_its_seed() -> None:
     simulation.world.after(10, None, boom)
     simulation.run_until(lambda: False)
     assert "crash: IndexError: one too many in boom" in simulation.checkers.violations[0]
+
+
+@pytest.mark.parametrize("is_liar", [True, False])
+def test_a_core_that_fails_when_all_is_healed_is_a_finding_unless_it_is_a_liars(
+    monkeypatch: pytest.MonkeyPatch, is_liar: bool
+) -> None:
+    made = faults.make_core
+
+    def make_core(region: str, *given: Any) -> Any:
+        if region == failing:
+            raise IndexError("one too many")
+        return made(region, *given)
+
+    monkeypatch.setattr(faults, "make_core", make_core)
+    simulation = Simulation(5, regions=3)
+    liar = simulation.begin_lies()
+    failing = liar.region if is_liar else min(simulation.honest)
+    chaos = Chaos(
+        simulation.world,
+        simulation.network,
+        simulation.hosts,
+        simulation.checkers,
+        schedule="usual",
+        mean_gap_events=100,
+    )
+    with simulation.finding():
+        chaos.heal(simulation.excusing_liars)
+    if is_liar:
+        assert not simulation.checkers.violations
+        assert [name for name, host in simulation.hosts.items() if host.core is None] == [failing]
+    else:
+        assert "crash: IndexError: one too many" in simulation.checkers.violations[0]
 
 
 @pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - {"usual"}))
