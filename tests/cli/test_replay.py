@@ -90,7 +90,7 @@ def replayed(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any
 
 
 def test_an_archive_is_replayed_from_theta_0_to_every_digest(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, entries = read_whole_ledger(trained / "a")
+    base, entries = read_whole_ledger(trained / "a", 2)
     assert base.index == 0
     assert len(list((trained / "a").glob("ledger-*.log"))) >= 2, "the ledger was summed up several times"
     code, document = replayed(trained / "a", capsys)
