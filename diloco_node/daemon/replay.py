@@ -25,7 +25,9 @@ from diloco_node.errors import StorageError
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 
-ARCHIVE_HINT: Final = "payload_archive = true in [regions.NAME] keeps all that this region gets, from the first version on"
+ARCHIVE_HINT: Final = (
+    "payload_archive = true in [regions.NAME] keeps all that this region gets, from the first version on"
+)
 
 
 @dataclass(frozen=True, slots=True)

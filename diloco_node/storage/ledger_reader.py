@@ -1,8 +1,8 @@
 """Reading ledgers without changing them: beside the daemon that writes, and back to what was summed up.
 
 In a region with `payload_archive` the old file stays when the ledger begins anew behind a sum. It is called
-`ledger-<index of its base>.log`, and is a ledger like any other. So the whole run can be read again, file by file. Where
-that name is taken, as after a folder had to begin again, it is `ledger-<index of its base>-1.log`, and so on.
+`ledger-<index of its base>.log`, and is a ledger like any other. So the whole run can be read again, file by file.
+Where that name is taken, as after a folder had to begin again, it is `ledger-<index of its base>-1.log`, and so on.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[E
             base, entries = earlier.base, (*kept, *entries)
         elif _genesis(earlier.base, earlier.entries, fragments) != _genesis(base, entries, fragments):
             raise StorageError(
-                f"{path} has another entry {base.index} than the ledger goes on from: it is of another run; move it away"
+                f"{path} has another entry {base.index} than the ledger goes on from, and another genesis: it is of "
+                "another run; move it away"
             )
         # Else its end was never committed, and others came in its place, which this region never had: a gap.
     return base, entries
