@@ -83,7 +83,7 @@ def report_lines(report: ReplayReport) -> list[str]:
     lines = []
     if late:
         count, first = f"{len(late)} of {len(report.plan)} fragments begin later than Theta_0", late[0]
-        lines.append(f"{count}, fragment {first.fragment} at version {first.start}: {first.lack} is not here")
+        lines.append(f"{count}, fragment {first.fragment} at version {first.start}; not here: {first.lack}")
         lines.append(ARCHIVE_HINT)
     for check in report.checks:
         if not check.agrees:

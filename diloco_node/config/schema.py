@@ -208,8 +208,8 @@ class RegionSection(Section):
         measure_port: where `measure serve` of this region listens, and where others dial it, so that it can run beside
             the daemon; 0: at the port of the region. No port that the region has for something else.
         egress, ingress: this region's own ceilings, instead of those of `[budget]`.
-        payload_archive: it keeps every payload, the first parameters and the whole ledger, for `replay`. The folder
-            grows without end.
+        payload_archive: it keeps every payload that it gets, the first parameters and the whole ledger, for `replay`.
+            The folder grows without end.
     """
 
     address: HostPort | None = None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.recovery.replay import FragmentReplay, find_genesis, plan_replay
-from diloco_node.core.types import FinishedBody, RoundBody
+from diloco_node.core.types import Entry, FinishedBody, RoundBody
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
 from diloco_node.daemon.run_end import FINAL_NAME
@@ -24,7 +25,9 @@ from diloco_node.errors import StorageError
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 
-ARCHIVE_HINT: Final = "payload_archive = true in [regions.NAME] keeps everything from the first version on"
+ARCHIVE_HINT: Final = (
+    "payload_archive = true in [regions.NAME] keeps all that this region gets, from the first version on"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +83,11 @@ class Replay:
         self._settings = spec.settings
         fragments = len(manifest.fragments)
         self._store = RegionStore(folder, is_read_only=True)
+        # Before the payloads: those of the rounds that a running daemon adds meanwhile are not looked for.
+        base, entries = read_whole_ledger(folder, fragments)
         payloads = self._store.load(fragments).payloads
-        base, self._entries = read_whole_ledger(folder)
         summary = decode_summary(base.summary, fragments=fragments) if base.index else None
-        genesis = find_genesis(summary, self._entries)
+        genesis = find_genesis(summary, entries)
         if genesis is None:
             raise StorageError(f"{folder}: the ledger has no genesis yet, so there is nothing to compute again")
         for what, here, named in (
@@ -92,9 +96,12 @@ class Replay:
         ):
             if here != named:
                 raise StorageError(f"{folder}: {what} have digest {here[:16]}, the run began with {named[:16]}")
-        self._is_finished = any(isinstance(entry.body, FinishedBody) for entry in self._entries)
+        self._is_finished = any(isinstance(entry.body, FinishedBody) for entry in entries)
         states = [self._store.state_versions(fragment) for fragment in range(fragments)]
-        self.plan = tuple(plan_replay(genesis, summary, self._entries, states, payloads))
+        if not self._is_finished:
+            entries = _without_tail(entries, states, payloads)
+        plan = plan_replay(genesis, summary, entries, states, payloads)
+        self.plan = _with_ends_of_holes(plan, entries, states, payloads)
         lacking = [one.lack for one in self.plan if one.start < 0]
         if lacking:
             more = f" (and so for {len(lacking) - 1} further fragments)" if len(lacking) > 1 else ""
@@ -158,3 +165,44 @@ class Replay:
                 return all(file.get_tensor(name).tobytes() == values.tobytes() for name, values in computed.items())
         except (OSError, SafetensorError) as error:
             raise StorageError(f"{path} can't be read: {error}") from error
+
+
+def _without_tail(
+    entries: Sequence[Entry], states: Sequence[Sequence[int]], payloads: Collection[tuple[int, int, bytes]]
+) -> tuple[Entry, ...]:
+    """Without each fragment's last rounds, from the first one behind its newest state whose payload is not here.
+
+    A daemon may be fetching that payload, or the round is not committed and never will be.
+    """
+    kept, ended = [], set()
+    for entry in entries:
+        body = entry.body
+        if isinstance(body, RoundBody) and body.version > max(states[body.fragment], default=-1):
+            if (body.fragment, body.version, body.payload_digest) not in payloads:
+                ended.add(body.fragment)
+            if body.fragment in ended:
+                continue
+        kept.append(entry)
+    return tuple(kept)
+
+
+def _with_ends_of_holes(
+    plan: Sequence[FragmentReplay],
+    entries: Sequence[Entry],
+    states: Sequence[Sequence[int]],
+    payloads: Collection[tuple[int, int, bytes]],
+) -> tuple[FragmentReplay, ...]:
+    """The plan, with the version up to which nothing is there in what is missing first."""
+    rounds = [entry.body for entry in entries if isinstance(entry.body, RoundBody)]
+    last = {body.fragment: body.version for body in rounds}
+    there = {name[:2] for body in rounds if (name := (body.fragment, body.version, body.payload_digest)) in payloads}
+    named = []
+    for one in plan:
+        if one.lack and 0 in states[one.fragment]:
+            first = next(version for version in count(1) if (one.fragment, version) not in there)
+            after = range(first, last.get(one.fragment, first) + 1)
+            end = next((version - 1 for version in after if (one.fragment, version) in there), after[-1])
+            named.append(replace(one, lack=f"{one.lack}, and all up to version {end}") if end > first else one)
+        else:
+            named.append(one)
+    return tuple(named)

@@ -129,7 +129,7 @@ class LedgerFile:
 
     def __init__(self, folder: Path, name: str = LEDGER_NAME) -> None:
         self._path = folder / name
-        self._end_path = folder / LEDGER_END_NAME
+        self._end_path = self._path.with_suffix(".end")  # ledger.end; an earlier ledger that is kept has none
         self._descriptor = -1
         self._end = 0
         self._frames = 0
@@ -165,8 +165,7 @@ class LedgerFile:
             if data[: len(_LOG_HEADER)] != _LOG_HEADER:
                 raise self._damage(0, "its header is not that of a ledger of this version")
             encoded = self._read_frames(data)
-            if self._frames < self._durable_frames():
-                raise self._damage(self._end, f"{self._durable_frames()} frames were durable, {self._frames} are there")
+            self._check_count(self._durable_frames())
             if self._end < len(data):
                 self.cut_bytes = len(data) - self._end
                 os.ftruncate(self._descriptor, self._end)
@@ -186,12 +185,19 @@ class LedgerFile:
         can't be read.
         """
         try:
-            data = self._path.read_bytes()
+            with self._path.open("rb") as file:
+                durable = self._durable_frames()  # before the data: a daemon may append meanwhile
+                data = file.read()
+                # Else the daemon has begun a new file meanwhile, and the number may be that file's.
+                is_current = os.path.samestat(os.fstat(file.fileno()), self._path.stat())
         except OSError as error:
             raise disk_error("read", self._path, error) from error
         if data[: len(_LOG_HEADER)] != _LOG_HEADER:
             raise self._damage(0, "its header is not that of a ledger of this version")
-        return self._read_frames(data)
+        encoded = self._read_frames(data)
+        if is_current:
+            self._check_count(durable)
+        return encoded
 
     def decoded(self, encoded: Sequence[bytes], *, previous_index: int, previous_hash: bytes) -> tuple[Entry, ...]:
         """The entries that follow that one, their hash chain checked. Raises StorageError."""
@@ -241,6 +247,11 @@ class LedgerFile:
             return 0
         return int(_FRAMES.unpack(data)[0])
 
+    def _check_count(self, durable: int) -> None:
+        """That all frames that were durable once have been read. Raises StorageError."""
+        if self._frames < durable:
+            raise self._damage(self._end, f"{durable} frames were durable, {self._frames} are there")
+
     def _note_durable_frames(self) -> None:
         number = struct.pack("<Q", self._frames)
         with contextlib.suppress(OSError):  # what it says is of use, not needed
@@ -254,7 +265,8 @@ class LedgerFile:
         Args:
             base: entries up to its index are forgotten.
             truncate_from, entries: as for `append`, and done in the same moment.
-            kept_as: the old file stays, under this name in the same folder.
+            kept_as: the old file stays, under this name in the same folder, or with a number behind it where another
+                file has that name already.
 
         Raises: as `append`; the old file is still there then.
         """
@@ -268,8 +280,7 @@ class LedgerFile:
             left += [encode_entry(entry) for entry in entries]
             frames += [_frame(1 + number, [0, batch]) for number, batch in enumerate(_batches(left))]
             if kept_as is not None:
-                kept_as.unlink(missing_ok=True)  # of a try before, which was refused
-                os.link(self._path, kept_as)
+                self._keep(kept_as)
             # The new file has fewer frames, and must not look as if it had lost some.
             self._end_path.unlink(missing_ok=True)
             sync_folder(self._path.parent)
@@ -283,6 +294,16 @@ class LedgerFile:
         self.base = base
         self.last_index = base.index + len(left)
         self._note_durable_frames()
+
+    def _keep(self, kept_as: Path) -> None:
+        """Give the file that is open one more name; never that of another file. Raises OSError."""
+        name, number = kept_as, 0
+        while name.exists():
+            if os.path.samestat(name.stat(), os.fstat(self._descriptor)):
+                return  # of a try before, which may have got as far as the new file
+            number += 1
+            name = kept_as.with_stem(f"{kept_as.stem}-{number}")
+        os.link(self._path, name)
 
     def close(self) -> None:
         """Close the file."""

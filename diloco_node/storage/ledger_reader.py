@@ -2,13 +2,17 @@
 
 In a region with `payload_archive` the old file stays when the ledger begins anew behind a sum. It is called
 `ledger-<index of its base>.log`, and is a ledger like any other. So the whole run can be read again, file by file.
+Where that name is taken, as after a folder had to begin again, it is `ledger-<index of its base>-1.log`, and so on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from diloco_node.core.types import NO_BASE, Entry, LedgerBase
+from diloco_node.core.ledger.summary import decode_summary
+from diloco_node.core.recovery.replay import find_genesis
+from diloco_node.core.types import NO_BASE, Entry, GenesisBody, LedgerBase
 from diloco_node.errors import StorageError
 from diloco_node.storage.durable import disk_error
 from diloco_node.storage.ledger_files import LEDGER_NAME, LedgerFile
@@ -64,8 +68,11 @@ def archive_path(folder: Path, base: LedgerBase) -> Path:
     return folder / f"ledger-{base.index:012d}.log"
 
 
-def read_whole_ledger(folder: Path) -> tuple[LedgerBase, tuple[Entry, ...]]:
+def read_whole_ledger(folder: Path, fragments: int) -> tuple[LedgerBase, tuple[Entry, ...]]:
     """The ledger, and what is kept before it, as far back as that goes.
+
+    Args:
+        fragments: P.
 
     Returns:
         What the first entry follows, and all entries.
@@ -82,10 +89,16 @@ def read_whole_ledger(folder: Path) -> tuple[LedgerBase, tuple[Entry, ...]]:
         if not earlier.base.index < base.index <= earlier.base.index + len(earlier.entries):
             continue  # of an attempt to sum up that did not get far, or before a gap
         kept = earlier.entries[: base.index - earlier.base.index]
-        if kept[-1].hash != base.hash:
+        if kept[-1].hash == base.hash:
+            base, entries = earlier.base, (*kept, *entries)
+        elif _genesis(earlier.base, earlier.entries, fragments) != _genesis(base, entries, fragments):
             raise StorageError(
-                f"{path} has another entry {base.index} than the ledger goes on from: it is of another run, or of a "
-                "folder that was lost; move it away"
+                f"{path} has another entry {base.index} than the ledger goes on from, and another genesis: it is of "
+                "another run; move it away"
             )
-        base, entries = earlier.base, (*kept, *entries)
+        # Else its end was never committed, and others came in its place, which this region never had: a gap.
     return base, entries
+
+
+def _genesis(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> GenesisBody | None:
+    return find_genesis(decode_summary(base.summary, fragments=fragments) if base.index else None, entries)

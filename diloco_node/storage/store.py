@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, cast
 
@@ -91,8 +92,8 @@ class RegionStore:
     def load(self, fragments: int) -> Recovered:
         """Read and check everything that recovery needs. Once, before anything else.
 
-        The newest state of each fragment and the payloads after it are read whole and checked; of the rest the
-        headers.
+        The newest state of each fragment and the payloads after it are read whole and checked; of other payloads the
+        headers. `Recovered` does not name an archive's payloads before the oldest state that is kept beside the first.
 
         Args:
             fragments: P.
@@ -102,15 +103,17 @@ class RegionStore:
         """
         self._disk_id.read()
         if self._is_read_only:
-            self._vote.open(is_new=False)
             reader = LedgerReader(self._folder)
             entries, base = reader.read(), reader.base
+            self._vote.open(is_new=False)  # after the ledger: a daemon writes a new term here first
+            self._check_vote(entries, base)
         else:
             entries = self._recover()
             base = self._ledger.base
-        found = [self._newest_state(fragment) for fragment in range(fragments)]
+        on_disk = self._listing(self._states)
+        found = [self._newest_state(on_disk[fragment]) for fragment in range(fragments)]
         states, digests = tuple(version for version, _ in found), tuple(digest for _, digest in found)
-        payloads = frozenset(self._whole_payloads(states))
+        payloads = frozenset(self._whole_payloads(states, on_disk))
         vote, disk = self._vote, self._disk_id.value
         return Recovered(vote.term, vote.voted_for, entries, states, payloads, digests, base, disk)
 
@@ -146,13 +149,17 @@ class RegionStore:
         # Made in this order: a folder with a ledger has a vote, one with a vote above term 0 has a whole ledger.
         self._vote.open(is_new=not self._ledger.exists)
         entries = self._ledger.open(is_new=self._vote.term == 0)
-        last_term = entries[-1].term if entries else self._ledger.base.term
+        self._check_vote(entries, self._ledger.base)
+        return entries
+
+    def _check_vote(self, entries: Sequence[Entry], base: LedgerBase) -> None:
+        """That the vote is as new as the ledger. Raises StorageError."""
+        last_term = entries[-1].term if entries else base.term
         if last_term > self._vote.term:
             raise StorageError(
                 f"{self._folder}: vote.bin is of term {self._vote.term}, the last entry of term {last_term}: "
                 "vote.bin is an older copy"
             )
-        return entries
 
     def _begin_again(self, why: str) -> None:
         """Set aside what is left of vote and ledger; the id goes first. Raises StorageError: the disk refuses."""
@@ -361,16 +368,14 @@ class RegionStore:
         oldest_kept = kept_states[0][0] if kept_states else -1
         first = 1 if self._is_archive else 0
         doomed = [path for version, path in states[:-STATES_KEPT] if first <= version < keep_from_version]
-        payloads = [
-            path
-            for version, path in self._files(self._payloads, fragment)
-            if version < keep_from_version and version <= oldest_kept and not self._is_archive
-        ]
+        # An archive's folder has more and more names: it is not even listed.
+        payloads = [] if self._is_archive else self._files(self._payloads, fragment)
         try:
             for path in doomed:
                 path.unlink(missing_ok=True)
-            for path in payloads:
-                self._spares.give(path)
+            for version, path in payloads:
+                if version < keep_from_version and version <= oldest_kept:
+                    self._spares.give(path)
         except OSError as error:
             raise disk_error("remove old files from", self._folder, error) from error
 
@@ -378,12 +383,18 @@ class RegionStore:
 
     def _files(self, folder: Path, fragment: int) -> list[tuple[int, Path]]:
         """(version, path) of the fragment's files, sorted."""
-        found = []
-        for path in sorted(folder.glob(f"f{fragment:03d}-v*.bin")):
+        return self._listing(folder)[fragment]
+
+    def _listing(self, folder: Path) -> dict[int, list[tuple[int, Path]]]:
+        """What `_files` says of each fragment, by reading the folder once; it is empty for those without files."""
+        found: dict[int, list[tuple[int, Path]]] = defaultdict(list)
+        for path in sorted(folder.glob("f*.bin")):
             named = tensor_files.named_version(path)
             if named is not None:
-                found.append((named[1], path))
-        return sorted(found)
+                found[named[0]].append((named[1], path))
+        for files in found.values():
+            files.sort()
+        return found
 
     def _read(self, path: Path) -> tuple[tensor_files.TensorHeader, U8]:
         try:
@@ -410,9 +421,9 @@ class RegionStore:
             raise disk_error("set aside", path, error) from error
         self.set_aside.append(path.name)
 
-    def _newest_state(self, fragment: int) -> tuple[int, bytes]:
+    def _newest_state(self, files: Sequence[tuple[int, Path]]) -> tuple[int, bytes]:
         """Version and digest of the newest whole one; (-1, b"") if there is none."""
-        for version, path in reversed(self._files(self._states, fragment)):
+        for version, path in reversed(files):
             try:
                 header, _ = self._read(path)
             except tensor_files.DamagedFile:
@@ -420,10 +431,16 @@ class RegionStore:
             return version, header.digest
         return -1, b""
 
-    def _whole_payloads(self, states: Sequence[int]) -> list[tuple[int, int, bytes]]:
+    def _whole_payloads(
+        self, states: Sequence[int], on_disk: Mapping[int, Sequence[tuple[int, Path]]]
+    ) -> list[tuple[int, int, bytes]]:
         whole = []
+        listing = self._listing(self._payloads)
         for fragment, state_version in enumerate(states):
-            for version, path in self._files(self._payloads, fragment):
+            oldest = min([state_version, *(version for version, _ in on_disk[fragment] if version)])
+            for version, path in listing[fragment]:
+                if version < oldest and self._is_archive:
+                    continue  # recovery needs none of them, and they become more and more
                 try:
                     if version > state_version:
                         header, _ = self._read(path)
@@ -433,6 +450,10 @@ class RegionStore:
                     if path.exists():
                         self._put_aside(path)
                     continue
+                except StorageError:
+                    if path.exists():
+                        raise
+                    continue  # a daemon that runs on the folder has pruned it meanwhile
                 whole.append((fragment, version, header.digest))
         return whole
 

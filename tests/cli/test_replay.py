@@ -7,7 +7,7 @@ import fcntl
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from diloco_node.cli.main import main
-from diloco_node.core.types import RunSettings, SnapshotBody
+from diloco_node.core.types import FinishedBody, Recovered, RoundBody, RunSettings, SnapshotBody
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_end import FINAL_NAME, write_final
 from diloco_node.daemon.spec import NODE_FILE
-from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import read_header, write_state
@@ -90,7 +90,7 @@ def replayed(folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, Any
 
 
 def test_an_archive_is_replayed_from_theta_0_to_every_digest(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    base, entries = read_whole_ledger(trained / "a")
+    base, entries = read_whole_ledger(trained / "a", 2)
     assert base.index == 0
     assert len(list((trained / "a").glob("ledger-*.log"))) >= 2, "the ledger was summed up several times"
     code, document = replayed(trained / "a", capsys)
@@ -115,7 +115,7 @@ def test_without_an_archive_it_begins_at_the_first_state_that_has_all_it_needs(
     assert main(["replay", str(trained / "b" / LEDGER_NAME)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("2 of 2 fragments begin later than Theta_0, fragment 0 at version ")
-    assert "the state of fragment 0 at version 0 is not here" in out
+    assert "; not here: the state of fragment 0 at version 0\n" in out
     assert "payload_archive = true" in out
     assert "final.safetensors holds the computed parameters" in out
 
@@ -168,6 +168,80 @@ def test_what_is_missing_is_named_with_what_to_do(copied: Path, capsys: pytest.C
     assert code == 6
     assert "lacks the payload of fragment 0 version 4" in error
     assert "payload_archive = true" in error
+
+
+def test_a_hole_is_named_with_its_end_and_it_begins_behind_it(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    remove_payloads(copied, 0, (4, 5, 6, 8))
+    code, document = replayed(copied, capsys)
+    assert (code, document["agrees"], document["final_agrees"]) == (0, True, True)
+    with_hole, whole = document["fragments"]
+    assert with_hole["from_version"] >= 8
+    assert with_hole["lack"] == "the payload of fragment 0 version 4, and all up to version 6"
+    assert (whole["from_version"], whole["lack"]) == (0, "")
+    for path in (copied / "state").glob("f000-*"):
+        if not path.name.startswith("f000-v00000000"):
+            path.unlink()
+    code, error = replayed(copied, capsys)
+    assert code == 6
+    assert "lacks the payload of fragment 0 version 4, and all up to version 6: replay another" in error
+
+
+def remove_payloads(folder: Path, fragment: int, versions: Iterable[int]) -> None:
+    for version in versions:
+        (payload,) = (folder / "payloads").glob(f"f{fragment:03d}-v{version:08d}-*")
+        payload.unlink()
+
+
+def last_versions(folder: Path) -> dict[int, int]:
+    """Per fragment the last round in the folder's ledger."""
+    _, entries = read_whole_ledger(folder, 2)
+    return {one.body.fragment: one.body.version for one in entries if isinstance(one.body, RoundBody)}
+
+
+def unfinish(folder: Path) -> None:
+    """Forget the end of the run, as if it went on, and the states after the first one, as if none were written yet."""
+    store = RegionStore(folder)
+    recovered = store.load(2)
+    end = next(one.index for one in recovered.entries if isinstance(one.body, FinishedBody))
+    store.persist(recovered.term, recovered.voted_for, end, ())
+    store.close()
+    for path in (folder / "state").glob("f*"):
+        if "v00000000" not in path.name:
+            path.unlink()
+
+
+def test_while_a_run_goes_on_it_stops_at_the_payloads_that_are_here(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = last_versions(copied)
+    unfinish(copied)
+    remove_payloads(copied, 0, (last[0] - 1,))
+    code, document = replayed(copied, capsys)
+    assert (code, document["agrees"]) == (0, True)
+    assert [one["version"] for one in document["fragments"]] == [last[0] - 2, last[1]]
+    assert [one["from_version"] for one in document["fragments"]] == [0, 0]
+
+
+def test_rounds_that_a_daemon_adds_meanwhile_are_not_looked_for(
+    copied: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the run, and the payload of its last round, come while the payloads are listed."""
+    ends = [copied / LEDGER_NAME, copied / LEDGER_END_NAME]
+    ends += (copied / "payloads").glob(f"f000-v{last_versions(copied)[0]:08d}-*")
+    finished = {path: path.read_bytes() for path in ends}
+    unfinish(copied)
+    ends[-1].unlink()
+    real = RegionStore.load
+
+    def load(store: RegionStore, fragments: int) -> Recovered:
+        recovered = real(store, fragments)
+        for path, data in finished.items():
+            path.write_bytes(data)
+        return recovered
+
+    monkeypatch.setattr(RegionStore, "load", load)
+    code, document = replayed(copied, capsys)
+    assert (code, document["agrees"], document["final_agrees"]) == (0, True, None)
 
 
 def test_a_damaged_payload_is_named_and_stays_where_it_is(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,7 @@ class LogScenario:
             assert store.set_aside == []
             assert log_of(recovered) in (note.told, *note.maybe)
             assert not note.disk or recovered.disk == note.disk
-            base, entries = read_whole_ledger(region_folder(root))
+            base, entries = read_whole_ledger(region_folder(root), FRAGMENTS)
             assert (base, entries[recovered.base.index :]) == (NO_BASE, recovered.entries)
             last = recovered.entries[-1] if recovered.entries else recovered.base
             more = seal(last.index + 1, 9, last.hash, LeaderBody("more"))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import pytest
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
-from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, LeaderBody, LedgerBase, Recovered
+from diloco_node.core.ledger.summary import RunSummary, encode_summary
+from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, GenesisBody, LeaderBody, LedgerBase, Recovered
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.storage import durable, ledger_files
 from diloco_node.storage import store as store_module
@@ -27,7 +29,7 @@ from diloco_node.storage.durable import replace_file
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.tensor_files import DamagedFile
+from diloco_node.storage.tensor_files import DamagedFile, TensorHeader
 
 FRAGMENTS = 2
 DIGEST = bytes(range(32))
@@ -650,29 +652,200 @@ def test_an_archive_keeps_payloads_first_states_and_the_whole_ledger(folder: Pat
     store.persist(1, "a", 0, entries[5:7], base_of(entries[2]))
     store.persist(1, "a", 0, entries[7:10])
     store.persist(1, "a", 0, entries[10:], base_of(entries[8]))
-    assert read_whole_ledger(folder) == (NO_BASE, entries)
+    assert read_whole_ledger(folder, FRAGMENTS) == (NO_BASE, entries)
     store.persist(1, "a", 0, (), base_of(chain(20)[-1]))
     store.close()
-    assert read_whole_ledger(folder) == (base_of(chain(20)[-1]), ()), "behind a gap nothing can be said"
+    assert read_whole_ledger(folder, FRAGMENTS) == (base_of(chain(20)[-1]), ()), "behind a gap nothing can be said"
 
 
-def test_a_kept_ledger_of_another_run_is_refused(folder: Path, tmp_path: Path) -> None:
-    for path, name in ((folder, "a"), (tmp_path / "other", "b")):
-        store = RegionStore(path, is_archive=True)
-        store.load(FRAGMENTS)
-        entries = chain(9, name=name)
-        store.persist(1, "a", 0, entries[:7])
-        store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
+def archive(folder: Path) -> RegionStore:
+    store = RegionStore(folder, is_archive=True)
+    store.load(FRAGMENTS)
+    return store
+
+
+def test_an_archive_that_begins_again_keeps_its_first_ledger(folder: Path) -> None:
+    entries = chain(20)
+    store = archive(folder)
+    store.persist(1, "a", 0, entries[:12])
+    store.persist(1, "a", 0, entries[12:], base_of(entries[7]))
+    store.close()
+    flip(folder / LEDGER_NAME, 800)
+    store = archive(folder)
+    assert "damaged" in store.lost
+    store.persist(1, "a", 0, (), base_of(entries[9]))
+    store.persist(1, "a", 0, entries[10:])
+    assert read_whole_ledger(folder, FRAGMENTS) == (NO_BASE, entries)
+    store.persist(1, "a", 0, (), base_of(entries[14]))
+    store.close()
+    assert read_whole_ledger(folder, FRAGMENTS) == (NO_BASE, entries)
+
+
+@pytest.mark.parametrize("is_started_again", [False, True])
+def test_an_archive_whose_new_ledger_was_not_synced_keeps_the_old_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_started_again: bool
+) -> None:
+    entries = chain(9)
+    store = archive(folder)
+    store.persist(1, "a", 0, entries[:7])
+    synced = []
+
+    def sync_first_only(path: Path) -> None:
+        synced.append(path)
+        if len(synced) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_files, "sync_folder", sync_first_only)
+        with pytest.raises(StorageError, match="reports an error"):
+            store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
+    if is_started_again:
         store.close()
-    kept = "ledger-000000000000.log"
-    shutil.copy(tmp_path / "other" / kept, folder / kept)
-    with pytest.raises(StorageError, match="of another run"):
-        read_whole_ledger(folder)
+        store = archive(folder)
+    else:
+        store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
+    store.persist(1, "a", 0, (), base_of(entries[5]))
+    store.close()
+    assert read_whole_ledger(folder, FRAGMENTS) == (NO_BASE, entries)
+    assert len(list(folder.glob("ledger-*.log"))) == 2
+
+
+def summed_up(genesis: GenesisBody) -> bytes:
+    zeros = (0,) * FRAGMENTS
+    return encode_summary(RunSummary((genesis,), (), zeros, zeros, (), zeros, zeros, (), (), (), (), zeros, 0, ()))
+
+
+@pytest.mark.parametrize("run", ["mine", "another"])
+def test_a_kept_ledger_that_ends_otherwise_is_a_gap_and_one_of_another_run_refused(folder: Path, run: str) -> None:
+    genesis = GenesisBody("mine", "m", "s", ("a",), (bytes(32),) * FRAGMENTS, (bytes(16),))
+    common = (seal(1, 1, ZERO_HASH, genesis),)
+    store = archive(folder)
+    store.persist(1, "a", 0, chain(9, after=common, name="own"))
+    entries = chain(9, term=2, after=common, name="committed")
+    base = base_of(entries[4], summed_up(replace(genesis, run_id=run)))
+    store.persist(2, "a", 2, (), base)
+    store.persist(2, "a", 0, entries[5:])
+    store.close()
+    if run == "mine":
+        assert read_whole_ledger(folder, FRAGMENTS) == (base, entries[5:])
+    else:
+        with pytest.raises(StorageError, match="of another run"):
+            read_whole_ledger(folder, FRAGMENTS)
+
+
+def test_an_archive_lists_its_payloads_once_and_reads_those_that_recovery_may_need(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = archive(folder)
+    theta = np.zeros(3, np.float32)
+    for version in range(25):
+        if version % 8 == 0:
+            store.store_state(0, version, theta, theta, b"d" * 16)
+        if version:
+            store.store_payload(0, version, digest_of(b"x"), [b"x"])
+    listed, read = [], []
+    real_glob, real_header = Path.glob, store_module.tensor_files.read_header
+
+    def glob(path: Path, pattern: str) -> Iterator[Path]:
+        listed.append((path.name, pattern))
+        return real_glob(path, pattern)
+
+    def read_header(path: Path) -> TensorHeader:
+        read.append(path.name)
+        return real_header(path)
+
+    monkeypatch.setattr(Path, "glob", glob)
+    monkeypatch.setattr(store_module.tensor_files, "read_header", read_header)
+    store.prune(0, 20)
+    assert [name for name, _ in listed] == ["state"]
+    store.close()
+    recovered = load_archive(folder)
+    assert [name for name, pattern in listed if pattern == "f*.bin"] == ["state", "state", "payloads"]
+    assert {version for _, version, _ in recovered.payloads} == set(range(16, 25))
+    assert len(read) == 1 + len(recovered.payloads)
+    damaged = [folder / "state" / f"f000-v{version:08d}.bin" for version in (16, 24)]
+    for path in damaged:
+        flip(path, 4)
+    assert {version for _, version, _ in load_archive(folder).payloads} == set(range(1, 25)), "Theta_0 needs them all"
+
+
+def load_archive(folder: Path) -> Recovered:
+    store = RegionStore(folder, is_archive=True)
+    try:
+        return store.load(FRAGMENTS)
+    finally:
+        store.close()
+
+
+def test_who_only_reads_passes_over_a_payload_that_is_pruned_meanwhile(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theta = np.zeros(3, np.float32)
+    store.store_state(0, 8, theta, theta, b"d" * 16)
+    for version in (7, 8, 9, 10):
+        store.store_payload(0, version, digest_of(b"x"), [b"x"])
+    real = store_module.tensor_files.read_header
+
+    def pruned(path: Path) -> TensorHeader:
+        if "v00000007" in path.name or "v00000009" in path.name:
+            path.unlink()
+        return real(path)
+
+    monkeypatch.setattr(store_module.tensor_files, "read_header", pruned)
+    recovered = RegionStore(folder, is_read_only=True).load(FRAGMENTS)
+    assert {version for _, version, _ in recovered.payloads} == {8, 10}
+
+
+@pytest.mark.parametrize("is_archive", [False, True])
+def test_who_only_reads_finds_a_ledger_that_was_cut_and_an_older_vote(folder: Path, is_archive: bool) -> None:
+    store = RegionStore(folder, is_archive=is_archive)
+    store.load(FRAGMENTS)
+    entries = chain(3) + chain(1, term=2, after=chain(3))[3:]
+    store.persist(1, "a", 0, entries[:1])
+    store.persist(1, "a", 0, entries[1:2])
+    store.persist(1, "a", 0, entries[2:3], base_of(entries[0]))
+    before = {name: (folder / name).read_bytes() for name in (LEDGER_NAME, VOTE_NAME)}
+    store.persist(2, "a", 0, entries[3:])
+    store.close()
+    after = {name: (folder / name).read_bytes() for name in before}
+    reader = RegionStore(folder, is_read_only=True)
+    assert reader.load(FRAGMENTS).entries == entries[1:]
+    for name, said in ((LEDGER_NAME, "3 frames were durable, 2 are there"), (VOTE_NAME, "older copy")):
+        (folder / name).write_bytes(before[name])
+        with pytest.raises(StorageError, match=said):
+            RegionStore(folder, is_read_only=True).load(FRAGMENTS)
+        (folder / name).write_bytes(after[name])
+    assert read_whole_ledger(folder, FRAGMENTS)[1] == (entries if is_archive else entries[1:])
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("is_summed_up", [False, True])
+def test_a_ledger_that_is_written_while_it_is_read_is_whole(
+    folder: Path, store: RegionStore, monkeypatch: pytest.MonkeyPatch, is_before: bool, is_summed_up: bool
+) -> None:
+    """The write lies between opening the file and reading it, before or after `ledger.end` is read."""
+    entries = chain(9)
+    store.persist(1, "a", 0, entries[:7])
+    real = ledger_files.LedgerFile._durable_frames
+    base = base_of(entries[3]) if is_summed_up else None
+
+    def durable(file: ledger_files.LedgerFile) -> int:
+        monkeypatch.setattr(ledger_files.LedgerFile, "_durable_frames", real)
+        number = real(file)
+        store.persist(2, "a", 0, chain(2, term=2, after=entries[:7])[7:], base)
+        return real(file) if is_before else number
+
+    monkeypatch.setattr(ledger_files.LedgerFile, "_durable_frames", durable)
+    recovered = RegionStore(folder, is_read_only=True).load(FRAGMENTS)
+    assert recovered.term == 2
+    assert recovered.base == NO_BASE
+    assert len(recovered.entries) == (7 if is_summed_up else 9)
 
 
 def test_who_only_reads_changes_nothing_and_takes_no_lock(folder: Path, store: RegionStore) -> None:
     entries = chain(4)
     store.persist(1, "a", 0, entries[:2])
+    noted = (folder / LEDGER_END_NAME).read_bytes()
     store.persist(1, "a", 0, entries[2:])
     values = np.arange(10, dtype=np.float32)
     for version in (1, 2):
@@ -681,6 +854,7 @@ def test_who_only_reads_changes_nothing_and_takes_no_lock(folder: Path, store: R
     damaged.write_bytes(damaged.read_bytes()[:-1])
     whole = (folder / LEDGER_NAME).read_bytes()
     (folder / LEDGER_NAME).write_bytes(whole[:-1])
+    (folder / LEDGER_END_NAME).write_bytes(noted)  # a daemon is writing the second frame
     (folder / "x.tmp").write_bytes(b"being written")
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     reader = RegionStore(folder, is_read_only=True)
@@ -689,10 +863,13 @@ def test_who_only_reads_changes_nothing_and_takes_no_lock(folder: Path, store: R
     with pytest.raises(DamagedFile):
         reader.read_state(0, 2)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (folder / VOTE_NAME).unlink()
+    with pytest.raises(StorageError, match=r"vote\.bin"):
+        RegionStore(folder, is_read_only=True).load(FRAGMENTS)
     (folder / LEDGER_NAME).unlink()
     with pytest.raises(StorageError, match=r"ledger\.log"):
         RegionStore(folder, is_read_only=True).load(FRAGMENTS)
-    with pytest.raises(StorageError, match=r"vote\.bin"):
+    with pytest.raises(StorageError, match=r"ledger\.log"):
         RegionStore(folder.parent, is_read_only=True).load(FRAGMENTS)
     assert not (folder.parent / "state").exists()
 
@@ -1103,7 +1280,7 @@ def test_a_refused_sum_is_written_when_the_disk_takes_it(
                 store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     store.persist(1, "a", 0, entries[7:], base_of(entries[3]))
     assert load_again(store, folder) == (base_of(entries[3]), entries[4:])
-    assert read_whole_ledger(folder)[1] == (entries if is_archive else entries[4:])
+    assert read_whole_ledger(folder, FRAGMENTS)[1] == (entries if is_archive else entries[4:])
 
 
 def failing(number: int) -> Callable[..., None]:
