@@ -1,4 +1,4 @@
-"""cli/demo/processes.py: the ports that a command picks for its regions."""
+"""cli/demo/processes.py: the ports that a command picks for its regions, and its order to finish."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.cli.demo import processes
-from diloco_node.cli.demo.processes import EPHEMERAL_PORTS, PORT_MIN, free_ports
+from diloco_node.cli.demo.processes import EPHEMERAL_PORTS, PORT_MIN, RegionProcess, free_ports, order_finish
 
 COUNT = 200
 
@@ -55,3 +55,35 @@ def test_where_there_are_none_the_kernel_chooses(tmp_path: Path, monkeypatch: py
         assert len(set(free_ports(5))) == 5
     monkeypatch.setattr(processes, "EPHEMERAL_PORTS", tmp_path / "missing")
     assert min(free_ports(3)) > 0
+
+
+class RefusingRegion(RegionProcess):
+    """Takes the order to finish when it is given for the `takes`-th time."""
+
+    def __init__(self, takes: int) -> None:
+        super().__init__("a", 0, Path())
+        self.takes, self.orders = takes, 0
+
+    async def finish(self) -> bool:
+        self.orders += 1
+        return self.orders >= self.takes
+
+
+async def test_the_order_to_finish_is_given_until_one_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "ORDER_POLL_S", 0.001)
+    regions = [RefusingRegion(3), RefusingRegion(5)]
+    await order_finish(regions, limit_s=60)
+    assert [region.orders for region in regions] == [3, 3]
+
+
+async def test_the_order_to_finish_has_a_pause_between_two_tries_and_a_limit() -> None:
+    region = RefusingRegion(10**9)
+    with pytest.raises(TimeoutError):
+        await order_finish([region], limit_s=0.05)
+    assert region.orders == 1
+
+
+async def test_the_order_to_finish_can_be_given_up() -> None:
+    region = RefusingRegion(10**9)
+    await order_finish([region], limit_s=60, is_given_up=lambda: region.orders > 0)
+    assert region.orders == 1
