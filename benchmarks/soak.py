@@ -36,7 +36,7 @@ from soak_slopes import Slope, slope
 
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
-from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.cli.demo.processes import RegionProcess, order_finish
 from diloco_node.cli.demo.report import build_report
 from diloco_node.cli.demo.run import Demo
 
@@ -158,7 +158,7 @@ class Soak:
                 await region.start(self._folder / "run.toml")
             await self._until(lambda: all(_steps(region) > 0 for region in self._regions.values()), START_S)
             await self._storm()
-            await self._order_end()
+            await order_finish(list(self._regions.values()), limit_s=FINISH_S)
             await self._until(lambda: all(region.has_exited for region in self._regions.values()), FINISH_S)
         finally:
             await asyncio.gather(*(region.stop() for region in self._regions.values()))
@@ -171,13 +171,6 @@ class Soak:
             "run": {key: report[key] for key in kept},
             "rows": [{**asdict(row), "verdict": row.slope.verdict} for row in judge(self.samples)],
         }
-
-    async def _order_end(self) -> None:
-        """A daemon that was just killed takes no order; one of the others does, or all are asked again."""
-        deadline_s = time.monotonic() + FINISH_S
-        while not any([await region.finish() for region in self._regions.values()]):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"no region takes an order; see the logs in {self._folder}")
 
     async def _storm(self) -> None:
         seconds, started_s = 60 * self._options.minutes, time.monotonic()
@@ -280,13 +273,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         report = asyncio.run(Soak(options, Path(folder) / "run").run())
+    run = report["run"]
+    code = 0 if run["equal_digests"] and run["tokens"]["balanced"] else 1
     if options.json:
         print(json.dumps(report))
-        return 0
-    run = report["run"]
+        return code
     print(f"{len(report['kills'])} kills, {run['rounds_committed']} rounds, equal digests: {run['equal_digests']}")
+    for fault in run["tokens"]["faults"]:
+        print(f"the account has a fault: {fault}")
     print(table(report["rows"]))
-    return 0
+    return code
 
 
 if __name__ == "__main__":
