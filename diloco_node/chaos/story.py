@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice, pairwise
 from statistics import median
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from diloco_node.chaos.executor import StruckFault
 from diloco_node.chaos.plan import VICTIMS
@@ -20,8 +20,6 @@ from diloco_node.core.types import Entry, RoundBody
 from diloco_node.numeric import NS_PER_S
 
 MINUTE_NS: Final = 60 * NS_PER_S
-
-Time = TypeVar("Time", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +169,12 @@ def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
         if 0 < one.at_ns <= end_ns and one.rounds > rounds:
             times.append(one.at_ns)
             rounds = one.rounds
-    return longest_gap(times, 0, end_ns)
+    return int(longest_gap(times, 0, end_ns))
 
 
-def longest_gap(times: Sequence[Time], begin: Time, end: Time) -> Time:
+def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
     """The longest time within a window without any of these times, which lie in it and in order."""
-    marks: list[Time] = [begin, *times, end]
-    return max(later - sooner for sooner, later in pairwise(marks))
+    return max(later - sooner for sooner, later in pairwise([begin, *times, end]))
 
 
 def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, float]]:
