@@ -185,10 +185,8 @@ class Demo:
             sync_every=SYNC_EVERY,
             data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
         )
-        program, env = (
-            ("-m", "diloco_node.cli.demo.region"),
-            {FAULTS_VARIABLE: str((self.folder / FAULTS_FOLDER).resolve())},
-        )
+        program = ("-m", "diloco_node.cli.demo.region")
+        env = {FAULTS_VARIABLE: str((self.folder / FAULTS_FOLDER).resolve())}
         for index, name in enumerate(self.names):
             place = self.wan.place(name) if self.wan is not None else None
             host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")

@@ -87,3 +87,12 @@ async def test_the_order_to_finish_can_be_given_up() -> None:
     region = RefusingRegion(10**9)
     await order_finish([region], limit_s=60, is_given_up=lambda: region.orders > 0)
     assert region.orders == 1
+
+
+async def test_a_region_is_started_with_its_program_environment_and_settings(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['SHOWN'], *sys.argv[1:])"
+    region = RegionProcess("a", 0, tmp_path / "a", program=("-c", code), env={"SHOWN": "yes"}, settings=("x.y=1",))
+    await region.start(tmp_path / "run.toml", ["train"])
+    assert region.process is not None
+    assert await region.process.wait() == 0
+    assert region.last_lines() == f"yes start --region a --config {tmp_path / 'run.toml'} --set x.y=1 -- train"

@@ -8,11 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from diloco_node.chaos.fault_files import FAULTS_VARIABLE
+from diloco_node.chaos.processes import DemoFile
+from diloco_node.cli.demo import region as demo_region
 from diloco_node.cli.demo import run as run_module
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
 from diloco_node.cli.demo.run import Demo
 from diloco_node.errors import DilocoError, StorageError
+from diloco_node.unix_sockets import Process
+
+NOBODY = Process(2, 1, "")
 
 
 @pytest.fixture
@@ -71,3 +77,11 @@ async def test_what_goes_on_beside_the_training_ends_with_it(demo: Demo) -> None
     async with demo._beside(asyncio.sleep(600), "storm"):  # type: ignore[arg-type]
         await asyncio.sleep(0)
     assert [task.cancelled() for task in demo._tasks] == [True]
+
+
+def test_every_region_of_a_demo_looks_for_faults_in_its_folder(demo: Demo) -> None:
+    demo._prepare()
+    assert [region.name for region in demo.regions] == demo.names
+    for region in demo.regions:
+        assert region.program == ("-m", demo_region.__name__)
+        assert region.env == {FAULTS_VARIABLE: str(DemoFile(demo.folder, NOBODY).faults.resolve())}
