@@ -161,3 +161,22 @@ async def test_every_region_is_cleared_also_when_the_file_can_not_be_written(
         with pytest.raises(StorageError, match="no room"):
             await keeper.stop()
     assert not any(left_behind(region.state_dir) for region in keeper.regions)
+
+
+async def test_every_region_is_stopped_before_the_first_error_is_raised(
+    keeper: RegionKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, stop = region_of(keeper, 1), MadeUpRegion.stop
+    (other.state_dir / "code").write_text("0")
+
+    async def stop_or_not(region: MadeUpRegion) -> None:
+        if region.name == "a":
+            raise DilocoError("a does not end")
+        await stop(region)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MadeUpRegion, "stop", stop_or_not)
+        with pytest.raises(DilocoError, match="a does not end"):
+            await keeper.stop()
+    assert other.has_exited
+    assert not left_behind(other.state_dir)

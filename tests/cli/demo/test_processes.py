@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,16 @@ async def test_a_region_is_started_with_its_program_environment_and_settings(tmp
     assert region.process is not None
     assert await region.process.wait() == 0
     assert region.last_lines() == f"yes start --region a --config {tmp_path / 'run.toml'} --set x.y=1 -- train"
+
+
+async def test_who_does_not_answer_any_more_keeps_only_what_it_last_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[dict[str, object]] = [{"step": 5}, {"error": "refused"}]
+    monkeypatch.setattr(processes, "ask", lambda _: answers.pop(0))
+    region = RegionProcess("a", 0, tmp_path)
+    began_s = time.monotonic()
+    assert await region.poll() == {"step": 5}
+    assert region.answered_s >= began_s
+    assert await region.poll() == {"step": 5}
+    assert region.answered_s == -math.inf
