@@ -6,7 +6,7 @@ One run: four daemons and learners on this machine. For each attack the rounds a
 then for as long while it goes on. The clients (`http2_attacks`) have the certificate of one region, and attack the
 leader's port; with `--strangers` they have none. `kept` is rounds per second with the attack over those before it,
 `kept per step` the same per inner step: what a busy machine slows down, it slows down on both sides. `memory` is what
-the attacked daemon took more while it lasted.
+the attacked daemon took more while it lasted, or that it died.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from gray import GrayRun, longest_gap, prepared, rate, rounds_per_step
+from gray import GrayRun, longest_gap_s, prepared, rate, rounds_per_step
 from http2_attacks import ATTACKS, Attack, attacking
 
 NAMES = [attack.name for attack in ATTACKS]
@@ -37,9 +37,13 @@ def target_of(run: GrayRun) -> tuple[str, int]:
     return leader, int(address.rpartition(":")[2])
 
 
-def memory_bytes(pid: int) -> int:
-    """What a process has resident."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def memory_bytes(pid: int) -> int | None:
+    """What a process has resident; None if it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") or None  # a process that waits to be reaped has none
 
 
 async def measure(run: GrayRun, attack: Attack, options: argparse.Namespace) -> dict[str, Any]:
@@ -47,13 +51,13 @@ async def measure(run: GrayRun, attack: Attack, options: argparse.Namespace) -> 
     target, port = target_of(run)
     run.victim = next(name for name in sorted(run.regions) if name != target)  # whose key was taken
     identity = None if options.strangers else run.folder / "certs" / run.victim
-    daemon = run.regions[target].status["pids"]["daemon"]
     before = await run.watch(options.seconds)
+    daemon = run.regions[target].status["pids"]["daemon"]
     memory = memory_bytes(daemon)
     async with attacking(attack, port, identity) as progress:
         await asyncio.sleep(SETTLE_S)
         during = await run.watch(options.seconds)
-        grown = memory_bytes(daemon) - memory
+        memory_then = memory_bytes(daemon)
     rates = [rate(run.samples, *one) for one in (before, during)]
     per_step = [rounds_per_step(run.samples, *one) for one in (before, during)]
     return {
@@ -61,8 +65,9 @@ async def measure(run: GrayRun, attack: Attack, options: argparse.Namespace) -> 
         "during_per_s": rates[1],
         "kept": rates[1] / rates[0] if rates[0] else None,
         "kept_per_step": per_step[1] / per_step[0] if per_step[0] else None,
-        "longest_gap_s": longest_gap(run.samples, *during),
-        "memory_bytes": grown,
+        "longest_gap_s": longest_gap_s(run.samples, *during),
+        "memory_bytes": memory_then - memory if memory_then is not None and memory is not None else None,
+        "daemon_died": memory_then is None,
         "connections": progress.connected,
         "closed": progress.closed,
         "sent_bytes": progress.sent_bytes,
@@ -73,9 +78,12 @@ async def measure(run: GrayRun, attack: Attack, options: argparse.Namespace) -> 
 def line(name: str, one: dict[str, Any]) -> str:
     """A row of the table for people."""
     shown = [f"{one[key]:.0%}" if one[key] is not None else "-" for key in ("kept", "kept_per_step")]
+    grown = (
+        "died" if one["daemon_died"] else "-" if one["memory_bytes"] is None else f"{one['memory_bytes'] / 2**20:.1f}"
+    )
     return (
         f"{name:<20} {one['before_per_s']:>8.2f} {one['during_per_s']:>8.2f} {shown[0]:>6} {shown[1]:>13} "
-        f"{one['longest_gap_s']:>6.1f} {one['memory_bytes'] / 2**20:>8.1f} {one['connections']:>11} {one['load']:>6.1f}"
+        f"{one['longest_gap_s']:>6.1f} {grown:>8} {one['connections']:>11} {one['load']:>6.1f}"
     )
 
 

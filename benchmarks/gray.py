@@ -41,13 +41,15 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gray_region import BULK_VARIABLE, FAULTS, FAULTS_VARIABLE
 from gray_relay import Relays
 
-from diloco_node.cli.demo.processes import RegionProcess, free_ports
+from diloco_node.chaos.story import longest_gap
+from diloco_node.cli.demo.processes import RegionProcess, free_ports, order_finish
 from diloco_node.cli.demo.run import NAMES
 from diloco_node.transport.certs import init_run
 from diloco_node.wan import namespaces
@@ -108,15 +110,10 @@ def rounds_per_step(samples: Sequence[Sample], from_s: float, to_s: float) -> fl
     return (inside[-1].rounds - inside[0].rounds) / steps if steps > 0 else 0.0
 
 
-def longest_gap(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
-    """The longest time in which no round was committed, in seconds."""
-    longest, since_s, rounds = 0.0, from_s, -1
-    for one in samples:
-        if from_s <= one.at_s <= to_s:
-            longest = max(longest, one.at_s - since_s)
-            if one.rounds > rounds:
-                since_s, rounds = one.at_s, one.rounds
-    return longest
+def longest_gap_s(samples: Sequence[Sample], from_s: float, to_s: float) -> float:
+    """The longest time in which no round was committed."""
+    inside = [one for one in samples if from_s <= one.at_s <= to_s]
+    return longest_gap([one.at_s for before, one in pairwise(inside) if one.rounds > before.rounds], from_s, to_s)
 
 
 @dataclass
@@ -148,7 +145,7 @@ class GrayRun:
             addresses[name] = (host, port)
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
             namespace = places[name].namespace if is_placed else ""
-            self.regions[name] = RegionProcess(name, admin_port, self.folder / name, namespace)
+            self.regions[name] = RegionProcess(name, admin_port, self.folder / name, namespace, (PROGRAM,))
         (self.folder / "run.toml").write_text(text)
         if self.arm in RELAYED:
             self.relays = Relays(addresses)
@@ -157,32 +154,14 @@ class GrayRun:
         """All regions; returns when all of them train and rounds are committed."""
         dialed = await self.relays.start() if self.relays is not None else {}
         for name, region in self.regions.items():
-            await self._start_region(region, dialed.get(name, {}))
+            faults = str(self.folder / "faults")
+            region.env = {FAULTS_VARIABLE: faults, BULK_VARIABLE: json.dumps(dialed.get(name, {}))}
+            await region.start(self.folder / "run.toml")
         await self._until("all train", lambda: all(_trains(one.status) for one in self.regions.values()))
         await self._until("rounds", lambda: min(_rounds(one.status) for one in self.regions.values()) >= 8)
         leader = next(one.status["leader"] for one in self.regions.values() if one.status.get("leader"))
         followers = [name for name in self.regions if name != leader]
         self.victim = leader if self.options.leader else followers[0]
-
-    async def _start_region(self, region: RegionProcess, dialed: dict[str, str]) -> None:
-        logs = region.state_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        with (logs / "start.log").open("ab") as output:
-            region.process = await asyncio.create_subprocess_exec(
-                *(("ip", "netns", "exec", region.namespace) if region.namespace else ()),
-                *(sys.executable, PROGRAM, "start", "--region", region.name),
-                *("--config", str(self.folder / "run.toml")),
-                stdout=output,
-                stderr=output,
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    FAULTS_VARIABLE: str(self.folder / "faults"),
-                    BULK_VARIABLE: json.dumps(dialed),
-                    "PYTHONUNBUFFERED": "1",
-                },
-            )
 
     async def _poll(self) -> None:
         await asyncio.gather(*(region.poll() for region in self.regions.values()))
@@ -256,7 +235,7 @@ class GrayRun:
             "before_per_s": rate(self.samples, *before),
             "first_per_s": rate(self.samples, began_s, during[0]),
             "during_per_s": rate(self.samples, *during),
-            "longest_gap_s": longest_gap(self.samples, began_s, during[1]),
+            "longest_gap_s": longest_gap_s(self.samples, began_s, during[1]),
             "waits": [text for text, _ in self.reasons.most_common(3)],
         }
         healthy = rounds_per_step(self.samples, *before)
@@ -271,8 +250,8 @@ class GrayRun:
         """End the run in order; whether all regions hold the same bytes then."""
         deadline_s = time.monotonic() + WAIT_S
         first = next(region for name, region in self.regions.items() if name != self.victim)
-        while time.monotonic() < deadline_s and not (await first.finish() or first.has_exited):
-            pass
+        with contextlib.suppress(TimeoutError):
+            await order_finish([first], limit_s=WAIT_S, is_given_up=lambda: first.has_exited)
         codes = []
         for region in self.regions.values():
             assert region.process is not None

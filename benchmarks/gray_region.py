@@ -21,7 +21,6 @@ hold them up.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from diloco_node.chaos.daemon_faults import install_disk
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 
@@ -49,19 +49,9 @@ def main(arguments: list[str]) -> int:
 
         install(Path(os.environ[FAULTS_VARIABLE]) / NodeSpec.load(Path(arguments[1])).region)
         return run_daemon(arguments[1:])
-    from diloco_node.cli import start
-    from diloco_node.cli.main import main as run_command
+    from diloco_node.cli.demo.region import run_start
 
-    prepare = start.prepare
-
-    def prepare_with_faults(*given: Any) -> Any:
-        spec = prepare(*given)
-        spec.daemon_command[1:3] = [str(Path(__file__).resolve()), "daemon"]
-        return spec
-
-    start.prepare = prepare_with_faults
-    sys.argv[1:] = arguments
-    return run_command() or 0
+    return run_start(arguments, (str(Path(__file__).resolve()), "daemon"))
 
 
 def install(file: Path) -> None:
@@ -73,9 +63,16 @@ def install(file: Path) -> None:
         except FileNotFoundError:
             return ""
 
+    def is_failing() -> bool:
+        """Asked before each sync; a slow one waits here."""
+        now = fault()
+        if now == "slow_fsync":
+            time.sleep(SLOW_SYNC_S)
+        return now == "fsync"
+
     _install_sending(fault)
     _install_reducing(fault)
-    _install_disk(fault)
+    install_disk(is_failing)
     _install_relays(json.loads(os.environ.get(BULK_VARIABLE, "{}")))
 
 
@@ -112,23 +109,6 @@ def _install_reducing(fault: Callable[[], str]) -> None:
         return done, encoded, residual
 
     stripe_effects.reduce_stripe = reduce_or_not
-
-
-def _install_disk(fault: Callable[[], str]) -> None:
-    for name in ("fsync", "fdatasync"):
-        _install_sync(name, getattr(os, name), fault)
-
-
-def _install_sync(name: str, sync: Callable[[int], None], fault: Callable[[], str]) -> None:
-    def sync_or_not(descriptor: int) -> None:
-        now = fault()
-        if now == "fsync":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        if now == "slow_fsync":
-            time.sleep(SLOW_SYNC_S)
-        sync(descriptor)
-
-    setattr(os, name, sync_or_not)
 
 
 def _install_relays(relays: dict[str, str]) -> None:

@@ -104,15 +104,19 @@ def main() -> int:
     parser.add_argument("--preload", default="on,off", help="which to run [on,off]")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args()
+    models, preloads = arguments.models.split(","), arguments.preload.split(",")
+    for option, given, known in (("--models", models, [*MODELS]), ("--preload", preloads, ["on", "off"])):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"{option} has no {unknown[0]!r}: {', '.join(known)}")
     result: dict[str, Any] = {"cpus": os.cpu_count(), "kills": arguments.kills, "seconds": arguments.seconds}
     code = 0
-    for name in arguments.models.split(","):
+    for name in models:
         model = MODELS[name]
         if model.needs and importlib.util.find_spec(model.needs) is None:
             sys.stderr.write(f"{name} is NOT measured: pip install {model.needs}\n")
             code = 1
             continue
-        for preload in arguments.preload.split(","):
+        for preload in preloads:
             arm = asyncio.run(measure(model, arguments.kills, arguments.seconds, is_preloading=preload == "on"))
             result[f"{name}_{preload}"] = arm
             if not arguments.json:

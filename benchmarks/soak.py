@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import json
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -34,11 +33,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from soak_slopes import Slope, slope
 
+from diloco_node.chaos.plan import PlannedFault, storm
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
-from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.cli.demo.processes import RegionProcess, order_finish
 from diloco_node.cli.demo.report import build_report
 from diloco_node.cli.demo.run import Demo
+from diloco_node.numeric import NS_PER_S
 
 SAMPLE_S: Final = 5.0
 WARM_UP_S: Final = 60.0
@@ -49,15 +50,6 @@ START_S: Final = 240.0
 FINISH_S: Final = 240.0
 SUMMARY_ENTRIES: Final = 64
 VICTIMS: Final = ("daemon", "learner")
-
-
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """One of the plan: so long after all regions train."""
-
-    at_s: float
-    region: str
-    role: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +72,6 @@ class Row:
     figure: str
     life: str
     slope: Slope
-
-
-def plan_kills(seed: int, *, regions: Sequence[str], seconds: float, every_s: float) -> list[Kill]:
-    """Kills at exponential distances, each of a region and role drawn evenly."""
-    rng = random.Random(seed)
-    plan, at_s = [], rng.expovariate(1 / every_s)
-    while at_s < seconds:
-        plan.append(Kill(at_s, rng.choice(list(regions)), rng.choice(VICTIMS)))
-        at_s += rng.expovariate(1 / every_s)
-    return plan
 
 
 def read_process(pid: int) -> tuple[str, dict[str, float]] | None:
@@ -147,7 +129,7 @@ class Soak:
         config.write_text(text)
         self._regions = {region.name: region for region in self._demo.regions}
         self.samples: list[Sample] = []
-        self.kills: list[Kill] = []
+        self.kills: list[PlannedFault] = []
 
     async def run(self) -> dict[str, Any]:
         """The report."""
@@ -158,7 +140,7 @@ class Soak:
                 await region.start(self._folder / "run.toml")
             await self._until(lambda: all(_steps(region) > 0 for region in self._regions.values()), START_S)
             await self._storm()
-            await self._order_end()
+            await order_finish(list(self._regions.values()), limit_s=FINISH_S)
             await self._until(lambda: all(region.has_exited for region in self._regions.values()), FINISH_S)
         finally:
             await asyncio.gather(*(region.stop() for region in self._regions.values()))
@@ -166,30 +148,25 @@ class Soak:
         kept = ("rounds_committed", "tokens", "equal_digests", "val_loss_global")
         return {
             "minutes": self._options.minutes,
-            "kills": [asdict(kill) for kill in self.kills],
+            "kills": [{"at_seconds": one.at_ns / NS_PER_S, "target": str(one.target)} for one in self.kills],
             "samples": len(self.samples),
             "run": {key: report[key] for key in kept},
             "rows": [{**asdict(row), "verdict": row.slope.verdict} for row in judge(self.samples)],
         }
 
-    async def _order_end(self) -> None:
-        """A daemon that was just killed takes no order; one of the others does, or all are asked again."""
-        deadline_s = time.monotonic() + FINISH_S
-        while not any([await region.finish() for region in self._regions.values()]):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"no region takes an order; see the logs in {self._folder}")
-
     async def _storm(self) -> None:
         seconds, started_s = 60 * self._options.minutes, time.monotonic()
-        plan = plan_kills(self._options.seed, regions=self._demo.names, seconds=seconds, every_s=self._options.every)
+        end_ns, mtbf_ns = int(seconds * NS_PER_S), int(self._options.every * NS_PER_S)
+        drawn = storm(self._demo.names, seed=self._options.seed, mtbf_ns=mtbf_ns, end_ns=end_ns, victims=VICTIMS)
+        plan = list(drawn.faults)
         next_sample_s = 0.0
         while (at_s := time.monotonic() - started_s) < seconds:
-            while plan and plan[0].at_s <= at_s:
+            while plan and plan[0].at_ns / NS_PER_S <= at_s:
                 self._kill(plan.pop(0))
             if at_s >= next_sample_s:
                 next_sample_s += SAMPLE_S
                 await self._sample(at_s)
-            due_s = min([next_sample_s, *(kill.at_s for kill in plan[:1])])
+            due_s = min([next_sample_s, *(kill.at_ns / NS_PER_S for kill in plan[:1])])
             await asyncio.sleep(max(0.05, min(due_s, seconds) - (time.monotonic() - started_s)))
 
     async def _sample(self, at_s: float) -> None:
@@ -209,10 +186,10 @@ class Soak:
                     with self._options.samples.open("a") as file:
                         file.write(json.dumps(asdict(self.samples[-1])) + "\n")
 
-    def _kill(self, kill: Kill) -> None:
+    def _kill(self, kill: PlannedFault) -> None:
         """Only what a supervisor started that was started here; who is gone already is not killed."""
-        region = self._regions[kill.region]
-        for pid in [pid for pid, role in _roles(region).items() if role == kill.role]:
+        region = self._regions[kill.target.region]
+        for pid in [pid for pid, role in _roles(region).items() if role == kill.target.part]:
             os.kill(pid, signal.SIGKILL)
             self.kills.append(kill)
 
@@ -280,13 +257,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         report = asyncio.run(Soak(options, Path(folder) / "run").run())
+    run = report["run"]
+    code = 0 if run["equal_digests"] and run["tokens"]["balanced"] else 1
     if options.json:
         print(json.dumps(report))
-        return 0
-    run = report["run"]
+        return code
     print(f"{len(report['kills'])} kills, {run['rounds_committed']} rounds, equal digests: {run['equal_digests']}")
+    for fault in run["tokens"]["faults"]:
+        print(f"the account has a fault: {fault}")
     print(table(report["rows"]))
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +75,6 @@ def steps_kept(events: Sequence[Event], kills: Sequence[Kill], begun_s: float, e
             most = one["step"]
             times.append(one["at"])
     return reached[1] - reached[0], times
-
-
-def longest_gap_s(progress: Sequence[float], begun_s: float, end_s: float) -> float:
-    """The longest time in which nothing new came into the model."""
-    return max(later - sooner for sooner, later in pairwise([begun_s, *progress, end_s]))
 
 
 def return_s(events: Sequence[Event], kills: Sequence[Kill], end_s: float) -> list[float]:

@@ -12,7 +12,7 @@ What was chosen for them:
 - Lighthouse, TCP stores and torchrun's agent are never killed; ours has no process that is spared.
 - torchft: the demo's four fragments and H = 16, no overlap; its heal from peers over HTTP. `torchft` has the times of
   its README and of its example train_diloco.py, `torchft_quick` much shorter ones.
-- elastic: one agent for all ranks, so that no rendezvous over nodes is waited for; a checkpoint every ten steps.
+- elastic: one agent for all ranks, so that no rendezvous over nodes is waited for; a checkpoint every half second.
 - Synchronisation and checkpoints count to the minimal time of a step, so they are free while a step has time left.
 
 Needs `pip install torchft==0.2.0` (make bench does that).
@@ -40,10 +40,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-from storm_figures import Kill, commits_kept, events_of, longest_gap_s, return_s, steps_kept
+from storm_figures import Kill, commits_kept, events_of, return_s, steps_kept
 from storm_learner import CORPUS_NAME, StormSpec
 
 from diloco_node.chaos.plan import FaultPlan, storm
+from diloco_node.chaos.story import longest_gap
 from diloco_node.chaos.tape import read_tape
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.demo.run import NAMES, STEP_SECONDS, SYNC_EVERY
@@ -56,7 +57,7 @@ HERE = Path(__file__).resolve().parent
 START_S = 240.0
 """Until every group has made a step: as the demo's own limit."""
 
-CHECKPOINT_EVERY = 10
+CHECKPOINT_EVERY = round(0.5 / STEP_SECONDS)
 """Half a second of steps: a tenth of the time between two deaths. A save takes some ms of a step's free time."""
 
 ENVIRONMENT = {
@@ -75,12 +76,14 @@ TORCHFT = {
     "torchft_quick": {"join_ms": 10_000, "tick_ms": 20, "heartbeat_ms": 1000, "timeout_s": 5.0, "gloo_timeout_s": 2.0},
 }
 
+ARMS = (*TORCHFT, "elastic")
+
 
 def main() -> int:
     """Run the arms and print the result."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit in order ends the trainers too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arms", default="torchft,torchft_quick,elastic", help="which to run")
+    parser.add_argument("--arms", default=",".join(ARMS), help="which to run")
     parser.add_argument("--groups", type=int, default=4, help="replica groups, or ranks of DDP [4]")
     parser.add_argument("--seconds", type=float, default=300.0, help="of training, of each run [300]")
     parser.add_argument("--mtbf", type=float, default=5.0, help="seconds between two kills, on average [5]")
@@ -89,6 +92,9 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="leave the logs in this new folder")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     arguments = parser.parse_args()
+    arms = arguments.arms.split(",")
+    if unknown := sorted(set(arms) - set(ARMS)):
+        parser.error(f"there is no arm {unknown[0]!r}: {', '.join(ARMS)}")
     if arguments.keep is not None and arguments.keep.exists():
         parser.error(f"--keep {arguments.keep} is there already: name a new folder")
     names = sorted(NAMES[: arguments.groups])
@@ -107,7 +113,7 @@ def main() -> int:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in ("torch", "torchft")},
     }
-    for arm in arguments.arms.split(","):
+    for arm in arms:
         runs = {}
         for title, faults in (("undisturbed", FaultPlan(())), ("storm", plan)):
             runs[title] = measure(arm, title, names, faults, arguments)
@@ -165,7 +171,7 @@ def measure(
         "tokens": round(tokens),
         "kills": len(kills),
         "kills_that_met_nobody": len(plan.faults) - len(kills),
-        "longest_gap_seconds": longest_gap_s(progress, begun_s, end_s),
+        "longest_gap_seconds": longest_gap(progress, begun_s, end_s),
         "back_seconds_median": float(np.median(back_s)) if back_s else None,
         "refused": sum(one["kind"] == "refused" and begun_s < one["at"] <= end_s for one in events),
         "load": [load, os.getloadavg()[0]],

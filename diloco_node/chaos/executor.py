@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +15,7 @@ from diloco_node.chaos.fault_files import fault_file, switch_off, switch_on
 from diloco_node.chaos.plan import DAEMON_ONLY, REGION, FaultPlan, FaultTarget, PlannedFault, check_fault
 from diloco_node.chaos.processes import DemoFile, HeldProcess, held
 from diloco_node.numeric import NS_PER_S
+from diloco_node.unix_sockets import Process
 
 SLOW_RUN_S: Final = 0.05
 SLOW_STOP_S: Final = 0.15
@@ -81,6 +84,7 @@ class FaultExecutor:
         self._told = told
         self._attached = attached
         self._sleep = sleep
+        self._stops: Counter[Process] = Counter()
 
     async def run(self, plan: FaultPlan) -> None:
         """Every fault at its time; returns when the last one is over. Cancelled, it ends those that still last."""
@@ -102,13 +106,13 @@ class FaultExecutor:
         attached = await asyncio.to_thread(self._attached, fault.target.region)
         processes = await asyncio.to_thread(demo.find, _whom(fault), attached=attached)
         with held(processes) as found:
-            done = self._note(fault, tuple(one.process.pid for one in found))
-            if fault.kind in SIGNALS:
-                _send(found, SIGNALS[fault.kind])
-            elif found and fault.kind in DAEMON_ONLY:
+            number = SIGNALS.get(fault.kind)
+            struck = [one for one in found if number is None or one.send(number)]
+            done = self._note(fault, tuple(one.process.pid for one in struck))
+            if struck and fault.kind in DAEMON_ONLY:
                 await self._switch(fault_file(demo.faults, fault.target.region, fault.kind), fault.lasts_ns)
-            elif found:
-                await self._hold_up(found, fault)
+            elif struck and number is None:
+                await self._hold_up(struck, fault)
         return done
 
     async def _switch(self, file: Path, lasts_ns: int) -> None:
@@ -123,25 +127,30 @@ class FaultExecutor:
         turns, stop_s, run_s = 1, fault.lasts_ns / NS_PER_S, 0.0
         if fault.kind == "slow":
             turns, stop_s, run_s = max(1, round(stop_s / (SLOW_STOP_S + SLOW_RUN_S))), SLOW_STOP_S, SLOW_RUN_S
-        try:
-            for _ in range(turns):
-                _send(found, signal.SIGSTOP)
+        for _ in range(turns):
+            with self._stopped(found):
                 await self._sleep(stop_s)
-                _send(found, signal.SIGCONT)
-                await self._sleep(run_s)
+            await self._sleep(run_s)
+
+    @contextlib.contextmanager
+    def _stopped(self, found: Sequence[HeldProcess]) -> Iterator[None]:
+        """SIGSTOP, and SIGCONT at the end: of a process that several faults stop, at the end of the last one."""
+        for one in found:
+            self._stops[one.process] += 1
+            one.send(signal.SIGSTOP)
+        try:
+            yield
         finally:
-            _send(found, signal.SIGCONT)
+            for one in found:
+                self._stops[one.process] -= 1
+                if not self._stops[one.process]:
+                    one.send(signal.SIGCONT)
 
     def _note(self, fault: PlannedFault, pids: tuple[int, ...]) -> StruckFault:
         done = StruckFault(self._now_ns(), fault, pids)
         self.struck.append(done)
         self._told(done)
         return done
-
-
-def _send(processes: Sequence[HeldProcess], number: int) -> None:
-    for one in processes:
-        one.send(number)
 
 
 def _whom(fault: PlannedFault) -> FaultTarget:

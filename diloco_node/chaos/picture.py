@@ -14,6 +14,7 @@ COLOURS: Final = {
     LifeState.TRAINING: "#2a9d8f",
     LifeState.ALONE: "#8ab6d6",
     LifeState.CATCHING_UP: "#e9c46a",
+    LifeState.STOPPED: "#9a9a9a",
     LifeState.DEAD: "#b23a48",
 }
 

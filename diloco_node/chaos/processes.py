@@ -25,6 +25,13 @@ DEMO_FILE: Final = "demo.json"
 FAULTS_FOLDER: Final = "faults"
 _FORMAT: Final = 1
 
+FORK_SERVER: Final = Path(__file__).resolve().parent.parent / "learner" / "fork_server.py"
+"""What a preloading region's learners are forked from."""
+
+_FLAGS: Final = 6
+_FORKED_NO_EXEC: Final = 0x40
+"""Where the kernel's flags stand in /proc/PID/stat behind the name, and the one of a fork that runs no new program."""
+
 
 class HeldProcess:
     """One process by a descriptor: whatever happens to its number, a signal reaches this one or nobody."""
@@ -159,11 +166,24 @@ class DemoFile:
 
 def is_alive(process: Process) -> bool:
     """Whether it is still there, and not only waiting to be reaped."""
-    if process_of(process.pid) != process:
-        return False
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    return False
+    return _state(process) not in ("", "Z", "X")
+
+
+def is_stopped(process: Process) -> bool:
+    """Whether it is there and stands still: after SIGSTOP, or under a debugger."""
+    return _state(process) in ("T", "t")
+
+
+def _state(process: Process) -> str:
+    """The kernel's letter; empty if it is gone."""
+    return _stat(process.pid)[0] if process_of(process.pid) == process else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """What stands in /proc/PID/stat behind the name; nothing but empty texts if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    return [""] * (_FLAGS + 1)
 
 
 def left_behind(state_dir: Path) -> list[Process]:
@@ -194,11 +214,13 @@ def marked(*settings: str) -> list[Process]:
     for path in Path("/proc").iterdir():
         if not path.name.isdecimal() or int(path.name) == os.getpid():
             continue
+        process = process_of(int(path.name))
         try:
             environment = (path / "environ").read_bytes().split(b"\0")
         except OSError:  # gone meanwhile, or another user's
             continue
-        if all(one in environment for one in wanted) and (process := process_of(int(path.name))) is not None:
+        # Looked at before and after: else the environment may be that of an earlier process of this number.
+        if all(one in environment for one in wanted) and process is not None and process_of(process.pid) == process:
             found.append(process)
     return sorted(found, key=lambda one: (one.start_ticks, one.pid))
 
@@ -206,19 +228,20 @@ def marked(*settings: str) -> list[Process]:
 def _learner(family: list[Process], attached: int | None) -> list[Process]:
     """Of a learner, what launched it, and what it is forked from: what trains.
 
-    The one that is attached; if none is, the newest of those that have no child among them.
+    The one that is attached; if none is, the newest of those that have no child among them and are no fork server.
     """
     if known := [process for process in family if process.pid == attached]:
         return known
-    parents = {_parent(process.pid) for process in family}
-    return [process for process in family if process.pid not in parents][-1:]
+    parents = {_stat(process.pid)[1] for process in family}
+    return [one for one in family if str(one.pid) not in parents and not _is_fork_server(one.pid)][-1:]
 
 
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
+def _is_fork_server(pid: int) -> bool:
+    """Whether it was started as one. What was forked from it has the same command line, but has started no program."""
+    with contextlib.suppress(OSError):
+        if os.fsencode(FORK_SERVER) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
+    return False
 
 
 def _process(document: Mapping[str, Any]) -> Process:

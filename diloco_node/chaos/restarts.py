@@ -1,4 +1,10 @@
-"""Whether a region's supervisor that has ended is started again: as systemd keeps the service of docs/run.md. Pure."""
+"""Whether a region's supervisor that has ended is started again: nearly as systemd does with docs/run.md's unit. Pure.
+
+Two things differ, so that a storm can kill and stop as often as it likes:
+
+- systemd counts every start against its limit; here only failures count, which are exit codes above 0.
+- That unit has Restart=on-failure: exit code 0 and SIGTERM are final. Here they are once the region has finished.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from diloco_node.numeric import NS_PER_S
 RESTART_NS: Final = NS_PER_S // 10
 FAILURES_MAX: Final = 5
 FAILURES_WITHIN_NS: Final = 10 * NS_PER_S
-"""systemd's own defaults: RestartSec=100ms, StartLimitBurst=5, StartLimitIntervalSec=10."""
+"""RestartSec, StartLimitBurst and StartLimitIntervalSec of the unit, which are systemd's own defaults."""
 
 FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 """RestartPreventExitStatus of the unit in docs/run.md: another start would only repeat them."""
@@ -18,10 +24,7 @@ FINAL_CODES: Final = frozenset({2, 4, 6, 7})
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """One region's. Restart=always, until the region has finished the run; then on-failure.
-
-    Deaths by a signal don't count as failures: a storm kills as often as it likes.
-    """
+    """One region's."""
 
     _failed_ns: list[int] = field(default_factory=list)
 

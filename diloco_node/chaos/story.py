@@ -6,10 +6,11 @@ from 0 to its end, without the order to finish and what follows it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median
 from typing import Any, Final
 
@@ -26,7 +27,8 @@ class RegionSample:
     """One region at one moment.
 
     Attributes:
-        has_daemon: it answered. has_learner: a learner is attached, or lives although the daemon does not answer.
+        has_daemon: its daemon answers, and a learner is attached to it.
+        has_learner: a learner lives, attached or not. is_stopped: it stands still (SIGSTOP).
         incarnation, step: of its learner, as last known.
         commit_index, rounds, tokens_merged: of the run, as this region knows them.
         val_loss: held-out loss of the merged parameters, as last measured there; None: not yet, or not known any more.
@@ -40,6 +42,7 @@ class RegionSample:
     rounds: int = 0
     tokens_merged: int = 0
     val_loss: float | None = None
+    is_stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class LifeState(StrEnum):
     TRAINING = "training"
     ALONE = "training without its daemon"
     CATCHING_UP = "catching up"
+    STOPPED = "stopped"
     DEAD = "dead"
 
 
@@ -122,21 +126,29 @@ def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: 
 
 
 def training(
-    samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, regions: Sequence[str], end_ns: int
+    samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, *, regions: Sequence[str], end_ns: int
 ) -> dict[str, Any]:
-    """The report's field `training`: what was done within the window. Of any demo, so that two can be compared."""
+    """The report's field `training`: what was done within the window. Of any demo, so that two can be compared.
+
+    Args:
+        merges: all of them; None: not all are known any more, so figures of single regions are None.
+    """
     tokens = _at(samples, end_ns, "tokens_merged") - _at(samples, 0, "tokens_merged")
     commits = _at(samples, end_ns, "rounds") - _at(samples, 0, "rounds")
-    inside = [one for one in merges if 0 < one.at_ns <= end_ns]
+    of_regions: dict[str, Any] = dict.fromkeys(("tokens_merged_of", "participation_of"))
+    if merges is not None:
+        inside = [one for one in merges if 0 < one.at_ns <= end_ns]
+        joined = {name: [one.members[name].tokens for one in inside if name in one.members] for name in regions}
+        of_regions = {
+            "tokens_merged_of": {name: round(sum(tokens)) for name, tokens in joined.items()},
+            "participation_of": {
+                name: len(tokens) / len(inside) if inside else None for name, tokens in joined.items()
+            },
+        }
     return {
         "seconds": end_ns / NS_PER_S,
         "tokens_merged": tokens,
-        "tokens_merged_of": {
-            name: round(sum(one.members[name].tokens for one in inside if name in one.members)) for name in regions
-        },
-        "participation_of": {
-            name: sum(name in one.members for one in inside) / len(inside) if inside else None for name in regions
-        },
+        **of_regions,
         "commits": commits,
         "commits_per_minute": commits * MINUTE_NS / end_ns if end_ns else None,
         "longest_gap_seconds": longest_gap_ns(samples, end_ns) / NS_PER_S,
@@ -151,12 +163,18 @@ def _at(samples: Sequence[RunSample], at_ns: int, name: str) -> int:
 
 def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
     """The longest time within the window in which no round was committed, as far as the samples tell."""
-    longest = since_ns = 0
+    times: list[int] = []
     rounds = _at(samples, 0, "rounds")
     for one in samples:
         if 0 < one.at_ns <= end_ns and one.rounds > rounds:
-            longest, since_ns, rounds = max(longest, one.at_ns - since_ns), one.at_ns, one.rounds
-    return max(longest, end_ns - since_ns)
+            times.append(one.at_ns)
+            rounds = one.rounds
+    return int(longest_gap(times, 0, end_ns))
+
+
+def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
+    """The longest time within a window without any of these times, which lie in it and in order."""
+    return max(later - sooner for sooner, later in pairwise([begin, *times, end]))
 
 
 def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, float]]:
@@ -190,16 +208,19 @@ def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
 def compared(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
 
-    The last measured loss stands beside the other run's at as many tokens. Where the other run has none, None.
+    The last measured loss stands beside the other run's at as many tokens. Where the other run has none, None. So is
+    the goodput of single regions where one of both does not know their tokens.
     """
-    shared = sorted(own["tokens_merged_of"].keys() & baseline["tokens_merged_of"].keys())
+    mine, theirs = own["tokens_merged_of"], baseline["tokens_merged_of"]
     tokens, loss = own["val_losses"][-1] if own["val_losses"] else (0, None)
     other = loss_at(baseline["val_losses"], tokens)
     return {
         "goodput": _ratio(own["tokens_merged"], baseline["tokens_merged"]),
-        "goodput_of": {
-            name: _ratio(own["tokens_merged_of"][name], baseline["tokens_merged_of"][name]) for name in shared
-        },
+        "goodput_of": (
+            {name: _ratio(mine[name], theirs[name]) for name in sorted(mine.keys() & theirs.keys())}
+            if mine is not None and theirs is not None
+            else None
+        ),
         "loss": {
             "tokens": tokens,
             "own": loss,
@@ -219,13 +240,13 @@ def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence
     What the learner had sent before it died may be merged after that, and does not count.
     """
     region = fault.fault.target.region
-    before = [one.regions[region] for one in samples if one.at_ns <= fault.at_ns]
-    incarnation = max((one.incarnation for one in before), default=0)
-    step = max((one.step for one in before if one.incarnation == incarnation), default=0)
+    known = bisect_right(samples, fault.at_ns, key=lambda one: one.at_ns)
+    before = samples[known - 1].regions[region] if known else None
+    incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
     lives_on = fault.fault.target.part == "daemon"
-    for merge in merges:
+    for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda one: one.at_ns), None):
         part = merge.members.get(region)
-        if part is None or merge.at_ns <= fault.at_ns:
+        if part is None:
             continue
         if part.incarnation > incarnation or (lives_on and part.incarnation == incarnation and part.step_to > step):
             return merge.at_ns - fault.at_ns
@@ -240,20 +261,18 @@ def rejoins(
     A region that was struck again before that is counted apart: its time is that of two deaths.
     """
     deaths = [one for one in faults if one.fault.kind in ("kill", "stop") and not one.is_missed]
+    times_of: dict[str, list[int]] = {}
+    for one in sorted(deaths, key=lambda one: one.at_ns):
+        times_of.setdefault(one.fault.target.region, []).append(one.at_ns)
     found: dict[str, dict[str, Any]] = {}
     for part in VICTIMS:
         own = [one for one in deaths if one.fault.target.part == part]
         taken_ns, again, never = [], 0, 0
         for one in own:
             took_ns = rejoin_ns(one, samples, merges)
-            end_ns = one.at_ns + took_ns if took_ns is not None else None
-            is_again = any(
-                other.fault.target.region == one.fault.target.region
-                and one.at_ns < other.at_ns
-                and (end_ns is None or other.at_ns < end_ns)
-                for other in deaths
-            )
-            if is_again:
+            times = times_of[one.fault.target.region]
+            later = bisect_right(times, one.at_ns)
+            if later < len(times) and (took_ns is None or times[later] < one.at_ns + took_ns):
                 again += 1
             elif took_ns is None:
                 never += 1
@@ -273,7 +292,8 @@ def rejoins(
 def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:
     """What a region did within the window: spans without gaps, no two neighbours alike.
 
-    After each time without learner or daemon it is catching up, until its learner of then is in a merge.
+    After each time without learner or daemon, or at a standstill, it is catching up until its learner of then is in a
+    merge.
     """
     joined = [(one.at_ns, one.members[region].incarnation) for one in merges if region in one.members]
     spans: list[LifeSpan] = []
@@ -282,8 +302,8 @@ def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge]
     for number, sample in enumerate(inside):
         to_ns = inside[number + 1].at_ns if number + 1 < len(inside) else end_ns
         own = sample.regions[region]
-        if not own.has_learner or not own.has_daemon:
-            state = LifeState.ALONE if own.has_learner else LifeState.DEAD
+        if not own.has_learner or own.is_stopped or not own.has_daemon:
+            state = LifeState.DEAD if not own.has_learner else LifeState.STOPPED if own.is_stopped else LifeState.ALONE
             is_back, away_ns = False, sample.at_ns
         else:
             while not is_back and at < len(joined) and joined[at][0] <= sample.at_ns:

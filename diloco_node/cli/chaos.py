@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import typer
 
@@ -13,6 +14,8 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+T = TypeVar("T")
 
 TargetArgument = Annotated[
     str, typer.Argument(metavar="TARGET", help="us-east, us-east.daemon, us-east.learner, us-east.supervisor.")
@@ -80,11 +83,16 @@ def tape(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the failures.")] = 0,
 ) -> None:
     """Print the failures of the paper's model as a tape for `demo --chaos --tape`; see `simulate goodput`."""
+    from diloco_node.chaos.plan import FAULTS_MAX
     from diloco_node.chaos.tape import tape_text
     from diloco_node.cli.demo.run import NAMES
+    from diloco_node.errors import ConfigError
     from diloco_node.sim.goodput import failure_plan
 
-    typer.echo(tape_text(failure_plan(chips, NAMES[:regions], seconds=seconds, seed=seed)), nl=False)
+    plan = failure_plan(chips, NAMES[:regions], seconds=seconds, seed=seed)
+    if len(plan.faults) > FAULTS_MAX:
+        raise ConfigError(f"{len(plan.faults):,} faults are more than a tape has ({FAULTS_MAX:,}): take fewer --chips")
+    typer.echo(tape_text(plan), nl=False)
 
 
 def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bool) -> None:
@@ -110,7 +118,10 @@ def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bo
         now_ns=lambda: time.monotonic_ns() - began_ns,
         attached=lambda region: _attached(place / region),
     )
-    done = asyncio.run(executor.strike(fault))
+    try:
+        done = asyncio.run(_until_told(executor.strike(fault)))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     if done.is_missed:
         raise PeersUnreachable(f"{target} has no such process just now: it is being started again, or has ended")
     if as_json:
@@ -118,6 +129,18 @@ def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bo
     else:
         over = f", over after {lasts}" if lasts else ""
         typer.echo(f"{kind} {target}: process {', '.join(map(str, done.pids))}{over}")
+
+
+async def _until_told(work: Awaitable[T]) -> T:
+    """SIGTERM and SIGHUP end it in order, as Ctrl-C does: else what is paused would stand still for ever."""
+    import asyncio
+    import signal
+
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await work
 
 
 def _attached(state_dir: Path) -> int | None:

@@ -26,8 +26,8 @@ def test_a_rate_counts_the_rounds_between_the_samples_of_a_window() -> None:
     assert gray.rate(samples, 5.1, 5.4) == 0.0
     still = samples + [gray.Sample(20 + at / 2, 40) for at in range(20)]
     assert gray.rate(still, 20.0, 29.5) == 0.0
-    assert gray.longest_gap(still, 5.0, 29.5) == pytest.approx(9.5)
-    assert gray.longest_gap(still, 5.0, 15.0) == pytest.approx(0.5)
+    assert gray.longest_gap_s(still, 5.0, 29.5) == pytest.approx(9.5)
+    assert gray.longest_gap_s(still, 5.0, 15.0) == pytest.approx(0.5)
 
 
 def test_what_is_kept_counts_per_step_of_the_others() -> None:

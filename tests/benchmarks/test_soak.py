@@ -1,4 +1,4 @@
-"""The pure parts of benchmarks/soak.py: slopes with their errors on made-up samples, the plan of kills, the series."""
+"""The pure parts of benchmarks/soak.py: slopes with their errors on made-up samples, and the series."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import random
 import subprocess
 import sys
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import soak
@@ -59,15 +59,6 @@ def test_too_few_samples_say_nothing() -> None:
     assert slope(TIMES_S[:few], TIMES_S[:few]).verdict == "short"
     assert slope([], []).verdict == "short"
     assert slope([3.0] * 40, [float(at) for at in range(40)]).verdict == "short"
-
-
-def test_the_plan_of_kills_follows_from_its_seed() -> None:
-    plan = soak.plan_kills(7, regions=("a", "b"), seconds=3600.0, every_s=30.0)
-    assert plan == soak.plan_kills(7, regions=("a", "b"), seconds=3600.0, every_s=30.0)
-    assert plan != soak.plan_kills(8, regions=("a", "b"), seconds=3600.0, every_s=30.0)
-    assert 80 < len(plan) < 160
-    assert {(kill.region, kill.role) for kill in plan} == {(r, v) for r in "ab" for v in ("daemon", "learner")}
-    assert all(0 < one.at_s <= other.at_s < 3600 for one, other in pairwise(plan))
 
 
 def test_lives_are_told_apart_and_their_beginnings_left_out() -> None:

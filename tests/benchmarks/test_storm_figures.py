@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from storm_figures import Event, Kill, commits_kept, events_of, longest_gap_s, return_s, steps_kept
+from storm_figures import Event, Kill, commits_kept, events_of, return_s, steps_kept
 
 
 def commit(at: float, step: int, *, rank: int = 0, quorum: int = 1, tokens: float = 100.0) -> Event:
@@ -54,12 +54,6 @@ def test_at_the_end_of_a_window_the_checkpoint_counts_while_nobody_is_back() -> 
     assert steps_kept(events, [Kill(2.5, 1)], 1.0, 3.0)[0] == 1.0, "12 was saved, 13 was not"
     assert steps_kept(events, [], 1.0, 3.0)[0] == 2.0
     assert steps_kept(events, [Kill(3.5, 1)], 1.0, 3.0)[0] == 2.0, "killed after the window"
-
-
-def test_a_gap_reaches_from_the_windows_edges() -> None:
-    assert longest_gap_s([], 1.0, 9.0) == 8.0
-    assert longest_gap_s([2.0, 8.5], 1.0, 9.0) == 6.5
-    assert longest_gap_s([2.0, 3.0], 1.0, 9.0) == 6.0
 
 
 def test_the_logs_of_all_ranks_are_read_in_the_order_of_time(tmp_path: Path) -> None:

@@ -21,9 +21,10 @@ from diloco_node.chaos import fault_files, processes
 from diloco_node.chaos.executor import FaultExecutor, StruckFault
 from diloco_node.chaos.plan import FaultPlan, FaultTarget, PlannedFault
 from diloco_node.chaos.processes import DEMO_FILE, DemoFile, HeldProcess, held, is_alive, left_behind, running_demo
+from diloco_node.daemon.preload import FORK_SERVER
 from diloco_node.errors import ConfigError
 from diloco_node.numeric import NS_PER_S
-from diloco_node.unix_sockets import process_of
+from diloco_node.unix_sockets import Process, process_of
 from tests.kit.chaos_kit import MadeUpDemo, identity, until
 
 
@@ -106,6 +107,28 @@ def test_the_learner_that_is_attached_is_struck_and_not_what_it_was_forked_from(
     assert demo.ended() == {"a.attached": signal.SIGKILL}
 
 
+def test_what_learners_are_forked_from_is_not_struck_in_place_of_one(demo: MadeUpDemo) -> None:
+    """While a region's learner is dead its fork server is the only process with a learner's marks."""
+    assert processes.FORK_SERVER == FORK_SERVER
+    first = demo.children.pop("a.learner")
+    first.kill()
+    first.wait()
+    target = FaultTarget("a", "learner")
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(600)", str(FORK_SERVER)]
+    demo.start_child("a", "learner", demo.pid("a.supervisor"), command)
+    until(lambda: str(FORK_SERVER).encode() in Path(f"/proc/{demo.pid('a.learner')}/cmdline").read_bytes())
+    assert strike(demo, "kill", target).is_missed
+    # A learner that was forked has the command line of what it was forked from.
+    code = "import os, signal, time; os.fork() and (signal.pause(), 1); time.sleep(600)"
+    demo.children["a.idle"] = demo.children.pop("a.learner")
+    demo.start_child("a", "learner", demo.pid("a.supervisor"), [sys.executable, "-S", "-c", code, str(FORK_SERVER)])
+    servers = {demo.pid("a.idle"), demo.pid("a.learner")}
+    until(lambda: bool(DemoFile.load(demo.folder).find(target)))
+    [forked] = strike(demo, "kill", target).pids
+    assert forked not in servers
+    assert demo.ended() == {}
+
+
 def test_who_has_died_is_missed_and_nobody_else_is_struck(demo: MadeUpDemo) -> None:
     strike(demo, "kill", FaultTarget("a", "learner"))
     demo.until_ended("a.learner")
@@ -156,6 +179,27 @@ def test_a_slow_process_has_a_quarter_of_its_time(demo: MadeUpDemo) -> None:
     strike(demo, "slow", FaultTarget("a", "learner"), 4.0, sleep)
     assert sum(spent[::2]) == pytest.approx(3.0)
     assert sum(spent[1::2]) == pytest.approx(1.0)
+    until(lambda: demo.state("a.learner") not in "Tt")
+
+
+@pytest.mark.parametrize("kind", ["pause", "slow"])
+def test_a_process_that_two_faults_stop_goes_on_when_the_longer_one_is_over(demo: MadeUpDemo, kind: str) -> None:
+    """The shorter one begins later and ends first."""
+    target, is_over = FaultTarget("a", "learner"), asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        await (is_over.wait() if seconds == 60 else asyncio.sleep(0))
+
+    async def run() -> None:
+        made = executor(demo, sleep)
+        longer = asyncio.create_task(made.strike(PlannedFault(0, "pause", target, 60 * NS_PER_S)))
+        await asyncio.to_thread(until, lambda: demo.state("a.learner") in "Tt")
+        await made.strike(PlannedFault(0, kind, target, NS_PER_S))
+        assert demo.state("a.learner") in "Tt"
+        is_over.set()
+        await longer
+
+    asyncio.run(run())
     until(lambda: demo.state("a.learner") not in "Tt")
 
 
@@ -238,6 +282,22 @@ def test_what_a_supervisor_has_left_is_found_by_its_folder(demo: MadeUpDemo) -> 
         demo.until_ended(*names)
         assert not any(one.send(signal.SIGKILL) for one in found)
     assert left_behind(demo.folder / "a") == []
+
+
+def test_a_number_that_changes_hands_while_it_is_looked_at_is_left_out(
+    demo: MadeUpDemo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = f"DILOCO_STATE={(demo.folder / 'a').resolve()}"
+    assert {one.pid for one in processes.marked(state)} == {demo.pid("a.daemon"), demo.pid("a.learner")}
+    looks: list[int] = []
+
+    def other_each_time(pid: int) -> Process | None:
+        looks.append(pid)
+        found = process_of(pid)
+        return replace(found, start_ticks=len(looks)) if found is not None and pid == demo.pid("a.daemon") else found
+
+    monkeypatch.setattr(processes, "process_of", other_each_time)
+    assert [one.pid for one in processes.marked(state)] == [demo.pid("a.learner")]
 
 
 def test_a_process_that_waits_to_be_reaped_is_dead() -> None:

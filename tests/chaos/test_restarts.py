@@ -1,4 +1,4 @@
-"""chaos/restarts.py: who is started again, as systemd would."""
+"""chaos/restarts.py: who is started again, with the numbers of the unit in the documentation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.chaos.restarts import FAILURES_MAX, FAILURES_WITHIN_NS, FINAL_CODES, RestartPolicy
+from diloco_node.chaos.restarts import FAILURES_MAX, FAILURES_WITHIN_NS, FINAL_CODES, RESTART_NS, RestartPolicy
+from diloco_node.daemon import supervisor
 from diloco_node.numeric import NS_PER_S
 from tests.kit.repository import ROOT
 
@@ -37,9 +38,15 @@ def test_what_another_start_would_repeat_is_final(code: int) -> None:
     assert str(code) in why
 
 
-def test_the_final_codes_are_those_of_the_unit_that_the_documentation_has() -> None:
-    [codes] = re.findall(r"RestartPreventExitStatus=([\d ]+)", (Path(ROOT) / "docs" / "run.md").read_text())
-    assert {int(code) for code in codes.split()} == FINAL_CODES
+def test_the_numbers_are_those_of_the_unit_that_the_documentation_has() -> None:
+    [unit] = re.findall(r"```ini\n(.*?)```", (Path(ROOT) / "docs" / "run.md").read_text(), re.DOTALL)
+    settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
+    assert {int(code) for code in settings["RestartPreventExitStatus"].split()} == FINAL_CODES == supervisor.FINAL_CODES
+    assert settings["Restart"] == "on-failure"
+    assert settings["RestartSec"] == f"{1000 * RESTART_NS // NS_PER_S}ms"
+    assert settings["StartLimitBurst"] == str(FAILURES_MAX)
+    assert settings["StartLimitIntervalSec"] == str(FAILURES_WITHIN_NS // NS_PER_S)
+    assert settings["KillMode"] == "mixed"
 
 
 def test_who_fails_by_itself_again_and_again_is_given_up() -> None:

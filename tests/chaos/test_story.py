@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from diloco_node.chaos.story import (
     TimedMerge,
     compared,
     life,
+    longest_gap,
     longest_gap_ns,
     loss_at,
     loss_course,
@@ -108,6 +110,15 @@ def test_the_window_counts_from_its_beginning_to_its_end() -> None:
     assert done["longest_gap_seconds"] == 10
 
 
+def test_where_not_all_merges_are_known_nothing_is_said_of_single_regions() -> None:
+    done = training([sample(1, rounds=4, tokens=90)], None, regions=["a"], end_ns=20 * S)
+    assert (done["tokens_merged"], done["commits"]) == (90, 4)
+    assert (done["tokens_merged_of"], done["participation_of"]) == (None, None)
+    known = {**done, "tokens_merged_of": {"a": 90}}
+    for own, other in ((done, known), (known, done)):
+        assert (compared(own, other)["goodput"], compared(own, other)["goodput_of"]) == (1.0, None)
+
+
 def test_a_run_without_samples_or_merges_has_no_figures() -> None:
     done = training([], [], regions=["a"], end_ns=20 * S)
     assert (done["tokens_merged"], done["commits"], done["participation_of"]) == (0, 0, {"a": None})
@@ -120,6 +131,12 @@ def test_the_longest_gap_may_lie_at_either_end() -> None:
     assert longest_gap_ns([sample(1, rounds=1), sample(4, rounds=2), sample(11, rounds=2)], 12 * S) == 8 * S
     # A region that lags behind knows fewer rounds: that is no new one.
     assert longest_gap_ns([sample(1, rounds=9), sample(2, rounds=8), sample(3, rounds=9)], 4 * S) == 3 * S
+
+
+def test_a_gap_reaches_from_the_windows_edges() -> None:
+    assert longest_gap([], 1.0, 9.0) == 8.0
+    assert longest_gap([2.0, 8.5], 1.0, 9.0) == 6.5
+    assert longest_gap([2.0, 3.0], 1.0, 9.0) == 6.0
 
 
 def test_a_loss_is_noted_when_it_was_measured_anew_and_not_at_the_runs_end() -> None:
@@ -239,6 +256,16 @@ def test_a_learner_without_its_daemon_trains_alone() -> None:
         (5, LifeState.ALONE),
         (6, LifeState.CATCHING_UP),
         (8, LifeState.TRAINING),
+    ]
+
+
+def test_a_learner_that_stands_still_does_not_train_whether_its_daemon_answers_or_not() -> None:
+    still = RegionSample(has_daemon=True, has_learner=True, incarnation=1, is_stopped=True)
+    samples = [sample(0, a=UP), sample(2, a=still), sample(3, a=replace(still, has_daemon=False)), sample(5, a=UP)]
+    assert [(span.to_ns // S, span.state) for span in life("a", samples, [], end_ns=8 * S)] == [
+        (2, LifeState.TRAINING),
+        (5, LifeState.STOPPED),
+        (8, LifeState.CATCHING_UP),
     ]
 
 

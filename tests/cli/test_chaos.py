@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from diloco_node.chaos import plan
 from diloco_node.chaos.processes import DemoFile
 from diloco_node.chaos.tape import read_tape
-from diloco_node.cli.main import main
-from tests.kit.chaos_kit import MadeUpDemo
+from diloco_node.cli.main import INTERRUPTED_CODE, main
+from tests.kit.chaos_kit import MadeUpDemo, until
 
 
 @pytest.fixture
@@ -41,7 +44,22 @@ def test_what_lasts_is_over_when_it_returns(demo: MadeUpDemo, capsys: pytest.Cap
     assert (shown["do"], shown["target"], shown["seconds"]) == (kind, "b.daemon", 0.05)
     assert shown["pids"] == [demo.pid("b.daemon")]
     assert not list((demo.folder / "faults").glob("*"))
+    until(lambda: demo.state("b.daemon") not in "Tt")
     assert demo.ended() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_who_is_ended_lets_a_paused_process_go_on(demo: MadeUpDemo, number: int) -> None:
+    words = ("-m", "diloco_node.cli.main", "chaos", "pause", "b.daemon", "--for", "10min", "--folder", str(demo.folder))
+    command = subprocess.Popen([sys.executable, *words])
+    try:
+        until(lambda: demo.state("b.daemon") in "Tt")
+        command.send_signal(number)
+        assert command.wait(60) == INTERRUPTED_CODE
+    finally:
+        command.kill()
+        command.wait()
+    until(lambda: demo.state("b.daemon") not in "Tt")
 
 
 def test_the_only_demo_that_runs_here_is_meant(
@@ -92,3 +110,11 @@ def test_a_tape_of_the_papers_failures_can_be_read(tmp_path: Path, capsys: pytes
     faults = read_tape(file, ["us-east", "us-west", "eu-west", "ap-east"]).faults
     assert len(faults) > 20
     assert {fault.target.part for fault in faults} == {"learner"}
+
+
+def test_a_tape_that_no_demo_would_read_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "FAULTS_MAX", 3)
+    assert main(["chaos", "tape", "--chips", "2400000", "--seconds", "300"]) == 2
+    assert "take fewer --chips" in capsys.readouterr().err

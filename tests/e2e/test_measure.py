@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from diloco_node.cli.demo.command import DemoOptions
-from diloco_node.cli.demo.processes import RegionProcess
+from diloco_node.cli.demo.processes import RegionProcess, order_finish
 from diloco_node.cli.demo.report import build_report
 from diloco_node.cli.demo.run import Demo
 from diloco_node.cli.plan.inputs import read_mesh
@@ -163,9 +163,7 @@ async def test_links_are_measured_while_the_run_trains(tmp_path: Path) -> None:
             (path, count) for count in (1, 8) for path in ("transport", "transport", "plain")
         ]
 
-        deadline_s = time.monotonic() + WAIT_S
-        while not (await demo.regions[0].finish() or demo.regions[0].has_exited):
-            assert time.monotonic() < deadline_s, demo.regions[0].last_lines()
+        await order_finish(demo.regions[:1], limit_s=WAIT_S, is_given_up=lambda: demo.regions[0].has_exited)
         for region in demo.regions:
             assert region.process is not None
             assert await asyncio.wait_for(region.process.wait(), WAIT_S) == 0, region.last_lines()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -41,23 +39,6 @@ def slow_disk(faults: Path, region: str) -> Iterator[None]:
         yield
     finally:
         (faults / region).unlink()
-
-
-async def start_with_faults(cluster: Cluster, name: str, faults: Path) -> None:
-    """As `Cluster.start`, with a daemon that looks for its fault in a file."""
-    region = cluster.regions[name]
-    logs = region.state_dir / "logs"
-    logs.mkdir(parents=True)
-    with (logs / "start.log").open("ab") as output:
-        region.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, PROGRAM, "start", "--region", name),
-            *("--config", str(cluster.config)),
-            stdout=output,
-            stderr=output,
-            stdin=asyncio.subprocess.DEVNULL,
-            start_new_session=True,
-            env={**os.environ, gray_region.FAULTS_VARIABLE: str(faults), "PYTHONUNBUFFERED": "1"},
-        )
 
 
 def others_of(cluster: Cluster, name: str) -> list[str]:
@@ -97,7 +78,9 @@ async def test_a_disk_that_takes_ten_seconds_for_a_sync_holds_up_nobody_else(tmp
     faults.mkdir()
     try:
         for name in cluster.names:
-            await start_with_faults(cluster, name, faults)
+            region = cluster.regions[name]
+            region.program, region.env = (PROGRAM,), {gray_region.FAULTS_VARIABLE: str(faults)}
+            await region.start(cluster.config)
         await cluster.until_trains()
         leader = await cluster.until_leader()
         for region in (leader, others_of(cluster, leader)[0]):

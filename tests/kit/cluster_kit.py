@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
+from diloco_node.cli.demo.processes import order_finish
 from diloco_node.cli.demo.report import build_report, learner_status, longest_ledger, read_region_report
 from diloco_node.cli.demo.run import Demo
 from diloco_node.core.ledger.account_check import AccountReport, check_account
@@ -144,10 +145,8 @@ class Cluster:
 
     async def end(self) -> None:
         """Order the end of the run, and see every region end with 0."""
-        deadline_s = time.monotonic() + WAIT_S
         first = self.regions[self.names[0]]
-        while not (await first.finish() or first.has_exited):
-            assert time.monotonic() < deadline_s, first.last_lines()
+        await order_finish([first], limit_s=WAIT_S, is_given_up=lambda: first.has_exited)
         for region in self.regions.values():
             assert region.process is not None
             assert await asyncio.wait_for(region.process.wait(), WAIT_S) == 0, region.last_lines(20)

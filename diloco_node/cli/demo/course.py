@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
-from diloco_node.chaos.processes import is_alive
+from diloco_node.chaos.processes import is_alive, is_stopped
 from diloco_node.chaos.story import RegionSample, RunSample
 from diloco_node.cli.demo.processes import RegionProcess, attached_learner
 from diloco_node.unix_sockets import Process, process_of
+
+ANSWER_S: Final = 1.0
+"""An answer that is older says nothing of now: four times the period at which a storm asks."""
 
 
 @dataclass(slots=True)
@@ -44,17 +47,20 @@ class CourseRecorder:
     def _sample(self, region: RegionProcess) -> RegionSample:
         status, before = region.status, self.samples[-1].regions[region.name] if self.samples else None
         learner: dict[str, Any] | None = status.get("learner")
-        if region.answers:
-            pid = attached_learner(status) if learner is not None else None
+        is_attached = learner is not None and time.monotonic() - region.answered_s < ANSWER_S
+        if is_attached:
+            pid = attached_learner(status)
             self._learners[region.name] = process_of(pid) if pid is not None else None
+        # A daemon that has just started names no learner, although the one that it had may train on.
         known = self._learners.get(region.name)
         if learner is None:
             incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
         else:
             incarnation, step = int(learner["incarnation"]), int(learner["step"])
         return RegionSample(
-            has_daemon=region.answers,
+            has_daemon=is_attached,
             has_learner=known is not None and is_alive(known),
+            is_stopped=known is not None and is_stopped(known),
             incarnation=incarnation,
             step=step,
             commit_index=int(status.get("commit_index", 0)),

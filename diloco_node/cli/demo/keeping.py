@@ -1,4 +1,4 @@
-"""The regions of a demo kept running as systemd would: a supervisor that has died is started again."""
+"""The regions of a demo kept running: a supervisor that has died is started again (`chaos.restarts`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class RegionKeeper:
 
     Attributes:
         folder: of the demo. config: its run.toml.
-        restarts: of each region, how often its supervisor was started again.
         over: of each region that has ended for good, why; empty when it ended as it should.
         is_starting: not all have trained yet: who ends then is not started again, for its settings may be wrong.
     """
@@ -40,7 +39,6 @@ class RegionKeeper:
     config: Path
     regions: Sequence[RegionProcess]
     say: Callable[[str], None]
-    restarts: dict[str, int] = field(default_factory=dict)
     over: dict[str, str] = field(default_factory=dict)
     is_starting: bool = True
     _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -53,14 +51,19 @@ class RegionKeeper:
             self._tasks[region.name] = asyncio.create_task(self._keep(region), name=f"keep {region.name}")
 
     async def stop(self) -> None:
-        """No more restarts; then every region is stopped in order, with its children, and what is left of any."""
+        """No more restarts; then every region is stopped in order, with its children, and what is left of any.
+
+        Raises:
+            DilocoError: of the first region that did not end, or the file could not be written. All were stopped.
+        """
         for task in self._tasks.values():
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
-        await asyncio.gather(*(region.stop() for region in self.regions))
-        for region in self.regions:
-            await self._clear(region)
+        ended = await asyncio.gather(*(self._end(region) for region in self.regions), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
 
     @property
     def is_over(self) -> bool:
@@ -95,13 +98,21 @@ class RegionKeeper:
             self.say(f"region {region.name}: its supervisor ended with {code}; started again")
             await self._clear(region)
             await asyncio.sleep(RESTART_NS / NS_PER_S)
-            self.restarts[region.name] = self.restarts.get(region.name, 0) + 1
             await self._start(region)
+
+    async def _end(self, region: RegionProcess) -> None:
+        await region.stop()
+        await self._clear(region)
 
     async def _clear(self, region: RegionProcess) -> None:
         """As systemd's KillMode=mixed: what a dead supervisor left is killed, and gone before the next start."""
         self._supervisors[region.name] = None
-        self._save()
+        try:
+            await self._kill_left(region)
+        finally:
+            self._save()
+
+    async def _kill_left(self, region: RegionProcess) -> None:
         until_s = time.monotonic() + GONE_S
         while found := await asyncio.to_thread(left_behind, region.state_dir):
             if time.monotonic() > until_s:

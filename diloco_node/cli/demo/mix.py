@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -60,7 +61,7 @@ def parse_mix(speeds: str, batches: str, names: Sequence[str]) -> LearnerMix:
 
 def _speeds(text: str) -> tuple[float, ...]:
     values = tuple(float(part) for part in text.split(",")) if text else ()
-    if values and not all(0 < value <= SPEEDS_APART_MAX * min(values) for value in values):
+    if values and not all(math.isfinite(one) and 0 < one <= SPEEDS_APART_MAX * min(values) for one in values):
         raise ValueError(f"use positive numbers, the largest at most {SPEEDS_APART_MAX:g} times the smallest")
     return values
 

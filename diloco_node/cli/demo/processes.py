@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.chaos.fault_files import FAULTS_VARIABLE
 from diloco_node.cli.orders import order
 from diloco_node.cli.status import SOCKET_FILE, Target, ask
 from diloco_node.errors import DilocoError
 from diloco_node.unix_sockets import socket_path
 
 STOP_S: Final = 30.0
+ORDER_POLL_S: Final = 0.25
+"""A daemon that is not there refuses an order at once."""
 
 EPHEMERAL_PORTS: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 PORT_MIN: Final = 12_000
@@ -34,10 +37,11 @@ class RegionProcess:
         name: the region. admin_port: of its daemon. state_dir: its folder.
         namespace: the network namespace it runs in, "" for this process's own. It is asked over its Unix socket, which
             reaches into any namespace and puts no bytes on the interface that carries the run.
-        faults: where its daemon looks for faults (`cli.demo.region`); None: it looks for none.
+        program: what Python runs instead of `diloco-node`. env: added to this process's environment.
         settings: for `start --set`, beyond those of the file.
         process: the supervisor; None before the start.
-        status: the last status document that was read; {} before the first. answers: whether the last try read one.
+        status: the last status document that was read; {} before the first.
+        answered_s: when it was read, on the monotonic clock; minus infinity if the last try read none.
         asking: the try that is under way, or the last one.
     """
 
@@ -45,11 +49,12 @@ class RegionProcess:
     admin_port: int
     state_dir: Path
     namespace: str = ""
-    faults: Path | None = None
+    program: Sequence[str] = ("-m", "diloco_node.cli.main")
+    env: Mapping[str, str] = field(default_factory=dict)
     settings: tuple[str, ...] = ()
     process: asyncio.subprocess.Process | None = None
     status: dict[str, Any] = field(default_factory=dict)
-    answers: bool = False
+    answered_s: float = -math.inf
     asking: asyncio.Task[dict[str, Any]] | None = None
 
     async def start(self, config: Path, command: Sequence[str] = ()) -> None:
@@ -61,8 +66,7 @@ class RegionProcess:
                 # `ip netns exec` replaces itself by the command: the process is still the supervisor.
                 *(("ip", "netns", "exec", self.namespace) if self.namespace else ()),
                 sys.executable,
-                "-m",
-                "diloco_node.cli.main" if self.faults is None else "diloco_node.cli.demo.region",
+                *self.program,
                 "start",
                 "--region",
                 self.name,
@@ -75,11 +79,7 @@ class RegionProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 # An own group: a Ctrl-C in the terminal reaches the demo, which then ends the regions in order.
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    "PYTHONUNBUFFERED": "1",
-                    **({FAULTS_VARIABLE: str(self.faults.resolve())} if self.faults is not None else {}),
-                },
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.env},
             )
 
     @property
@@ -91,9 +91,10 @@ class RegionProcess:
         """Read the status; keeps the last one when the daemon does not answer just now."""
         target = Target(self.name, self.admin_port, socket_path(self.state_dir, SOCKET_FILE))
         document = await asyncio.to_thread(ask, target)
-        self.answers = "error" not in document
-        if self.answers:
-            self.status = document
+        if "error" in document:
+            self.answered_s = -math.inf
+        else:
+            self.answered_s, self.status = time.monotonic(), document
         return self.status
 
     async def finish(self) -> bool:
@@ -141,6 +142,23 @@ async def poll_all(regions: Sequence[RegionProcess], *, wait_s: float) -> None:
         done, _ = await asyncio.wait(asking, timeout=wait_s)
         for one in done:
             one.result()
+
+
+async def order_finish(
+    regions: Sequence[RegionProcess], *, limit_s: float, is_given_up: Callable[[], bool] = lambda: False
+) -> None:
+    """Ask the regions to end the run until one of them takes the order, or it is given up.
+
+    A daemon that was just killed takes no order; another one does, or all are asked again.
+
+    Raises:
+        TimeoutError: none took it within the limit.
+    """
+    async with asyncio.timeout(limit_s):
+        while not is_given_up():
+            if any([await region.finish() for region in regions]):
+                return
+            await asyncio.sleep(ORDER_POLL_S)
 
 
 def free_ports(count: int) -> list[int]:

@@ -22,18 +22,23 @@ def main(arguments: list[str]) -> int:
     """Become the region's supervisor (`start ...`), or its daemon (`daemon SPEC.json`)."""
     if arguments[:1] == ["daemon"]:
         return run_daemon(arguments[1:])
+    return run_start(arguments, ("-m", __spec__.name, "daemon"))
+
+
+def run_start(arguments: list[str], daemon: Sequence[str]) -> int:
+    """`diloco-node start ...` with another program as its daemon: what Python is to run. The exit code."""
     from diloco_node.cli import start
     from diloco_node.cli.main import main as run_command
 
     prepare = start.prepare
 
-    def prepare_with_faults(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:
+    def prepare_other(config: NodeConfig, region: str, command: Sequence[str]) -> SupervisorSpec:
         spec = prepare(config, region, command)
         at = spec.daemon_command.index("diloco_node.daemon")
-        spec.daemon_command[at : at + 1] = [__spec__.name, "daemon"]
+        spec.daemon_command[at - 1 : at + 1] = daemon
         return spec
 
-    start.prepare = prepare_with_faults
+    start.prepare = prepare_other
     return run_command(arguments)
 
 

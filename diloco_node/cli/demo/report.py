@@ -97,15 +97,15 @@ def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, Lear
     )
 
 
-def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSample]) -> list[TimedMerge]:
-    """The rounds of a finished run at the times of its samples; of a long run without those that are summed up.
+def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSample]) -> list[TimedMerge] | None:
+    """The rounds of a finished run at the times of its samples; None of a long run, whose first ones are summed up.
 
     Raises:
         StorageError: a folder is damaged or incomplete.
     """
     sizes = [fragment.size for fragment in _manifest(folder / regions[0]).fragments]
-    _, entries = longest_ledger([folder / region for region in regions], len(sizes))
-    return timed_merges(entries, samples, sizes)
+    base, entries = longest_ledger([folder / region for region in regions], len(sizes))
+    return timed_merges(entries, samples, sizes) if base.index == 0 else None
 
 
 def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:

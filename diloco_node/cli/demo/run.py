@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from diloco_node.chaos import story
+from diloco_node.chaos.fault_files import FAULTS_VARIABLE
 from diloco_node.chaos.processes import FAULTS_FOLDER
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.course import CourseRecorder
 from diloco_node.cli.demo.keeping import RegionKeeper
 from diloco_node.cli.demo.live import LiveView
 from diloco_node.cli.demo.mix import parse_mix
-from diloco_node.cli.demo.processes import RegionProcess, free_ports, poll_all
+from diloco_node.cli.demo.processes import RegionProcess, free_ports, order_finish, poll_all
 from diloco_node.cli.demo.report import budget_lines, build_report, read_merges
 from diloco_node.cli.demo.storm import POLL_S as STORM_POLL_S
-from diloco_node.cli.demo.storm import DemoStorm, storm_lines
+from diloco_node.cli.demo.storm import DemoStorm, comparable, storm_lines
 from diloco_node.cli.demo.wan import DemoOutage, DemoWan, wan_lines
 from diloco_node.cli.options import parsed
 from diloco_node.cli.tables import human_bytes, region_cells
@@ -117,10 +118,12 @@ class Demo:
         self.names = sorted(names)
         self.mix = parse_mix(options.speeds, options.batches, self.names)
         self.outage: DemoOutage | None = None
-        self.storm = DemoStorm(options, self.names, folder) if options.has_chaos else None
+        self.settings = comparable(options, self.names, step_seconds=STEP_SECONDS)
+        self.storm = DemoStorm(options, self.names, folder, self.settings) if options.has_chaos else None
         self.course = CourseRecorder()
         self.keeper: RegionKeeper | None = None
         self.regions: list[RegionProcess] = []
+        self._tasks: list[asyncio.Task[None]] = []
         self._interrupted = asyncio.Event()
 
     async def run(self) -> int:
@@ -136,10 +139,12 @@ class Demo:
                 self._prepare()
                 await self._train(view)
             finally:
-                if self.keeper is not None:
-                    await self.keeper.stop()
-                if self.wan is not None:
-                    await self.wan.down()
+                try:
+                    if self.keeper is not None:
+                        await self.keeper.stop()
+                finally:
+                    if self.wan is not None:
+                        await self.wan.down()
         if self._interrupted.is_set():
             sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
             return 1
@@ -161,7 +166,7 @@ class Demo:
         """What was done within the time asked for, and what a storm did to it."""
         samples, end_ns = self.course.samples, int(self.options.seconds * NS_PER_S)
         merges = read_merges(self.folder, self.names, samples)
-        done = story.training(samples, merges, regions=self.names, end_ns=end_ns) | {"seed": self.options.seed}
+        done = story.training(samples, merges, regions=self.names, end_ns=end_ns) | {"settings": self.settings}
         report |= {
             "training": done,
             "chaos": self.storm.document(samples, merges, done) if self.storm is not None else None,
@@ -180,14 +185,15 @@ class Demo:
             sync_every=SYNC_EVERY,
             data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
         )
-        faults = self.folder / FAULTS_FOLDER
+        program = ("-m", "diloco_node.cli.demo.region")
+        env = {FAULTS_VARIABLE: str((self.folder / FAULTS_FOLDER).resolve())}
         for index, name in enumerate(self.names):
             place = self.wan.place(name) if self.wan is not None else None
             host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
             port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
             text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
             settings = self.mix.settings(STEP_SECONDS, index)
-            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, faults, settings))
+            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, program, env, settings))
         if self.options.budget:
             text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
         # Each region's folder lies beside certs and run.toml.
@@ -216,10 +222,8 @@ class Demo:
     async def _finish(self, view: LiveView, trains_s: float) -> None:
         """Order the run's end, and watch until every region has exited."""
         view.line("finishing: one last round per fragment, then the final model")
-        ends_s = time.monotonic()
-        ordered = False
-        while not ordered and time.monotonic() - ends_s < FINISH_S:
-            ordered = any([await region.finish() for region in self.regions])
+        with contextlib.suppress(TimeoutError):  # the limit below says more
+            await order_finish(self.regions, limit_s=FINISH_S, is_given_up=self._is_given_up)
         await self._watch(
             view,
             trains_s,
@@ -227,6 +231,9 @@ class Demo:
             limit_s=self.options.seconds + FINISH_S,
             what="to finish",
         )
+
+    def _is_given_up(self) -> bool:
+        return self._interrupted.is_set() or (self.keeper is not None and bool(self.keeper.over))
 
     @contextlib.asynccontextmanager
     async def _outages(self, view: LiveView) -> AsyncIterator[None]:
@@ -239,7 +246,7 @@ class Demo:
             yield
             return
         self.outage = DemoOutage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
-        async with _beside(self.outage.run(self.options.seconds), "outage"):
+        async with self._beside(self.outage.run(self.options.seconds), "outage"):
             yield
 
     @contextlib.asynccontextmanager
@@ -248,8 +255,20 @@ class Demo:
         if self.storm is None:
             yield
             return
-        async with _beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
+        async with self._beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
             yield
+
+    @contextlib.asynccontextmanager
+    async def _beside(self, work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+        """Something that goes on beside the training, and ends with it; `_watch` raises what it raises."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        _check(task)
 
     async def _compile(self, view: LiveView) -> None:
         """Compile the kernels once, before every region does it at the same time; milliseconds when they are cached."""
@@ -275,7 +294,7 @@ class Demo:
         """Poll and draw until something is so.
 
         Raises:
-            DilocoError: a region ended too early, or the limit is reached.
+            DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
         """
         poll_s = POLL_S if self.storm is None else STORM_POLL_S
         while not until() and not self._interrupted.is_set():
@@ -284,6 +303,8 @@ class Demo:
                 raise DilocoError(f"the regions took more than {limit_s:.0f} s {what}:\n{self._last_lines()}")
             assert self.keeper is not None
             self.keeper.check()
+            for task in self._tasks:
+                _check(task)
             await poll_all(self.regions, wait_s=poll_s)
             self.course.take(self.regions)
             view.show(elapsed_s, [region_cells(region.name, region.status) for region in self.regions])
@@ -297,16 +318,9 @@ class Demo:
         return "\n".join(f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)
 
 
-@contextlib.asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
-    """Something that goes on beside the training, and ends with it; what it raises is raised then."""
-    task = asyncio.create_task(work, name=name)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-    if not task.cancelled() and (error := task.exception()) is not None:
+def _check(task: asyncio.Task[None]) -> None:
+    """Raise what it has raised."""
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
         raise error
 
 

@@ -35,17 +35,66 @@ TAPE_NAME: Final = "tape.jsonl"
 PICTURE_NAME: Final = "chaos.svg"
 
 
+def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: float) -> dict[str, Any]:
+    """The settings of a demo that its figures hang on, as they stand in its report.
+
+    Args:
+        names: its regions. step_seconds: what an inner step of the fastest learner takes at least.
+    """
+    return {
+        "regions": sorted(names),
+        "seconds": options.seconds,
+        "seed": options.seed,
+        "step_seconds": step_seconds,
+        "speeds": options.speeds,
+        "batches": options.batches,
+        "data": [str(Path(path).resolve()) for path in options.data],
+        "budget": options.budget,
+        "wan": str(options.wan.resolve()) if options.wan is not None else None,
+        "wan_backend": options.wan_backend,
+        "outage": options.has_outage,
+    }
+
+
+def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The field `training` of an undisturbed demo's report.
+
+    Args:
+        settings: those of the demo that is to be compared with it.
+
+    Raises:
+        ConfigError: it is no report, that of a storm, or that of a demo with other settings.
+    """
+    try:
+        report = json.loads(file.read_text())
+        training, is_storm = dict(report["training"]), report["chaos"] is not None
+        known = dict(training["settings"])
+        story.compared(training, training)  # all that is compared is there
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
+    if is_storm:
+        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo without --chaos")
+    for name, wanted in settings.items():
+        if name not in known or known[name] != wanted:
+            shown = json.dumps(known.get(name))
+            raise ConfigError(
+                f"--baseline {file} is of another demo: {name} is {shown} there and {json.dumps(wanted)} here"
+            )
+    return training
+
+
 class DemoStorm:
     """What strikes a demo.
 
     Args:
         options: of the demo. names: its regions. folder: of the demo.
+        settings: of the demo, as `comparable` has them: a baseline must have the same.
 
     Raises:
         ConfigError: an option, the tape or the baseline is wrong.
     """
 
-    def __init__(self, options: DemoOptions, names: Sequence[str], folder: Path) -> None:
+    def __init__(self, options: DemoOptions, names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> None:
         self._options = options
         self._names = sorted(names)
         self._folder = folder
@@ -62,22 +111,8 @@ class DemoStorm:
             self.plan = storm(
                 self._names, seed=options.seed, mtbf_ns=self._mtbf.ns, end_ns=calm_ns, victims=self._victims
             )
-        self._baseline = self._read_baseline(options.baseline) if options.baseline is not None else None
+        self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
         self._struck: Sequence[StruckFault] = ()
-
-    def _read_baseline(self, file: Path) -> dict[str, Any]:
-        try:
-            document = json.loads(file.read_text())["training"]
-            known = (float(document["seconds"]), sorted(document["tokens_merged_of"]), document["seed"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
-        wanted = (self._options.seconds, self._names, self._options.seed)
-        if known != wanted:
-            raise ConfigError(
-                f"--baseline {file} is of another demo: {known[0]:.0f} s, {', '.join(known[1])}, seed {known[2]}; this "
-                f"one has {wanted[0]:.0f} s, {', '.join(wanted[1])}, seed {wanted[2]}"
-            )
-        return dict(document)
 
     async def run(
         self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
@@ -103,14 +138,21 @@ class DemoStorm:
             raise errors.exceptions[0] from None
 
     def document(
-        self, samples: Sequence[RunSample], merges: Sequence[TimedMerge], training: Mapping[str, Any]
+        self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """The report's field `chaos`; draws the picture too."""
+        """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
         counts = Counter((one.fault.kind, one.fault.target.part) for one in self._struck if not one.is_missed)
-        spans = {name: story.life(name, samples, merges, end_ns=self._end_ns) for name in self._names}
-        title = f"{len(self._names)} regions, {sum(counts.values())} faults in {self._options.seconds:.0f} s"
-        picture = self._folder / PICTURE_NAME
-        picture.write_text(draw_life(title, spans, merges, self._struck, end_ns=self._end_ns))
+        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "picture"))
+        if merges is not None:
+            spans = {name: story.life(name, samples, merges, end_ns=self._end_ns) for name in self._names}
+            title = f"{len(self._names)} regions, {sum(counts.values())} faults in {self._options.seconds:.0f} s"
+            picture = self._folder / PICTURE_NAME
+            picture.write_text(draw_life(title, spans, merges, self._struck, end_ns=self._end_ns))
+            lives = {
+                "rejoin": story.rejoins(self._struck, samples, merges),
+                "seconds_of": {name: _seconds_of(own) for name, own in spans.items()},
+                "picture": str(picture.resolve()),
+            }
         is_drawn = self._options.tape is None
         return {
             "seed": self._options.seed if is_drawn else None,
@@ -125,11 +167,9 @@ class DemoStorm:
             },
             "missed": sum(one.is_missed for one in self._struck),
             "faults": [one.document() for one in self._struck],
-            "rejoin": story.rejoins(self._struck, samples, merges),
-            "seconds_of": {name: _seconds_of(own) for name, own in spans.items()},
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
             "compared": story.compared(training, self._baseline) if self._baseline is not None else None,
-            "picture": str(picture.resolve()),
+            **lives,
         }
 
 
@@ -155,7 +195,7 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
         f"commits            {training['commits_per_minute']:.0f} a minute, at most "
         f"{training['longest_gap_seconds']:.1f} s between two",
     ]
-    for part, one in chaos["rejoin"].items():
+    for part, one in (chaos["rejoin"] or {}).items():
         median, most = one["seconds_median"], one["seconds_most"]
         times = "-" if median is None else f"median {median:.1f} s, at most {most:.1f} s"
         lines.append(
@@ -163,8 +203,9 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
             f"{one['never']} not in time"
         )
     compared = chaos["compared"]
-    for name, own in chaos["seconds_of"].items():
-        goodput = "" if compared is None else f", goodput {_percent(compared['goodput_of'].get(name))}"
+    for name, own in (chaos["seconds_of"] or {}).items():
+        goodput_of = compared["goodput_of"] if compared is not None else None
+        goodput = "" if goodput_of is None else f", goodput {_percent(goodput_of.get(name))}"
         spent = ", ".join(f"{seconds:.0f} s {state}" for state, seconds in own.items() if seconds)
         lines.append(
             f"  {name:<17}{training['tokens_merged_of'][name]:,} tokens merged{goodput}, participation "
@@ -184,7 +225,8 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
                 f"held-out loss      {loss['own']:.4f} at {loss['tokens']:,} tokens, undisturbed "
                 f"{loss['undisturbed']:.4f}: {loss['change']:+.2%}"
             )
-    return [*lines, f"picture            {chaos['picture']}"]
+    unknown = "none: the ledger is summed up, so which learner was in which merge is not known any more"
+    return [*lines, f"picture            {chaos['picture'] or unknown}"]
 
 
 def _percent(part: float | None) -> str:

@@ -39,6 +39,7 @@ def test_without_them_nothing_changes() -> None:
         ("1,1,1,17", "", "at most 16 times the smallest"),
         ("1,1,1,0", "", "positive numbers"),
         ("1,1,1,nan", "", "--speeds is"),
+        ("inf,inf,inf,inf", "", "positive numbers"),
         ("1,1,1,fast", "", "--speeds is"),
         ("", "8,8,8,0", "from 1 to 1024"),
         ("", "8,8,8,2.5", "--batches is"),

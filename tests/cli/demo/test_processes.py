@@ -1,14 +1,16 @@
-"""cli/demo/processes.py: the ports that a command picks for its regions."""
+"""cli/demo/processes.py: the ports that a command picks for its regions, and its order to finish."""
 
 from __future__ import annotations
 
+import math
 import socket
+import time
 from pathlib import Path
 
 import pytest
 
 from diloco_node.cli.demo import processes
-from diloco_node.cli.demo.processes import EPHEMERAL_PORTS, PORT_MIN, free_ports
+from diloco_node.cli.demo.processes import EPHEMERAL_PORTS, PORT_MIN, RegionProcess, free_ports, order_finish
 
 COUNT = 200
 
@@ -55,3 +57,57 @@ def test_where_there_are_none_the_kernel_chooses(tmp_path: Path, monkeypatch: py
         assert len(set(free_ports(5))) == 5
     monkeypatch.setattr(processes, "EPHEMERAL_PORTS", tmp_path / "missing")
     assert min(free_ports(3)) > 0
+
+
+class RefusingRegion(RegionProcess):
+    """Takes the order to finish when it is given for the `takes`-th time."""
+
+    def __init__(self, takes: int) -> None:
+        super().__init__("a", 0, Path())
+        self.takes, self.orders = takes, 0
+
+    async def finish(self) -> bool:
+        self.orders += 1
+        return self.orders >= self.takes
+
+
+async def test_the_order_to_finish_is_given_until_one_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "ORDER_POLL_S", 0.001)
+    regions = [RefusingRegion(3), RefusingRegion(5)]
+    await order_finish(regions, limit_s=60)
+    assert [region.orders for region in regions] == [3, 3]
+
+
+async def test_the_order_to_finish_has_a_pause_between_two_tries_and_a_limit() -> None:
+    region = RefusingRegion(10**9)
+    with pytest.raises(TimeoutError):
+        await order_finish([region], limit_s=0.05)
+    assert region.orders == 1
+
+
+async def test_the_order_to_finish_can_be_given_up() -> None:
+    region = RefusingRegion(10**9)
+    await order_finish([region], limit_s=60, is_given_up=lambda: region.orders > 0)
+    assert region.orders == 1
+
+
+async def test_a_region_is_started_with_its_program_environment_and_settings(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['SHOWN'], *sys.argv[1:])"
+    region = RegionProcess("a", 0, tmp_path / "a", program=("-c", code), env={"SHOWN": "yes"}, settings=("x.y=1",))
+    await region.start(tmp_path / "run.toml", ["train"])
+    assert region.process is not None
+    assert await region.process.wait() == 0
+    assert region.last_lines() == f"yes start --region a --config {tmp_path / 'run.toml'} --set x.y=1 -- train"
+
+
+async def test_who_does_not_answer_any_more_keeps_only_what_it_last_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[dict[str, object]] = [{"step": 5}, {"error": "refused"}]
+    monkeypatch.setattr(processes, "ask", lambda _: answers.pop(0))
+    region = RegionProcess("a", 0, tmp_path)
+    began_s = time.monotonic()
+    assert await region.poll() == {"step": 5}
+    assert region.answered_s >= began_s
+    assert await region.poll() == {"step": 5}
+    assert region.answered_s == -math.inf

@@ -7,12 +7,14 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from diloco_node.chaos.story import RegionSample, RunSample
 from diloco_node.cli.demo import report as report_module
 from diloco_node.cli.demo.report import (
     budget_lines,
@@ -20,6 +22,7 @@ from diloco_node.cli.demo.report import (
     check_folder,
     learner_status,
     longest_ledger,
+    read_merges,
     read_region_report,
 )
 from diloco_node.core.ledger.entries import seal
@@ -162,6 +165,16 @@ def test_the_longest_ledger_counts_and_the_others_are_part_of_it(run: Path) -> N
     base, entries = longest_ledger(folders, 2)
     assert [entry.index for entry in entries] == list(range(1, len(entries) + 1))
     assert longest_ledger(folders[::-1], 2) == (base, entries)
+
+
+def test_the_merges_of_a_ledger_that_is_summed_up_are_not_known(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = RunSample(5, {"a": RegionSample(True, True, commit_index=10_000)})
+    base, entries = longest_ledger([run / name for name in NAMES], 2)
+    merges = read_merges(run, NAMES, [sample])
+    assert merges is not None
+    assert len(merges) == build_report(run, NAMES)["rounds_committed"]
+    monkeypatch.setattr(report_module, "longest_ledger", lambda *_: (replace(base, index=8), entries))
+    assert read_merges(run, NAMES, [sample]) is None
 
 
 def test_ledgers_of_two_runs_are_told_apart(run: Path, tmp_path: Path) -> None:

@@ -14,43 +14,48 @@ import pytest
 from diloco_node.chaos.executor import StruckFault
 from diloco_node.chaos.plan import FaultTarget, PlannedFault
 from diloco_node.chaos.story import MergeMember, RegionSample, RunSample, TimedMerge, training
-from diloco_node.chaos.tape import read_tape, tape_text
 from diloco_node.cli.demo import storm as storm_module
 from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.run import run_demo
-from diloco_node.cli.demo.storm import CALM_S, PICTURE_NAME, TAPE_NAME, DemoStorm, storm_lines
+from diloco_node.cli.demo.storm import (
+    CALM_S,
+    PICTURE_NAME,
+    TAPE_NAME,
+    DemoStorm,
+    comparable,
+    read_baseline,
+    storm_lines,
+)
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import NS_PER_S
 
 S = NS_PER_S
 NAMES = ("b", "a", "c")
 OPTIONS = DemoOptions(seconds=60, seed=4, has_chaos=True)
+SETTINGS = comparable(OPTIONS, NAMES, step_seconds=0.1)
 
 
-def undisturbed(**changes: Any) -> dict[str, Any]:
-    return {
+def baseline(folder: Path, *, chaos: object = None, **settings: Any) -> Path:
+    """The report of an undisturbed demo with these settings changed."""
+    training = {
         "seconds": 60,
-        "seed": 4,
         "tokens_merged": 2000,
         "tokens_merged_of": {"a": 1000, "b": 500, "c": 500},
         "val_losses": [[100, 4.0], [2000, 2.0]],
-        **changes,
+        "settings": {**SETTINGS, **settings},
     }
-
-
-def baseline(folder: Path, **changes: Any) -> Path:
     path = folder / "undisturbed.json"
-    path.write_text(json.dumps({"training": undisturbed(**changes)}))
+    path.write_text(json.dumps({"training": training, "chaos": chaos}))
     return path
 
 
 def test_the_end_of_the_training_is_calm(tmp_path: Path) -> None:
-    plan = DemoStorm(replace(OPTIONS, mtbf="500ms"), NAMES, tmp_path).plan
+    plan = DemoStorm(replace(OPTIONS, mtbf="500ms"), NAMES, tmp_path, SETTINGS).plan
     assert len(plan.faults) > 50
     assert plan.faults[-1].at_ns < (60 - CALM_S) * S
     assert {fault.target.region for fault in plan.faults} == set(NAMES)
-    assert DemoStorm(replace(OPTIONS, mtbf="500ms"), sorted(NAMES), tmp_path).plan == plan
-    assert DemoStorm(replace(OPTIONS, mtbf="500ms", seed=5), NAMES, tmp_path).plan != plan
+    assert DemoStorm(replace(OPTIONS, mtbf="500ms"), sorted(NAMES), tmp_path, SETTINGS).plan == plan
+    assert DemoStorm(replace(OPTIONS, mtbf="500ms", seed=5), NAMES, tmp_path, SETTINGS).plan != plan
 
 
 def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
@@ -59,7 +64,7 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
         '{"at_seconds": 48, "do": "pause", "target": "a", "seconds": 30}\n'
         '{"at_seconds": 55, "do": "kill", "target": "a"}\n'
     )
-    [fault] = DemoStorm(replace(OPTIONS, tape=file), NAMES, tmp_path).plan.faults
+    [fault] = DemoStorm(replace(OPTIONS, tape=file), NAMES, tmp_path, SETTINGS).plan.faults
     assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
 
 
@@ -77,20 +82,51 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
 )
 def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
-        DemoStorm(replace(OPTIONS, **changes), NAMES, tmp_path)
+        DemoStorm(replace(OPTIONS, **changes), NAMES, tmp_path, SETTINGS)
 
 
-@pytest.mark.parametrize("changes", [{"seconds": 61}, {"seed": 5}, {"tokens_merged_of": {"a": 1, "b": 1}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seconds": 61},
+        {"seed": 5},
+        {"regions": ["a", "b"]},
+        {"step_seconds": 0.05},
+        {"speeds": "1,2,2"},
+        {"batches": "8,8,4"},
+        {"data": ["/text"]},
+        {"budget": "20Mbit/s"},
+        {"wan": "/us-4.toml"},
+        {"wan_backend": "tun"},
+        {"outage": True},
+    ],
+)
 def test_a_baseline_of_another_demo_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="another demo"):
-        DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path, **changes)), NAMES, tmp_path)
+    [name] = changes
+    with pytest.raises(ConfigError, match=f"another demo: {name} is"):
+        DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path, **changes)), NAMES, tmp_path, SETTINGS)
+
+
+def test_every_option_that_changes_the_figures_is_compared() -> None:
+    changed = replace(
+        OPTIONS, seconds=61, seed=5, speeds="1,2,2", batches="8,8,4", data=("/text",), budget="1Mbit/s",
+        wan=Path("/us-4.toml"), wan_backend="tun", has_outage=True,
+    )  # fmt: skip
+    other = comparable(changed, ["a"], step_seconds=0.05)
+    assert other.keys() == SETTINGS.keys()
+    assert all(other[name] != SETTINGS[name] for name in SETTINGS)
+
+
+def test_a_storm_is_no_baseline(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without --chaos"):
+        read_baseline(baseline(tmp_path, chaos={"struck": {}}), SETTINGS)
 
 
 def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
-    for text in ("", "[]", "{}", '{"training": null}', '{"training": {"seconds": "x"}}'):
+    for text in ("", "[]", "{}", '{"training": null}', '{"training": {"settings": {}}, "chaos": null}'):
         (tmp_path / "file").write_text(text)
         with pytest.raises(ConfigError, match=r"report\.json"):
-            DemoStorm(replace(OPTIONS, baseline=tmp_path / "file"), NAMES, tmp_path)
+            DemoStorm(replace(OPTIONS, baseline=tmp_path / "file"), NAMES, tmp_path, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +137,16 @@ def test_options_of_a_storm_want_a_storm(changes: dict[str, Any]) -> None:
         run_demo(DemoOptions(**changes))
 
 
-def test_the_plan_is_left_as_a_tape_that_makes_the_same_storm(tmp_path: Path) -> None:
-    (tmp_path / "x").write_text("")
-    storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "x"), NAMES, tmp_path)
-    asyncio.run(storm.run([], lambda: 0, lambda _: None))
-    assert (tmp_path / TAPE_NAME).read_text() == ""
-    drawn = DemoStorm(OPTIONS, NAMES, tmp_path)
-    (tmp_path / "again").write_text(tape_text(drawn.plan))
-    assert read_tape(tmp_path / "again", NAMES) == drawn.plan
+def test_the_plan_is_left_as_a_tape_that_makes_the_same_storm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def spare(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(storm_module.FaultExecutor, "strike", spare)
+    drawn = DemoStorm(OPTIONS, NAMES, tmp_path, SETTINGS)
+    asyncio.run(drawn.run([], lambda: 60 * S, lambda _: None))
+    again = DemoStorm(replace(OPTIONS, tape=tmp_path / TAPE_NAME), NAMES, tmp_path, SETTINGS)
+    assert again.plan == drawn.plan
+    assert len(again.plan.faults) > 3
 
 
 def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,13 +155,13 @@ def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", refuse)
     (tmp_path / "tape").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
-    storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "tape"), NAMES, tmp_path)
+    storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "tape"), NAMES, tmp_path, SETTINGS)
     with pytest.raises(StorageError, match="the folder is full"):
         asyncio.run(storm.run([], lambda: 0, lambda _: None))
 
 
 def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> None:
-    storm = DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path)), NAMES, tmp_path)
+    storm = DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path)), NAMES, tmp_path, SETTINGS)
     target = FaultTarget("a", "learner")
     storm._struck = [
         StruckFault(10 * S, PlannedFault(10 * S, "kill", target), (77,)),
@@ -148,7 +186,7 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
     assert (chaos["missed"], chaos["seed"], chaos["mtbf_seconds"], chaos["calm_seconds"]) == (1, 4, 5.0, CALM_S)
     assert chaos["rejoin"]["learner"]["seconds_median"] == 6.0
     # Three samples only: the first lasts until it dies, the last until the end.
-    spent = {"training": 10.0, "training without its daemon": 0.0, "catching up": 45.0, "dead": 5.0}
+    spent = {"training": 10.0, "training without its daemon": 0.0, "catching up": 45.0, "stopped": 0.0, "dead": 5.0}
     assert chaos["seconds_of"]["a"] == spent
     assert chaos["compared"]["goodput"] == 0.75
     assert chaos["compared"]["goodput_of"] == {"a": 0.5, "b": 0.4, "c": 0.4}
@@ -160,8 +198,17 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
         assert part in text, text
 
 
+def test_of_a_summed_up_ledger_the_report_says_what_is_not_known(tmp_path: Path) -> None:
+    storm = DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path)), NAMES, tmp_path, SETTINGS)
+    done = training([], None, regions=NAMES, end_ns=60 * S)
+    chaos = storm.document([], None, done)
+    assert (chaos["rejoin"], chaos["seconds_of"], chaos["picture"]) == (None, None, None)
+    assert "the ledger is summed up" in "\n".join(storm_lines({"training": done, "chaos": chaos}))
+    assert not (tmp_path / PICTURE_NAME).exists()
+
+
 def test_without_a_baseline_the_report_says_how_to_get_one(tmp_path: Path) -> None:
-    storm = DemoStorm(OPTIONS, NAMES, tmp_path)
+    storm = DemoStorm(OPTIONS, NAMES, tmp_path, SETTINGS)
     done = training([], [], regions=NAMES, end_ns=60 * S)
     chaos = storm.document([], [], done)
     assert (chaos["compared"], chaos["struck"]) == (None, {})
