@@ -169,9 +169,10 @@ class Simulation:
 
     def _step(self) -> bool:
         """Let the next thing happen; False if there is none."""
+        goes_on = True
         with self.excusing_liars():
-            return self.world.step()
-        return True
+            goes_on = self.world.step()
+        return goes_on
 
     @contextlib.contextmanager
     def excusing_liars(self) -> Iterator[None]:

@@ -296,10 +296,7 @@ class GrpcTransport:
         key = (peer, _reason(error))
         if key not in self.rejections and len(self.rejections) >= REJECTIONS_MAX:
             return
-        self.rejections[key] += 1
-        now_s = asyncio.get_running_loop().time()
-        if now_s - self._logged_s.get(key, -REJECTION_LOG_S) >= REJECTION_LOG_S:
-            self._logged_s[key] = now_s
+        if self._count(key):
             _log.warning("rejected", peer=peer, reason=key[1], error=str(error), count=self.rejections[key])
         # No honest peer of this version sends that. Another run or version is a mistake of people, and no strike.
         is_strike = isinstance(error, (ProtocolViolation, PayloadCorrupt))
@@ -307,6 +304,15 @@ class GrpcTransport:
             _log.error("quarantined", peer=peer, reason=self.quarantined(peer))
             if peer in self._links:
                 self._links[peer].drop(self.quarantined(peer))
+
+    def _count(self, key: tuple[str, str]) -> bool:
+        """Count a rejection by (peer, reason). Returns whether it is time for a log line about it."""
+        self.rejections[key] += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s.get(key, -REJECTION_LOG_S) < REJECTION_LOG_S:
+            return False
+        self._logged_s[key] = now_s
+        return True
 
     def quarantined(self, peer: str) -> str:
         """Why a peer is shut out now, and for how long; empty when it is not."""
@@ -318,8 +324,10 @@ class GrpcTransport:
 
     def _listener_lost(self) -> None:
         """Some peer has found a way to have gRPC close our port; who it was gRPC does not tell."""
-        self.rejections[UNKNOWN_PEER, "listener"] += 1
-        _log.error("listener closed", peer=UNKNOWN_PEER, reason="gRPC closed the port: it is opened again")
+        key = (UNKNOWN_PEER, "listener")
+        if self._count(key):
+            reason = "gRPC closed the port: it is opened again"
+            _log.error("listener closed", peer=UNKNOWN_PEER, reason=reason, count=self.rejections[key])
 
     def _link_superseded(self, peer: str, error: PeerError | None) -> None:
         """One peer's word is not enough: it could be broken, or captured. With one peer only, nobody can confirm it."""
