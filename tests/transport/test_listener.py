@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from http2_attacks import PREFACE, client_context, opening, settings
+from structlog.testing import capture_logs
 
 from diloco_node.core.messages import RequestVoteReply
 from diloco_node.transport.kernel.tcp_info import is_listening, listening_sockets
@@ -60,17 +61,32 @@ async def test_a_port_that_somebody_else_has_taken_meanwhile_is_tried_again(mesh
     listener = b._listener
     assert listener is not None
     assert listener._current is not None
+    # Nobody looks after the port until the thief has it.
+    [looking] = [task for task in b._tasks if task.get_name() == "listener"]
+    looking.cancel()
+    await asyncio.wait([looking])
     await listener._current.stop()
+    await eventually(lambda: not listening_sockets(b.port))
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         thief.bind(("127.0.0.1", b.port))
         thief.listen()
+        b._spawn(listener.run(), "listener")
         await eventually(lambda: b.rejections["unknown", "listener"] == 1)
         await asyncio.sleep(0)
         assert listener._current is None
     await eventually(lambda: listener._current is not None)
     _, at_a = await mesh.start("a", {"b": address(b)})
     await at_a.until(lambda: at_a.is_up.get("b"))
+
+
+async def test_a_port_that_is_closed_again_and_again_is_one_line_and_counted(mesh: Mesh) -> None:
+    b, _ = await mesh.start("b", {"a": None})
+    with capture_logs() as lines:
+        for _ in range(3):
+            b._listener_lost()
+    assert [line["count"] for line in lines if line["event"] == "listener closed"] == [1]
+    assert b.rejections["unknown", "listener"] == 3
 
 
 def test_sockets_that_listen_are_found_by_their_port_and_known_again() -> None:
