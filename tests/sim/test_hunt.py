@@ -55,17 +55,27 @@ def test_a_hunt_that_finds_nothing_ends_well() -> None:
     assert "2 of 2 seeds run, 0 failed" in done.stdout
 
 
+def spawned(pid: int) -> list[int]:
+    """Processes that a hunt runs seeds in; Python's resource tracker is none."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
 def test_a_hunt_that_is_told_to_end_leaves_no_process_and_says_how_far_it_came() -> None:
     asked = [sys.executable, "-m", "diloco_node.cli.main", "simulate", "hunt", "--seeds", "1..9999", "--jobs", "2"]
     with subprocess.Popen([*asked, "--regions", "3"], stdout=subprocess.PIPE, text=True) as hunting:
-        children = Path(f"/proc/{hunting.pid}/task/{hunting.pid}/children")
-        while len(jobs := children.read_text().split()) < 2:
-            time.sleep(0.05)
-        hunting.terminate()
+        try:
+            until_s = time.monotonic() + 120
+            while len(jobs := spawned(hunting.pid)) < 2:
+                assert hunting.poll() is None, "it has ended by itself"
+                assert time.monotonic() < until_s, "its processes do not come"
+                time.sleep(0.05)
+        finally:
+            hunting.terminate()
         said, _ = hunting.communicate(timeout=120)
     assert hunting.returncode == 130
     assert "of 9999 seeds run, 0 failed" in said
     until_s = time.monotonic() + 60
-    while any(is_running(int(job)) for job in jobs):
+    while any(is_running(job) for job in jobs):
         assert time.monotonic() < until_s, "its processes outlive it"
         time.sleep(0.05)

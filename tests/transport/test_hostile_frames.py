@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from structlog.testing import capture_logs
 
 from diloco_node.codec.payload import compress_chunk
-from diloco_node.core.messages import Payload
+from diloco_node.core.messages import Message, Payload, ReductionReported, Refused
+from diloco_node.core.types import Ballot
 from diloco_node.wire import envelope as e
 from tests.kit.transport_kit import Mesh, address, meshed, rogue
 
@@ -32,10 +34,9 @@ def chunk(body: bytes) -> list[tuple[e.Lane, bytes]]:
 
 
 def window_log(exponent: int) -> bytes:
-    """A frame that is right, but for the window that it asks for."""
-    parameters = zstandard.ZstdCompressionParameters(window_log=exponent, write_checksum=True, write_content_size=False)
-    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    return stream.compress(bytes(SIZE)) + stream.flush()
+    """The good frame, but for the window that it asks for."""
+    assert GOOD[4] == 0x64, "our frame is a single segment: the window descriptor is left out"
+    return GOOD[:4] + bytes([0x44, (exponent - 10) << 3]) + GOOD[5:]
 
 
 def flipped(body: bytes) -> bytes:
@@ -48,24 +49,45 @@ GOOD = bytes(compress_chunk(memoryview(bytes(range(256)) * (SIZE // 256)))[1])
 CONTROL = b"\x02"
 """A control frame that holds a message; its msgpack follows."""
 
+REFUSED = Refused(1, 77, "gone")
+REPORTED = ReductionReported(Ballot(1, 2), 0, (0.5,), ((0.25,),), bytes(32))
+VERSION, REASON, NORM = b"M", b"\xa4gone", b"\xcb" + struct.pack(">d", 0.5)
+LONG_TEXT = b"\xdb" + struct.pack(">I", 3 * 2**20) + bytes(3 * 2**20)
+TERABYTE = bytes.fromhex("28b52ffde0") + struct.pack("<Q", 2**40)
+SKIPPABLE = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
+PICKLE = b"\x80\x05\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
+NAN = b"\xcb\x7f\xf8" + bytes(6)
+
+
+def control(frame: bytes) -> list[tuple[e.Lane, bytes]]:
+    return [(e.Lane.CONTROL, frame)]
+
+
+def changed(message: Message, field: bytes, value: bytes) -> list[tuple[e.Lane, bytes]]:
+    """A message that is right but for one field."""
+    before, after = e.encode_control(message).split(field)
+    return control(before + value + after)
+
+
 ATTACKS = {
-    "a bomb of 128 MiB": chunk(zstd(bytes(2**27))),
-    "13 bytes that declare a terabyte": chunk(bytes.fromhex("28b52ffde0") + struct.pack("<Q", 2**40)),
-    "a window of 128 MiB": chunk(window_log(27)),
-    "two frames": chunk(zstd(bytes(SIZE)) + zstd(bytes(SIZE))),
-    "a skippable frame in front": chunk(b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" + zstd(bytes(SIZE))),
-    "no checksum": chunk(zstd(bytes(SIZE), write_checksum=False)),
-    "a flipped bit": chunk(flipped(GOOD)),
-    "a truncated frame": chunk(GOOD[:-5]),
-    "a pickle": chunk(b"\x80\x05\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."),
-    "an array of 2^32 - 1": [(e.Lane.CONTROL, CONTROL + b"\xdd\xff\xff\xff\xff")],
-    "100,000 arrays in each other": [(e.Lane.CONTROL, CONTROL + b"\x91" * 100_000)],
-    "a map": [(e.Lane.CONTROL, CONTROL + b"\x82\x01\x01\x01\x02")],
-    "an ext type": [(e.Lane.CONTROL, CONTROL + b"\x92\x03\xc7\x02\x05ab")],
-    "a text of 3 MiB": [(e.Lane.CONTROL, CONTROL + b"\x92\x03\xdb" + struct.pack(">I", 3 * 2**20) + bytes(3 * 2**20))],
-    "a pickle as a message": [(e.Lane.CONTROL, b"\x80\x05\x95\x1d\x00\x00\x00")],
-    "a NaN where a number is": [(e.Lane.CONTROL, CONTROL + b"\x92\x03\xcb\x7f\xf8\x00\x00\x00\x00\x00\x00")],
+    "a bomb of 128 MiB": (chunk(zstd(bytes(2**27))), "declares 134217728 bytes"),
+    "13 bytes that declare a terabyte": (chunk(TERABYTE), "declares 1099511627776 bytes"),
+    "a window of 128 MiB": (chunk(window_log(27)), "window_too_large"),
+    "two frames": (chunk(zstd(bytes(SIZE)) + zstd(bytes(SIZE))), "trailing_data"),
+    "a skippable frame in front": (chunk(SKIPPABLE + zstd(bytes(SIZE))), "declares 4 bytes"),
+    "no checksum": (chunk(zstd(bytes(SIZE), write_checksum=False)), "checksum: the frame has none"),
+    "a flipped bit": (chunk(flipped(GOOD)), "doesn't match checksum"),
+    "a truncated frame": (chunk(GOOD[:-5]), "did not decompress full frame"),
+    "a pickle": (chunk(PICKLE), "do not begin with a zstd frame"),
+    "an array of 2^32 - 1": (control(CONTROL + b"\xdd\xff\xff\xff\xff"), "4294967295 exceeds max_array_len"),
+    "100,000 arrays in each other": (control(CONTROL + b"\x91" * 100_000), "at depth 9"),
+    "a map": (changed(REFUSED, VERSION, b"\x82\x01\x01\x01\x02"), "exceeds max_map_len"),
+    "an ext type": (changed(REFUSED, VERSION, b"\xc7\x02\x05ab"), "exceeds max_ext_len"),
+    "a text of 3 MiB": (changed(REFUSED, REASON, LONG_TEXT), "Refused.reason: a string over 1024 bytes"),
+    "a pickle as a message": (control(PICKLE), "frame kind 128"),
+    "a NaN where a number is": (changed(REPORTED, NORM, NAN), "squared_norms[0]: nan is not finite"),
 }
+"""Frames, and what is said of them."""
 
 
 @pytest.fixture
@@ -74,16 +96,21 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
         yield made
 
 
-@pytest.mark.parametrize("frames", ATTACKS.values(), ids=list(ATTACKS))
-async def test_it_costs_the_sender_its_link_and_nobody_else(mesh: Mesh, frames: list[tuple[e.Lane, bytes]]) -> None:
+@pytest.mark.parametrize(("frames", "reason"), ATTACKS.values(), ids=list(ATTACKS))
+async def test_it_costs_the_sender_its_link_and_nobody_else(
+    mesh: Mesh, frames: list[tuple[e.Lane, bytes]], reason: str
+) -> None:
     b, at_b = await mesh.start("b", {"a": None, "c": None})
     _, at_c = await mesh.start("c", {"b": address(b)})
     await at_c.until(lambda: at_c.is_up.get("b"))
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
-    for lane, frame in frames:
-        await made[lane].write(frame)
-    await at_b.until(lambda: not at_b.is_up["a"])
+    with capture_logs() as lines:
+        for lane, frame in frames:
+            await made[lane].write(frame)
+        await at_b.until(lambda: not at_b.is_up["a"])
+    [said] = [line["error"] for line in lines if line["event"] == "rejected"]
+    assert reason in said
     assert sum(b.rejections.values()) == 1
     assert set(b.rejections) <= {("a", "protocol"), ("a", "corrupt")}
     assert all(not whole for *_, whole in at_b.closed), "none of it was handed on"
@@ -97,9 +124,10 @@ async def test_the_same_frames_without_the_fault_are_taken(mesh: Mesh) -> None:
     b, at_b = await mesh.start("b", {"a": None, "c": None})
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
-    for lane, frame in chunk(GOOD):
+    for lane, frame in [*chunk(GOOD), *changed(REFUSED, VERSION, VERSION), *changed(REPORTED, NORM, NORM)]:
         await made[lane].write(frame)
-    await at_b.until(lambda: at_b.closed)
+    await at_b.until(lambda: at_b.closed and len(at_b.messages) == 2)
+    assert at_b.messages == [("a", REFUSED), ("a", REPORTED)]
     assert at_b.closed[0][2:] == (bytes(range(256)) * (SIZE // 256), True)
     for stream in made.values():
         await stream.aclose()
