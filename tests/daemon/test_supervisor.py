@@ -60,6 +60,11 @@ def wait_for(name, count):
     path = place / f"{name}.pids"
     while not path.exists() or len(path.read_text().split()) < count:
         time.sleep(0.01)
+def wait_until(state):
+    import json, time
+    path = place / "learner.json"
+    while not path.exists() or json.loads(path.read_text())["state"] != state:
+        time.sleep(0.01)
 """
 
 
@@ -152,7 +157,7 @@ def test_learner_that_crashes_is_started_again_while_the_daemon_goes_on(tmp_path
 
 
 def test_learner_that_is_done_is_not_started_again(tmp_path: Path) -> None:
-    daemon = NOTE + "import time\nwait_for('learner', 1)\ntime.sleep(0.3)"
+    daemon = NOTE + "wait_until('done')"
     assert run_supervisor(spec(tmp_path, daemon, NOTE + "note('learner')")) == 0
     assert len(lives(tmp_path, "learner")) == 1
 
@@ -275,7 +280,12 @@ def test_memory_outlives_both_children(tmp_path: Path) -> None:
 
 
 def test_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    wrong = spec(tmp_path, NOTE + "import time\ntime.sleep(0.5)", None)
+    daemon = NOTE + (
+        "import time\n"
+        "log = place / 'logs' / 'learner.log'\n"
+        "while not log.exists() or 'No such file' not in log.read_text(): time.sleep(0.01)\n"
+    )
+    wrong = spec(tmp_path, daemon, None)
     wrong = SupervisorSpec(
         region=wrong.region,
         state_dir=tmp_path,
@@ -377,16 +387,13 @@ def test_a_hung_learner_that_ignores_everything_is_killed(tmp_path: Path, monkey
 def test_a_crash_loop_stops_the_learner_and_not_its_daemon_until_it_is_asked_for(tmp_path: Path) -> None:
     """The daemon of this test sends the signal as the real one does, when it sees that the learner is stopped."""
     daemon = NOTE + (
-        "import json, signal, time\n"
+        "import signal\n"
         "note('daemon')\n"
-        "def state():\n"
-        "    try: return json.loads((place / 'learner.json').read_text())['state']\n"
-        "    except OSError: return ''\n"
-        "while state() != 'stopped': time.sleep(0.01)\n"
+        "wait_until('stopped')\n"
         f"wait_for('learner', {watch.CRASHES_MAX})\n"
         "os.kill(os.getppid(), signal.SIGUSR1)\n"
         f"wait_for('learner', {watch.CRASHES_MAX + 1})\n"
-        "while state() != 'done': time.sleep(0.01)\n"
+        "wait_until('done')\n"
     )
     learner = NOTE + f"sys.exit(1 if note('learner') <= {watch.CRASHES_MAX} else 0)"
     assert run_supervisor(spec(tmp_path, daemon, learner)) == 0
