@@ -393,8 +393,7 @@ async def test_a_new_session_of_the_peer_replaces_the_one_it_forgot(mesh: Mesh) 
 async def test_a_silent_peer_is_dropped(mesh: Mesh) -> None:
     b, at_b = await mesh.start("b", {"a": None}, times=dataclasses.replace(FAST, silent_s=0.6, ping_s=0.1))
     made = await rogue(mesh, b)
-    await at_b.until(lambda: at_b.is_up.get("a"))
-    await at_b.until(lambda: not at_b.is_up["a"])
+    await at_b.until(lambda: at_b.changes == [("a", True), ("a", False)])
     assert "silent" in b.peer_status()["a"].error
     for stream in made.values():
         await stream.aclose()
