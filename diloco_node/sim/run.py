@@ -169,9 +169,10 @@ class Simulation:
 
     def _step(self) -> bool:
         """Let the next thing happen; False if there is none."""
+        is_more = True
         with self.excusing_liars():
-            return self.world.step()
-        return True
+            is_more = self.world.step()
+        return is_more
 
     @contextlib.contextmanager
     def excusing_liars(self) -> Iterator[None]:
