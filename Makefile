@@ -33,8 +33,8 @@ test-system: $(STAMP)
 	$(PYTEST) -m system $(PYTEST_ARGS)
 
 check: $(STAMP) docs
-	$(BIN)/ruff format --check diloco_node tests benchmarks
-	$(BIN)/ruff check diloco_node tests benchmarks
+	$(BIN)/ruff format --check diloco_node tests benchmarks examples
+	$(BIN)/ruff check diloco_node tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
@@ -49,14 +49,14 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(STAMP)
-	$(BIN)/ruff format diloco_node tests benchmarks
-	$(BIN)/ruff check --fix diloco_node tests benchmarks
+	$(BIN)/ruff format diloco_node tests benchmarks examples
+	$(BIN)/ruff check --fix diloco_node tests benchmarks examples
 
 # torch is named with its version here too: without it pip would look at newer builds that bring gigabytes of CUDA.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,hf,lightning]'
 	touch $(STAMP)
 
 clean:

@@ -8,8 +8,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from diloco_node.learner.attach import attach as attach
+    from diloco_node.learner.process import place as place
 
-__all__ = ["__version__", "attach"]
+__all__ = ["__version__", "attach", "place"]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         from diloco_node.learner.attach import attach
 
         return attach
+    if name == "place":
+        from diloco_node.learner.process import place
+
+        return place
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,6 +29,7 @@ LATE_IMPORTS: Final = "diloco_node.learner.warm"
 TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
+PLACE_VARIABLE: Final = "DILOCO_PLACE"
 SCHEDULE_STEPS_UNKNOWN: Final = 1000
 """Length of the built-in trainer's schedule when neither steps nor tokens end the run."""
 
@@ -179,7 +180,11 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or [sys.executable, "-m", "diloco_node.learner"],
-        env={TRAINER_VARIABLE: str(trainer_file), ON_SPIKE_VARIABLE: config.learner.on_spike},
+        env={
+            TRAINER_VARIABLE: str(trainer_file),
+            ON_SPIKE_VARIABLE: config.learner.on_spike,
+            PLACE_VARIABLE: f"{sorted(config.regions).index(region)}/{len(config.regions)}",
+        },
         hang_s=config.learner.hang.ns / 1e9,
         preload=preloaded(config, command),
     )

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
+from diloco_node.learner.auto_step import AutoStep
 from diloco_node.learner.checkpoint import Checkpointing, Stateful, TrainingProgress
 from diloco_node.learner.layouts.whole import ModelTensors, host_values
 from diloco_node.learner.loss import LateLoss, finite
@@ -56,6 +57,7 @@ def attach(
     merge: Mapping[str, MergeRule] | None = None,
     stateful: Mapping[str, Stateful] | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
+    step: Literal["call", "auto"] = "call",
 ) -> Diloco:
     """Join the run of this region's daemon. Returns when the model holds the run's parameters, before the first step.
 
@@ -67,6 +69,8 @@ def attach(
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         stateful: parts of the loop that a restart continues (data position, schedule): their state is JSON.
         checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`; 0 for none.
+        step: "call": the loop calls `Diloco.step`. "auto": each step of the optimizer is one. Tokens are counted by the
+            shapes that the model is given (`learner.forward_watch.count_tokens`); its output's `loss` is taken.
 
     Raises:
         LearnerError: the model can't be merged, the run's model is another one, or the daemon refuses this learner.
@@ -77,6 +81,7 @@ def attach(
         tensors=ModelTensors(model, masters=masters, merge=merge),
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
+        auto_step=AutoStep(model, optimizer) if step == "auto" else None,
     )
 
 
@@ -102,6 +107,7 @@ class Diloco:
         tensors: ModelTensors,
         stateful: Mapping[str, Stateful],
         checkpoint_every_s: float,
+        auto_step: AutoStep | None = None,
     ) -> None:
         self.region = ""
         self.region_index = 0
@@ -127,11 +133,14 @@ class Diloco:
         self._terminate = TerminateFlag()
         self._ranks = Ranks()
         self._manifest: Manifest | None = None
+        self._auto_step = auto_step
         try:
             self._join()
         except BaseException as error:
             self._close(Failed(_in_words(error)))
             raise
+        if auto_step is not None:
+            auto_step.begin(lambda tokens, loss: self.step(tokens=tokens, loss=loss))
 
     @property
     def regions(self) -> int:
@@ -174,6 +183,8 @@ class Diloco:
                 start takes the merged parameters.
         """
         started_ns = time.perf_counter_ns()
+        if self._auto_step is not None and not self._auto_step.is_stepping:
+            raise LearnerError('attach(step="auto") counts each step of the optimizer by itself: do not call step()')
         tokens = _count(tokens)
         self.steps += 1
         if self._manifest is not None:
@@ -382,6 +393,8 @@ class Diloco:
             return
         self._is_closed = True
         self._terminate.restore()
+        if self._auto_step is not None:
+            self._auto_step.close()
         if self._session is not None:
             self._session.close(last)
         self._checkpoints.wait()

@@ -1,4 +1,4 @@
-"""The signals that end the learner's process: SIGTERM, and SIGKILL when its supervisor dies."""
+"""What the learner's process has from its supervisor: the signals that end it, and its region's place in the run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import threading
 from types import FrameType
 from typing import Any, Final
+
+from diloco_node.errors import LearnerError
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -45,3 +47,18 @@ def die_with_supervisor() -> None:
     """A learner whose parent is the supervisor must not outlive it, even if its loop never looks at `should_stop`."""
     if os.environ.get("DILOCO_SUPERVISOR_PID") == str(os.getppid()):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def place() -> tuple[int, int]:
+    """This region's index among the run's regions, sorted by name, and how many there are; (0, 1) when alone.
+
+    Known before `attach`: for a data loader that has to be made first.
+
+    Raises:
+        LearnerError: DILOCO_PLACE, which `diloco-node start` sets, is not what that writes.
+    """
+    text = os.environ.get("DILOCO_PLACE", "0/1")
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise LearnerError(f"DILOCO_PLACE is {text!r}, not INDEX/COUNT: start this script with `diloco-node start`")
+    return int(index), int(count)

@@ -1,0 +1,89 @@
+"""Lightning's `Trainer` as the learner of a region::
+
+    trainer = Trainer(max_epochs=-1, callbacks=[LightningDiloco()])
+    trainer.fit(module, own_part)
+
+The run's end stops the trainer. After a restart parameters come from the run. The optimizer comes from the learner's
+checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.attach import Diloco, attach
+from diloco_node.learner.forward_watch import count_tokens
+
+
+class LightningDiloco(Callback):  # type: ignore[misc]
+    """See the module.
+
+    Args:
+        tokens: of a batch; by its shapes if None (`learner.forward_watch.count_tokens`).
+        options: of `diloco_node.attach`, such as `checkpoint_every_s`.
+
+    Attributes:
+        diloco: the learner's place in the run; None before training begins.
+    """
+
+    def __init__(self, tokens: Callable[[Any], int] | None = None, **options: Any) -> None:
+        self.diloco: Diloco | None = None
+        self._tokens_of = tokens or count_tokens
+        self._options = options
+        self._tokens = 0
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Join the run: the model gets its parameters.
+
+        Raises:
+            LearnerError: there are several optimizers; which one's steps count, nobody can tell.
+        """
+        if len(trainer.optimizers) != 1:
+            raise LearnerError(
+                f"{len(trainer.optimizers)} optimizers: with several, call diloco_node.attach and step() yourself"
+            )
+        self._tokens, self._step = 0, trainer.global_step
+        self.diloco = attach(pl_module, trainer.optimizers[0], **self._options)
+        trainer.should_stop |= self.diloco.should_stop
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Tensor | Mapping[str, Any] | None,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count the batch; when the optimizer has made a step, it is a step boundary."""
+        if self.diloco is None:
+            return
+        self._tokens += self._tokens_of(batch)
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self.diloco.step(tokens=self._tokens, loss=loss if isinstance(loss, Tensor) else None)
+        self._tokens = 0
+        trainer.should_stop |= self.diloco.should_stop
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell the held-out loss, where the module logs one as `val_loss`."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if self.diloco is not None and loss is not None:
+            self.diloco.evaluated(val_loss=float(loss))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the run."""
+        if self.diloco is not None:
+            self.diloco.close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the run with the reason."""
+        if self.diloco is not None:
+            self.diloco.__exit__(type(exception), exception, exception.__traceback__)

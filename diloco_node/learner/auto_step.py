@@ -1,0 +1,65 @@
+"""`attach(..., step="auto")`: the optimizer's own steps are the step boundaries, by its post-step hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.forward_watch import ForwardWatch
+
+
+class AutoStep:
+    """See the module. Steps that a gradient scaler skips are none.
+
+    Args:
+        model: its calls are counted. optimizer: its steps count; one that is wrapped (Accelerate) counts below.
+
+    Attributes:
+        is_stepping: the optimizer has just made a step, and it is being told.
+
+    Raises:
+        LearnerError: there is no optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        if optimizer is None:
+            raise LearnerError('attach(step="auto") counts the steps of an optimizer: give it one')
+        self.is_stepping = False
+        # Accelerate's wrapper is an Optimizer by class only: it has no hooks.
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner
+        self._optimizer = optimizer
+        self._watch = ForwardWatch(model)
+        self._handle: RemovableHandle | None = None
+        self._tell: Callable[[int, Tensor | None], None] | None = None
+
+    def begin(self, tell: Callable[[int, Tensor | None], None]) -> None:
+        """From now on call `tell` after each step, with its tokens and the loss that the model returned."""
+        self._watch.take()
+        self._tell = tell
+        self._handle = self._optimizer.register_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        assert self._tell is not None
+        tokens, loss = self._watch.take()
+        if not tokens:
+            raise LearnerError(
+                "the optimizer made a step, but the model that was attached was not called: attach the module that "
+                "the loop calls, or call step() yourself"
+            )
+        self.is_stepping = True
+        try:
+            self._tell(tokens, loss)
+        finally:
+            self.is_stepping = False
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._watch.close()
+        if self._handle is not None:
+            self._handle.remove()

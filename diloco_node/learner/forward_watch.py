@@ -1,0 +1,93 @@
+"""What a model is given to train on, and the loss that it returns, seen by hooks on its `forward`.
+
+A call counts while the module is in training mode and gradients are on, so evaluation and generation do not. Nothing is
+read from a device: a count is the shape of a tensor, and the loss stays the tensor that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+TOKEN_NAMES: Final = ("input_ids", "tokens", "inputs_embeds")
+"""How a batch calls what it is counted by; the first of them that is there."""
+
+_EMBEDDED_DIMS: Final = 3
+_DEPTH_MAX: Final = 4
+
+
+def count_tokens(batch: Any) -> int:
+    """Tokens of a batch by its shapes, padding included; of one that holds no token ids, its samples.
+
+    A tensor of integers counts by its elements, one of embeddings (batch, sequence, width) by the first two
+    dimensions, any other by its first. Of several tensors the one that is named in `TOKEN_NAMES` counts, else the
+    first. 0: there is none.
+    """
+    found = _counted(batch, _DEPTH_MAX)
+    if found is None:
+        return 0
+    name, tensor = found
+    if not tensor.dim():
+        return 1
+    if not tensor.is_floating_point():
+        return tensor.numel()
+    is_embedded = name == "inputs_embeds" and tensor.dim() == _EMBEDDED_DIMS
+    return tensor.shape[0] * tensor.shape[1] if is_embedded else tensor.shape[0]
+
+
+def _counted(batch: Any, depth: int) -> tuple[str, Tensor] | None:
+    if isinstance(batch, Tensor):
+        return "", batch
+    if depth == 0:
+        return None
+    if isinstance(batch, Mapping):
+        for name in TOKEN_NAMES:
+            if isinstance(batch.get(name), Tensor):
+                return name, batch[name]
+        return _first(batch.values(), depth)
+    return _first(batch, depth) if isinstance(batch, Sequence) and not isinstance(batch, str | bytes) else None
+
+
+def _first(parts: Iterable[Any], depth: int) -> tuple[str, Tensor] | None:
+    return next((found for part in parts if (found := _counted(part, depth - 1)) is not None), None)
+
+
+class ForwardWatch:
+    """See the module.
+
+    Args:
+        model: the module that the loop calls, or one that each of its calls passes through.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tokens = 0
+        self._loss: Tensor | None = None
+        self._handles = [
+            model.register_forward_pre_hook(self._given, with_kwargs=True),
+            model.register_forward_hook(self._returned),
+        ]
+
+    def take(self) -> tuple[int, Tensor | None]:
+        """Tokens since the last call of this, and the loss that was returned last; None where none was."""
+        found = self._tokens, self._loss
+        self._tokens, self._loss = 0, None
+        return found
+
+    def _given(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module.training and torch.is_grad_enabled():
+            self._tokens += count_tokens(kwargs) or count_tokens(args)
+
+    def _returned(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            self._loss = loss.detach()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()

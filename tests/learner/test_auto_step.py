@@ -1,0 +1,141 @@
+"""`attach(..., step="auto")`: the optimizer's steps are the boundaries, tokens and loss come from the model's calls."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner.forward_watch import ForwardWatch, count_tokens
+from diloco_node.wire.learner_link import Report
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import region_folder
+
+IDS = torch.zeros(3, 5, dtype=torch.long)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        (IDS, 15),
+        ({"labels": torch.zeros(9, dtype=torch.long), "input_ids": IDS}, 15),
+        (UserDict(input_ids=IDS), 15),
+        ({"inputs_embeds": torch.zeros(2, 7, 16)}, 14),
+        ((torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.long)), 4),
+        ([{"tokens": IDS}], 15),
+        (torch.tensor(1.0), 1),
+        ({}, 0),
+        ("text", 0),
+        ([[[[[IDS]]]]], 0),
+    ],
+)
+def test_a_batch_counts_by_its_shapes(batch: Any, tokens: int) -> None:
+    assert count_tokens(batch) == tokens
+
+
+class Language(nn.Module):
+    """As models of transformers: takes ids by name, returns an output with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.embedding(input_ids).square().mean(), "logits": torch.zeros(1)}
+
+
+def test_what_is_no_training_does_not_count() -> None:
+    model = Language()
+    watch = ForwardWatch(model)
+    model(input_ids=IDS)
+    model(IDS)
+    tokens, loss = watch.take()
+    assert tokens == 30
+    assert loss is not None
+    assert not loss.requires_grad
+    with torch.no_grad():
+        model(input_ids=IDS)
+    model.eval()(input_ids=IDS)
+    assert watch.take() == (0, None)
+    model.train()(input_ids=IDS)
+    watch.close()
+    model(input_ids=IDS)
+    assert watch.take()[0] == 15
+
+
+def train(model: Language, optimizer: torch.optim.Optimizer, *, micro_batches: int = 1) -> float:
+    """One step of a loop that knows nothing of us; the last loss."""
+    for _ in range(micro_batches):
+        loss = model(input_ids=IDS)["loss"]
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def test_each_step_of_the_optimizer_is_a_boundary(folder: Path) -> None:
+    model = Language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model, optimizer, step="auto") as diloco:
+        loss = train(model, optimizer)
+        assert (diloco.steps, diloco.tokens) == (1, 15)
+        train(model, optimizer, micro_batches=3)
+        assert (diloco.steps, diloco.tokens) == (2, 60)
+        with pytest.raises(LearnerError, match="do not call step"):
+            diloco.step(tokens=1)
+        assert daemon.wait_for(Report).loss == pytest.approx(loss)
+    train(model, optimizer)
+    assert diloco.steps == 2, "it has left the loop"
+
+
+def test_the_loop_may_call_another_module_than_the_one_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_SOCKET", raising=False)
+    model, other = Language(), Language()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    with pytest.warns(UserWarning, match="training alone"):
+        diloco = diloco_node.attach(other, optimizer, step="auto")
+    with pytest.raises(LearnerError, match="was not called: attach the module that the loop calls"):
+        train(model, optimizer)
+    diloco.close()
+
+
+def test_without_an_optimizer_there_is_nothing_to_follow() -> None:
+    with pytest.raises(LearnerError, match="give it one"):
+        diloco_node.attach(Language(), step="auto")
+
+
+class Wrapped(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer by class only."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+def test_a_wrapped_optimizer_counts_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DILOCO_SOCKET", raising=False)
+    model = Language()
+    optimizer = Wrapped(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.warns(UserWarning, match="training alone"):
+        diloco = diloco_node.attach(model, optimizer, step="auto")
+    train(model, optimizer)
+    assert (diloco.steps, diloco.tokens) == (1, 15)
+    diloco.close()
