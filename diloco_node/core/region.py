@@ -138,7 +138,7 @@ class RegionCore:
         self.participant = RoundParticipant(
             region=region,
             regions=self._regions,
-            fragments=fragments,
+            pieces=tuple(len(fragment.pieces) for fragment in manifest.fragments),
             settings=settings,
             history=self.history,
             versions=self.versions,

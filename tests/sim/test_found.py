@@ -17,6 +17,11 @@ FOUND = {
 }
 
 
+def test_a_leader_that_decides_about_another_fragment_is_not_followed() -> None:
+    report = simulate(2, liar=True)
+    assert report.is_good, report.violations
+
+
 @pytest.mark.parametrize("seed", FOUND)
 def test_a_seed_that_found_something_finds_nothing_any_more(seed: int) -> None:
     report = simulate(seed)

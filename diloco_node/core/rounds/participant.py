@@ -39,6 +39,9 @@ from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBod
 class RoundParticipant:
     """See the module. Feed it facts, then call `pump`.
 
+    Args:
+        pieces: of each fragment, how many it has.
+
     Attributes:
         left_out: whom the leader leaves out of its ballots, as its last one said.
     """
@@ -48,7 +51,7 @@ class RoundParticipant:
         *,
         region: str,
         regions: tuple[str, ...],
-        fragments: int,
+        pieces: tuple[int, ...],
         settings: RunSettings,
         history: RoundHistory,
         versions: Versions,
@@ -62,9 +65,10 @@ class RoundParticipant:
         self._versions = versions
         self._effects = effects
         self._learner: LearnerStatus | None = None
-        self._fragments = [FollowedRound() for _ in range(fragments)]
+        self._pieces = pieces
+        self._fragments = [FollowedRound() for _ in pieces]
         self._early = EarlyArrivals()
-        self._committed: list[list[RoundBody]] = [[] for _ in range(fragments)]
+        self._committed: list[list[RoundBody]] = [[] for _ in pieces]
         self._dirty: set[int] = set()
 
     def open_versions(self) -> dict[int, int]:
@@ -173,6 +177,11 @@ class RoundParticipant:
         if one is None or one.part is None or one.part.ballot != decision.ballot:
             return
         part = one.part
+        fault = _decision_fault(decision, part.opened, self._pieces[decision.fragment])
+        if fault:
+            text = f"decision of {part.leader}: {fault}"
+            self._effects.note("decision", text, fragment=decision.fragment, version=one.version, is_alarm=True)
+            return
         if part.decision is None:
             part.decision = decision
             self._dirty.add(decision.fragment)
@@ -415,3 +424,21 @@ class RoundParticipant:
         is_kept = residual is not None and residual[1] == ballot
         if version <= self._versions.applied[fragment] and not is_kept:
             self._effects.emit(CloseBallot(ballot, fragment, version, committed=False))
+
+
+def _decision_fault(decision: MergeDecided, opened: BallotOpened, pieces: int) -> str:
+    """Why a leader's decision is none about this ballot; empty if it is. Its sum is worked out as it stands."""
+    names = [one.learner for one in decision.contributions]
+    if decision.version != opened.version or not names or len(names) != len(set(names)):
+        return f"version {decision.version} of {names}, the ballot is for version {opened.version}"
+    strange = [
+        one for one in decision.contributions if one.learner not in opened.members or one.fragment != decision.fragment
+    ]
+    if strange:
+        return f"{strange[0].learner}'s contribution to fragment {strange[0].fragment} has no part in it"
+    rows = [len(row) for row in decision.coefficients]
+    return (
+        ""
+        if rows == [pieces] * len(names)
+        else f"coefficients {rows} for {len(names)} contributions of {pieces} pieces"
+    )

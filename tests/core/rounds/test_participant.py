@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from diloco_node.core.events import (
     ContributionStripeArrived,
     Effect,
     MergedStripeArrived,
+    Note,
     ReduceStripe,
     ReductionDone,
     Send,
@@ -81,7 +83,7 @@ class Place:
         self.participant = RoundParticipant(
             region="b",
             regions=REGIONS,
-            fragments=2,
+            pieces=(pieces(0), pieces(1)),
             settings=settings,
             history=self.history,
             versions=self.versions,
@@ -632,6 +634,35 @@ def test_bytes_that_come_after_the_round_are_freed() -> None:
 
 
 # ---- error feedback --------------------------------------------------------------------------------------------------
+
+ROWS = ((1.0,) * pieces(0), (2.0,) * pieces(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 2}, "the ballot is for version 1"),
+        ({"contributions": (), "coefficients": ()}, "the ballot is for version 1"),
+        ({"contributions": (contribution("a"), contribution("a"))}, "the ballot is for version 1"),
+        ({"contributions": (contribution("a"), contribution("x"))}, "x's contribution to fragment 0 has no part in it"),
+        ({"contributions": (contribution("a", 1), contribution("b"))}, "contribution to fragment 1 has no part in it"),
+        ({"coefficients": ROWS[:1]}, "for 2 contributions"),
+        ({"coefficients": (ROWS[0], ROWS[1][1:])}, "for 2 contributions"),
+    ],
+)
+def test_a_decision_that_is_none_about_the_ballot_is_not_carried_out(change: dict[str, Any], reason: str) -> None:
+    place = Place()
+    place.open()
+    place.stripes("ab")
+    decision = MergeDecided(FIRST, 0, 1, (contribution("a"), contribution("b")), ROWS)
+    place.participant.merge_decided(replace(decision, **change))
+    [note] = place.go()
+    assert isinstance(note, Note)
+    assert note.is_alarm
+    assert reason in note.text
+    place.participant.merge_decided(decision)
+    assert [type(effect) for effect in place.go()] == [ReduceStripe]
+
 
 FEEDBACK = replace(SETTINGS, error_feedback=True)
 
