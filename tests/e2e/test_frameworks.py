@@ -15,7 +15,11 @@ from tests.kit.repository import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-EXAMPLES = {"hf_trainer.py": ("transformers", "accelerate"), "lightning_fit.py": ("lightning",)}
+EXAMPLES = {
+    "hf_trainer.py": ("transformers", "accelerate"),
+    "lightning_fit.py": ("lightning",),
+    "accelerate_loop.py": ("accelerate",),
+}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
