@@ -67,7 +67,7 @@ def attach(
         optimizer: its moments are kept in the learner's checkpoint and come back after a restart.
         masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
-        stateful: parts of the loop that a restart continues (data position, schedule): their state is JSON.
+        stateful: parts of the loop that a restart continues (data loader, schedule); their states are nested values.
         checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`; 0 for none.
         step: "call": the loop calls `Diloco.step`. "auto": each step of the optimizer is one. Tokens are counted by the
             shapes that the model is given (`learner.forward_watch.count_tokens`); its output's `loss` is taken.

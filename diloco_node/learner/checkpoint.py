@@ -27,6 +27,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from diloco_node.errors import LearnerError
+from diloco_node.learner.nested import flatten, unflatten
 from diloco_node.learner.ranks import Ranks
 from diloco_node.storage.durable import make_folder, sync_folder
 
@@ -34,20 +35,23 @@ FORMAT: Final = 1
 KEPT: Final = 2
 WRITER_STOP_S: Final = 60.0
 
+_STATEFUL: Final = "stateful"
+"""What the names of its tensors begin with."""
+
 log = logging.getLogger("diloco_node.learner")
 
 Json = dict[str, Any]
 
 
 class Stateful(Protocol):
-    """Part of a training loop that a checkpoint keeps: a data loader's position, a schedule. Its state is JSON."""
+    """Part of a training loop that a checkpoint keeps: a data loader's position, a schedule."""
 
-    def state_dict(self) -> Json:
-        """Numbers, strings, booleans, None, lists and dictionaries of them."""
+    def state_dict(self) -> dict[str, Any]:
+        """Nested values: see `learner.nested`."""
         ...
 
-    def load_state_dict(self, state: Json) -> Any:
-        """Take what `state_dict` gave, after a trip through JSON."""
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Take what `state_dict` gave."""
         ...
 
 
@@ -72,14 +76,14 @@ class Checkpoint:
     """One checkpoint in memory.
 
     Attributes:
-        tensors: optimizer state and random generator state, CPU.
-        optimizer: what of the optimizer is no tensor. stateful: per name, JSON.
+        tensors: of the optimizer, the random generator, and `stateful`, CPU.
+        optimizer: what of the optimizer is no tensor. stateful: per name, what of it is no tensor.
     """
 
     progress: TrainingProgress
     tensors: dict[str, Tensor]
     optimizer: Json
-    stateful: dict[str, Json]
+    stateful: dict[str, Any]
 
     def document(self) -> str:
         """Everything that is no tensor, as JSON."""
@@ -123,7 +127,7 @@ class Checkpoint:
                 optimizer.load_state_dict(_unflatten(self.tensors, self.optimizer))
             for name, part in stateful.items():
                 if name in self.stateful:
-                    part.load_state_dict(self.stateful[name])
+                    part.load_state_dict(unflatten(self.stateful[name], self.tensors))
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise LearnerError(
                 f"the learner's checkpoint at step {self.progress.global_step} does not fit this training script "
@@ -152,16 +156,17 @@ class CheckpointWriter:
         """Copy everything now, write it later. Not while `is_busy`: the copies are reused.
 
         Raises:
-            LearnerError: a state is neither tensors nor JSON.
+            LearnerError: a state holds what can't be kept.
         """
         assert not self.is_busy
         tensors, rest = ({}, {}) if optimizer is None else _flatten(optimizer.state_dict())
         tensors["rng"] = torch.get_rng_state()
+        kept = {name: flatten(f"{_STATEFUL}.{name}", part.state_dict(), tensors) for name, part in stateful.items()}
         checkpoint = Checkpoint(
             progress=progress,
             tensors={name: self._copy(name, tensor) for name, tensor in tensors.items()},
             optimizer=rest,
-            stateful={name: _as_json(f"stateful[{name!r}]", part.state_dict()) for name, part in stateful.items()},
+            stateful=kept,
         )
         self._copies = checkpoint.tensors
         self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="diloco-checkpoint", daemon=True)
@@ -266,7 +271,8 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
         LearnerError: the optimizer state is not finite; a restart from it would only diverge again.
     """
     for name, tensor in checkpoint.tensors.items():
-        if tensor.is_floating_point() and not math.isfinite(float(tensor.float().sum())):
+        is_optimizers = not name.startswith(f"{_STATEFUL}.")
+        if is_optimizers and tensor.is_floating_point() and not math.isfinite(float(tensor.float().sum())):
             raise LearnerError(f"optimizer state {name} is not finite")
     progress = checkpoint.progress
     text = checkpoint.document()

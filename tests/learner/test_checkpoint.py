@@ -211,12 +211,12 @@ def test_what_is_saved_is_the_moment_of_the_call(tmp_path: Path) -> None:
     assert not found.tensors["state.0.momentum_buffer"].any()
 
 
-def test_state_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_state_that_can_not_be_kept_is_named(tmp_path: Path) -> None:
     class Odd(Data):
         def state_dict(self) -> dict[str, Any]:
             return {"generator": object()}
 
-    with pytest.raises(LearnerError, match=r"stateful\['data'\] can't be kept"):
+    with pytest.raises(LearnerError, match=r"stateful\.data\.generator can't be kept"):
         CheckpointWriter(tmp_path).save(progress(1), None, {"data": Odd()})
 
 
