@@ -76,7 +76,11 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert (spec.region, spec.state_dir) == ("eu", folder)
     assert spec.daemon_command == [sys.executable, "-m", "diloco_node.daemon", str(folder / "node.json")]
     assert spec.learner_command == [sys.executable, "-m", "diloco_node.learner"]
-    assert spec.env == {"DILOCO_TRAINER": str(folder / "trainer.json"), "DILOCO_ON_SPIKE": "warn"}
+    assert spec.env == {
+        "DILOCO_TRAINER": str(folder / "trainer.json"),
+        "DILOCO_ON_SPIKE": "warn",
+        "DILOCO_PLACE": "0/3",
+    }
     assert spec.hang_s == 300.0
     config = resolve(Flag("rounds.sync_every", 8, "--set"))
     node = NodeSpec.load(folder / "node.json")
