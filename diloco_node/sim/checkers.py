@@ -43,6 +43,7 @@ class Watched:
         known_index: up to which its log was compared with the committed history.
         acknowledged: the last (index, hash) whose durability was verified on this disk.
         versions: per fragment the version applied in this life.
+        voted: by term, where its log ended when it decided its vote.
     """
 
     commit_index: int = 0
@@ -51,6 +52,7 @@ class Watched:
     known_index: int = 0
     acknowledged: tuple[int, bytes] = (0, ZERO_HASH)
     versions: dict[int, int] = field(default_factory=dict)
+    voted: dict[int, tuple[int, int]] = field(default_factory=dict)
 
 
 class Checkers:
@@ -277,8 +279,10 @@ class Checkers:
         candidate = self.hosts[peer].core
         if peer in self.liars or candidate is None or view.term(candidate) != term:
             return
-        own, other = view.log_end(host.core), view.log_end(candidate)
-        # With an entry of this very term somebody else was elected while the vote was written.
+        # While the vote is written, entries may join the log that waited for their payload. They are acknowledged to
+        # nobody before the new leader has them. With one of this very term somebody else was elected meanwhile.
+        own = self._watched[host.name].voted.get(term, view.log_end(host.core))
+        other = view.log_end(candidate)
         if own > other and own[0] < term:
             self.violate(f"vote: {host.name} at {own} votes for {peer}, whose log ends at {other} (term, index)")
 
@@ -342,6 +346,8 @@ class Checkers:
 
     def _proposes(self, host: Host, effect: ev.PersistLedger) -> None:
         """A leader proposes a round only when a majority has this very payload on disk."""
+        if effect.voted_for:
+            self._watched[host.name].voted.setdefault(effect.term, view.log_end(host.core))
         if not view.is_leader(host.core):
             return
         for entry in effect.entries:

@@ -137,6 +137,7 @@ class FakeLearner:
         self._asked: dict[int, TakeSnapshot] = {}
         self._stop_reason = ""
         self._reported_step = 0
+        self._has_thrown_away = False
         self._step_time_ns = setup.slower.get(region, 1) * world.draw_ns(setup.step_ns_min, setup.step_ns_max)
         self._boundary(is_first=True)
 
@@ -201,9 +202,11 @@ class FakeLearner:
         self._world.after(self._step_time_ns + jitter_ns, self.life, self._boundary)
 
     def _report(self) -> None:
-        """Under `overwrite` a report says which steps are to be booked as discarded: only once they are on disk."""
+        """After an apply that threw steps away a report says which are to be booked as discarded: only once they are on
+        disk. So do those after it.
+        """
         status = self.status()
-        is_booked = self._setup.settings.carry is CarryMode.OVERWRITE
+        is_booked = self._setup.settings.carry is CarryMode.OVERWRITE or self._has_thrown_away
         if not is_booked:
             self._port.tell_daemon(LearnerReported(status))
         self._port.persist_counters(
@@ -308,6 +311,7 @@ class FakeLearner:
         )
         anchors = {Anchor.BASE: part.base, Anchor.SNAPSHOT: snapshot.values if snapshot else None, Anchor.NONE: None}
         part.theta = carry_over(plan, new=offer.theta, theta=part.theta, anchor=anchors[plan.anchor])
+        self._has_thrown_away |= plan.anchor is Anchor.NONE or plan.carry_factor <= 0.0
         # Of the work that is in no version, lam of it is still in theta - base.
         part.included_work = part.work - plan.carry_factor * (part.work - part.included_work)
         part.base = offer.theta

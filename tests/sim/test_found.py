@@ -13,6 +13,9 @@ FOUND = {
     695: "a reducer's stripes of a learner that died were taken for those of the next one, ballot after ballot",
     1594: "the same with three regions, before the first commit",
     3408: "a ballot decided while a learner lived commits after its next incarnation was merged elsewhere",
+    4402: "a vote was judged by entries that joined the log while it was written",
+    7963: "a fake learner told that it gave its steps up before their count was on disk",
+    8212: "entries of another log, behind a base that replaced it, counted as durable ones of the new log",
     469: "behind a base an entry names an older sum, after a new leader's election",
 }
 

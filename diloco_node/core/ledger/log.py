@@ -256,14 +256,20 @@ class ReplicaLog:
         assert self.hash_at(base.index) == base.hash, base.index
         self._begin_with(base)
 
-    def install(self, base: LedgerBase) -> None:
+    def install(self, base: LedgerBase, *, committed_index: int) -> None:
         """Begin with the leader's base, which is ahead of what is committed here. What follows it stays if it is the
-        leader's too. Until the disk holds what it stands for, no more is acknowledged than before."""
+        leader's too. Until the disk holds what it stands for, no more is acknowledged than before.
+
+        Args:
+            committed_index: up to here the disk holds what is committed.
+        """
         self._floor = self.durable_index
         if base.index <= self.last_index and self.has(base.index, base.hash):
             self._lost = [entry for entry in self._lost if entry.index > base.index]
             self._begin_with(base)
         else:
+            # What is on disk here behind the committed entries is another log's: it does not count for this one.
+            self._floor = min(self._floor, committed_index)
             self.drop_staged()
             self._lost.clear()
             self._entries.clear()

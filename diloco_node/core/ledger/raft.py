@@ -378,7 +378,7 @@ class LedgerCore(LedgerState):
         following.contact_ns = now_ns
         following.requested_sequence = max(following.requested_sequence, sent.sequence)
         if base.index > self._cluster_commit_index:
-            self._log.install(base)
+            self._log.install(base, committed_index=self.commit_index)
             self.disks.begin(self._named_by(base), base.index)
             self._entry_gate.begin(base)
             self._cluster_commit_index = self._taken_index = base.index

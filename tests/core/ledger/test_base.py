@@ -86,7 +86,7 @@ def test_a_log_is_compacted_and_the_disk_follows() -> None:
 def test_behind_a_base_that_takes_the_logs_place_nothing_is_acknowledged_before_its_states_are_here() -> None:
     has_base = [False]
     log = ReplicaLog(ENTRIES[:3], has_base=lambda: has_base[0])
-    log.install(base_at(10))
+    log.install(base_at(10), committed_index=3)
     assert (log.last_index, log.entries, log.durable_index) == (10, (), 3)
     change = log.take_change(1)
     assert (change.truncate_from, change.entries, change.base) == (1, (), base_at(10))
@@ -98,9 +98,24 @@ def test_behind_a_base_that_takes_the_logs_place_nothing_is_acknowledged_before_
     assert log.durable_index == 10
 
 
+def test_entries_of_another_log_do_not_count_for_those_that_take_their_place() -> None:
+    """The disk held an older leader's entries up to 13; the base goes to 12, and another entry 13 follows."""
+    other = chain(*[1] * 9, *[2] * 4, bodies=lambda index, term: a_round(index))
+    log = ReplicaLog(other)
+    log.install(base_at(12), committed_index=9)
+    assert log.durable_index == 9
+    log.stage(ENTRIES[12:14])
+    log.promote(lambda _: True)
+    log.find_lost(lambda _: True)
+    assert (log.last_index, log.durable_index) == (14, 9)
+    log.take_change(1)
+    log.written(1)
+    assert log.durable_index == 14
+
+
 def test_what_follows_the_leaders_base_stays() -> None:
     log = ReplicaLog(ENTRIES[:15])
-    log.install(base_at(10))
+    log.install(base_at(10), committed_index=3)
     assert log.entries == ENTRIES[10:15]
     log.find_lost(lambda _: True)
     assert log.take_change(1).base == base_at(10)
