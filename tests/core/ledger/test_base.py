@@ -180,6 +180,18 @@ def test_a_follower_installs_a_base_once_and_acknowledges_when_it_has_the_states
     assert [type(one) for one in effects] == [Send], "it has more than that"
 
 
+def test_in_place_of_a_longer_log_of_another_leader_nothing_is_acknowledged_before_it_is_written() -> None:
+    """The states of the base are here already; its entry and the next one are not on disk, an older leader's are."""
+    core = a_core(chain(*[1] * 9, *[2] * 6, bodies=lambda index, term: a_round(index)), term=3)
+    effects = core.handle(MessageArrived("b", sent(base_at(12), term=3)), now_ns=0)
+    effects += core.handle(MessageArrived("b", append_entries(ENTRIES, 13, 14, term=3, sequence=2)), now_ns=0)
+    answers = [message for _, message in sends(effects) if isinstance(message, AppendEntriesReply)]
+    assert [one.durable_index for one in answers] == [0, 0]
+    write_all(core, effects)
+    (answer,) = [one for one in core.payload_arrived(now_ns=0) if isinstance(one, Send)]
+    assert sends([answer]) == [("b", ack(3, 2, True, 14))]
+
+
 def test_a_base_is_taken_from_the_leader_of_the_term_only_and_only_if_it_is_of_this_run() -> None:
     core = a_core(ENTRIES[:3], base_fault=lambda base: "" if base.summary == b"good" else "it is no summary")
     good = base_at(10, b"good")
