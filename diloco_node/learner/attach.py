@@ -76,6 +76,8 @@ def attach(
         LearnerError: the model can't be merged, the run's model is another one, or the daemon refuses this learner.
         ConfigError: the run's number of fragments does not fit this model.
     """
+    if step not in ("call", "auto"):
+        raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
     return Diloco(
         optimizer,
         tensors=ModelTensors(model, masters=masters, merge=merge),

@@ -111,6 +111,11 @@ def test_the_loop_may_call_another_module_than_the_one_attached(monkeypatch: pyt
     diloco.close()
 
 
+def test_another_word_is_refused() -> None:
+    with pytest.raises(LearnerError, match='give "call", or "auto"'):
+        diloco_node.attach(Language(), step="sometimes")  # type: ignore[arg-type]
+
+
 def test_without_an_optimizer_there_is_nothing_to_follow() -> None:
     with pytest.raises(LearnerError, match="give it one"):
         diloco_node.attach(Language(), step="auto")
