@@ -32,6 +32,7 @@ from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
 from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
 from diloco_node.escaping import escaped_document
@@ -96,7 +97,7 @@ class Daemon:
             host=self.spec.admin_host,
         )
         self._store = RegionStore(self.spec.state_dir, is_archive=self.spec.payload_archive)
-        is_clean = False
+        code = 1
         try:
             await admin.start()
             replace_file(self.spec.state_dir / ADMIN_PORT_NAME, [f"{admin.port}\n".encode()])
@@ -112,10 +113,10 @@ class Daemon:
                 await self._build(manifest)
             log.info("started", region=self.spec.region, admin_port=admin.port, run=self.spec.run_id)
             code = await self._ended
-            is_clean = True
             return code
         finally:
-            await self._stop(admin, is_clean=is_clean)
+            with StopDeadline(self.spec.region, code):
+                await self._stop(admin, is_clean=code == 0)
 
     async def _stop(self, admin: AdminServer, *, is_clean: bool) -> None:
         if self._node is not None:

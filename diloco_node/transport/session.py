@@ -102,6 +102,16 @@ class LinkEnvironment:
 More = Callable[[int], Awaitable[DialedStream]]
 
 
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await what must not be given up half-way: a cancellation that comes meanwhile is raised when it is done."""
+    task = asyncio.create_task(work, name="to the end")
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        raise
+
+
 class Session:
     """The streams of one link while they live. `run` once; `drop` and `add` from anywhere.
 
@@ -202,7 +212,7 @@ class Session:
             why = self._why()
             return why
         finally:
-            await self._close(why)
+            await to_the_end(self._close(why))
 
     def _spawn(self, name: str, part: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(part, name=f"{name} {self._peer}")
@@ -224,7 +234,7 @@ class Session:
     async def discard(self) -> None:
         """Close the streams of a session that will not run; nothing to do after `run`."""
         if not self._has_run:
-            await self._close(None)
+            await to_the_end(self._close(None))
 
     async def _close(self, why: PeerError | None) -> None:
         self.drop("the link is being closed")  # nothing is added from here on

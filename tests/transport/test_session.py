@@ -2,8 +2,10 @@
 
 import asyncio
 
+import pytest
+
 from diloco_node.errors import LinkLost, ProtocolViolation
-from diloco_node.transport.session import Session
+from diloco_node.transport.session import Session, to_the_end
 
 
 async def ended(*outcomes: BaseException | None) -> list[asyncio.Task[None]]:
@@ -35,3 +37,21 @@ async def test_a_task_that_was_cancelled_under_us_is_a_lost_link_and_not_a_fault
 async def test_a_violation_says_more_than_the_lost_stream_that_follows_it() -> None:
     violation = ProtocolViolation("us-west: field 3")
     assert session(await ended(LinkLost("gone"), violation, None))._why() is violation
+
+
+async def test_what_must_not_be_given_up_half_way_is_done_before_its_cancellation_goes_on() -> None:
+    may_end, done = asyncio.Event(), []
+
+    async def close() -> None:
+        await may_end.wait()
+        done.append("closed")
+
+    task = asyncio.create_task(to_the_end(close()))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert done == ["closed"]
