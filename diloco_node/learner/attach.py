@@ -10,7 +10,8 @@
                 break
 
 Without DILOCO_SOCKET it warns once and does nothing. With several ranks (torchrun) each calls it; rank 0 talks to the
-daemon and all ranks apply the same values at the same boundary. FSDP and tensor parallelism are refused for now.
+daemon, and all ranks take the same versions at the same boundary, each its own part. DistributedDataParallel, FSDP2,
+tensor parallelism and their meshes need nothing else: attach after the model was sharded (docs/sharding.md).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -27,22 +28,32 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
-from diloco_node.learner.checkpoint import Checkpointing, Stateful, TrainingProgress
-from diloco_node.learner.layouts.whole import ModelTensors, host_values
+from diloco_node.learner.boundary import StepBoundaries
+from diloco_node.learner.checkpoint import Stateful, TrainingProgress
+from diloco_node.learner.checkpointing import Checkpointing
+from diloco_node.learner.fragments import LearnerFragments
+from diloco_node.learner.layouts.shard_map import agreed, describe
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.loss import LateLoss, finite
 from diloco_node.learner.process import TerminateFlag, die_with_supervisor
-from diloco_node.learner.ranks import Ranks
-from diloco_node.learner.session import LearnerSession
+from diloco_node.learner.ranks import Boundary, Ranks
+from diloco_node.learner.session import (
+    LearnerSession,
+    exchange_of,
+    manifest_of,
+    settings_of,
+)
 from diloco_node.learner.spikes import IN_A_ROW, SpikeWatch
-from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, RunAdvanced, Welcome, merge_rules
+from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
 
 log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
+COMING_WAIT_S: Final = 0.002
+"""Between two boundaries without a step, while a version is on its way to other ranks."""
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
@@ -63,7 +74,7 @@ def attach(
 
     Args:
         model: its trainable parameters are overwritten now, and changed in place at step boundaries later.
-            DistributedDataParallel and torch.compile wrappers are fine.
+            Wrappers of DistributedDataParallel and torch.compile are fine, and so are DTensors.
         optimizer: its moments are kept in the learner's checkpoint and come back after a restart.
         masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
@@ -131,10 +142,11 @@ class Diloco:
         self._val_loss: float | None = None
         self._val_loss_global: float | None = None
         self._session: LearnerSession | None = None
+        self._fragments: LearnerFragments | None = None
+        self._boundaries: StepBoundaries | None = None
         self._is_closed = False
         self._terminate = TerminateFlag()
         self._ranks = Ranks()
-        self._manifest: Manifest | None = None
         self._auto_step = auto_step
         try:
             self._join()
@@ -152,7 +164,7 @@ class Diloco:
     @property
     def is_attached(self) -> bool:
         """Whether there is a run; False without DILOCO_SOCKET."""
-        return self._manifest is not None
+        return self._fragments is not None
 
     @property
     def blocked_seconds(self) -> float:
@@ -189,7 +201,7 @@ class Diloco:
             raise LearnerError('attach(step="auto") counts each step of the optimizer by itself: do not call step()')
         tokens = _count(tokens)
         self.steps += 1
-        if self._manifest is not None:
+        if self._fragments is not None:
             self._attached_step(tokens, loss, grad_norm, started_ns)
         else:
             self.global_step += 1
@@ -200,27 +212,29 @@ class Diloco:
     def _attached_step(
         self, tokens: int, loss: Tensor | float | None, grad_norm: Tensor | float | None, started_ns: int
     ) -> None:
-        assert self._manifest is not None
         if self._is_closed:
             raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
         session = self._session
-        if session is None:
-            self._follow(tokens, len(self._manifest.fragments))
-            return
-        session.timer.stepped(started_ns)
-        session.run_clock.stepped()
-        self._loss.offer(loss)
-        self._grad_norm.offer(grad_norm)
-        self._check_values(session)
-        applied = session.carry_out(lambda indices: self._lead(tokens, indices))
-        if self._ranks.size > 1:
-            for index in applied:
-                self._ranks.share_vector(session.fragments.vector(index))
-        if started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news:
+        if session is not None:
+            session.timer.stepped(started_ns)
+            session.run_clock.stepped()
+            self._loss.offer(loss)
+            self._grad_norm.offer(grad_norm)
+            self._check_values(session)
+        assert self._boundaries is not None
+        self.tokens += self._crossed(self._boundaries.cross(tokens, is_step=True)).tokens
+        if session is not None and (started_ns - self._reported_ns >= REPORT_EVERY_NS or session.is_news):
             self._reported_ns = started_ns
             self._report(session)
-        if self._checkpoints.is_due:
-            self._checkpoints.save(self._progress(session))
+
+    def _crossed(self, agreed: Boundary) -> Boundary:
+        """What the ranks agreed on, as the loop sees it."""
+        self.global_step, self.progress = agreed.global_step, agreed.part
+        asked = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
+        self._stop_if(agreed.is_stopping, (self._session and self._session.stop_reason) or asked)
+        if agreed.orders.wants_checkpoint and agreed.is_idle:
+            self._checkpoints.save(self._progress())
+        return agreed
 
     def _check_values(self, session: LearnerSession) -> None:
         """Say what is wrong with loss or gradient norm; end before a diverged learner's work is merged."""
@@ -239,41 +253,6 @@ class Diloco:
                     f"step {step}: {fault}, {count} times in a row. The next start takes the merged "
                     "parameters; if it comes back, lower the learning rate or look at the data"
                 )
-
-    def _lead(self, tokens: int, applied: tuple[int, ...]) -> None:
-        """Rank 0, when it knows what it is going to apply, and before it does."""
-        session, manifest = self._session, self._manifest
-        assert session is not None
-        assert manifest is not None
-        is_stopping = self._terminate.is_set or session.stop_reason is not None
-        agreed = self._ranks.agree(
-            tokens,
-            is_stopping=is_stopping,
-            applied=applied,
-            fragments=len(manifest.fragments),
-            global_step=session.run_clock.global_step,
-            part=session.run_clock.part,
-        )
-        self.tokens += agreed.tokens
-        self.global_step, self.progress = agreed.global_step, agreed.part
-        session.stepped(agreed.tokens)
-        self._stop_if(agreed.is_stopping, session.stop_reason or "the process was asked to stop")
-
-    def _follow(self, tokens: int, fragments: int) -> None:
-        """A rank other than 0."""
-        agreed = self._ranks.agree(tokens, is_stopping=self._terminate.is_set, applied=(), fragments=fragments)
-        self.tokens += agreed.tokens
-        self.global_step, self.progress = agreed.global_step, agreed.part
-        for index in agreed.applied:
-            self._receive(index)
-        self._stop_if(agreed.is_stopping, "rank 0, or another, was asked to stop")
-
-    def _receive(self, index: int) -> None:
-        assert self._manifest is not None
-        fragment = self._manifest.fragments[index]
-        values = host_values(fragment.size)
-        self._ranks.share_vector(values)
-        self._tensors.write(fragment, values)
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:
@@ -306,57 +285,60 @@ class Diloco:
     def global_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with the global parameters as last applied: for evaluation. Copies.
 
-        Names are those of the model below DistributedDataParallel and torch.compile; buffers are the own ones. When
-        alone, the model's own parameters. On rank 0 only: the others keep no copy of the global parameters.
+        Names are those of the model below DistributedDataParallel and torch.compile, shapes those of whole tensors;
+        buffers are the own ones. When alone, the model's own parameters.
+
+        Where ranks hold parts of the model, all of them call this, and those but rank 0 get {}. Where each holds all of
+        it, only rank 0 may: the others keep no copy of the global parameters.
 
         Raises:
             LearnerError: on another rank.
         """
-        if self._manifest is None:
-            return {name: value.detach().clone() for name, value in self._tensors.model.state_dict().items()}
-        if self._session is None:
-            raise LearnerError("global_state_dict() is there on rank 0 only; broadcast it if other ranks need it")
-        return self._tensors.full_state(self._manifest.fragments, self._session.fragments.global_vectors())
+        return self._state_dict(lambda fragments: fragments.global_vectors())
 
     def own_state_dict(self) -> dict[str, Tensor]:
         """The model's `state_dict()` with what this region came to by itself: to compare with the global parameters.
 
         They are the model's parameters, and once the run's last merges have begun those from just before: what the
-        last rounds leave is the global parameters plus a few steps. Copies. On rank 0 only.
+        last rounds leave is the global parameters plus a few steps. Copies. Who calls it: see `global_state_dict`.
 
         Raises:
             LearnerError: on another rank.
         """
-        if self._manifest is None:
-            return self.global_state_dict()
-        if self._session is None:
-            raise LearnerError("own_state_dict() is there on rank 0 only")
-        return self._tensors.full_state(self._manifest.fragments, self._session.fragments.own_vectors())
+        return self._state_dict(lambda fragments: fragments.own_vectors())
+
+    def _state_dict(self, vectors_of: Callable[[LearnerFragments], list[Tensor]]) -> dict[str, Tensor]:
+        fragments = self._fragments
+        if fragments is None:
+            return {name: value.detach().clone() for name, value in self._tensors.model.state_dict().items()}
+        if fragments.shards.is_first_whole and not self._ranks.is_first:
+            raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
+        whole = fragments.gathered(vectors_of(fragments))
+        rest = self._tensors.rest_of_state()
+        return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, rest)
 
     def settle(self, seconds: float) -> None:
-        """Go on applying versions for some time without stepping; after the loop, to end on the run's last versions.
+        """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
 
-        One rank only.
+        All ranks call it.
         """
-        deadline_s = time.monotonic() + seconds
-        session = self._session
-        while session is not None and self._ranks.size == 1 and time.monotonic() < deadline_s:
-            session.carry_out(lambda _indices: None)
-            session.wait(max(0.0, min(0.05, deadline_s - time.monotonic())))
+        if self._boundaries is not None:
+            self._boundaries.settle(seconds)
 
     def checkpoint(self) -> None:
-        """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. Rank 0 only."""
-        if self._session is not None and not self._is_closed:
-            self._checkpoints.save_now(self._progress(self._session))
+        """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
+        if self._fragments is not None and not self._is_closed:
+            self._checkpoints.save_now(self._progress())
 
-    def _progress(self, session: LearnerSession) -> TrainingProgress:
-        assert session.welcome is not None
+    def _progress(self) -> TrainingProgress:
+        fragments = self._fragments
+        assert fragments is not None
         return TrainingProgress(
-            manifest_digest=session.manifest.digest,
-            incarnation=session.welcome.incarnation,
+            manifest_digest=fragments.manifest.digest,
+            incarnation=fragments.settings.incarnation,
             global_step=self.global_step,
-            step=session.fragments.step,
-            tokens=session.fragments.tokens,
+            step=fragments.step,
+            tokens=fragments.tokens,
         )
 
     def __enter__(self) -> Diloco:
@@ -374,12 +356,12 @@ class Diloco:
         """Say to the daemon that this learner has stopped, write a last checkpoint, let go of everything."""
         last: Done | None = None
         session = self._session
+        try:
+            self.checkpoint()
+        except BaseException as error:
+            self._close(Failed(_in_words(error)))
+            raise
         if session is not None and not self._is_closed:
-            try:
-                self.checkpoint()
-            except BaseException as error:
-                self._close(Failed(_in_words(error)))
-                raise
             fragments = session.fragments
             # A process that was asked to stop has not stopped for good: the next one goes on.
             is_interrupted = self._terminate.is_set and session.stop_reason is None
@@ -399,6 +381,8 @@ class Diloco:
             self._auto_step.close()
         if self._session is not None:
             self._session.close(last)
+        elif self._fragments is not None:
+            self._fragments.close()
         self._checkpoints.wait()
         self._ranks.close()
 
@@ -417,10 +401,13 @@ class Diloco:
             return
         die_with_supervisor()
         self._terminate.install()
+        specs, shards = agreed(self._ranks.all_bytes(describe(self._tensors.specs, self._tensors.boxes)))
         if self._ranks.is_first:
             if not memory:
                 raise ConfigError("DILOCO_SOCKET is set, but DILOCO_SUPERVISOR is not: start through diloco-node start")
-            self._session = LearnerSession(Path(socket), Path(memory), self._tensors)
+            self._session = LearnerSession(
+                Path(socket), Path(memory), self._tensors, specs=specs, shards=shards, ranks=self._ranks
+            )
         welcome = self._welcome()
         if welcome is None:
             self._stop_if(True, "asked to stop before the daemon answered")
@@ -430,13 +417,29 @@ class Diloco:
             return
         self.region, self.region_index, self.region_names = welcome.region, welcome.region_index, welcome.regions
         self.global_step = welcome.global_step
-        self._manifest = build_manifest(merge_rules(self._tensors.specs, welcome.merge), welcome.fragments)
-        resumed_step = self._checkpoints.resume(Path(welcome.state_dir), welcome.manifest_digest, self._ranks)
+        if self._session is not None:
+            self._fragments = self._session.fragments
+        else:
+            manifest = manifest_of(specs, welcome)
+            self._fragments = LearnerFragments(
+                self._tensors,
+                manifest,
+                settings_of(welcome),
+                shards=shards,
+                rank=self._ranks.rank,
+                exchange=exchange_of(self._ranks, shards, manifest),
+            )
+        resumed_step = self._checkpoints.resume(
+            Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
+        )
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, resumed_step)
         if self._session is not None:
             self._session.run_clock.resume(self.global_step)
-        self._place()
+        self._boundaries = StepBoundaries(
+            self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set
+        )
+        self._crossed(self._boundaries.place())
 
     def _welcome(self) -> Welcome | None:
         session = self._session
@@ -447,29 +450,6 @@ class Diloco:
         message = TO_LEARNER.decode(told)
         assert isinstance(message, Welcome)
         return message
-
-    def _place(self) -> None:
-        """Every rank's parameters become the run's."""
-        session, manifest = self._session, self._manifest
-        assert manifest is not None
-        is_placed = session.place(lambda: self._terminate.is_set) if session is not None else True
-        is_placed = self._ranks.share_bytes(b"1" if is_placed else b"") == b"1"
-        self._stop_if(not is_placed, "asked to stop before the run began")
-        self._share_position()
-        if is_placed and self._ranks.size > 1:
-            for fragment in manifest.fragments:
-                if session is not None:
-                    self._ranks.share_vector(session.fragments.vector(fragment.index))
-                else:
-                    self._receive(fragment.index)
-
-    def _share_position(self) -> None:
-        """Every rank learns where the run is before its first step."""
-        clock = None if self._session is None else self._session.run_clock
-        own = b"" if clock is None else TO_LEARNER.encode(RunAdvanced(clock.global_step, clock.part))
-        told = TO_LEARNER.decode(self._ranks.share_bytes(own))
-        assert isinstance(told, RunAdvanced)
-        self.global_step, self.progress = told.global_step, told.run_part
 
 
 def _count(tokens: Any) -> int:

@@ -4,16 +4,19 @@
 applied), unresolved snapshots and the positions, which outlive any daemon. Encoding happens in one background thread;
 the training thread only copies. The outer gradient is `base - theta` (see `codec.kernels.encode_delta`).
 
+Every rank of a region has one, and all of them go through the same: positions are equal, while base and snapshots are
+those of what the rank owns. `base - theta` is computed by owners and gathered on rank 0, which encodes it. A version is
+scattered to its holders in the background, and applied at a boundary by which all of them have it. The bits are those
+of one rank, for each value goes through the same operations.
+
 Lifetimes: a snapshot S is unresolved from `snapshot` until a later version of its fragment is applied, or another
 snapshot of the fragment replaces it. Asked again for the same version and base it is offered again, bytes unchanged.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -27,7 +30,11 @@ from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
-from diloco_node.learner.layouts.whole import ModelTensors, host_values
+from diloco_node.learner.exchange import RankExchange
+from diloco_node.learner.layouts.shard_map import ShardMap, whole_map
+from diloco_node.learner.layouts.tensors import ModelTensors, host_values
+from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
     NO_SNAPSHOT,
@@ -40,8 +47,6 @@ from diloco_node.wire.learner_link import (
 )
 
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
-
-ENCODER_STOP_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,7 @@ class _Snapshot:
 
     Attributes:
         version, base_version: of the request.
-        values: shape (n,), float32, CPU; the first part of `buffer`, which comes from the pool.
+        values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the pool.
         answer: set by the encoder when it is done and the counters are durable.
         encoded: set by the encoder after `answer`.
     """
@@ -80,16 +85,32 @@ class _Snapshot:
     encoded: threading.Event = field(default_factory=threading.Event)
 
 
+@dataclass(slots=True)
+class _ComingVersion:
+    """A version on its way into the model.
+
+    Attributes:
+        new, anchor_followed: see `RankExchange.scatter` and `share_anchor`; set when `arrived` is.
+    """
+
+    offered: VersionOffered
+    new: tuple[Tensor, Tensor] | None = None
+    anchor_followed: Tensor | None = None
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+
 class LearnerFragments:
-    """The model's fragments as one learner holds them.
+    """The model's fragments as one rank of a learner holds them.
 
     Args:
         tensors: the model's parameters.
         manifest: how they are cut; made from the same tensors.
         settings: see FragmentSettings.
-        version_area: shape (manifest.size,), float32: versions from the daemon (shared memory).
-        contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory).
-        answer: called from the encoder thread with each SnapshotReady or SnapshotDenied.
+        version_area: shape (manifest.size,), float32: versions from the daemon (shared memory). On rank 0.
+        contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory). On rank 0.
+        answer: called from the encoder thread with each SnapshotReady or SnapshotDenied. On rank 0.
+        shards: which rank holds what; this one everything if None.
+        rank: this one. exchange: with the other ranks, if there are any.
         before_ready: called in the encoder thread before a snapshot is announced; makes the trained counters durable.
 
     Attributes:
@@ -103,10 +124,13 @@ class LearnerFragments:
         manifest: Manifest,
         settings: FragmentSettings,
         *,
-        version_area: F32,
-        contribution_area: U8,
-        answer: Callable[[Answer], None],
+        version_area: F32 | None = None,
+        contribution_area: U8 | None = None,
+        answer: Callable[[Answer], None] = lambda _: None,
         before_ready: Callable[[], None] = lambda: None,
+        shards: ShardMap | None = None,
+        rank: int = 0,
+        exchange: RankExchange | None = None,
     ) -> None:
         self.manifest = manifest
         self.settings = settings
@@ -116,29 +140,43 @@ class LearnerFragments:
         self.carried_steps = 0
         self.discounted = 0
         self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
+        self.shards = shards or whole_map(manifest.tensors)
+        self._exchange = exchange
+        self._is_first = rank == 0
+        self._owned = [self.shards.owned(fragment, rank) for fragment in manifest.fragments]
+        self._followed = [self.shards.followed(fragment, rank) for fragment in manifest.fragments]
         self._blocks = [FragmentBlocks(part.piece_sizes, settings.codec_up) for part in manifest.fragments]
-        sizes = [part.size for part in manifest.fragments]
-        self._places = list(torch.split(torch.from_numpy(version_area), sizes))
-        self._contribution_area = contribution_area
+        self._places: list[Tensor] = []
+        if version_area is not None:
+            self._places = list(torch.split(torch.from_numpy(version_area), [part.size for part in manifest.fragments]))
+        self._contribution_area = np.zeros(0, np.uint8) if contribution_area is None else contribution_area
         self._area_starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
+        sizes = [part.size for part in self._owned]
         # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
         is_pinned = torch.cuda.is_available()
-        self._base = list(torch.split(_room(manifest.size, is_pinned=is_pinned), sizes))
+        self._base = list(torch.split(_room(sum(sizes), is_pinned=is_pinned), sizes))
         self._largest = max(sizes)
         self._pool = [_room(self._largest, is_pinned=is_pinned) for _ in range(2)]
         self._is_pinned = is_pinned
-        largest_piece = max(piece.size for part in manifest.fragments for piece in part.pieces)
-        self._scratch = _room(largest_piece, is_pinned=is_pinned)
+        held = [slab.size for part in (*self._owned, *self._followed) for slab in part.slabs]
+        self._scratch = _room(max(held, default=0), is_pinned=is_pinned)
         self._snapshots: dict[int, _Snapshot] = {}
+        self._incoming: dict[int, _ComingVersion] = {}
         self._last_included: dict[int, int] = {}
         self._own: list[Tensor] | None = None
+        self._revert = RevertCheck(tensors)
         self._next_snapshot = 1
         self._answer = answer
-        self._encoder = _Encoder(self._encode, before_ready, self._announce)
-        # Load or compile the kernel now, not beside the first steps.
-        smallest = min(self._blocks, key=lambda blocks: blocks.values)
-        zeros = np.zeros(smallest.values, np.float32)
-        kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
+        self._before_ready = before_ready if self._is_first else lambda: None
+        self._worker = BackgroundWorker()
+        self._zeros = np.zeros(0, np.float32)
+        if self._is_first:
+            # Load or compile the kernel now, not beside the first steps.
+            smallest = min(self._blocks, key=lambda blocks: blocks.values)
+            zeros = np.zeros(smallest.values, np.float32)
+            kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
+            if exchange is not None:
+                self._zeros = np.zeros(max(blocks.values for blocks in self._blocks), np.float32)
 
     @property
     def is_placed(self) -> bool:
@@ -151,16 +189,36 @@ class LearnerFragments:
         return tuple(held[index].number if index in held else NO_SNAPSHOT for index in range(len(self.positions)))
 
     def write_initial_state(self) -> None:
-        """Copy the model's parameters into the version area, where the daemon takes Theta_0 from."""
-        for fragment, place in zip(self.manifest.fragments, self._places, strict=True):
-            self.tensors.read(fragment, place)
+        """Copy the model's parameters into the version area, where the daemon takes Theta_0 from. All ranks call it."""
+        for index, part in enumerate(self._owned):
+            values = self._base[index]  # no version is there yet
+            self.tensors.read(part, values)
+            whole = self._gathered(index, values)
+            if whole is not None:
+                self._places[index].copy_(whole)
+
+    def _gathered(self, index: int, own: Tensor) -> Tensor | None:
+        """On rank 0 the whole fragment, of what each rank owns: in turn with what else is being carried."""
+        exchange = self._exchange
+        if exchange is None or self.shards.is_first_whole:
+            return own if self._is_first else None
+        return self._worker.wait_for(lambda: exchange.gather(index, own))
+
+    def gathered(self, vectors: list[Tensor]) -> list[Tensor] | None:
+        """Whole fragments on rank 0, None elsewhere. All ranks call it, but where rank 0 owns all.
+
+        Args:
+            vectors: `global_vectors` or `own_vectors` of each rank.
+        """
+        whole = [self._gathered(index, own) for index, own in enumerate(vectors)]
+        return [one for one in whole if one is not None] if self._is_first else None
 
     def global_vectors(self) -> list[Tensor]:
-        """Per fragment the global parameters as last applied: shape (n,), float32. Not copies."""
+        """Per fragment the global parameters as last applied, what this rank owns: shape (n,), float32. Not copies."""
         return self._base
 
     def own_vectors(self) -> list[Tensor]:
-        """Per fragment what this learner came to by itself: shape (n,), float32, CPU.
+        """Per fragment what this learner came to by itself, what this rank owns: shape (n,), float32, CPU.
 
         Until the run's last merges begin that is what the model holds now (copies). From then on it is what it held
         just before the first of them: the last rounds take the plain mean whole, so afterwards the own parameters are
@@ -168,11 +226,10 @@ class LearnerFragments:
         """
         return self._own if self._own is not None else [self.vector(index) for index in range(len(self.positions))]
 
-    def vector(self, index: int, out: Tensor | None = None) -> Tensor:
-        """Fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy, into `out` if given."""
-        fragment = self.manifest.fragments[index]
-        values = host_values(fragment.size) if out is None else out
-        self.tensors.read(fragment, values)
+    def vector(self, index: int) -> Tensor:
+        """What this rank owns of fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy."""
+        values = host_values(self._owned[index].size)
+        self.tensors.read(self._owned[index], values)
         return values
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
@@ -183,7 +240,7 @@ class LearnerFragments:
         Returns:
             The answer if it is known at once (denied, or the same snapshot as before), else None: it comes by `answer`.
         """
-        self._encoder.check()
+        self._worker.check()
         held = self._snapshots.get(wanted.fragment)
         if held is not None and (held.version, held.base_version) == (wanted.version, wanted.base_version):
             return held.answer if held.encoded.is_set() else None
@@ -195,11 +252,11 @@ class LearnerFragments:
             return SnapshotDenied(wanted.fragment, wanted.version, "no steps since the last inclusion")
         if held is not None:
             self._resolve(held)
-        fragment = self.manifest.fragments[wanted.fragment]
+        part = self._owned[wanted.fragment]
         # Memory that has been touched before, where there is some: copying into it is fast.
         buffer = self._pool.pop() if self._pool else _room(self._largest, is_pinned=self._is_pinned)
-        values = buffer[: fragment.size]
-        self.tensors.read(fragment, values)
+        values = buffer[: part.size]
+        self.tensors.read(part, values)
         taken = _Snapshot(
             number=self._next_snapshot,
             fragment=wanted.fragment,
@@ -214,15 +271,32 @@ class LearnerFragments:
         )
         self._next_snapshot += 1
         self._snapshots[wanted.fragment] = taken
-        self._encoder.put(taken)
+        self._worker.put(lambda: self._encode(taken))
         return None
 
-    def _encode(self, taken: _Snapshot) -> SnapshotReady | SnapshotDenied:
-        """In the encoder thread. Base can't change meanwhile: `apply` waits for it."""
+    def _encode(self, taken: _Snapshot) -> None:
+        """In the worker. Base can't change meanwhile: `is_busy` says so."""
+        # A step that others may merge must not be forgotten by a power cut: the counters first.
+        durable = self._worker.disk.submit(self._before_ready)
+        answer = self._encoded(taken)
+        durable.result()
+        taken.answer = answer
+        taken.encoded.set()
+        if answer is not None:
+            self._answer(answer)
+
+    def _encoded(self, taken: _Snapshot) -> SnapshotReady | SnapshotDenied | None:
+        """The answer; None on ranks other than 0."""
         index = taken.fragment
+        base, theta = self._base[index].numpy(), taken.values.numpy()
+        if self._exchange is not None:
+            # The same subtraction as the kernel's; what it subtracts then changes nothing.
+            whole = self._exchange.gather(index, self._base[index] - taken.values)
+            if whole is None:
+                return None
+            base, theta = whole.numpy(), self._zeros[: whole.numel()]
         start = self._area_starts[index]
         out = self._contribution_area[start : start + self._blocks[index].encoded_bytes]
-        base, theta = self._base[index].numpy(), taken.values.numpy()
         try:
             norms = kernels.encode_delta(self._blocks[index], base, theta, out)
         except PayloadCorrupt as error:
@@ -240,24 +314,64 @@ class LearnerFragments:
         )
         return SnapshotReady(contribution)
 
-    def _announce(self, taken: _Snapshot, answer: SnapshotReady | SnapshotDenied) -> None:
-        """In the encoder thread, when the counters are durable."""
-        taken.answer = answer
-        taken.encoded.set()
-        self._answer(answer)
-
     # ---- versions ----------------------------------------------------------------------------------------------------
 
     def is_busy(self, index: int) -> bool:
-        """Whether the encoder still reads this fragment's base: apply at a later boundary."""
-        self._encoder.check()
+        """Whether a version of this fragment can't be taken now: its base is still read, or one is on its way."""
+        self._worker.check()
         held = self._snapshots.get(index)
-        return held is not None and not held.encoded.is_set()
+        return index in self._incoming or (held is not None and not held.encoded.is_set())
+
+    def is_coming(self, index: int) -> bool:
+        """Whether a version of this fragment is on its way to all ranks."""
+        return index in self._incoming
+
+    @property
+    def arriving(self) -> bool:
+        """Whether any version is on its way to all ranks."""
+        return bool(self._incoming)
+
+    def take(self, offered: VersionOffered) -> None:
+        """Begin to take a version from the version area. The caller asks `is_busy` first.
+
+        Raises:
+            LearnerError: the daemon names a snapshot that this learner does not have.
+        """
+        index = offered.fragment
+        incoming = self._incoming[index] = _ComingVersion(offered)
+        position, exchange = self.positions[index], self._exchange
+        if exchange is None or offered.version <= position.base_version:
+            incoming.arrived.set()
+            return
+        # The newest snapshot stays while a version is coming; what the steps are measured from is known now.
+        taken = self._included(offered)
+        anchor = self._base[index] if taken is None else taken.values
+        is_kept = position.base_version >= 0 and self.settings.carry is CarryMode.CARRY
+        # A copy: the daemon that wrote the place may die, and the next one writes what it likes.
+        packed = exchange.pack(index, self._places[index]) if self._is_first else None
+
+        def carry() -> None:
+            incoming.new = exchange.scatter(index, packed)
+            if is_kept:
+                incoming.anchor_followed = exchange.share_anchor(index, anchor)
+            incoming.arrived.set()
+
+        self._worker.put(carry)
+
+    def arrived(self) -> tuple[int, ...]:
+        """Fragments, ascending, of which this rank has all of a version that was begun."""
+        self._worker.check()
+        return tuple(sorted(index for index, one in self._incoming.items() if one.arrived.is_set()))
 
     def apply(self, offered: VersionOffered) -> OfferApplied:
-        """Take a new version from the version area, keeping the steps that are not in it (design part 5).
+        """`take` and `finish` at once; of one rank."""
+        self.take(offered)
+        return self.finish(offered.fragment)
 
-        The caller asks `is_busy` first. A version that the learner already has, or an older one, changes nothing.
+    def finish(self, index: int) -> OfferApplied:
+        """Apply what has arrived on all ranks, keeping the steps that are not in it (design part 5).
+
+        A version that the learner already has, or an older one, changes nothing.
 
         Returns:
             What to tell the daemon.
@@ -265,7 +379,9 @@ class LearnerFragments:
         Raises:
             LearnerError: the daemon names a snapshot that this learner does not have.
         """
-        index, version = offered.fragment, offered.version
+        incoming = self._incoming.pop(index)
+        offered = incoming.offered
+        version = offered.version
         position = self.positions[index]
         if version <= position.base_version:
             return OfferApplied(index, position.base_version, position, 1.0, 0)
@@ -273,10 +389,20 @@ class LearnerFragments:
         if offered.is_last and self._own is None and self.is_placed:
             self._own = self.own_vectors()
         plan, kept_steps = self._plan(position, taken, version)
-        fragment, new = self.manifest.fragments[index], self._places[index]
-        anchor = {Anchor.SNAPSHOT: taken.values if taken else None, Anchor.BASE: self._base[index], Anchor.NONE: None}
-        self.tensors.shift(fragment, new, anchor[plan.anchor], plan.carry_factor, self._scratch)
-        self.tensors.held(fragment, new, self._base[index])
+        owned, followed = self._owned[index], self._followed[index]
+        anchors = {
+            Anchor.SNAPSHOT: (taken.values if taken else None, incoming.anchor_followed),
+            Anchor.BASE: (self._base[index], incoming.anchor_followed),
+            Anchor.NONE: (None, None),
+        }
+        anchor, anchor_followed = anchors[plan.anchor]
+        new, new_followed = incoming.new or (self._places[index], None)
+        self._revert.before(owned)
+        self.tensors.shift(owned, new, anchor, plan.carry_factor, self._scratch)
+        if new_followed is not None:
+            self.tensors.shift(followed, new_followed, anchor_followed, plan.carry_factor, self._scratch)
+        self._revert.after(owned)
+        self.tensors.held(owned, new, self._base[index])
         self.positions[index] = position_after(
             position,
             included=None if taken is None else (taken.step, taken.tokens),
@@ -294,6 +420,14 @@ class LearnerFragments:
         self.carried_steps += kept_steps
         self.discounted += carry_factor < 1.0
         return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)
+
+    def verify(self) -> None:
+        """At a boundary, before anything is applied: are the values of the last one still there?
+
+        Raises:
+            LearnerError: the optimizer undid them.
+        """
+        self._revert.verify()
 
     def _included(self, offered: VersionOffered) -> _Snapshot | None:
         if offered.included_snapshot == NO_SNAPSHOT:
@@ -333,53 +467,10 @@ class LearnerFragments:
             self._pool.append(taken.buffer)
 
     def close(self) -> None:
-        """Stop the encoder and let go of the shared memory."""
-        self._encoder.close()
+        """Stop the worker and let go of the shared memory."""
+        self._worker.close()
         self._places = []
         self._contribution_area = np.zeros(0, np.uint8)
-
-
-class _Encoder:
-    """One thread that encodes snapshots in the order they were taken, and one that waits for the disk meanwhile."""
-
-    def __init__(
-        self,
-        encode: Callable[[_Snapshot], SnapshotReady | SnapshotDenied],
-        before_ready: Callable[[], None],
-        announce: Callable[[_Snapshot, SnapshotReady | SnapshotDenied], None],
-    ) -> None:
-        self._jobs: queue.SimpleQueue[_Snapshot | None] = queue.SimpleQueue()
-        self._encode = encode
-        self._before_ready = before_ready
-        self._announce = announce
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="diloco-counters")
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="diloco-encoder", daemon=True)
-        self._thread.start()
-
-    def put(self, taken: _Snapshot) -> None:
-        self._jobs.put(taken)
-
-    def check(self) -> None:
-        """Raise, in the training thread, what ended the encoder."""
-        if self._failure is not None:
-            raise LearnerError(f"the encoder thread ended: {self._failure!r}") from self._failure
-
-    def _run(self) -> None:
-        try:
-            while (taken := self._jobs.get()) is not None:
-                durable = self._disk.submit(self._before_ready)
-                answer = self._encode(taken)
-                # A step that others may merge must not be forgotten by a power cut: the counters first.
-                durable.result()
-                self._announce(taken, answer)
-        except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
-            self._failure = error
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join(ENCODER_STOP_S)
-        self._disk.shutdown(wait=False)
 
 
 def _room(size: int, *, is_pinned: bool) -> Tensor:

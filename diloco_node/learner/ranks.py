@@ -1,24 +1,47 @@
 """Several ranks in one region: rank 0 talks to the daemon, all ranks do the same at the same boundary.
 
-Each step the ranks add up one small vector of integers: tokens and stop requests of all of them, and (nonzero in rank 0
-only) where the run is and which fragments it is about to apply. A sum rather than a broadcast, because tokens are
-wanted anyway: it costs the same. Then rank 0 broadcasts the new values of those fragments. A group of its own on Gloo
-carries it, so that no GPU is waited for. Nothing is pickled.
+Each step the ranks add up one small vector of integers: tokens and stop requests of all of them, which transfers have
+arrived everywhere, and (nonzero in rank 0 only) where the run is and what the daemon has asked for. A sum rather than a
+broadcast, because tokens are wanted anyway: it costs the same. A group of its own on Gloo carries it, so that no GPU is
+waited for. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from diloco_node.errors import LearnerError
+from diloco_node.wire.learner_link import SnapshotRequested, VersionOffered
 
-BYTES_MAX = 1 << 40
-PART_UNITS = 1 << 32
+PART_UNITS: Final = 1 << 32
+
+
+_HEAD: Final = 7
+_PER_FRAGMENT: Final = 6
+"""Integers of the vector: first those of the whole boundary, then those of each fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """What the daemon has asked of the learner, to be carried out at one boundary: at most one order per fragment.
+
+    Attributes:
+        requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
+        wants_checkpoint: it is time for one; rank 0 says so, not the daemon.
+    """
+
+    requests: tuple[SnapshotRequested, ...] = ()
+    offers: tuple[VersionOffered, ...] = ()
+    wants_initial_state: bool = False
+    wants_checkpoint: bool = False
+
+
+NO_ORDERS: Final = Orders()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +50,18 @@ class Boundary:
 
     Attributes:
         tokens: of this step, over all ranks. is_stopping: some rank, or the daemon, wants to stop.
-        applied: fragments, ascending, whose new values rank 0 is going to broadcast.
+        orders: what all ranks carry out now. arrived: fragments, ascending, whose new values every rank has.
         global_step, part: where the run is, as rank 0 knows (`learner.run_clock`).
+        is_idle: every rank could write a checkpoint now.
     """
 
     tokens: int
     is_stopping: bool
-    applied: tuple[int, ...]
+    orders: Orders = NO_ORDERS
+    arrived: tuple[int, ...] = ()
     global_step: int = 0
     part: float | None = None
+    is_idle: bool = True
 
 
 class Ranks:
@@ -54,73 +80,84 @@ class Ranks:
             )
         self.size = dist.get_world_size() if is_ready else 1
         self.rank = dist.get_rank() if is_ready else 0
-        # A collective call: all ranks attach.
+        # A collective call: all ranks attach. The second one is for the thread that carries parameters.
         self._group = dist.new_group(backend="gloo") if self.size > 1 else None
+        self.bulk_group = dist.new_group(backend="gloo") if self.size > 1 else None
 
     @property
     def is_first(self) -> bool:
         """Whether this rank talks to the daemon."""
         return self.rank == 0
 
-    def agree(
-        self,
-        tokens: int,
-        *,
-        is_stopping: bool,
-        applied: tuple[int, ...],
-        fragments: int,
-        global_step: int = 0,
-        part: float | None = None,
-    ) -> Boundary:
+    def agree(self, own: Boundary, *, fragments: int) -> Boundary:
         """Add up what the ranks bring to a boundary.
 
         Args:
-            tokens: of this rank. is_stopping: this rank wants to stop.
-            applied: what rank 0 is going to apply; () elsewhere. fragments: P.
-            global_step, part: where the run is, on rank 0; 0 and None elsewhere.
+            own: `tokens`, `is_stopping` and `arrived` of this rank. The rest is what rank 0 says; nothing elsewhere.
+            fragments: P.
         """
         if self.size == 1:
-            return Boundary(tokens, is_stopping, applied, global_step, part)
-        flags = torch.zeros(4 + fragments, dtype=torch.int64, device="cpu")
-        flags[0], flags[1], flags[2] = tokens, int(is_stopping), global_step
+            return own
+        orders = own.orders
+        values = torch.zeros(_HEAD + _PER_FRAGMENT * fragments, dtype=torch.int64, device="cpu")
         # Whole numbers are added up without rounding; 0 stands for None.
-        flags[3] = 0 if part is None else 1 + round(part * PART_UNITS)
-        for index in applied:
-            flags[4 + index] = 1
-        dist.all_reduce(flags, group=self._group)
-        tokens_all, stops, global_step_all, units, *marks = flags.tolist()
+        part = 0 if own.part is None else 1 + round(own.part * PART_UNITS)
+        asked = (orders.wants_initial_state, orders.wants_checkpoint)
+        head = (own.tokens, own.is_stopping, own.global_step, part, *asked, own.is_idle)
+        values[:_HEAD] = torch.tensor([int(value) for value in head], device="cpu")
+        marks = values[_HEAD:].view(fragments, _PER_FRAGMENT)
+        for request in orders.requests:
+            marks[request.fragment, 0] = 1 + request.version
+            marks[request.fragment, 1] = 1 + request.base_version
+        for offer in orders.offers:
+            marks[offer.fragment, 2] = 1 + offer.version
+            marks[offer.fragment, 3] = 2 + offer.included_snapshot  # NO_SNAPSHOT is -1
+            marks[offer.fragment, 4] = int(offer.is_last)
+        for index in own.arrived:
+            marks[index, 5] = 1
+        dist.all_reduce(values, group=self._group)
+        tokens, stops, global_step, part, wants_initial_state, wants_checkpoint, idle = values[:_HEAD].tolist()
+        said = marks.tolist()
         return Boundary(
-            tokens_all,
+            tokens,
             stops > 0,
-            tuple(index for index, mark in enumerate(marks) if mark),
-            global_step_all,
-            (units - 1) / PART_UNITS if units else None,
+            Orders(
+                tuple(SnapshotRequested(f, one[0] - 1, one[1] - 1) for f, one in enumerate(said) if one[0]),
+                tuple(VersionOffered(f, one[2] - 1, one[3] - 2, one[4] > 0) for f, one in enumerate(said) if one[2]),
+                wants_initial_state > 0,
+                wants_checkpoint > 0,
+            ),
+            tuple(f for f, one in enumerate(said) if one[5] == self.size),
+            global_step,
+            (part - 1) / PART_UNITS if part else None,
+            idle == self.size,
         )
 
-    def share_bytes(self, data: bytes) -> bytes:
-        """Rank 0's bytes, on every rank."""
+    def all_bytes(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, on every rank."""
+        return [self.share_bytes(data, source=rank) for rank in range(self.size)]
+
+    def share_bytes(self, data: bytes, *, source: int = 0) -> bytes:
+        """The bytes of one rank, on every rank; the others' are ignored."""
         if self.size == 1:
             return data
+        is_source = self.rank == source
         length = torch.tensor([len(data)], device="cpu")
-        dist.broadcast(length, 0, group=self._group)
+        dist.broadcast(length, source, group=self._group)
         count = int(length.item())
         if count == 0:
             return b""
         body = (
             torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if self.is_first
+            if is_source
             else torch.empty(count, dtype=torch.uint8, device="cpu")
         )
-        dist.broadcast(body, 0, group=self._group)
-        return data if self.is_first else body.numpy().tobytes()
-
-    def share_vector(self, values: Tensor) -> None:
-        """Overwrite `values`, shape (n,), float32, CPU, with rank 0's."""
-        if self.size > 1:
-            dist.broadcast(values, 0, group=self._group)
+        dist.broadcast(body, source, group=self._group)
+        return data if is_source else body.numpy().tobytes()
 
     def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._group)
-            self._group = None
+        """Leave the groups."""
+        for group in (self._group, self.bulk_group):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._group = self.bulk_group = None

@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from diloco_node.core.merge.fragments import Fragment
 from diloco_node.errors import LearnerError
-from diloco_node.learner.layouts.whole import ModelTensors
+from diloco_node.learner.layouts.shard_map import LocalFragment
+from diloco_node.learner.layouts.tensors import ModelTensors
 
 CLOSER: Final = 0.5
 """Reverted means: the parameters are less than half as far from where they were before as from the version."""
@@ -42,24 +42,24 @@ class RevertCheck:
     def __init__(self, tensors: ModelTensors) -> None:
         self._tensors = tensors
         self._before: dict[int, Tensor] = {}
-        self._pending: list[tuple[Fragment, Tensor, Tensor]] = []
+        self._pending: list[tuple[LocalFragment, Tensor, Tensor]] = []
         self._looks = 0
         self._reverted = 0
         self._is_done = False
 
-    def before(self, fragment: Fragment) -> None:
-        """The fragment is about to be applied."""
+    def before(self, part: LocalFragment) -> None:
+        """What this rank owns of a fragment is about to be applied."""
         if not self._is_done:
-            self._before[fragment.index] = self._tensors.sample(fragment)
+            self._before[part.index] = self._tensors.sample(part)
 
-    def after(self, fragment: Fragment) -> None:
+    def after(self, part: LocalFragment) -> None:
         """It has been."""
-        before = self._before.pop(fragment.index, None)
+        before = self._before.pop(part.index, None)
         if before is None:
             return
-        after = self._tensors.sample(fragment)
+        after = self._tensors.sample(part)
         if not torch.equal(before, after):
-            self._pending.append((fragment, before, after))
+            self._pending.append((part, before, after))
 
     def verify(self) -> None:
         """At the next boundary, before anything is applied: are the applied values still there?
@@ -68,25 +68,25 @@ class RevertCheck:
             LearnerError: they were reverted, `VERSIONS_REVERTED` times.
         """
         pending, self._pending = self._pending, []
-        for fragment, before, after in pending:
-            now = self._tensors.sample(fragment)
+        for part, before, after in pending:
+            now = self._tensors.sample(part)
             if torch.equal(now, after):
-                self._pending.append((fragment, before, after))  # no optimizer step in between: ask again
+                self._pending.append((part, before, after))  # no optimizer step in between: ask again
                 continue
-            self._look(fragment, before, after, now)
+            self._look(part, before, after, now)
         if self._is_done:
             self._pending.clear()
 
-    def _look(self, fragment: Fragment, before: Tensor, after: Tensor, now: Tensor) -> None:
+    def _look(self, part: LocalFragment, before: Tensor, after: Tensor, now: Tensor) -> None:
         self._looks += 1
         moved = before != after
         if int(moved.sum()) >= VALUES_MIN:
             if torch.dist(now[moved], before[moved]) >= CLOSER * torch.dist(now[moved], after[moved]):
                 self._is_done = True
-            elif not self._leads_back(fragment, (after - before)[moved], moved):
+            elif not self._leads_back(part, (after - before)[moved], moved):
                 self._reverted += 1
         if self._reverted >= VERSIONS_REVERTED:
-            name = fragment.pieces[0].name
+            name = part.slabs[0].piece.name
             raise LearnerError(
                 f"the optimizer reverted {name!r} one step after a version was applied, {self._reverted} times: it "
                 "keeps masters of its own. Pass them, attach(..., masters={name: float32 tensor}), so that versions "
@@ -94,7 +94,7 @@ class RevertCheck:
             )
         self._is_done = self._is_done or self._looks >= LOOKS_MAX
 
-    def _leads_back(self, fragment: Fragment, move: Tensor, moved: Tensor) -> bool:
+    def _leads_back(self, part: LocalFragment, move: Tensor, moved: Tensor) -> bool:
         """Whether the gradient of the step, if it is still there, points from the version to where it was before."""
-        gradient = self._tensors.sample_gradients(fragment)[moved]
+        gradient = self._tensors.sample_gradients(part)[moved]
         return bool(torch.dot(gradient, move) > LEADS_BACK * gradient.norm() * move.norm())

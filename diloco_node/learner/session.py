@@ -1,4 +1,4 @@
-"""Rank 0's conversation with its daemon, seen from the training thread: join, and one call per step boundary."""
+"""Rank 0's conversation with its daemon, seen from the training thread: join, and what is asked at a step boundary."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from diloco_node.core.merge.fragments import Manifest, build_manifest
+from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
+from diloco_node.learner.exchange import RankExchange
 from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
-from diloco_node.learner.layouts.whole import ModelTensors
+from diloco_node.learner.layouts.shard_map import ShardMap
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.link import LearnerLink
-from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.ranks import Orders, Ranks
 from diloco_node.learner.run_clock import RunClock
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
@@ -32,6 +34,7 @@ from diloco_node.wire.learner_link import (
     Done,
     Failed,
     InitialState,
+    OfferApplied,
     Report,
     RunAdvanced,
     SnapshotDenied,
@@ -73,7 +76,8 @@ class LearnerSession:
 
     Args:
         socket: the daemon's (DILOCO_SOCKET). memory: the supervisor's (DILOCO_SUPERVISOR).
-        tensors: the model's parameters.
+        tensors: the model's parameters on this rank. specs: those of all ranks.
+        shards: which rank holds what. ranks: this process's place among them.
 
     Attributes:
         welcome: the daemon's answer; None before `join`.
@@ -82,16 +86,29 @@ class LearnerSession:
         run_clock: where the run is on its schedule.
     """
 
-    def __init__(self, socket: Path, memory: Path, tensors: ModelTensors) -> None:
+    def __init__(
+        self,
+        socket: Path,
+        memory: Path,
+        tensors: ModelTensors,
+        *,
+        specs: tuple[TensorSpec, ...],
+        shards: ShardMap,
+        ranks: Ranks,
+    ) -> None:
         self.welcome: Welcome | None = None
         self.stop_reason: str | None = None
         self.timer = StepTimer()
         self.run_clock = RunClock()
         self._memory = memory
         self._tensors = tensors
+        self._specs = specs
+        self._shards = shards
+        self._ranks = ranks
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
-        self._revert = RevertCheck(tensors)
+        self._wants_initial_state = False
+        self._offered: set[int] = set()
         self._denied: SnapshotDenied | None = None
         self._news_step: int | None = None
         self._link = LearnerLink(socket, self._make_attach)
@@ -113,37 +130,32 @@ class LearnerSession:
         Raises:
             LearnerError: the daemon refuses this learner, or cuts the model in another way.
         """
-        self._wait_until(lambda: self.welcome is not None, is_stopping, "the daemon")
-        return self.welcome
-
-    def place(self, is_stopping: Callable[[], bool]) -> bool:
-        """Wait until every fragment holds a version (genesis, or where the run is). False if stopped before."""
-        return self._wait_until(lambda: self.fragments.is_placed, is_stopping, "the first version of all fragments")
-
-    def _wait_until(self, is_there: Callable[[], bool], is_stopping: Callable[[], bool], what: str) -> bool:
         noted_s = time.monotonic()
         while True:
             with self._link.lock:
-                for command in self._link.commands():
-                    self._carry_out(command)
-            if is_there():
-                return True
+                for command in list(self._link.commands()):
+                    if isinstance(command, SnapshotRequested | VersionOffered):
+                        self._link.put_back(command)
+                    else:
+                        self._take_news(command)
+            if self.welcome is not None:
+                return self.welcome
             if is_stopping() or self.stop_reason is not None:
-                return False
+                return None
             self._link.wait(WAIT_SLICE_S)
             if time.monotonic() - noted_s > NOTE_EVERY_S:
                 noted_s = time.monotonic()
-                log.info("waiting for %s", what)
+                log.info("waiting for the daemon")
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
         fragments, welcome = self._fragments, self.welcome
         if fragments is None or welcome is None:
-            return Attach(LINK_PROTOCOL, os.getpid(), self._tensors.specs, NEW_PROCESS, "", 0, 0, 0, (), ())
+            return Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
         return Attach(
             protocol=LINK_PROTOCOL,
             pid=os.getpid(),
-            tensors=self._tensors.specs,
+            tensors=self._specs,
             incarnation=welcome.incarnation,
             run_id=welcome.run_id,
             step=fragments.step,
@@ -163,17 +175,12 @@ class LearnerSession:
                 f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
                 "restart the learner"
             )
-        if welcome.wants_initial_state and not self.fragments.is_placed:
-            self.fragments.write_initial_state()
-            self._link.send(InitialState())
+        # Offers of the daemon before are none of this one's.
+        self._offered.clear()
+        self._wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
 
     def _build(self, welcome: Welcome) -> LearnerFragments:
-        manifest = build_manifest(merge_rules(self._tensors.specs, welcome.merge), welcome.fragments)
-        if manifest.digest != welcome.manifest_digest:
-            raise LearnerError(
-                f"this model gives manifest {manifest.digest[:12]}, the run's is {welcome.manifest_digest[:12]}: "
-                "the training script builds another model than the run was started with"
-            )
+        manifest = manifest_of(self._specs, welcome)
         version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
         area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
         counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
@@ -187,87 +194,85 @@ class LearnerSession:
         return LearnerFragments(
             self._tensors,
             manifest,
-            FragmentSettings(
-                region=welcome.region,
-                incarnation=welcome.incarnation,
-                codec_up=welcome.codec_up,
-                carry=welcome.carry,
-                carry_steps_limit=welcome.carry_steps_limit,
-            ),
+            settings_of(welcome),
             version_area=np.frombuffer(request_area(self._memory, VERSION_AREA, version_area_bytes), np.float32),
             contribution_area=np.frombuffer(
                 request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8
             ),
             answer=self._answer,
             before_ready=make_durable,
+            shards=self._shards,
+            exchange=exchange_of(self._ranks, self._shards, manifest),
         )
 
-    def stepped(self, tokens: int) -> None:
-        """An inner step was made, of `tokens` tokens over all ranks: count it, durably against a kill.
+    def count(self) -> None:
+        """A step was made: count it, durably against a kill, before anybody hears of it."""
+        assert self._counter is not None
+        self._counter.write(self.fragments.step, self.fragments.tokens)
 
-        Called from within `carry_out`'s `announce`, so that the link does not describe half a boundary.
-        """
-        fragments, counter = self.fragments, self._counter
-        assert counter is not None
-        fragments.step += 1
-        fragments.tokens += tokens
-        counter.write(fragments.step, fragments.tokens)
+    @contextlib.contextmanager
+    def boundary(self) -> Iterator[Orders]:
+        """What the daemon asks for at this boundary. While it is carried out the link does not describe the learner.
 
-    def carry_out(self, announce: Callable[[tuple[int, ...]], None]) -> tuple[int, ...]:
-        """Take the snapshots and apply the versions that the daemon asked for.
-
-        Args:
-            announce: called with the fragments, ascending, that are about to be applied, before anything is carried
-                out, but after `stop_reason` is known and `run_clock` was told.
-
-        Returns:
-            The fragments that were applied, ascending.
+        `stop_reason` is known and `run_clock` was told when the block begins.
 
         Raises:
-            LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
+            LearnerError: the daemon refuses this learner, or parameters are not finite.
         """
-        self._revert.verify()
         with self._link.lock:
-            commands = list(self._link.commands())
-            # Decided once: a fragment that the encoder is busy with now may be free a moment later.
-            offered = sorted({command.fragment for command in commands if isinstance(command, VersionOffered)})
-            applied = tuple(index for index in offered if not self.fragments.is_busy(index))
-            self._take_news(commands)
-            announce(applied)
-            for command in commands:
-                if isinstance(command, VersionOffered) and command.fragment not in applied:
-                    self._link.put_back(command)
-                else:
-                    self._carry_out(command)
+            yield self._orders()
         if self._denied is not None:
             raise LearnerError(
                 f"fragment {self._denied.fragment}: {self._denied.reason}. The next start takes the global parameters"
             )
-        return applied
 
-    def _carry_out(self, command: ToLearner) -> None:
+    def _orders(self) -> Orders:
+        """At most one order for a fragment; what can't be carried out yet, and what comes behind it, waits."""
+        requests: dict[int, SnapshotRequested] = {}
+        offers: dict[int, VersionOffered] = {}
+        waiting: set[int] = set()
+        for command in list(self._link.commands()):
+            if not isinstance(command, SnapshotRequested | VersionOffered):
+                self._take_news(command)
+                continue
+            index = command.fragment
+            is_early = self.fragments.is_busy(index) if isinstance(command, VersionOffered) else False
+            if is_early or index in waiting or index in requests or index in offers or self.fragments.is_coming(index):
+                waiting.add(index)
+                self._link.put_back(command)
+            elif isinstance(command, SnapshotRequested):
+                requests[index] = command
+            else:
+                offers[index] = command
+                self._offered.add(index)
+        wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
+        return Orders(
+            tuple(requests[index] for index in sorted(requests)),
+            tuple(offers[index] for index in sorted(offers)),
+            wants_initial_state,
+        )
+
+    def _take_news(self, command: ToLearner) -> None:
         match command:
             case Welcome():
                 self._welcomed(command)
-            case SnapshotRequested():
-                answer = self.fragments.snapshot(command)
-                if answer is not None:
-                    self._link.send(answer)
-            case VersionOffered():
-                fragment = self.manifest.fragments[command.fragment]
-                self._revert.before(fragment)
-                self._link.send(self.fragments.apply(command))
-                self._revert.after(fragment)
-                self._note_news(self.fragments.step - 1)
-            case Stop() | RunAdvanced():
-                self._take_news([command])
-
-    def _take_news(self, commands: list[ToLearner]) -> None:
-        for command in commands:
-            if isinstance(command, Stop):
+            case Stop():
                 self.stop_reason = command.reason
-            elif isinstance(command, RunAdvanced):
+            case RunAdvanced():
                 self.run_clock.told(command.global_step, command.run_part)
+
+    def initial_state_written(self) -> None:
+        """Theta_0 lies in the version area."""
+        self._link.send(InitialState())
+
+    def reply(self, answer: Answer) -> None:
+        """Tell the daemon what was carried out; not of an offer that another daemon made."""
+        if isinstance(answer, OfferApplied):
+            if answer.fragment not in self._offered:
+                return
+            self._offered.discard(answer.fragment)
+            self._note_news(self.fragments.step - 1)
+        self._link.send(answer)
 
     def _answer(self, answer: Answer) -> None:
         """From the encoder's thread."""
@@ -307,6 +312,33 @@ class LearnerSession:
             self._fragments.close()
         if self._counter is not None:
             self._counter.close()
+
+
+def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:
+    """How the run cuts this model. Raises LearnerError: the run has another one."""
+    manifest = build_manifest(merge_rules(specs, welcome.merge), welcome.fragments)
+    if manifest.digest != welcome.manifest_digest:
+        raise LearnerError(
+            f"this model gives manifest {manifest.digest[:12]}, the run's is {welcome.manifest_digest[:12]}: "
+            "the training script builds another model than the run was started with"
+        )
+    return manifest
+
+
+def settings_of(welcome: Welcome) -> FragmentSettings:
+    """What the Welcome fixes for the fragments."""
+    return FragmentSettings(
+        region=welcome.region,
+        incarnation=welcome.incarnation,
+        codec_up=welcome.codec_up,
+        carry=welcome.carry,
+        carry_steps_limit=welcome.carry_steps_limit,
+    )
+
+
+def exchange_of(ranks: Ranks, shards: ShardMap, manifest: Manifest) -> RankExchange | None:
+    """The way between the ranks; None where there is one."""
+    return None if ranks.bulk_group is None else RankExchange(ranks.bulk_group, ranks.rank, shards, manifest)
 
 
 def _identity(welcome: Welcome) -> tuple[str, str, int, str]:

@@ -169,7 +169,7 @@ def test_learner_logs_each_step_and_writes_the_parameters_of_rank_0(
 def test_fragments_of_the_benchmark_are_balanced() -> None:
     from diloco_node.learner.builtin.model import ByteGPT
     from diloco_node.learner.builtin.shape import ModelSettings
-    from diloco_node.learner.layouts.whole import ModelTensors
+    from diloco_node.learner.layouts.tensors import ModelTensors
 
     manifest = build_manifest(ModelTensors(ByteGPT(ModelSettings(**wan.MODEL), seed=0)).specs, 12)
     sizes = [fragment.size for fragment in manifest.fragments]

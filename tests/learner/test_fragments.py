@@ -16,7 +16,7 @@ from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError
 from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
-from diloco_node.learner.layouts.whole import ModelTensors
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.wire.learner_link import OfferApplied, SnapshotDenied, SnapshotReady, SnapshotRequested, VersionOffered
 
 SEED = 499
@@ -370,8 +370,8 @@ def test_a_snapshot_is_encoded_while_the_counters_go_to_the_disk_and_announced_a
     bench = Bench(one_value(), before_ready=flush)
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
-    encode = bench.fragments._encoder._encode
-    bench.fragments._encoder._encode = lambda taken: (encode(taken), encoded.set())[0]
+    encode = bench.fragments._encoded
+    bench.fragments._encoded = lambda taken: (encode(taken), encoded.set())[0]  # type: ignore[method-assign]
     bench.fragments.snapshot(SnapshotRequested(0, 1, 0))
     assert isinstance(bench.answers.get(timeout=PATIENCE_S), SnapshotReady)
     assert seen == [True], "encoded while the disk was waited for, and nothing said before it was done"

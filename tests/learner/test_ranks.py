@@ -15,10 +15,10 @@ import pytest
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
-from diloco_node.learner.ranks import Boundary, Ranks
+from diloco_node.learner.ranks import Boundary, Orders, Ranks
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
-from diloco_node.wire.learner_link import Done, OfferApplied, RunAdvanced, SnapshotReady
+from diloco_node.wire.learner_link import Done, OfferApplied, RunAdvanced, SnapshotReady, VersionOffered
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 
 SCRIPT = """
@@ -114,6 +114,8 @@ def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ranks = Ranks()
     assert (ranks.size, ranks.is_first) == (1, True)
-    assert ranks.agree(5, is_stopping=True, applied=(2, 3), fragments=4) == Boundary(5, True, (2, 3))
+    own = Boundary(5, True, Orders(offers=(VersionOffered(2, 7, -1),)), (3,), 8, 0.5)
+    assert ranks.agree(own, fragments=4) == own
+    assert ranks.all_bytes(b"welcome") == [b"welcome"]
     assert ranks.share_bytes(b"welcome") == b"welcome"
     ranks.close()

@@ -125,7 +125,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slab:
+class _Strip:
     """Rows of a tensor that are not yet in a fragment."""
 
     tensor: int
@@ -152,13 +152,13 @@ def build_manifest(tensors: Sequence[TensorSpec], fragments: int) -> Manifest:
     ordered = tuple(sorted(tensors, key=lambda spec: spec.name))
     total = sum(spec.size for spec in ordered)
     target = -(-total // fragments)
-    slabs = [slab for index, spec in enumerate(ordered) for slab in _split(index, spec, target)]
-    if len(slabs) < fragments:
+    strips = [strip for index, spec in enumerate(ordered) for strip in _split(index, spec, target)]
+    if len(strips) < fragments:
         raise ConfigError(
             f"rounds.fragments is {fragments}, but this model of {total} values in {len(ordered)} tensors gives only "
-            f"{len(slabs)} pieces; set it to {len(slabs)} or less"
+            f"{len(strips)} pieces; set it to {len(strips)} or less"
         )
-    bins = _pack(slabs, fragments)
+    bins = _pack(strips, fragments)
     layout = tuple(_fragment(index, content, ordered) for index, content in enumerate(bins))
     return Manifest(ordered, layout, _digest(ordered, layout))
 
@@ -192,54 +192,54 @@ def _check_tensor(spec: TensorSpec) -> None:
         raise ConfigError(f"tensor {spec.name!r} of shape {spec.shape} holds no values; leave it out of the fragments")
 
 
-def _split(tensor: int, spec: TensorSpec, target: int) -> Iterator[_Slab]:
-    """Whole tensors stay whole up to `target` values; larger ones give slabs of a quarter of it, and a rest.
+def _split(tensor: int, spec: TensorSpec, target: int) -> Iterator[_Strip]:
+    """Whole tensors stay whole up to `target` values; larger ones give strips of a quarter of it, and a rest.
 
-    Quarters, because the slabs of a large embedding then fill the gaps that whole tensors leave: for a GPT of 12 layers
-    in 24 fragments the largest is 10 % over the mean, with slabs of a whole fragment it was 20 %. Not below the size
-    from which a codec's scales pay.
+    Quarters, because the strips of a large embedding then fill the gaps that whole tensors leave. For a GPT of 12
+    layers in 24 fragments the largest is 10 % over the mean; with strips of a whole fragment it was 20 %. Not below the
+    size from which a codec's scales pay.
     """
     slab_values = min(target, max(target // 4, SMALL_TENSOR_VALUES))
     rows_each = spec.rows if spec.size <= target else max(1, slab_values // spec.row_size)
     for start in range(0, spec.rows, rows_each):
         stop = min(start + rows_each, spec.rows)
-        yield _Slab(tensor, start, stop, (stop - start) * spec.row_size)
+        yield _Strip(tensor, start, stop, (stop - start) * spec.row_size)
 
 
-def _pack(slabs: Sequence[_Slab], fragments: int) -> list[list[_Slab]]:
-    """Largest slab first (ties by name, then rows), into the smallest fragment (ties by index).
+def _pack(strips: Sequence[_Strip], fragments: int) -> list[list[_Strip]]:
+    """Largest strip first (ties by name, then rows), into the smallest fragment (ties by index).
 
-    Every fragment gets at least one slab, for slabs are not empty and there are at least as many as fragments.
+    Every fragment gets at least one strip, for strips are not empty and there are at least as many as fragments.
     """
-    bins: list[list[_Slab]] = [[] for _ in range(fragments)]
+    bins: list[list[_Strip]] = [[] for _ in range(fragments)]
     smallest = [(0, index) for index in range(fragments)]
     # `tensor` is the rank of the name, so it stands for the name here.
-    for slab in sorted(slabs, key=lambda slab: (-slab.size, slab.tensor, slab.row_start)):
+    for strip in sorted(strips, key=lambda strip: (-strip.size, strip.tensor, strip.row_start)):
         size, index = smallest[0]
-        bins[index].append(slab)
-        heapq.heapreplace(smallest, (size + slab.size, index))
+        bins[index].append(strip)
+        heapq.heapreplace(smallest, (size + strip.size, index))
     return bins
 
 
-def _fragment(index: int, slabs: Sequence[_Slab], tensors: Sequence[TensorSpec]) -> Fragment:
+def _fragment(index: int, strips: Sequence[_Strip], tensors: Sequence[TensorSpec]) -> Fragment:
     pieces = []
     offset = 0
-    for slab in sorted(slabs, key=lambda slab: (slab.tensor, slab.row_start)):
-        spec = tensors[slab.tensor]
-        start = slab.row_start * spec.row_size
+    for strip in sorted(strips, key=lambda strip: (strip.tensor, strip.row_start)):
+        spec = tensors[strip.tensor]
+        start = strip.row_start * spec.row_size
         pieces.append(
             Piece(
-                tensor=slab.tensor,
+                tensor=strip.tensor,
                 name=spec.name,
-                row_start=slab.row_start,
-                row_stop=slab.row_stop,
+                row_start=strip.row_start,
+                row_stop=strip.row_stop,
                 value_start=start,
-                value_stop=start + slab.size,
+                value_stop=start + strip.size,
                 offset=offset,
                 merge=spec.merge,
             )
         )
-        offset += slab.size
+        offset += strip.size
     return Fragment(index, tuple(pieces), offset)
 
 

@@ -9,11 +9,13 @@ Pure: no torch, no communication.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from diloco_node.core.merge.fragments import Fragment, Piece, TensorSpec
+from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
 
 
@@ -46,6 +48,7 @@ class Slab:
         inside: slices of the piece's values, seen as (rows of the piece, further axes of the tensor).
         local: the same values in the box.
         shape: of both.
+        offset: where it begins in the vector of a `LocalFragment`.
     """
 
     piece: Piece
@@ -53,11 +56,26 @@ class Slab:
     inside: tuple[slice, ...]
     local: tuple[slice, ...]
     shape: tuple[int, ...]
+    offset: int = 0
 
     @property
     def size(self) -> int:
         """Values in it."""
         return prod(self.shape)
+
+    @property
+    def span(self) -> slice:
+        """Its place in the vector of a `LocalFragment`."""
+        return slice(self.offset, self.offset + self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFragment:
+    """What one rank holds of a fragment: slabs, one after the other in a vector of `size` float32 values."""
+
+    index: int
+    slabs: tuple[Slab, ...]
+    size: int
 
 
 class ShardMap:
@@ -96,16 +114,75 @@ class ShardMap:
         owner = self.owner(name, box)
         return tuple(rank for rank in sorted(set(self._holders[name][box])) if rank != owner)
 
-    def slabs(self, fragment: Fragment, rank: int | None = None) -> tuple[Slab, ...]:
-        """What of a fragment a rank owns, or all of it: in the order of pieces, then of boxes."""
-        found = []
+    @property
+    def is_first_whole(self) -> bool:
+        """Whether rank 0 owns all of the model: nothing needs to be gathered."""
+        return all(self.owner(name, box) == 0 for name, boxes in self._holders.items() for box in boxes)
+
+    def owned(self, fragment: Fragment, rank: int) -> LocalFragment:
+        """What of a fragment a rank owns."""
+        return self._local(fragment, lambda name, box: self.owner(name, box) == rank)
+
+    def followed(self, fragment: Fragment, rank: int) -> LocalFragment:
+        """What of a fragment a rank holds and another one owns."""
+        return self._local(fragment, lambda name, box: rank in self.followers(name, box))
+
+    def _local(self, fragment: Fragment, is_wanted: Callable[[str, Box], bool]) -> LocalFragment:
+        """In the order of pieces, then of boxes."""
+        found, offset = [], 0
         for piece in fragment.pieces:
             for box in sorted(self._holders[piece.name]):
-                if rank is None or self.owner(piece.name, box) == rank:
-                    slab = _slab(piece, box)
-                    if slab is not None:
-                        found.append(slab)
-        return tuple(found)
+                slab = _slab(piece, box) if is_wanted(piece.name, box) else None
+                if slab is not None:
+                    found.append(replace(slab, offset=offset))
+                    offset += slab.size
+        return LocalFragment(fragment.index, tuple(found), offset)
+
+
+def describe(specs: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]]) -> bytes:
+    """What one rank says about its part of the model; JSON."""
+    said = [
+        [spec.name, spec.shape, spec.merge.value, [[box.offsets, box.sizes] for box in boxes[spec.name]]]
+        for spec in specs
+    ]
+    return json.dumps(said).encode()
+
+
+def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap]:
+    """What all ranks together hold; each rank comes to the same.
+
+    Args:
+        documents: of `describe`, by rank.
+
+    Raises:
+        LearnerError: they do not make one model.
+    """
+    specs: dict[str, tuple[TensorSpec, int]] = {}
+    held: list[dict[str, list[Box]]] = []
+    for rank, document in enumerate(documents):
+        boxes_of: dict[str, list[Box]] = {}
+        for name, shape, rule, boxes in json.loads(document):
+            spec = TensorSpec(name, tuple(shape), MergeRule(rule))
+            before, first = specs.setdefault(name, (spec, rank))
+            if before != spec:
+                raise LearnerError(
+                    f"{name!r} is {before.shape} and merged by {before.merge} on rank {first}, but {spec.shape} and "
+                    f"{spec.merge} on rank {rank}: all ranks of a region must build the same model"
+                )
+            boxes_of[name] = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+        held.append(boxes_of)
+    tensors = tuple(spec for spec, _ in specs.values())
+    return tensors, ShardMap(tensors, held)
+
+
+def whole_map(tensors: Sequence[TensorSpec]) -> ShardMap:
+    """The map of one rank that holds all of the model."""
+    return ShardMap(tensors, [{tensor.name: [whole_box(tensor.shape)] for tensor in tensors}])
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
 
 
 def _check_cover(tensor: TensorSpec, boxes: Sequence[Box]) -> None:

@@ -69,7 +69,7 @@ def test_owners_have_every_value_once(layout: str, fragments: int) -> None:
         vector = np.full(fragment.size, np.nan)
         seen = 0
         for rank in range(ranks):
-            for slab in shards.slabs(fragment, rank):
+            for slab in shards.owned(fragment, rank).slabs:
                 piece, values = slab.piece, whole[slab.piece.name]
                 box = values[
                     tuple(slice(low, low + size) for low, size in zip(slab.box.offsets, slab.box.sizes, strict=True))
@@ -83,7 +83,7 @@ def test_owners_have_every_value_once(layout: str, fragments: int) -> None:
         for piece in fragment.pieces:
             expected = whole[piece.name].reshape(-1)[piece.value_start : piece.value_stop]
             assert np.array_equal(vector[piece.offset : piece.offset + piece.size], expected)
-        assert sum(slab.size for slab in shards.slabs(fragment)) == fragment.size
+        assert sum(shards.owned(fragment, rank).size for rank in range(ranks)) == fragment.size
 
 
 def test_replicas_follow_the_lowest_rank() -> None:
@@ -126,7 +126,7 @@ def test_a_matrix_cut_in_any_way_is_covered_once(
     counts = np.zeros((rows, columns), int)
     for fragment in made.fragments:
         for rank, box in enumerate(cut):
-            for slab in shards.slabs(fragment, rank):
+            for slab in shards.owned(fragment, rank).slabs:
                 assert slab.box == box
                 rows_of = slice(slab.inside[0].start + slab.piece.row_start, slab.inside[0].stop + slab.piece.row_start)
                 counts[rows_of, slab.inside[1]] += 1

@@ -1,3 +1,6 @@
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,10 +10,17 @@ from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_over
 from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import LearnerError
-from diloco_node.learner.layouts.whole import ModelTensors, unwrap
+from diloco_node.learner.layouts.shard_map import Box, LocalFragment, whole_map
+from diloco_node.learner.layouts.tensors import ModelTensors, unwrap
 from diloco_node.learner.revert import LOOKS_MAX, VERSIONS_REVERTED, RevertCheck
 
 SEED = 499
+
+
+def parts(tensors: ModelTensors, fragments: int = 1) -> list[LocalFragment]:
+    """The fragments, as one rank holds them that has all of the model."""
+    manifest = build_manifest(tensors.specs, fragments)
+    return [whole_map(tensors.specs).owned(fragment, 0) for fragment in manifest.fragments]
 
 
 class Tied(nn.Module):
@@ -85,18 +95,18 @@ def test_what_is_written_is_read_back(fragments: int, dtype: torch.dtype) -> Non
     tensors = ModelTensors(model)
     manifest = build_manifest(tensors.specs, fragments)
     vectors = []
-    for fragment in manifest.fragments:
+    for fragment in parts(tensors, fragments):
         vector = torch.full((fragment.size,), float("nan"))
         tensors.read(fragment, vector)
         vectors.append(vector)
         tensors.write(fragment, torch.zeros(fragment.size))
     assert not model.inner.weight.any()
     assert not model.lm_head.weight.any()
-    for fragment, vector in zip(manifest.fragments, vectors, strict=True):
+    for fragment, vector in zip(parts(tensors, fragments), vectors, strict=True):
         tensors.write(fragment, vector)
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    full = tensors.full_state(manifest.fragments, vectors)
+    full = tensors.full_state(manifest, vectors, tensors.rest_of_state())
     assert {name: value.dtype for name, value in full.items()} == {name: value.dtype for name, value in before.items()}
     assert all(torch.equal(before[name], full[name]) for name in before)
 
@@ -106,8 +116,7 @@ def test_parameters_that_are_not_contiguous_and_scalars() -> None:
     model.a = nn.Parameter(torch.arange(12.0).view(3, 4).t())  # rows of 3, strided
     model.b = nn.Parameter(torch.tensor(5.0))
     tensors = ModelTensors(model)
-    manifest = build_manifest(tensors.specs, 2)
-    for fragment in manifest.fragments:
+    for fragment in parts(tensors, 2):
         vector = torch.empty(fragment.size)
         tensors.read(fragment, vector)
         tensors.shift(fragment, vector + 1, vector, 1.0, torch.empty(64))
@@ -126,7 +135,7 @@ def test_shift_is_bit_for_bit_the_reference(plan: CarryPlan, is_strided: bool) -
     values = torch.from_numpy(rng.standard_normal((97, 31), np.float32))
     model.w = nn.Parameter(values.t() if is_strided else values)
     tensors = ModelTensors(model)
-    fragment = build_manifest(tensors.specs, 1).fragments[0]
+    fragment = parts(tensors)[0]
     theta = torch.empty(fragment.size)
     tensors.read(fragment, theta)
     new, anchor = (rng.standard_normal(fragment.size).astype(np.float32) for _ in range(2))
@@ -141,7 +150,7 @@ def test_masters_are_what_is_read_and_written_and_the_parameter_follows() -> Non
     model = nn.Linear(3, 2, bias=False).bfloat16()
     master = torch.tensor([[1.001, 2, 3], [4, 5, 6.003]])
     tensors = ModelTensors(model, masters={"weight": master})
-    fragment = build_manifest(tensors.specs, 1).fragments[0]
+    fragment = parts(tensors)[0]
     vector = torch.empty(6)
     tensors.read(fragment, vector)
     assert torch.equal(vector, master.view(-1))
@@ -159,21 +168,57 @@ def test_wrong_master_is_refused(master: Tensor) -> None:
         ModelTensors(nn.Linear(3, 2), masters={"weight": master})
 
 
-def test_dtensor_is_refused_with_what_to_do() -> None:
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of one rank."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
 
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        model = nn.Linear(4, 4)
-        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
-        with pytest.raises(LearnerError, match=r"'weight' is sharded .*DTensor.*DistributedDataParallel"):
-            ModelTensors(model)
+        yield init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+def test_a_dtensor_is_read_and_written_where_it_lies(mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+    model.weight = nn.Parameter(distribute_tensor(before, mesh, [Shard(0)]))
+    tensors = ModelTensors(model)
+    assert tensors.boxes == {"weight": [Box((0, 0), (3, 4))], "bias": [Box((0,), (3,))]}
+    (part,) = parts(tensors)
+    values = torch.empty(15)
+    tensors.read(part, values)
+    tensors.write(part, values + 1.0)
+    assert torch.equal(model.weight.full_tensor(), before + 1.0)  # type: ignore[operator]
+
+
+def test_a_sum_that_was_never_made_is_refused_with_what_to_do(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(DTensor.from_local(model.weight.detach(), mesh, [Partial()]))
+    with pytest.raises(LearnerError, match=r"'weight' has a Partial placement.*outside of a forward pass"):
+        ModelTensors(model)
+
+
+def test_old_and_wrapped_weights_are_refused_with_what_to_do() -> None:
+    class FlatParameter(nn.Parameter):
+        pass
+
+    class Quantised(torch.Tensor):
+        pass
+
+    model = nn.Linear(4, 4)
+    model.weight = FlatParameter(model.weight.detach())
+    with pytest.raises(LearnerError, match=r"'weight' is sharded over ranks in an old way.*fully_shard"):
+        ModelTensors(model)
+    model.weight = nn.Parameter(model.bias.detach().as_subclass(Quantised))
+    with pytest.raises(LearnerError, match=r"'weight' is a Quantised.*Freeze it"):
+        ModelTensors(model)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +242,7 @@ class Checked:
     def __init__(self, size: int = 64) -> None:
         self.model = nn.Linear(size, size, bias=False)
         self.tensors = ModelTensors(self.model)
-        self.fragment = build_manifest(self.tensors.specs, 1).fragments[0]
+        self.fragment = parts(self.tensors)[0]
         self.check = RevertCheck(self.tensors)
 
     def write(self, value: float | torch.Tensor) -> None:

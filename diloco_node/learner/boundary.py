@@ -1,0 +1,119 @@
+"""A step boundary: all ranks of a region agree on what is to be done, and do it.
+
+Rank 0 hears of it from the daemon. Every rank then does the same in the same order, for their workers meet in what it
+asks for (`learner.exchange`). A version that is offered is carried to its holders in the background; it is applied at
+the first boundary by which all of them have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from diloco_node.learner.checkpointing import Checkpointing
+from diloco_node.learner.fragments import LearnerFragments
+from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
+from diloco_node.learner.session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
+
+COMING_WAIT_S: Final = 0.002
+"""Between two boundaries without a step, while a version is on its way to other ranks."""
+
+SETTLE_SLICE_S: Final = 0.05
+
+log = logging.getLogger("diloco_node.learner")
+
+
+@dataclass(frozen=True, slots=True)
+class StepBoundaries:
+    """What one rank needs at each boundary.
+
+    Attributes:
+        session: with the daemon, on rank 0. is_stopping: this process was asked to stop.
+    """
+
+    ranks: Ranks
+    fragments: LearnerFragments
+    session: LearnerSession | None
+    checkpoints: Checkpointing
+    is_stopping: Callable[[], bool]
+
+    def cross(self, tokens: int, *, is_step: bool) -> Boundary:
+        """What the ranks agree on, carried out. Without `is_step` no step was made: only versions are taken.
+
+        Raises:
+            LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
+        """
+        fragments, session = self.fragments, self.session
+        fragments.verify()
+        with session.boundary() if session is not None else contextlib.nullcontext(NO_ORDERS) as orders:
+            agreed = self.ranks.agree(self._brought(tokens, orders), fragments=len(fragments.positions))
+            if is_step:
+                fragments.step += 1
+                fragments.tokens += agreed.tokens
+                if session is not None:
+                    session.count()
+            self._carry_out(agreed)
+        return agreed
+
+    def _brought(self, tokens: int, orders: Orders) -> Boundary:
+        """What this rank brings."""
+        fragments, session = self.fragments, self.session
+        own = Boundary(tokens, self.is_stopping(), arrived=fragments.arrived(), is_idle=self.checkpoints.is_idle)
+        if session is None:
+            return own
+        return replace(
+            own,
+            is_stopping=own.is_stopping or session.stop_reason is not None,
+            orders=replace(orders, wants_checkpoint=self.checkpoints.is_due and fragments.is_placed),
+            global_step=session.run_clock.global_step,
+            part=session.run_clock.part,
+        )
+
+    def _carry_out(self, agreed: Boundary) -> None:
+        fragments, session = self.fragments, self.session
+        if agreed.orders.wants_initial_state:
+            fragments.write_initial_state()
+            if session is not None:
+                session.initial_state_written()
+        for offer in agreed.orders.offers:
+            fragments.take(offer)
+        for request in agreed.orders.requests:
+            answer = fragments.snapshot(request)
+            if answer is not None and session is not None:
+                session.reply(answer)
+        # One rank alone has what it is offered; of several each says so at the next boundary.
+        for index in agreed.arrived if self.ranks.size > 1 else fragments.arrived():
+            applied = fragments.finish(index)
+            if session is not None:
+                session.reply(applied)
+
+    def place(self) -> Boundary:
+        """Boundaries until every fragment has a version, or somebody was asked to stop. Returns the last one."""
+        noted_s = time.monotonic()
+        while True:
+            agreed = self.cross(0, is_step=False)
+            if self.fragments.is_placed or agreed.is_stopping:
+                return agreed
+            self._wait(WAIT_SLICE_S)
+            if self.ranks.is_first and time.monotonic() - noted_s > NOTE_EVERY_S:
+                noted_s = time.monotonic()
+                log.info("waiting for the first version of all fragments")
+
+    def settle(self, seconds: float) -> None:
+        """Boundaries for some time, by rank 0's clock."""
+        deadline_s = time.monotonic() + seconds
+        while True:
+            left_s = deadline_s - time.monotonic()
+            if self.ranks.share_bytes(b"1" if left_s > 0 else b"") != b"1":
+                return
+            self.cross(0, is_step=False)
+            self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
+
+    def _wait(self, at_most_s: float) -> None:
+        """For an order, where no step is under way; less while a version is on its way to other ranks."""
+        if self.session is not None:
+            self.session.wait(min(at_most_s, COMING_WAIT_S) if self.fragments.arriving else at_most_s)

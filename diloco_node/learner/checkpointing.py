@@ -1,0 +1,194 @@
+"""When a learner's checkpoints are written, and which one its ranks begin with.
+
+Each rank writes what it owns of the optimizer, and its own `stateful`; nothing is gathered for it. A checkpoint counts
+when the files of all its ranks are there and whole. Ranks on other hosts have other disks: what a rank needs and does
+not see comes from one that does, over the process group. A region that returns with other ranks takes the parts that
+its new layout needs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.checkpoint import (
+    Checkpoint,
+    CheckpointWriter,
+    FileName,
+    RankPlace,
+    Stateful,
+    TrainingProgress,
+    newest_first,
+    read_checkpoint,
+    read_usable,
+)
+from diloco_node.learner.layouts.shard_map import ShardMap
+from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.optimizer_parts import OptimizerParts
+from diloco_node.learner.ranks import Ranks
+
+log = logging.getLogger("diloco_node.learner")
+
+
+class Checkpointing:
+    """The checkpoints of one rank of a learner.
+
+    Args:
+        optimizer, stateful: what they hold. every_s: seconds from one to the next; 0 for none.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer | None, stateful: Mapping[str, Stateful], *, every_s: float
+    ) -> None:
+        self._optimizer = optimizer
+        self._stateful = stateful
+        self._every_s = every_s
+        self._parts: OptimizerParts | None = None
+        self._writer: CheckpointWriter | None = None
+        self._saved_at_s = time.monotonic()
+
+    def resume(
+        self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
+    ) -> int:
+        """Optimizer and `stateful` from the region's last checkpoint, on every rank; parameters come from the run.
+
+        Returns:
+            The step on the schedule where it was written; 0 if there is none.
+
+        Raises:
+            LearnerError: the checkpoint does not fit this training script.
+        """
+        if self._every_s <= 0:
+            return 0
+        folder = state_dir / "learner" / "checkpoints"
+        if self._optimizer is not None:
+            self._parts = OptimizerParts(self._optimizer, tensors, shards, ranks.rank)
+        self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size))
+        seen = json.dumps([name.text for name in newest_first(folder)]).encode()
+        for group in _groups([_names(text) for text in ranks.all_bytes(seen)]):
+            found = self._read(folder, manifest_digest, ranks, group)
+            if found is not None:
+                log.info("optimizer and data position from the checkpoint at step %d", found.progress.global_step)
+                return found.progress.global_step
+        return 0
+
+    def _read(
+        self, folder: Path, manifest_digest: str, ranks: Ranks, viewers: Mapping[FileName, int]
+    ) -> Checkpoint | None:
+        """Begin with one checkpoint; None on all ranks if one of its files is of no use.
+
+        Args:
+            viewers: its files, by rank, and the lowest rank that sees each.
+        """
+        own = {
+            name: read_usable(folder / name.text, manifest_digest)
+            for name, viewer in viewers.items()
+            if viewer == ranks.rank
+        }
+        is_whole = all(one is not None for one in own.values())
+        if not all(ranks.all_bytes(b"1" if is_whole else b"")):
+            return None
+        files: dict[FileName, Checkpoint] = {}
+        for name, viewer in viewers.items():
+            mine = own.get(name)
+            document = ranks.share_bytes(b"" if mine is None else mine.document().encode(), source=viewer)
+            files[name] = mine or Checkpoint.from_parts(document.decode(), {})
+        of_rank = {name.place.rank: name for name in files}
+        # Its own part where it had one; what belongs to nobody is the same in that of rank 0.
+        first = ranks.rank if len(files) == ranks.size else 0
+        needed = {first} | (
+            set()
+            if self._parts is None
+            else self._parts.missing({rank: files[name].kept() for rank, name in of_rank.items()})
+        )
+        for rank, name in of_rank.items():
+            if rank in needed and name not in own:
+                own[name] = _seen(folder / name.text)
+        wanted = ranks.all_bytes(json.dumps([rank for rank in needed if own.get(of_rank[rank]) is None]).encode())
+        for rank in sorted({rank for ranks_wanted in wanted for rank in json.loads(ranks_wanted)}):
+            name = of_rank[rank]
+            mine = own.get(name)
+            is_viewer = viewers[name] == ranks.rank
+            body = ranks.share_bytes(save(mine.tensors) if is_viewer and mine else b"", source=viewers[name])
+            if rank in needed and mine is None:
+                own[name] = Checkpoint.from_parts(files[name].document(), load(body))
+        begun = own[of_rank[first]]
+        assert begun is not None
+        others = [own[of_rank[rank]] for rank in sorted(needed - {first})]
+        begun.restore(
+            self._parts,
+            self._stateful,
+            rng=first == ranks.rank,
+            others=[one.kept() for one in others if one is not None],
+        )
+        return begun
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank could write one now."""
+        return self._writer is None or not self._writer.is_busy
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for the next one."""
+        return self._writer is not None and time.monotonic() - self._saved_at_s >= self._every_s
+
+    def save(self, progress: TrainingProgress) -> None:
+        """Copy everything now; it is written in the background. A state that can't be kept ends the checkpoints."""
+        if self._writer is None:
+            return
+        self._saved_at_s = time.monotonic()
+        try:
+            self._writer.save(progress, self._parts, self._stateful)
+        except LearnerError as error:
+            log.warning("no checkpoints of this learner: %s", error)
+            self._writer = None
+
+    def save_now(self, progress: TrainingProgress) -> None:
+        """Save, and wait until it is on disk."""
+        self.wait()
+        if self._writer is not None and self._writer.is_busy:
+            log.warning("no checkpoint: the one before is still being written")
+            return
+        self.save(progress)
+        self.wait()
+
+    def wait(self) -> None:
+        """Until what was saved last is on disk."""
+        if self._writer is not None:
+            self._writer.wait()
+
+
+def _names(text: bytes) -> list[FileName]:
+    return [name for one in json.loads(text) if (name := FileName.parse(one)) is not None]
+
+
+def _groups(seen: list[list[FileName]]) -> list[dict[FileName, int]]:
+    """The checkpoints of which all files are there, newest first: its files in the order of ranks, and the lowest rank
+    that sees each.
+    """
+    viewers: dict[FileName, int] = {}
+    for rank, names in enumerate(seen):
+        for name in names:
+            viewers.setdefault(name, rank)
+    groups: dict[tuple[tuple[int, int], int], dict[FileName, int]] = {}
+    for name in sorted(viewers, key=lambda one: one.place):
+        groups.setdefault((name.age, name.place.ranks), {})[name] = viewers[name]
+    whole = [(key, group) for key, group in groups.items() if len(group) == key[1]]
+    return [group for _, group in sorted(whole, key=lambda one: one[0], reverse=True)]
+
+
+def _seen(path: Path) -> Checkpoint | None:
+    """A file of another rank, where this host has it. What is damaged, its own reader has said."""
+    try:
+        return read_checkpoint(path)
+    except (OSError, LearnerError, SafetensorError):
+        return None

@@ -1,0 +1,370 @@
+"""A model's trainable parameters as one rank holds them: which there are, and how values get in and out.
+
+Trainable parameters only, tied ones once (under the first name), buffers not at all. Embeddings and the head are
+averaged, everything else follows the run's merge rule. Values leave and enter as float32 on the CPU, whatever the
+parameter's type and device. Where an optimizer keeps its own float32 masters, those are read and written, and the
+parameter follows.
+
+A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: nothing here communicates, but for
+`rest_of_state`. Slicing a DTensor itself would gather all of it, once for each slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from diloco_node.core.merge.fragments import Manifest, TensorSpec
+from diloco_node.core.types import MergeRule
+from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.shard_map import Box, LocalFragment, Slab, whole_box
+
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+EMBEDDING_NAMES: Final = frozenset(
+    {
+        "embed_tokens",
+        "wte",
+        "wpe",
+        "tok_embeddings",
+        "word_embeddings",
+        "position_embeddings",
+        "embed_in",
+        "embed_positions",
+    }
+)
+"""Modules that hold embeddings under other types than `nn.Embedding` (vocabulary-parallel, hand-written)."""
+
+HEAD_NAMES: Final = frozenset({"lm_head", "output", "head", "embed_out", "output_projection"})
+"""What output heads are called; only at the top of a model, for "output" is also the end of an attention block."""
+
+DTENSOR: Final = "DTensor"
+REFUSED_KINDS: Final = frozenset({"FlatParameter", "ShardedTensor"})
+"""By name: importing the classes would import all of torch.distributed."""
+
+SAMPLE_VALUES: Final = 1024
+"""Of each piece; enough to tell a reverted parameter from a trained one."""
+
+_HEAD_DEPTH_MAX: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Tracked:
+    parameter: nn.Parameter
+    master: Tensor | None
+
+    @property
+    def source(self) -> Tensor:
+        """What of the values lies on this rank: in the master if there is one."""
+        return local_part(self.parameter if self.master is None else self.master)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The user's own module below DistributedDataParallel and torch.compile, so that names don't depend on them."""
+    while True:
+        inner = (
+            model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model._modules.get("_orig_mod")
+        )
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor."""
+    return any(kind.__name__ == DTENSOR for kind in type(tensor).__mro__)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor lies on this rank: detached, the same memory."""
+    detached = tensor.detach()
+    if not is_sharded(detached):
+        return detached
+    local: Tensor = detached.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+class ModelTensors:
+    """The trainable tensors of a model.
+
+    Args:
+        model: may be wrapped by DistributedDataParallel or torch.compile.
+        masters: name of a parameter -> the optimizer's float32 master of it, same shape.
+        merge: name of a parameter -> rule, where the guess (see the module) is wrong.
+
+    Attributes:
+        specs: one per tensor, with its global shape; `RDA` stands for the run's own rule.
+        boxes: by name, which part of it lies on this rank.
+
+    Raises:
+        LearnerError: a parameter is sharded in a way that can't be followed, has no memory, or is of a type that can't
+            be merged; a master or rule for a parameter that is not there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        masters: Mapping[str, Tensor] | None = None,
+        merge: Mapping[str, MergeRule] | None = None,
+    ) -> None:
+        self.model = unwrap(model)
+        self._names_of = _names_of(self.model)
+        masters, merge = masters or {}, merge or {}
+        self._tracked: dict[str, _Tracked] = {}
+        self.boxes: dict[str, list[Box]] = {}
+        # After an evaluation FSDP2 leaves its root unsharded, and what is written to the shards is not seen.
+        self._resharded = [module for module in self.model.modules() if hasattr(module, "reshard")]
+        specs = []
+        embeddings = _embedding_parameters(self.model)
+        for parameter, names in self._names_of.items():
+            if not parameter.requires_grad or not parameter.numel():
+                continue
+            _check(names[0], parameter)
+            master = next((masters[name] for name in names if name in masters), None)
+            _check_master(names[0], parameter, master)
+            self._tracked[names[0]] = _Tracked(parameter, master)
+            self.boxes[names[0]] = _boxes(names[0], parameter)
+            rule = next((merge[name] for name in names if name in merge), None)
+            if rule is None:
+                is_averaged = parameter in embeddings or len(names) > 1 or any(map(_is_named_averaged, names))
+                rule = MergeRule.AVG if is_averaged else MergeRule.RDA
+            specs.append(TensorSpec(names[0], tuple(parameter.shape), rule))
+        self.specs = tuple(specs)
+        known = {name for names in self._names_of.values() for name in names}
+        for kind, given in (("masters", masters), ("merge", merge)):
+            if unknown := sorted(set(given) - known):
+                raise LearnerError(
+                    f"{kind}: the model has no parameter {unknown[0]!r}; known are {sorted(known)[:3]}, ..."
+                )
+
+    @property
+    def names(self) -> dict[Tensor, str]:
+        """What an optimizer may hold, parameters and masters, by their name in the manifest."""
+        held: dict[Tensor, str] = {}
+        for name, tracked in self._tracked.items():
+            held[tracked.parameter] = name
+            if tracked.master is not None:
+                held[tracked.master] = name
+        return held
+
+    def read(self, part: LocalFragment, out: Tensor) -> None:
+        """Copy the values.
+
+        Args:
+            out: shape (part.size,), float32, CPU; overwritten.
+        """
+        with torch.no_grad():
+            for slab in part.slabs:
+                values = self._values(slab)
+                out[slab.span].view(values.shape).copy_(values)
+
+    def write(self, part: LocalFragment, values: Tensor) -> None:
+        """Overwrite the values.
+
+        Args:
+            values: shape (part.size,), float32, CPU. Not changed.
+        """
+        self._reshard()
+        with torch.no_grad():
+            for slab in part.slabs:
+                target = self._values(slab)
+                target.copy_(values[slab.span].view(target.shape))
+                self._follow(slab)
+
+    def shift(
+        self, part: LocalFragment, new: Tensor, anchor: Tensor | None, carry_factor: float, scratch: Tensor
+    ) -> None:
+        """Carry-over in place: `theta = new + lam * (theta - anchor)`, or without an anchor `theta = new`.
+
+        Each operation is rounded to float32 by itself, as in `core.merge.carry.carry_over`.
+
+        Args:
+            new, anchor: shape (part.size,), float32, CPU. Not changed.
+            carry_factor: used with an anchor; 1 keeps all.
+            scratch: shape (at least the largest slab,), float32, CPU; overwritten where parameters are no CPU float32.
+        """
+        if anchor is None:
+            self.write(part, new)
+            return
+        self._reshard()
+        with torch.no_grad():
+            for slab in part.slabs:
+                values = self._values(slab)
+                is_direct = values.dtype == torch.float32 and values.device.type == "cpu"
+                theta = values if is_direct else scratch[: slab.size].view(values.shape).copy_(values)
+                _shift(theta, new[slab.span].view(values.shape), anchor[slab.span].view(values.shape), carry_factor)
+                if not is_direct:
+                    values.copy_(theta)
+                self._follow(slab)
+
+    def held(self, part: LocalFragment, new: Tensor, out: Tensor) -> None:
+        """What a learner that takes exactly `new` really holds: `new` rounded to each parameter's type, as float32.
+
+        Args:
+            new: shape (part.size,), float32, CPU. Not changed.
+            out: the same shape; overwritten.
+        """
+        out.copy_(new)
+        for slab in part.slabs:
+            dtype = self._tracked[slab.piece.name].source.dtype
+            if dtype != torch.float32:
+                span = out[slab.span]
+                span.copy_(span.to(dtype))
+
+    def sample(self, part: LocalFragment) -> Tensor:
+        """The first values of each slab as the *parameters* hold them, masters or not: shape (k,), float32, CPU."""
+        return self._sample(part, local_part)
+
+    def sample_gradients(self, part: LocalFragment) -> Tensor:
+        """Of the same values the gradients, zero where there is none (any more)."""
+        return self._sample(
+            part, lambda one: torch.zeros_like(local_part(one)) if one.grad is None else local_part(one.grad)
+        )
+
+    def _sample(self, part: LocalFragment, values_of: Callable[[nn.Parameter], Tensor]) -> Tensor:
+        parts = [host_values(0)]
+        for slab in part.slabs:
+            values = values_of(self._tracked[slab.piece.name].parameter)[slab.local]
+            # Rows first: making all of a slab that lies across memory contiguous would copy it.
+            parts.append((values[:SAMPLE_VALUES] if values.dim() else values).reshape(-1)[:SAMPLE_VALUES].float().cpu())
+        return torch.cat(parts)
+
+    def rest_of_state(self) -> dict[str, Tensor]:
+        """What of `state_dict()` is not merged: buffers and frozen parameters; copies. All ranks call it, where frozen
+        parameters are sharded.
+        """
+        merged = {name for parameter, names in self._names_of.items() if names[0] in self._tracked for name in names}
+        rest = {name: value.detach() for name, value in self.model.state_dict().items() if name not in merged}
+        return {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in rest.items()}
+
+    def full_state(self, manifest: Manifest, vectors: list[Tensor], rest: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The model's `state_dict()` with these values as the trainable parameters; copies, parameter types.
+
+        Args:
+            manifest, vectors: all fragments and their values, float32, CPU. rest: see `rest_of_state`.
+        """
+        values = {tensor.name: host_values(*tensor.shape) for tensor in manifest.tensors}
+        for fragment, vector in zip(manifest.fragments, vectors, strict=True):
+            for piece in fragment.pieces:
+                span = vector[piece.offset : piece.offset + piece.size]
+                values[piece.name].view(-1)[piece.value_start : piece.value_stop] = span
+        names_of = {names[0]: (parameter, names) for parameter, names in self._names_of.items()}
+        state = dict(rest)
+        for name, value in values.items():
+            if name not in names_of:  # another rank's, as with pipeline parallelism
+                state[name] = value
+                continue
+            parameter, names = names_of[name]
+            held = value.to(parameter.device, parameter.dtype)
+            state.update(dict.fromkeys(names, held))
+        own = [name for name in self.model.state_dict() if name in state]
+        return {name: state[name] for name in dict.fromkeys((*own, *state))}
+
+    def _values(self, slab: Slab) -> Tensor:
+        """A view of the slab's values; taken anew each time, for `model.to()` may have moved them."""
+        return self._tracked[slab.piece.name].source[slab.local]
+
+    def _follow(self, slab: Slab) -> None:
+        tracked = self._tracked[slab.piece.name]
+        if tracked.master is not None:
+            local_part(tracked.parameter)[slab.local].copy_(local_part(tracked.master)[slab.local])
+
+    def _reshard(self) -> None:
+        for module in self._resharded:
+            module.reshard()  # type: ignore[operator]
+
+
+def host_values(*shape: int) -> Tensor:
+    """Room for values as they travel: float32 on the CPU, whatever the script has set as torch's defaults."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> None:
+    theta.sub_(anchor)
+    if carry_factor != 1.0:
+        theta.mul_(carry_factor)
+    theta.add_(new)
+
+
+def _names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter with all its names; several for a tied one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _embedding_parameters(model: nn.Module) -> set[Tensor]:
+    embeddings = (module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    return {module.weight for module in embeddings}
+
+
+def _is_named_averaged(name: str) -> bool:
+    modules = name.split(".")[:-1]
+    if not modules:
+        return False
+    return modules[-1] in EMBEDDING_NAMES or (modules[-1] in HEAD_NAMES and len(modules) <= _HEAD_DEPTH_MAX)
+
+
+def _check(name: str, parameter: nn.Parameter) -> None:
+    values = parameter.data
+    kinds = {kind.__name__ for kind in (*type(parameter).__mro__, *type(values).__mro__)}
+    if kinds & REFUSED_KINDS:
+        raise LearnerError(
+            f"parameter {name!r} is sharded over ranks in an old way ({type(values).__name__}): use FSDP2, "
+            "torch.distributed.fsdp.fully_shard(model), and attach after it"
+        )
+    if is_sharded(values):
+        if any(placement.is_partial() for placement in values.placements):  # type: ignore[attr-defined]
+            raise LearnerError(
+                f"parameter {name!r} has a Partial placement: no rank has its values. Attach the model outside of a "
+                "forward pass, with sharded or replicated parameters"
+            )
+        values = local_part(values)
+    if type(values) not in (Tensor, nn.Parameter):
+        raise LearnerError(
+            f"parameter {name!r} is a {type(values).__name__}: only plain tensors and DTensors can be merged. Freeze "
+            "it (requires_grad=False), or attach before it is quantised or wrapped"
+        )
+    if parameter.is_meta:
+        raise LearnerError(f"parameter {name!r} is on the meta device and has no values: materialize the model first")
+    if parameter.dtype not in DTYPES:
+        raise LearnerError(
+            f"parameter {name!r} has type {parameter.dtype}: only float32, bfloat16 and float16 can be merged; "
+            "freeze it (requires_grad=False) or convert it"
+        )
+    if parameter.layout != torch.strided:
+        raise LearnerError(f"parameter {name!r} has layout {parameter.layout}: only dense tensors can be merged")
+
+
+def _check_master(name: str, parameter: nn.Parameter, master: Tensor | None) -> None:
+    if master is None:
+        return
+    is_like = master.shape == parameter.shape and local_part(master).shape == local_part(parameter).shape
+    if master.dtype != torch.float32 or not is_like:
+        raise LearnerError(
+            f"masters[{name!r}] is {master.dtype} of shape {tuple(master.shape)}, "
+            f"expected float32 of shape {tuple(parameter.shape)}"
+        )
+
+
+def _boxes(name: str, parameter: nn.Parameter) -> list[Box]:
+    """Which part of the tensor lies on this rank."""
+    if not is_sharded(parameter.data):
+        return [whole_box(parameter.shape)]
+    # Part of the protocol of distributed checkpoints (DCP): every tensor that is cut has it.
+    chunks = parameter.data.__create_chunk_list__()  # type: ignore[attr-defined]
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    boxes = [box for box in boxes if box.volume]
+    shape = tuple(local_part(parameter).shape)
+    if boxes and (len(boxes) > 1 or boxes[0].sizes != shape):
+        raise LearnerError(
+            f"parameter {name!r} lies on this rank as {len(boxes)} parts {[box.sizes for box in boxes]} in a tensor of "
+            f"{shape}: shard it so that each rank holds one block"
+        )
+    return boxes

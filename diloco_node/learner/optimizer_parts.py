@@ -1,0 +1,238 @@
+"""An optimizer's state as the parts that each rank has of it, and put together again for another layout.
+
+What a rank keeps is named by parameter and by the box of it that the values are for, as everything between the ranks
+and regions is. So a region that comes back with another number of ranks, or sharded in another way, goes on with the
+moments that it had. Values that have not a parameter's shape, such as a count of steps, are kept whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.layouts.shard_map import Box, ShardMap
+from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one rank keeps of an optimizer's state.
+
+    Attributes:
+        tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
+        rest: what is no tensor; `state` by index, and `param_groups`.
+        names: of the parameters, by index; "" for one that is not merged.
+        boxes: of those tensors that have a value for each of their parameter's.
+    """
+
+    tensors: dict[str, Tensor]
+    rest: Json
+    names: list[str] = field(default_factory=list)
+    boxes: dict[str, Box] = field(default_factory=dict)
+
+    def document(self) -> Json:
+        """All but the tensors, as JSON."""
+        boxes = {name: [box.offsets, box.sizes] for name, box in self.boxes.items()}
+        return {**self.rest, "names": self.names, "boxes": boxes}
+
+    @classmethod
+    def from_document(cls, document: Json, tensors: dict[str, Tensor]) -> Kept:
+        """The inverse of `document`. Raises KeyError, TypeError, ValueError: not ours."""
+        rest = dict(document)
+        names, boxes = rest.pop("names", []), rest.pop("boxes", {})
+        found = {name: Box(tuple(offsets), tuple(sizes)) for name, (offsets, sizes) in boxes.items()}
+        return cls(tensors, rest, names, found)
+
+
+class OptimizerParts:
+    """How the parameters of an optimizer are called, and what of them lies here.
+
+    Args:
+        optimizer: any. tensors: the model's; None: nothing is known but the order of the parameters.
+        shards: who owns what; what another rank owns is not kept. rank: this one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        tensors: ModelTensors | None = None,
+        shards: ShardMap | None = None,
+        rank: int = 0,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        known = {} if tensors is None else tensors.names
+        self._names = [known.get(parameter, "") for parameter in self._parameters]
+        self._boxes = [
+            tensors.boxes[name][0] if tensors is not None and name and tensors.boxes[name] else None
+            for name in self._names
+        ]
+        self._is_kept = [
+            box is None or shards is None or shards.owner(name, box) == rank
+            for name, box in zip(self._names, self._boxes, strict=True)
+        ]
+
+    def keep(self) -> Kept:
+        """What this rank keeps now; not copies.
+
+        Raises:
+            LearnerError: the state holds what is neither tensor nor JSON.
+        """
+        state = self._optimizer.state_dict()
+        tensors: dict[str, Tensor] = {}
+        boxes: dict[str, Box] = {}
+        rest: Json = {"state": {}, "param_groups": []}
+        for index, values in state["state"].items():
+            prefix = f"state.{index}"
+            rest["state"][str(index)] = _split(prefix, values, tensors)
+            box, shape = self._boxes[index], local_part(self._parameters[index]).shape
+            for name in [f"{prefix}.{key}" for key, value in values.items() if isinstance(value, Tensor)]:
+                local = tensors[name] = local_part(tensors[name])
+                if box is not None and local.shape == shape:
+                    boxes[name] = box
+                    if not self._is_kept[index]:
+                        del tensors[name], boxes[name]
+        for index, group in enumerate(state["param_groups"]):
+            rest["param_groups"].append(_split(f"group.{index}", group, tensors))
+        return Kept(tensors, rest, self._names, boxes)
+
+    def restore(self, kept: Sequence[Kept]) -> None:
+        """Take what ranks have kept, in whatever way the model was cut then.
+
+        Args:
+            kept: of all ranks whose parts are needed; first the one from which everything that is not cut is taken.
+
+        Raises:
+            LearnerError: a part of a parameter's state is nowhere.
+            ValueError, KeyError, TypeError, RuntimeError: it is no state of such an optimizer.
+        """
+        first = kept[0]
+        own = self._optimizer.state_dict()["param_groups"]
+        groups = [dict(group) for group in first.rest["param_groups"]]
+        for name, tensor in first.tensors.items():
+            kind, _, tail = name.partition(".")
+            index, _, key = tail.partition(".")
+            if kind == "group":
+                groups[int(index)][key] = tensor
+        if len(groups) != len(own):
+            raise ValueError(f"{len(groups)} groups of parameters were kept, {len(own)} are there")
+        is_named = any(self._names)
+        for group, mine in zip(groups, own, strict=True):
+            if not is_named and len(group["params"]) != len(mine["params"]):
+                raise ValueError("another number of parameters was kept")
+            group["params"] = mine["params"]
+        state = {index: one for index in range(len(self._parameters)) if (one := self._state_of(index, kept))}
+        self._optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def missing(self, documents: Mapping[int, Kept]) -> set[int]:
+        """Of which ranks the parts are needed, by what they say that they have."""
+        needed: set[int] = set()
+        for name, box in zip(self._names, self._boxes, strict=True):
+            if box is None:
+                continue
+            for rank, kept in documents.items():
+                if any(box.meets(kept.boxes[part]) for part in _parts_of(kept, name)):
+                    needed.add(rank)
+        return needed
+
+    def _state_of(self, index: int, kept: Sequence[Kept]) -> Json:
+        """The state of one parameter."""
+        name, box, parameter = self._names[index], self._boxes[index], self._parameters[index]
+        values: Json = {}
+        cut: dict[str, list[tuple[Box, Tensor]]] = {}
+        for one in kept:
+            at = one.names.index(name) if name and name in one.names else index if not name else None
+            if at is None or str(at) not in one.rest["state"]:
+                continue
+            values = {**one.rest["state"][str(at)], **values}
+            prefix = f"state.{at}."
+            for part, tensor in one.tensors.items():
+                if part.startswith(prefix):
+                    key = part.removeprefix(prefix)
+                    if part in one.boxes:
+                        cut.setdefault(key, []).append((one.boxes[part], tensor))
+                    else:
+                        values.setdefault(key, tensor)
+        for key, parts in cut.items():
+            if box is None:  # nothing of it lies here
+                local = parts[0][1].new_empty(local_part(parameter).shape)
+            else:
+                local = _joined(f"{key} of {name}", box, parts)
+            values[key] = _like(parameter, local)
+        return values
+
+
+def _parts_of(kept: Kept, name: str) -> list[str]:
+    if name not in kept.names:
+        return []
+    prefix = f"state.{kept.names.index(name)}."
+    return [part for part in kept.boxes if part.startswith(prefix)]
+
+
+def _joined(what: str, box: Box, parts: Sequence[tuple[Box, Tensor]]) -> Tensor:
+    """The values of a box, of parts that do not overlap unless they are the same."""
+    for other, values in parts:
+        if other == box:
+            return values
+    whole = parts[0][1].new_empty(box.sizes)
+    seen: set[Box] = set()
+    filled = 0
+    for other, values in parts:
+        if other in seen or not box.meets(other):
+            continue
+        seen.add(other)
+        low = [max(a, b) for a, b in zip(box.offsets, other.offsets, strict=True)]
+        high = [
+            min(a + m, b + n) for a, m, b, n in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+        ]
+        target = tuple(slice(x - a, y - a) for x, y, a in zip(low, high, box.offsets, strict=True))
+        source = tuple(slice(x - b, y - b) for x, y, b in zip(low, high, other.offsets, strict=True))
+        whole[target] = values[source]
+        filled += whole[target].numel()
+    if filled != box.volume:
+        raise LearnerError(f"of {what} only {filled} of {box.volume} values were kept")
+    return whole
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """A state of the parameter's kind."""
+    if not is_sharded(parameter):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    sharded: Any = parameter
+    device = local_part(parameter).device
+    # What an optimizer loads it makes of the parameter's type, unless it is a count.
+    return DTensor.from_local(
+        local.to(device), sharded.device_mesh, sharded.placements, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _split(prefix: str, values: Json, tensors: dict[str, Tensor]) -> Json:
+    plain: Json = {}
+    for key, value in values.items():
+        if isinstance(value, Tensor):
+            tensors[f"{prefix}.{key}"] = value
+        else:
+            plain[key] = _as_json(f"optimizer {prefix}.{key}", value)
+    return plain
+
+
+def _as_json(what: str, value: Any) -> Any:
+    """The value as JSON gives it back.
+
+    Raises:
+        LearnerError: it is not JSON.
+    """
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise LearnerError(f"{what} can't be kept in a checkpoint: {error}; only tensors and JSON can") from error

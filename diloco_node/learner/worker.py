@@ -1,0 +1,71 @@
+"""A learner's work in the background: one thread for what is carried or encoded, in the order in which it was asked."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final, TypeVar
+
+from diloco_node.errors import LearnerError
+
+T = TypeVar("T")
+
+STOP_S: Final = 10.0
+LOOK_S: Final = 0.5
+"""Between two looks at whether the thread still lives."""
+
+
+class BackgroundWorker:
+    """See the module.
+
+    Attributes:
+        disk: another thread; it makes counters durable while this one encodes.
+    """
+
+    def __init__(self) -> None:
+        self.disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="diloco-counters")
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="diloco-encoder", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Have a job done after those before it. The first one that fails is the last one."""
+        self._jobs.put(job)
+
+    def wait_for(self, job: Callable[[], T]) -> T:
+        """Have a job done after those before it. Raises LearnerError: one of them failed."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(job())
+            except Exception as error:
+                done.set_exception(error)
+                raise
+
+        self.put(run)
+        while not done.done():
+            self.check()
+            wait((done,), timeout=LOOK_S)
+        return done.result()
+
+    def check(self) -> None:
+        """Raise, in the training thread, what ended the worker."""
+        if self._failure is not None:
+            raise LearnerError(f"the encoder thread ended: {self._failure!r}") from self._failure
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                job()
+        except Exception as error:  # noqa: BLE001 - a thread's last word; the training thread raises it
+            self._failure = error
+
+    def close(self) -> None:
+        """Do what was asked for, then stop."""
+        self._jobs.put(None)
+        self._thread.join(STOP_S)
+        self.disk.shutdown(wait=False)
