@@ -1,0 +1,45 @@
+"""Regions of different sizes in one run: one with two ranks under FSDP2, one with a single process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cluster_kit import Cluster, all_train
+from tests.kit.repository import ROOT
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+
+EXAMPLE = str(ROOT / "examples" / "fsdp_loop.py")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE]
+
+
+async def test_a_region_of_two_shards_and_one_of_a_single_process_are_learners_of_one_run(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", 2)
+    sharded, single = cluster.names
+    try:
+        await cluster.regions[sharded].start(cluster.config, TORCHRUN)
+        await cluster.regions[single].start(cluster.config, [sys.executable, EXAMPLE])
+        before = await cluster.until_trains()
+        now = await cluster.until_commits(8)
+        for name, ranks in ((sharded, 2), (single, 1)):
+            learner = now[name]["learner"]
+            assert learner["tokens"] == learner["step"] * ranks * 8 * 64, "tokens of all ranks"
+        os.kill(before[sharded]["pids"]["learner"], signal.SIGKILL)  # rank 0; the other one follows
+        await cluster.until(
+            "the ranks are back",
+            lambda now: (
+                all_train(now) and now[sharded]["learner"]["incarnation"] > before[sharded]["learner"]["incarnation"]
+            ),
+        )
+        await cluster.until_merged(sharded, why="after a rank was killed")
+        await cluster.until_commits(4)
+        await cluster.end()
+        cluster.check_equal()
+        assert cluster.account().faults == ()
+    finally:
+        await cluster.clear()
