@@ -55,10 +55,7 @@ class HfCausalLM:
         self.module = _made(settings, config, seed)
         self.module.train()
         if checkpoint_activations:
-            if not getattr(self.module, "supports_gradient_checkpointing", False):
-                raise ConfigError(f"trainer.checkpoint_activations: {type(self.module).__name__} has no support for it")
-            enable: Any = self.module.gradient_checkpointing_enable
-            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _checkpoint_activations(self.module)
         self._aux_factor = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
     def loss(self, windows: Tensor) -> Tensor:
@@ -136,6 +133,15 @@ def _made(settings: HfModelSettings, config: Any, seed: int) -> nn.Module:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
         raise ConfigError(f"model.hf: {settings.hf} makes no model: {_line(error)}") from error
     return module
+
+
+def _checkpoint_activations(module: Any) -> None:
+    if not getattr(module, "supports_gradient_checkpointing", False):
+        raise ConfigError(f"trainer.checkpoint_activations: {type(module).__name__} has no support for it")
+    if hasattr(module, "activation_checkpointing_enable"):  # the newer name of the same
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def unmerged_state(settings: HfModelSettings, *, seed: int, merged: Collection[str]) -> dict[str, StoredTensor]:
