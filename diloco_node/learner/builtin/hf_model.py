@@ -97,12 +97,21 @@ def _library() -> Any:
     return transformers
 
 
+def _errors() -> tuple[type[Exception], ...]:
+    """What the library raises for a config or weights that make no model."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    strict: type[Exception] = StrictDataclassError
+    return (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, strict)
+
+
 def _config(settings: HfModelSettings) -> Any:
     if not settings.config_file.is_file():
         raise ConfigError(f"model.hf: {settings.config_file} does not exist; name a config.json, or a folder with one")
+    auto = _library().AutoConfig
     try:
-        return _library().AutoConfig.from_pretrained(str(settings.config_file), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return auto.from_pretrained(str(settings.config_file), local_files_only=True)
+    except _errors() as error:
         raise ConfigError(f"model.hf: {settings.config_file}: {_line(error)}") from error
 
 
@@ -130,7 +139,7 @@ def _made(settings: HfModelSettings, config: Any, seed: int) -> nn.Module:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 module = auto.from_config(config, dtype=torch.float32)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except _errors() as error:
         raise ConfigError(f"model.hf: {settings.hf} makes no model: {_line(error)}") from error
     return module
 
@@ -185,7 +194,7 @@ def load_faults(folder: Path) -> list[str]:
         _, info = transformers.AutoModelForCausalLM.from_pretrained(
             str(folder), output_loading_info=True, local_files_only=True
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError) as error:
+    except _errors() as error:
         return [f"{folder} does not load: {_line(error)}"]
     faults = []
     for key, what in (
