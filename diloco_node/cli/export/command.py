@@ -57,7 +57,7 @@ def export(
     check: Annotated[
         bool, typer.Option("--check/--no-check", help="Load OUT with transformers, where that is installed.")
     ] = True,
-    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier export in OUT.")] = False,
 ) -> None:
     """Write the merged model as a folder for `from_pretrained`: final, or in mid-run the newest one on disk.
 
@@ -70,6 +70,7 @@ def export(
     from diloco_node.daemon.export_source import read_merged, region_folder
     from diloco_node.storage.model_files import CONFIG_NAME, read_model, write_model_folder
 
+    _check_out(out, is_forced=force)
     folder = region_folder(place)
     merged = read_merged(folder)
     model = parts.trained_model(folder, merged.manifest)
@@ -89,6 +90,13 @@ def export(
         typer.echo(line)
     if check and not _loads(out):
         raise typer.Exit(1)
+
+
+def _check_out(out: Path, *, is_forced: bool) -> None:
+    """Refuse to replace a folder that is no export: --force on a wrong path would remove a region's state."""
+    is_used = out.is_dir() and any(out.iterdir())
+    if is_used and is_forced and not (out / REPORT_NAME).is_file():
+        raise ConfigError(f"{out} has no {REPORT_NAME}: --force replaces earlier exports only; name another folder")
 
 
 def _own_base(model: ModelSettings | HfModelSettings | None) -> Path | None:

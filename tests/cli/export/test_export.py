@@ -266,6 +266,10 @@ def test_folders_that_are_no_regions_or_not_empty_are_refused(
     code, said = exported(capsys, folder, tmp_path / "a")
     assert code == 2
     assert "--force" in said
+    code, said = exported(capsys, folder, folder, "--force")
+    assert code == 2
+    assert "has no export.json: --force replaces earlier exports only" in said
+    assert (folder / "ledger.log").exists()
     tensors = finish(folder)
     tensors["model.norm.weight"] = np.ones(3, np.float32)
     write_final(folder, tensors)
