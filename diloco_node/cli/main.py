@@ -15,6 +15,7 @@ import typer
 from diloco_node import __version__
 from diloco_node.cli import certs, chaos, config, ledger, orders, replay, simulate, start, status
 from diloco_node.cli.demo.command import demo
+from diloco_node.cli.export.command import export
 from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.plan.command import plan
 from diloco_node.cli.wan.command import app as wan
@@ -39,6 +40,7 @@ app.command("status")(status.status)
 app.command("plan")(plan)
 app.command("ledger")(ledger.ledger)
 app.command("replay")(replay.replay)
+app.command("export")(export)
 app.add_typer(orders.budget, name="budget")
 app.add_typer(orders.quarantine, name="quarantine")
 app.add_typer(orders.learner, name="learner")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import shutil
 import socket
@@ -84,6 +85,7 @@ def start(
     resolved.check_region(region)
     if not command:
         check_data(resolved)
+        check_model(resolved)
     check_start(resolved, region, command or ())
     spec = prepare(resolved, region, command or ())
     for line in warnings(resolved):
@@ -101,6 +103,18 @@ def check_data(config: NodeConfig) -> None:
                 f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "
                 "or leave it out for the standard library's sources"
             )
+
+
+def check_model(config: NodeConfig) -> None:
+    """Refuse a model of Hugging Face's that is not there, or without the library that makes it."""
+    path = config.model.hf
+    if path is None:
+        return
+    origin = config.origin("model.hf")
+    if not (path / "config.json" if path.is_dir() else path).is_file():
+        raise ConfigError(f"model.hf: {path} ({origin}) does not exist; name a config.json, or a folder with one")
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(f"model.hf ({origin}) needs transformers: pip install 'diloco-node[hf]'")
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
@@ -192,7 +206,8 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
     """The modules of the process that learners are forked from; none: they start afresh."""
-    default = () if command else TRAINER_PRELOAD
+    late = () if config.model.hf is None else ("transformers",)
+    default = () if command else (*TRAINER_PRELOAD, *late)
     modules = default if config.learner.preload is None else config.learner.preload
     return (*modules, LATE_IMPORTS) if modules else ()
 
@@ -233,7 +248,7 @@ def trainer_settings(config: NodeConfig) -> dict[str, Any]:
     """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.builtin.trainer`)."""
     model = config.model
     return {
-        "model": {"layers": model.layers, "dim": model.dim, "heads": model.heads, "context": model.context},
+        "model": model_settings(config),
         "batch": model.batch,
         "lr": model.lr,
         "steps": schedule_steps(config),
@@ -247,7 +262,21 @@ def trainer_settings(config: NodeConfig) -> dict[str, Any]:
         "eval_windows": model.eval_windows,
         "threads": model.threads,
         "min_step_seconds": model.step_time_min.ns / 1e9,
+        "optimizer": model.optimizer,
+        "clip": model.clip,
+        "accumulate": model.accumulate,
+        "precision": model.precision,
+        "compile": model.compile,
+        "checkpoint_activations": model.checkpoint_activations,
     }
+
+
+def model_settings(config: NodeConfig) -> dict[str, Any]:
+    """Which model the built-in trainer trains."""
+    model = config.model
+    if model.hf is not None:
+        return {"hf": str(model.hf.resolve()), "init": model.init, "context": model.context}
+    return {"layers": model.layers, "dim": model.dim, "heads": model.heads, "context": model.context}
 
 
 def schedule_steps(config: NodeConfig) -> int:

@@ -302,7 +302,11 @@ def _check_whole(config: NodeConfig) -> None:
         )
     if rounds.ballot_deadline_min.ns < rounds.heartbeat.ns:
         _refuse(config, "rounds.ballot_deadline_min", f"it must be at least rounds.heartbeat, {rounds.heartbeat}")
-    if model.dim % (2 * model.heads):
+    if model.batch % model.accumulate:
+        _refuse(config, "model.accumulate", f"it must divide model.batch, {model.batch}")
+    if model.hf is None and model.init != "random":
+        _refuse(config, "model.init", "it is of no use without model.hf, a folder with weights")
+    if model.hf is None and model.dim % (2 * model.heads):
         fits = 2 * model.heads * max(1, round(model.dim / (2 * model.heads)))
         _refuse(config, "model.dim", f"it must be a multiple of 2 x model.heads, {2 * model.heads}; for example {fits}")
 

@@ -73,7 +73,7 @@ def _admin_host(value: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Span = Annotated[Duration, PlainValidator(parse_duration)]
+Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
 AdminHost = Annotated[str, BeforeValidator(_admin_host), Field(examples=["172.20.0.2"])]
 HostPort = Annotated[str, BeforeValidator(_host_port)]
 
@@ -110,13 +110,20 @@ class ModelSection(Section):
 
     Attributes:
         layers, dim, heads, context: shape; dim is a multiple of 2 x heads.
+        hf: a config.json of Hugging Face's, or a folder with one: that model is trained, and only `context` of the
+            shape counts. init: its weights are random, or those in the folder.
         batch: sequences per inner step. lr: peak of AdamW. warmup_steps, weight_decay: of AdamW.
         schedule_steps: length of the cosine schedule in steps of the median learner; 0: as long as the run.
         lr_floor: part of the peak at which the schedule ends; none: 0 if it ends with the run, else 0.1.
         eval_every, eval_windows: steps between held-out losses (0: only at the end), windows of each.
         threads: of torch. step_time_min: an inner step takes at least this long, for demos and tests.
+        optimizer: Muon is for matrices, with AdamW for the rest. clip: of the gradient's norm; 0: none.
+        accumulate: micro-batches that a batch is computed in. precision: of the arithmetic; parameters are float32.
+        compile: by torch. checkpoint_activations: blocks compute theirs again in the backward pass.
     """
 
+    hf: Annotated[Path | None, Field(examples=["config.json"])] = None
+    init: Literal["random", "weights"] = "random"
     layers: Annotated[Whole, Field(ge=1, le=128)] = 2
     dim: Annotated[Whole, Field(ge=8, le=16_384)] = 64
     heads: Annotated[Whole, Field(ge=1, le=256)] = 4
@@ -131,6 +138,12 @@ class ModelSection(Section):
     eval_windows: Annotated[Whole, Field(ge=1, le=65_536)] = 64
     threads: Annotated[Whole, Field(ge=1, le=1024)] = 1
     step_time_min: Span = Duration(0)
+    optimizer: Literal["adamw", "muon", "adamw8bit"] = "adamw"
+    clip: Annotated[Number, Field(ge=0, lt=1000)] = 1.0
+    accumulate: Annotated[Whole, Field(ge=1, le=65_536)] = 1
+    precision: Literal["float32", "bf16"] = "float32"
+    compile: bool = False
+    checkpoint_activations: bool = False
 
 
 class RoundsSection(Section):

@@ -16,7 +16,13 @@ from diloco_node.errors import ConfigError
 
 ENV_PREFIX: Final = "DILOCO_"
 CONFIG_BYTES_MAX: Final = 1 << 20
-PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("data", "paths"))
+PATH_KEYS: Final = (
+    ("run", "state_dir"),
+    ("run", "certs_dir"),
+    ("run", "init"),
+    ("model", "hf"),
+    ("data", "paths"),
+)
 
 _HEADER: Final = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(

@@ -13,7 +13,9 @@ from diloco_node.cli.main import main
 from diloco_node.config import Flag, NodeConfig, load_config
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import SupervisorSpec
-from diloco_node.errors import BindError
+from diloco_node.errors import BindError, ConfigError
+from diloco_node.learner.builtin.hf_settings import HfModelSettings
+from diloco_node.learner.builtin.trainer import TrainerSettings, settings_from
 from diloco_node.transport.certs import init_run
 
 RUN_TOML = """
@@ -197,6 +199,43 @@ def test_the_schedule_is_as_long_as_the_run() -> None:
     assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3841, "-"))) == 11
     assert start_cmd.schedule_steps(resolve(Flag("run.tokens", 3840, "-"), Flag("run.steps", 7, "-"))) == 7
     assert start_cmd.schedule_steps(resolve(Flag("run.steps", 7, "-"), Flag("model.schedule_steps", 99, "-"))) == 99
+
+
+def test_the_trainer_is_told_how_to_train_and_takes_it(tmp_path: Path) -> None:
+    plain = settings_from(start_cmd.trainer_settings(resolve()))
+    default = TrainerSettings()
+    for name in ("optimizer", "clip", "accumulate", "precision", "compile", "checkpoint_activations"):
+        assert getattr(plain, name) == getattr(default, name)
+    (tmp_path / "config.json").write_text("{}")
+    flags = {
+        "model.hf": str(tmp_path),
+        "model.context": "48",
+        "model.optimizer": "muon",
+        "model.clip": "0",
+        "model.accumulate": "2",
+        "model.precision": "bf16",
+        "model.compile": "true",
+        "model.checkpoint_activations": "true",
+    }
+    config = resolve(*(Flag(key, value, "--set") for key, value in flags.items()))
+    told = settings_from(start_cmd.trainer_settings(config))
+    assert told.model == HfModelSettings(str(tmp_path), "random", 48)
+    assert (told.optimizer, told.clip, told.accumulate, told.precision) == ("muon", 0.0, 2, "bf16")
+    assert told.compile
+    assert told.checkpoint_activations
+    assert "transformers" in start_cmd.preloaded(config, ())
+    assert start_cmd.preloaded(config, ["python", "train.py"]) == ()
+
+
+def test_a_model_that_is_not_there_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve(Flag("model.hf", str(tmp_path), "--set model.hf"))
+    with pytest.raises(ConfigError, match=r"--set model\.hf\) does not exist"):
+        start_cmd.check_model(config)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs transformers"):
+        start_cmd.check_model(config)
+    start_cmd.check_model(resolve())
 
 
 def test_learning_rate_ends_at_zero_only_where_the_run_ends() -> None:

@@ -143,6 +143,20 @@ def test_relative_paths_are_taken_from_where_they_are_written(run_toml: Path, mo
     assert config.state_dir("eu") == Path("there/eu")
 
 
+def test_durations_are_read_from_variables_too(run_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DILOCO_LEARNER__HANG", "90s")
+    monkeypatch.setenv("DILOCO_ROUNDS__HEARTBEAT", "50ms")
+    config = load(run_toml)
+    assert config.learner.hang == parse_duration("90s")
+    assert config.run_settings().heartbeat_ns == 50_000_000
+
+
+def test_a_model_of_ones_own_is_named_from_the_folder_of_the_file(run_toml: Path) -> None:
+    run_toml.write_text(run_toml.read_text() + '\n[model]\nhf = "model"\ndim = 100\n')
+    config = load(run_toml)
+    assert config.model.hf == run_toml.parent / "model"
+
+
 def test_regions_have_names_that_shells_can_write(run_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_REGIONS__US_EAST__ADMIN_PORT", "7600")
     config = load(run_toml)
@@ -293,6 +307,10 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("rounds.ballot_deadline_min=1ms", ["rounds.ballot_deadline_min", "at least rounds.heartbeat, 100ms"]),
         ("run.id=Foo", ['run.id is "Foo"', 'id = "my-run"']),
         ("model.dim=65", ["model.dim is 65", "for example 64"]),
+        ("model.accumulate=3", ["model.accumulate is 3", "it must divide model.batch, 8"]),
+        ("model.init=weights", ['model.init is "weights"', "of no use without model.hf"]),
+        ("model.optimizer=sgd", ["it must be 'adamw', 'muon' or 'adamw8bit'"]),
+        ("model.precision=bf8", ["it must be 'float32' or 'bf16'"]),
         ("regions.EU.address=a:1", ["[regions.EU] (--set", "a-z, 0-9 and '-'"]),
         (f"regions.{'a' * 64}.address=a:1", ["1 to 63"]),
         ("regions.eu.adress=a:1", ["regions.eu.adress", "did you mean address?"]),

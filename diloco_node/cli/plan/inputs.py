@@ -134,6 +134,11 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
             origin = f"{name} and the model in {config.state_dir(region)}"
             return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
     model = config.model
+    if model.hf is not None:
+        raise ConfigError(
+            f"[model] hf in {name} has as many parameters as {model.hf} says, and no region has made the model yet: "
+            "give --parameters"
+        )
     shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
     manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
     origin = f"{name}, the built-in model"

@@ -8,10 +8,12 @@ trains many learners at the speed of one, with the very model that `python -m di
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, VOCABULARY, ModelSettings, parameter_shapes
 
@@ -49,6 +51,8 @@ def token_logits(
     parameters: Mapping[str, Tensor],
     tokens: Tensor,
     rotary: tuple[Tensor, Tensor],
+    *,
+    checkpoint_activations: bool = False,
 ) -> Tensor:
     """The model's arithmetic, for one set of parameters or for R replicas at once.
 
@@ -57,34 +61,49 @@ def token_logits(
         parameters: as `parameter_shapes`, or each with a leading dimension R.
         tokens: shape (B, T), or (R, B, T) with replicas; int64, 0..255; T at most `context`.
         rotary: `rotary_tables(settings)`, on the device of the parameters.
+        checkpoint_activations: keep none inside a layer; the backward pass computes them again.
 
     Returns:
         Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the byte at t + 1.
     """
     *lead, batch, length = tokens.shape
-    cosine, sine = rotary[0][:length], rotary[1][:length]
     stream = _embed(parameters["model.embed_tokens.weight"], tokens)
     for layer in range(settings.layers):
         at = f"model.layers.{layer}."
-        normed = _rms_norm(stream, parameters[f"{at}input_layernorm.weight"])
-        projections = [parameters[f"{at}self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
-        qkv = _linear(normed, torch.cat(projections, dim=-2))
-        qkv = qkv.view(*lead, batch, length, 3, settings.heads, settings.dim // settings.heads)
-        turned, value = torch.split(qkv, [2, 1], dim=-3)
-        # Four dimensions, or torch's CPU kernel falls back to one that is three times slower.
-        query, key, value = (
-            part.reshape(-1, length, settings.heads, part.shape[-1]).transpose(1, 2)
-            for part in (*_rotate(turned, cosine, sine).unbind(-3), value)
-        )
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        mixed = mixed.transpose(-3, -2).reshape(*lead, batch * length, settings.dim)
-        stream = stream + _linear(mixed, parameters[f"{at}self_attn.o_proj.weight"])
-        normed = _rms_norm(stream, parameters[f"{at}post_attention_layernorm.weight"])
-        both = torch.cat((parameters[f"{at}mlp.gate_proj.weight"], parameters[f"{at}mlp.up_proj.weight"]), dim=-2)
-        gate, up = _linear(normed, both).chunk(2, dim=-1)
-        stream = stream + _linear(functional.silu(gate) * up, parameters[f"{at}mlp.down_proj.weight"])
+        step = partial(_layer, settings, parameters, at, (rotary[0][:length], rotary[1][:length]), lead=(*lead, batch))
+        stream = checkpoint(step, stream, use_reentrant=False) if checkpoint_activations else step(stream)
     logits = _linear(_rms_norm(stream, parameters["model.norm.weight"]), parameters["lm_head.weight"])
     return logits.view(*lead, batch, length, VOCABULARY)
+
+
+def _layer(
+    settings: ModelSettings,
+    parameters: Mapping[str, Tensor],
+    at: str,
+    rotary: tuple[Tensor, Tensor],
+    stream: Tensor,
+    *,
+    lead: tuple[int, ...],
+) -> Tensor:
+    """One transformer block, whose names begin with `at`; stream is (..., B * T, dim), lead is (..., B)."""
+    length = len(rotary[0])
+    normed = _rms_norm(stream, parameters[f"{at}input_layernorm.weight"])
+    projections = [parameters[f"{at}self_attn.{name}_proj.weight"] for name in ("q", "k", "v")]
+    qkv = _linear(normed, torch.cat(projections, dim=-2))
+    qkv = qkv.view(*lead, length, 3, settings.heads, settings.dim // settings.heads)
+    turned, value = torch.split(qkv, [2, 1], dim=-3)
+    # Four dimensions, or torch's CPU kernel falls back to one that is three times slower.
+    query, key, value = (
+        part.reshape(-1, length, settings.heads, part.shape[-1]).transpose(1, 2)
+        for part in (*_rotate(turned, *rotary).unbind(-3), value)
+    )
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    mixed = mixed.transpose(-3, -2).reshape(stream.shape)
+    stream = stream + _linear(mixed, parameters[f"{at}self_attn.o_proj.weight"])
+    normed = _rms_norm(stream, parameters[f"{at}post_attention_layernorm.weight"])
+    both = torch.cat((parameters[f"{at}mlp.gate_proj.weight"], parameters[f"{at}mlp.up_proj.weight"]), dim=-2)
+    gate, up = _linear(normed, both).chunk(2, dim=-1)
+    return stream + _linear(functional.silu(gate) * up, parameters[f"{at}mlp.down_proj.weight"])
 
 
 def _embed(table: Tensor, tokens: Tensor) -> Tensor:
@@ -125,9 +144,10 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class ByteGPT(nn.Module):
     """The model as a module; `state_dict()` has exactly the names and shapes of `LlamaForCausalLM`."""
 
-    def __init__(self, settings: ModelSettings, *, seed: int = 0) -> None:
+    def __init__(self, settings: ModelSettings, *, seed: int = 0, checkpoint_activations: bool = False) -> None:
         super().__init__()
         self.settings = settings
+        self._is_checkpointed = checkpoint_activations
         for name, value in initial_parameters(settings, seed=seed).items():
             self._place(name, value)
         cosine, sine = rotary_tables(settings)
@@ -147,7 +167,10 @@ class ByteGPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of shape (B, T, 256) for tokens of shape (B, T), int64."""
         rotary = (self.get_buffer("rotary_cosine"), self.get_buffer("rotary_sine"))
-        return token_logits(self.settings, dict(self.named_parameters()), tokens, rotary)
+        named = dict(self.named_parameters())
+        return token_logits(
+            self.settings, named, tokens, rotary, checkpoint_activations=self._is_checkpointed and self.training
+        )
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per byte over windows of shape (B, T + 1), uint8 or int64; a scalar."""

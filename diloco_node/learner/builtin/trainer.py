@@ -6,7 +6,8 @@ settings are a JSON object in the file that `DILOCO_TRAINER` names, which the su
 ================ ========= ==========================================================================================
 key              default   what
 ================ ========= ==========================================================================================
-model            {}        `layers`, `dim`, `heads`, `context`: see `model.ModelSettings`
+model            {}        `layers`, `dim`, `heads`, `context`: see `shape.ModelSettings`; or `hf`, `init`,
+                           `context`: see `hf_settings.HfModelSettings`
 batch            8         sequences per inner step
 lr               0.006     peak learning rate of AdamW
 steps            1000      length of the cosine schedule; a learner alone stops there, an attached one when told to
@@ -14,6 +15,12 @@ ends_with_run    true      where the run says how far it is on its way to its en
 warmup           100       steps of linear warm-up
 lr_floor         0.1       the schedule ends at this part of the peak, and stays there
 weight_decay     0.1       on matrices
+optimizer        adamw     or `muon` (matrices; the rest AdamW), or `adamw8bit` (bitsandbytes or torchao)
+clip             1.0       the gradient's norm is cut to this; 0: it is not
+accumulate       1         micro-batches that a batch is computed in; divides it
+precision        float32   of the arithmetic; `bf16`: autocast, parameters stay float32
+compile          false     `torch.compile`
+checkpoint_activations     keep no activations inside blocks, compute them again; false by default
 seed             0         of parameters and of data order; the same in all regions
 data             []        files and folders of text; empty: the standard library's sources
 eval_every       200       steps between held-out losses; 0: only at the end
@@ -34,7 +41,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
@@ -42,18 +49,21 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.attach import Diloco
 from diloco_node.learner.builtin.data import Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.hf_model import HfCausalLM
+from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.model import ByteGPT, token_logits
-from diloco_node.learner.builtin.shape import VOCABULARY, ModelSettings, model_settings_from
+from diloco_node.learner.builtin.optimizers import KINDS, build_optimizer
+from diloco_node.learner.builtin.shape import VOCABULARY, ModelSettings
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
-CLIP_NORM: Final = 1.0
+PRECISIONS: Final = ("float32", "bf16")
 BETAS: Final = (0.9, 0.99)
 """Of AdamW. A learner sees a small batch, so its squared gradients are noisy and want to be averaged for longer than
 the usual 0.95 does (docs/results-quality.md)."""
@@ -69,7 +79,7 @@ class TrainerSettings:
         ConfigError: a value is out of range or of a wrong type.
     """
 
-    model: ModelSettings = field(default_factory=ModelSettings)
+    model: ModelSettings | HfModelSettings = field(default_factory=ModelSettings)
     batch: int = 8
     lr: float = 6e-3
     steps: int = 1000
@@ -84,17 +94,32 @@ class TrainerSettings:
     threads: int = 1
     min_step_seconds: float = 0.0
     settle_seconds: float = 1.0
+    optimizer: str = "adamw"
+    clip: float = 1.0
+    accumulate: int = 1
+    precision: str = "float32"
+    compile: bool = False
+    checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("steps", 1), ("warmup", 0), ("seed", 0), ("eval_every", 0)):
             self._check_whole(name, low)
         self._check_whole("eval_windows", 1)
         self._check_whole("threads", 1)
-        if not isinstance(self.ends_with_run, bool):
-            raise ConfigError(f"trainer.ends_with_run is {self.ends_with_run!r}: use true or false")
+        self._check_whole("accumulate", 1)
+        if self.batch % self.accumulate:
+            raise ConfigError(
+                f"trainer.accumulate is {self.accumulate}: it must divide trainer.batch, which is {self.batch}"
+            )
+        for name in ("ends_with_run", "compile", "checkpoint_activations"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)!r}: use true or false")
+        for name, known in (("optimizer", KINDS), ("precision", PRECISIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)!r}: use one of {', '.join(known)}")
         if isinstance(self.lr_floor, bool) or not isinstance(self.lr_floor, int | float) or not 0 <= self.lr_floor <= 1:
             raise ConfigError(f"trainer.lr_floor is {self.lr_floor!r}: use a part of the peak, from 0 to 1")
-        for name in ("lr", "weight_decay", "min_step_seconds", "settle_seconds"):
+        for name in ("lr", "weight_decay", "clip", "min_step_seconds", "settle_seconds"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < 1e3:
                 raise ConfigError(f"trainer.{name} is {value!r}: use a number from 0 to 1000")
@@ -132,7 +157,7 @@ def settings_from(values: Mapping[str, Any]) -> TrainerSettings:
         raise ConfigError(f"trainer.model is {model!r}: use an object such as {{'layers': 2, 'dim': 64}}")
     if not isinstance(data, list | tuple) or not all(isinstance(path, str) for path in data):
         raise ConfigError(f"trainer.data is {data!r}: use a list of paths")
-    return TrainerSettings(model=model_settings_from(model), data=tuple(data), **given)
+    return TrainerSettings(model=model_from(model), data=tuple(data), **given)
 
 
 def settings_from_environment() -> TrainerSettings:
@@ -155,13 +180,24 @@ def settings_from_environment() -> TrainerSettings:
     return settings_from(values)
 
 
-def held_out_loss(model: ByteGPT, windows: NDArray[np.uint8], parameters: Mapping[str, Tensor] | None = None) -> float:
+def held_out_loss(
+    model: ByteGPT | HfCausalLM,
+    windows: NDArray[np.uint8],
+    parameters: Mapping[str, Tensor] | None = None,
+    *,
+    windows_at_once: int = 64,
+) -> float:
     """Mean loss in nats per byte over windows of shape (n, context + 1).
 
     Args:
         model: its own parameters are used unless others are given.
         parameters: by name, as `global_state_dict` returns them; any float dtype.
     """
+    if isinstance(model, HfCausalLM):
+        tokens = torch.from_numpy(windows.astype(np.int64)).to(next(model.module.parameters()).device)
+        with torch.no_grad():
+            parts = (model.summed_loss(part, parameters).item() for part in torch.split(tokens, windows_at_once))
+            return sum(parts) / tokens[:, 1:].numel()
     named: dict[str, Tensor] = dict(model.named_parameters())
     if parameters is not None:
         named = {name: parameters[name].to(own.device, torch.float32) for name, own in named.items()}
@@ -176,12 +212,9 @@ def held_out_loss(model: ByteGPT, windows: NDArray[np.uint8], parameters: Mappin
     return total / tokens[:, 1:].numel()
 
 
-def make_optimizer(model: ByteGPT, settings: TrainerSettings) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, fused=True)
+def make_optimizer(model: nn.Module, settings: TrainerSettings) -> torch.optim.Optimizer:
+    """The one that is set, with weight decay on matrices only."""
+    return build_optimizer(model, settings.optimizer, lr=settings.lr, weight_decay=settings.weight_decay, betas=BETAS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +266,10 @@ class Trainer:
         self.corpus = corpus or load_corpus(settings.data)
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = ByteGPT(settings.model, seed=settings.seed).to(device)
+        self._lm = _made(settings)
+        self.model = (self._lm if isinstance(self._lm, ByteGPT) else self._lm.module).to(device)
         self.optimizer = make_optimizer(self.model, settings)
+        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._lm.loss) if settings.compile else self._lm.loss
         self._device = device
 
     def run(self, attach: Callable[..., AbstractContextManager[Diloco]]) -> Outcome:
@@ -286,19 +321,44 @@ class Trainer:
         """Returns the loss, and the norm of the gradient before it was clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = self.model.loss(torch.from_numpy(windows).to(self._device))
         self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        parts = torch.from_numpy(windows).to(self._device).chunk(self.settings.accumulate)
+        losses = []
+        for part in parts:
+            with self._arithmetic():
+                loss = self._loss(part) / len(parts)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        norm = clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf)
         self.optimizer.step()
-        return loss.detach(), norm
+        return torch.stack(losses).sum(), norm
+
+    def _arithmetic(self) -> AbstractContextManager[Any]:
+        """For the forward pass; parameters, gradients and the optimizer stay float32."""
+        if self.settings.precision == "float32":
+            return nullcontext()
+        return torch.autocast(self._device, torch.bfloat16)
 
     def _evaluate(self, diloco: Diloco, steps: int, loss: float, *, windows: int) -> tuple[float, float | None]:
         """Held-out loss of the own and of the global parameters; told to the daemon."""
         held_out = self.corpus.held_out_windows(windows, self.settings.model.context)
-        own = held_out_loss(self.model, held_out, diloco.own_state_dict())
-        everybodys = held_out_loss(self.model, held_out, diloco.global_state_dict()) if diloco.is_attached else None
+        own = self._held_out(held_out, diloco.own_state_dict())
+        everybodys = self._held_out(held_out, diloco.global_state_dict()) if diloco.is_attached else None
         diloco.evaluated(val_loss=own, val_loss_global=everybodys)
         shown = "" if everybodys is None else f" val_loss_global={everybodys:.4f}"
         self.say(f"step={steps} loss={loss:.4f} val_loss={own:.4f}{shown}")
         return own, everybodys
+
+    def _held_out(self, windows: NDArray[np.uint8], parameters: Mapping[str, Tensor]) -> float:
+        at_once = max(1, self.settings.batch // self.settings.accumulate)
+        with self._arithmetic():
+            return held_out_loss(self._lm, windows, parameters, windows_at_once=at_once)
+
+
+def _made(settings: TrainerSettings) -> ByteGPT | HfCausalLM:
+    is_checkpointed = settings.checkpoint_activations
+    if isinstance(settings.model, HfModelSettings):
+        return HfCausalLM(
+            settings.model, seed=settings.seed, vocabulary=VOCABULARY, checkpoint_activations=is_checkpointed
+        )
+    return ByteGPT(settings.model, seed=settings.seed, checkpoint_activations=is_checkpointed)

@@ -137,3 +137,12 @@ def test_every_parameter_gets_a_gradient():
     model = ByteGPT(SMALL, seed=1)
     model.loss(tokens_of(2, 9)).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_activations_that_are_computed_again_change_no_gradient():
+    plain, saving = ByteGPT(SMALL, seed=1), ByteGPT(SMALL, seed=1, checkpoint_activations=True)
+    windows = tokens_of(3, 14)
+    for model in (plain, saving):
+        model.loss(windows).backward()
+    for one, other in zip(plain.parameters(), saving.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)

@@ -205,6 +205,12 @@ def test_a_step_is_stretched_to_its_least_time(monkeypatch: pytest.MonkeyPatch):
         ({"model": {"heads": 7}}, "model.heads"),
         ({"model": 3}, "trainer.model"),
         ({"data": "text"}, "trainer.data"),
+        ({"accumulate": 3}, "trainer.accumulate is 3: it must divide trainer.batch, which is 8"),
+        ({"accumulate": 0}, "trainer.accumulate"),
+        ({"clip": -1}, "trainer.clip"),
+        ({"precision": "fp8"}, "trainer.precision"),
+        ({"optimizer": "sgd"}, "trainer.optimizer"),
+        ({"compile": 1}, "trainer.compile"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(values: dict[str, object], named: str):
@@ -230,3 +236,61 @@ def test_an_unusable_settings_file_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("DILOCO_TRAINER", str(path))
     with pytest.raises(ConfigError, match=r"trainer\.json"):
         settings_from_environment()
+
+
+def test_micro_batches_make_the_step_of_the_whole_batch():
+    whole, parts = FakeRun(3), FakeRun(3)
+    trained(settings_with(), whole)
+    trained(settings_with(accumulate=4), parts)
+    assert [tokens for tokens, _ in parts.steps] == [64, 64, 64]
+    for (_, one), (_, other) in zip(whole.steps, parts.steps, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    for one, other in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_the_gradient_is_cut_to_the_norm_that_is_set(monkeypatch: pytest.MonkeyPatch):
+    norms: list[float] = []
+
+    def stepping(clip: float) -> list[float]:
+        norms.clear()
+        one = Trainer(settings_with(clip=clip), corpus=corpus_of_words(), say=lambda line: None)
+        plain = one.optimizer.step
+        monkeypatch.setattr(
+            one.optimizer,
+            "step",
+            lambda: (norms.append(math.hypot(*(float(p.grad.norm()) for p in one.model.parameters()))), plain())[1],
+        )
+        one.run(FakeRun(3).attach)
+        return list(norms)
+
+    assert stepping(0.01) == [pytest.approx(0.01, rel=1e-3)] * 3
+    free = stepping(0.0)
+    assert min(free) > 0.01
+    assert free != stepping(1.0)
+
+
+def test_bf16_and_checkpointing_change_the_arithmetic_and_not_the_parameters_type():
+    plain, coarse, saving = FakeRun(3), FakeRun(3), FakeRun(3)
+    trained(settings_with(), plain)
+    trained(settings_with(precision="bf16"), coarse)
+    trained(settings_with(checkpoint_activations=True), saving)
+    assert {one.dtype for one in coarse.model.parameters()} == {torch.float32}
+    assert coarse.steps != plain.steps
+    assert coarse.steps[-1][1] == pytest.approx(plain.steps[-1][1], rel=0.02)
+    assert [loss for _, loss in saving.steps] == pytest.approx([loss for _, loss in plain.steps], rel=1e-6)
+
+
+def test_muon_trains_it_too():
+    run = FakeRun(10**9)
+    run.is_attached = False
+    outcome = trained(settings_with(steps=60, lr=2e-2, optimizer="muon"), run)
+    assert outcome.val_loss < outcome.loss_first - 1.5
+
+
+def test_what_is_compiled_is_the_loss(monkeypatch: pytest.MonkeyPatch):
+    compiled: list[object] = []
+    monkeypatch.setattr(module.torch, "compile", lambda what: (compiled.append(what), what)[1])
+    one = Trainer(settings_with(compile=True), corpus=corpus_of_words(), say=lambda line: None)
+    assert compiled == [one.model.loss]
+    one.run(FakeRun(1).attach)

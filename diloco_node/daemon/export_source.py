@@ -1,0 +1,159 @@
+"""What a region's folder has of the merged model: the final one, or each fragment's newest state on disk.
+
+Reading only, so a daemon may run on the folder. In mid-run the fragments are of different versions, as they are in the
+run itself: a fragment is on disk every `checkpoint_versions` versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from diloco_node.core.ledger.summary import RunSummary, decode_summary
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.types import Entry, FinishedBody, RoundBody
+from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
+from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.errors import ConfigError, StorageError
+from diloco_node.numeric import F32
+from diloco_node.storage.ledger_reader import LedgerReader
+from diloco_node.storage.model_files import read_tensors
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.tensor_files import DamagedFile
+
+TRIES: Final = 3
+"""A daemon may remove a state after it was listed; two newer ones are there then."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedModel:
+    """The merged model of a run, as one region holds it.
+
+    Attributes:
+        tensors: by name, float32, shaped; trainable ones only, tied ones once.
+        versions: per fragment; empty: the run is over, and the ledger can't be read.
+        tokens: merged up to these versions, the mean over the fragments; None: the ledger does not say.
+        is_final: the run is over.
+    """
+
+    folder: Path
+    run_id: str
+    region: str
+    manifest: Manifest
+    tensors: dict[str, F32]
+    versions: tuple[int, ...]
+    tokens: int | None
+    is_final: bool
+
+
+def region_folder(place: Path) -> Path:
+    """The state folder that a path means: itself, or of a run's folder the region that is furthest.
+
+    Raises:
+        ConfigError: there is none. StorageError: a manifest can't be read.
+    """
+    if (place / MANIFEST_NAME).is_file():
+        return place
+    found = [
+        path.parent for path in sorted((*place.glob(f"*/{MANIFEST_NAME}"), *place.glob(f"state/*/{MANIFEST_NAME}")))
+    ]
+    if not found:
+        raise ConfigError(
+            f"{place}: no {MANIFEST_NAME} there or one folder below; give a region's state folder, as state/us-east, "
+            "or the folder of all regions. A region has it when its learner has attached for the first time"
+        )
+    return max(found, key=lambda folder: ((folder / FINAL_NAME).is_file(), _progress(folder)))
+
+
+def _progress(folder: Path) -> int:
+    """Versions on disk, over all fragments."""
+    manifest = load_manifest(folder)
+    assert manifest is not None
+    store = RegionStore(folder, is_read_only=True)
+    return sum(max(store.state_versions(fragment.index), default=-1) for fragment in manifest.fragments)
+
+
+def read_merged(folder: Path) -> MergedModel:
+    """Read a region's folder.
+
+    Raises:
+        ConfigError: a file is none of ours. StorageError: something is missing or damaged.
+    """
+    manifest = load_manifest(folder)
+    if manifest is None:
+        raise StorageError(f"{folder} has no {MANIFEST_NAME}: the region never learnt its model")
+    spec = NodeSpec.load(folder / NODE_FILE)
+    is_final = (folder / FINAL_NAME).is_file()
+    states = () if is_final else [_newest(folder, fragment.index) for fragment in manifest.fragments]
+    ledger = _ledger(folder, len(manifest.fragments))
+    if is_final:
+        ends = [entry.body for entry in ledger[1] if isinstance(entry.body, FinishedBody)] if ledger else []
+        ends += ledger[0].finished if ledger and ledger[0] else ()
+        versions = ends[0].versions if ends else ()
+        tensors = _final(folder, manifest)
+    else:
+        versions = tuple(version for version, _ in states)
+        tensors = _assembled(manifest, [theta for _, theta in states])
+    tokens = _tokens(*ledger, versions) if ledger and versions else None
+    return MergedModel(folder, spec.run_id, spec.region, manifest, tensors, versions, tokens, is_final)
+
+
+def _newest(folder: Path, fragment: int) -> tuple[int, F32]:
+    """Version and parameters of the newest whole state."""
+    store = RegionStore(folder, is_read_only=True)
+    for _ in range(TRIES):
+        for version in reversed(store.state_versions(fragment)):
+            try:
+                return version, store.read_state(fragment, version)[0]
+            except DamagedFile:
+                continue
+    raise StorageError(
+        f"{folder} has no whole state of fragment {fragment}: take another region's folder, or wait for its first one"
+    )
+
+
+def _final(folder: Path, manifest: Manifest) -> dict[str, F32]:
+    stored = read_tensors(folder / FINAL_NAME)
+    expected = {spec.name: ("F32", spec.shape) for spec in manifest.tensors}
+    if {name: (one.dtype, one.shape) for name, one in stored.items()} != expected:
+        raise StorageError(f"{folder / FINAL_NAME} does not hold the tensors of {MANIFEST_NAME}: one is of another run")
+    return {name: one.data.view(np.float32).reshape(one.shape) for name, one in stored.items()}
+
+
+def _assembled(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:
+    flat = [np.empty(spec.size, np.float32) for spec in manifest.tensors]
+    for fragment, theta in zip(manifest.fragments, thetas, strict=True):
+        if len(theta) != fragment.size:
+            raise StorageError(f"fragment {fragment.index} has {len(theta)} values on disk, expected {fragment.size}")
+        for piece in fragment.pieces:
+            flat[piece.tensor][piece.value_start : piece.value_stop] = theta[piece.offset : piece.offset + piece.size]
+    return {spec.name: values.reshape(spec.shape) for spec, values in zip(manifest.tensors, flat, strict=True)}
+
+
+def _ledger(folder: Path, fragments: int) -> tuple[RunSummary | None, tuple[Entry, ...]] | None:
+    """What is summed up, and the entries after it; None: they can't be read, or are being changed again and again."""
+    for _ in range(TRIES):
+        reader = LedgerReader(folder)
+        try:
+            reader.read()
+        except StorageError:
+            continue
+        return decode_summary(reader.base.summary, fragments=fragments) if reader.base.index else None, reader.entries
+    return None
+
+
+def _tokens(summary: RunSummary | None, entries: Sequence[Entry], versions: Sequence[int]) -> int | None:
+    """Tokens in these versions, the mean over the fragments, rounded down; None: they are older than the sum."""
+    if summary is not None and any(now < summed for now, summed in zip(versions, summary.versions, strict=True)):
+        return None
+    merged = 0 if summary is None else sum(summary.merged)
+    for entry in entries:
+        body = entry.body
+        if isinstance(body, RoundBody) and body.version <= versions[body.fragment]:
+            merged += sum(member.contribution.tokens for member in body.members)
+    return merged // len(versions)

@@ -1,0 +1,150 @@
+"""The built-in trainer's optimizers: AdamW, Muon for matrices with AdamW for the rest, and AdamW with 8-bit moments.
+
+`attach` takes one optimizer, whose `state_dict` it keeps in the learner's checkpoint. So two of them stand behind one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from diloco_node.errors import ConfigError
+
+KINDS: Final = ("adamw", "muon", "adamw8bit")
+MUON_MOMENTUM: Final = 0.95
+_NOT_FOR_MUON: Final = frozenset({"embed_tokens", "lm_head"})
+"""Embedding and head of the built-in model, which has no modules of its own for them."""
+
+
+def build_optimizer(
+    model: nn.Module, kind: str, *, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """An optimizer of all trainable parameters, with weight decay on matrices only.
+
+    Args:
+        kind: one of `KINDS`.
+
+    Raises:
+        ConfigError: what it needs is not installed.
+    """
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if kind == "muon":
+        return _muon(model, trained, lr=lr, weight_decay=weight_decay, betas=betas)
+    groups = _groups(trained, weight_decay)
+    if kind == "adamw8bit":
+        made: torch.optim.Optimizer = _adamw8bit(trained)(groups, lr=lr, betas=betas)
+        return made
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [one for one in parameters if one.dim() > 1]
+    vectors = [one for one in parameters if one.dim() <= 1]
+    pairs = ((matrices, weight_decay), (vectors, 0.0))
+    return [{"params": part, "weight_decay": decay} for part, decay in pairs if part]
+
+
+def _muon(
+    model: nn.Module, trained: Sequence[nn.Parameter], *, lr: float, weight_decay: float, betas: tuple[float, float]
+) -> torch.optim.Optimizer:
+    """Muon for the matrices inside the model; embeddings, head, vectors and stacks of matrices get AdamW.
+
+    Muon's steps are scaled to the size that AdamW's have (`match_rms_adamw`), so one learning rate serves both.
+    """
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(f"trainer.optimizer muon needs torch 2.9 or newer, found {torch.__version__}")
+    others = _embeddings(model)
+    inner = [one for one in trained if one.dim() == 2 and id(one) not in others]
+    rest = [one for one in trained if one.dim() != 2 or id(one) in others]
+    parts: list[torch.optim.Optimizer] = []
+    if inner:
+        parts.append(
+            torch.optim.Muon(
+                inner, lr=lr, weight_decay=weight_decay, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    if rest:
+        parts.append(torch.optim.AdamW(_groups(rest, weight_decay), lr=lr, betas=betas, fused=True))
+    return SeveralOptimizers(parts)
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Ids of the parameters of embeddings and head."""
+    found = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag)}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    if isinstance(head, nn.Module):
+        found |= {id(one) for one in head.parameters()}
+    return found | {id(one) for name, one in model.named_parameters() if _NOT_FOR_MUON & set(name.split("."))}
+
+
+def _adamw8bit(trained: Sequence[nn.Parameter]) -> Callable[..., torch.optim.Optimizer]:
+    """The class: bitsandbytes' on a GPU, else torchao's, whichever is installed."""
+    is_cuda = any(one.is_cuda for one in trained)
+    for name in ("bitsandbytes", "torchao") if is_cuda else ("torchao",):
+        if importlib.util.find_spec(name) is not None:
+            module = importlib.import_module(f"{name}.optim")
+            made: Callable[..., torch.optim.Optimizer] = module.AdamW8bit
+            return made
+    wanted = "bitsandbytes or torchao" if is_cuda else "torchao (bitsandbytes' needs a GPU)"
+    raise ConfigError(f"trainer.optimizer adamw8bit needs {wanted}, which is not installed: install it, or use adamw")
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Several optimizers as one: a step is a step of each, and their groups and states stand one after the other."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self.parts = tuple(parts)
+        super().__init__([one for part in parts for group in part.param_groups for one in group["params"]], {})
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        """The groups are those of the parts, so that a learning rate set here is set there."""
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of each."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of one optimizer with the parameters of all, numbered in that order."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for part in self.parts:
+            at = sum(len(group["params"]) for group in groups)
+            one = part.state_dict()
+            state |= {at + number: values for number, values in one["state"].items()}
+            groups += [group | {"params": [at + number for number in group["params"]]} for group in one["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave. Raises ValueError: it is of other optimizers."""
+        groups, at, used = list(state_dict["param_groups"]), 0, 0
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"a state of {len(groups)} groups of parameters, here there are {len(self.param_groups)}")
+        for part in self.parts:
+            own = groups[used : used + len(part.param_groups)]
+            used += len(own)
+            count = sum(len(group["params"]) for group in own)
+            part.load_state_dict(
+                {
+                    "state": {
+                        number - at: values
+                        for number, values in state_dict["state"].items()
+                        if at <= number < at + count
+                    },
+                    "param_groups": [group | {"params": [one - at for one in group["params"]]} for group in own],
+                }
+            )
+            at += count
+        self._share_groups()

@@ -1,0 +1,86 @@
+"""A model of Hugging Face's trains in two regions, and is exported in mid-run and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.func import functional_call
+
+from tests.kit.cluster_kit import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+TRAINER = """hf = "../model/config.json"
+accumulate = 2
+precision = "bf16"
+optimizer = "muon"
+checkpoint_activations = true
+"""
+
+
+async def exported(place: Path, out: Path) -> dict[str, Any]:
+    words = ("-m", "diloco_node.cli.main", "export", str(place), str(out))
+    process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=-1, stderr=-2)
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
+    assert "no tensor is missing or left over" in said.decode()
+    document: dict[str, Any] = json.loads((out / "export.json").read_text())
+    return document
+
+
+async def test_exports_load_and_give_the_merged_models_logits(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    cluster = Cluster(tmp_path / "run", 2, changes={"layers = 2\n": f"layers = 2\n{TRAINER}"})
+    try:
+        await cluster.start()
+        await cluster.until_trains()
+        await cluster.until_commits(4 * 9, why="so that each fragment is on disk again")
+        middle = await exported(cluster.folder, tmp_path / "middle")
+        assert not middle["is_final"]
+        assert max(middle["versions"]) >= 8
+        assert middle["tokens"] > 0
+        await cluster.until_commits(4)
+        await cluster.end()
+        cluster.check_equal()
+        assert cluster.account().faults == ()
+    finally:
+        await cluster.clear()
+    final = await exported(cluster.folder, tmp_path / "final")
+    assert final["is_final"]
+    assert final["tokens"] > middle["tokens"]
+    merged = load_file(cluster.folder / cluster.names[0] / "final.safetensors")
+    assert "lm_head.weight" not in merged
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "model" / "config.json")
+    fresh = transformers.AutoModelForCausalLM.from_config(config)
+    tokens = torch.tensor([list(b"def merge(fragments):\n    return")])
+    with torch.no_grad():
+        logits = functional_call(fresh, merged, (), {"input_ids": tokens}).logits
+        assert torch.equal(model(input_ids=tokens).logits, logits)
+    assert torch.equal(model.lm_head.weight, merged["model.embed_tokens.weight"])
+    for name in ("middle", "final"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        told = model.generate(tokens, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert told.shape == (1, tokens.shape[1] + 20)

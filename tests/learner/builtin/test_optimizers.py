@@ -1,0 +1,116 @@
+"""Which parameters get which optimizer, and that several behave as one: rates, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_node.errors import ConfigError
+from diloco_node.learner.builtin import optimizers as module
+from diloco_node.learner.builtin.model import ByteGPT
+from diloco_node.learner.builtin.optimizers import SeveralOptimizers, build_optimizer
+from diloco_node.learner.builtin.shape import ModelSettings
+from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, TrainingProgress, read_newest
+
+TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
+BETAS = (0.9, 0.99)
+
+
+def made(model: nn.Module, kind: str = "muon") -> torch.optim.Optimizer:
+    return build_optimizer(model, kind, lr=0.01, weight_decay=0.3, betas=BETAS)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        for one in model.parameters():
+            one.grad = torch.randn(one.shape, generator=generator)
+        optimizer.step()
+    return [one.detach().clone() for one in model.parameters()]
+
+
+def test_muon_gets_the_matrices_inside_and_adamw_the_rest() -> None:
+    model = ByteGPT(TINY, seed=0)
+    optimizer = made(model)
+    assert isinstance(optimizer, SeveralOptimizers)
+    names = {id(one): name for name, one in model.named_parameters()}
+    muon, adamw = optimizer.parts
+    assert isinstance(muon, torch.optim.Muon)
+    inner = {names[id(one)] for group in muon.param_groups for one in group["params"]}
+    assert inner == {name for name in names.values() if "_proj" in name}
+    matrices, vectors = ({names[id(one)] for one in group["params"]} for group in adamw.param_groups)
+    assert matrices == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert vectors == {name for name in names.values() if "norm" in name}
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
+
+
+def test_embeddings_that_are_modules_and_tied_heads_are_not_for_muon() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(7, 4)
+            self.inner = nn.Linear(4, 4)
+            self.out = nn.Linear(4, 7, bias=False)
+            self.out.weight = self.words.weight
+            self.stack = nn.Parameter(torch.ones(2, 4, 4))
+            self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    model = Tied()
+    optimizer = made(model)
+    assert isinstance(optimizer, SeveralOptimizers)
+    (inner,) = optimizer.parts[0].param_groups
+    assert [id(one) for one in inner["params"]] == [id(model.inner.weight)]
+    everything = [id(one) for group in optimizer.param_groups for one in group["params"]]
+    assert sorted(everything) == sorted(id(one) for one in model.parameters() if one.requires_grad)
+
+
+def test_a_rate_that_is_set_on_all_groups_is_used_by_each() -> None:
+    model = ByteGPT(TINY, seed=0)
+    optimizer = made(model)
+    before = [one.detach().clone() for one in model.parameters()]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, stepped(model, optimizer, 2), strict=True))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    assert not any(torch.equal(a, b) for a, b in zip(before, stepped(model, optimizer, 1), strict=True))
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_checkpoint_on_disk_brings_it_back(kind: str, tmp_path: Path) -> None:
+    model = ByteGPT(TINY, seed=0)
+    optimizer = made(model, kind)
+    stepped(model, optimizer, 3)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(TrainingProgress("digest", 1, 3, 3, 30), optimizer, {})
+    writer.wait()
+    values = {name: one.detach().clone() for name, one in model.named_parameters()}
+    expected = stepped(model, optimizer, 2)
+    other = ByteGPT(TINY, seed=9)
+    other.load_state_dict(values, strict=False)
+    fresh = made(other, kind)
+    found = read_newest(tmp_path, "digest")
+    assert isinstance(found, Checkpoint)
+    found.restore(fresh, {}, rng=False)
+    for group in fresh.param_groups:
+        group["lr"] = 0.01
+    assert all(torch.equal(a, b) for a, b in zip(expected, stepped(other, fresh, 2), strict=True))
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    plain = made(ByteGPT(TINY, seed=0), "adamw")
+    with pytest.raises(ValueError, match="2 groups of parameters, here there are 3"):
+        made(ByteGPT(TINY, seed=0)).load_state_dict(plain.state_dict())
+
+
+def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="adamw8bit needs torchao"):
+        made(ByteGPT(TINY, seed=0), "adamw8bit")
+    monkeypatch.delattr(module.torch.optim, "Muon")
+    with pytest.raises(ConfigError, match=r"needs torch 2\.9"):
+        made(ByteGPT(TINY, seed=0))
