@@ -95,12 +95,24 @@ def start(
 
 def check_data(config: NodeConfig) -> None:
     """Refuse data paths that are not there, before any process is started."""
+    from diloco_node.config.sources import HUB
+
     for path in config.data.paths:
-        if not Path(path).exists():
+        if not path.startswith(HUB) and not Path(path).exists():
             raise ConfigError(
                 f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "
                 "or leave it out for the standard library's sources"
             )
+    if config.data.tokenizer and not Path(config.data.tokenizer).exists():
+        raise ConfigError(
+            f"data.tokenizer: {config.data.tokenizer} ({config.origin('data.tokenizer')}) does not exist; give a "
+            "tokenizer.json or a folder that has one, or leave it out for text as bytes"
+        )
+    if config.data.streaming and not config.data.paths:
+        raise ConfigError(
+            f"data.streaming ({config.origin('data.streaming')}) wants data.paths: files of JSONL or Parquet, "
+            "folders of them, or hf:NAME"
+        )
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
@@ -231,9 +243,17 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
 
 def trainer_settings(config: NodeConfig) -> dict[str, Any]:
     """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.builtin.trainer`)."""
+    from diloco_node.config.sources import HUB
+
     model = config.model
     return {
-        "model": {"layers": model.layers, "dim": model.dim, "heads": model.heads, "context": model.context},
+        "model": {
+            "layers": model.layers,
+            "dim": model.dim,
+            "heads": model.heads,
+            "context": model.context,
+            "vocabulary": model.vocabulary,
+        },
         "batch": model.batch,
         "lr": model.lr,
         "steps": schedule_steps(config),
@@ -242,12 +262,20 @@ def trainer_settings(config: NodeConfig) -> dict[str, Any]:
         "lr_floor": lr_floor(config),
         "weight_decay": model.weight_decay,
         "seed": config.run.seed,
-        "data": [str(Path(path).resolve()) for path in config.data.paths],
+        "data": [path if path.startswith(HUB) else str(Path(path).resolve()) for path in config.data.paths],
+        "tokenizer": _resolved(config.data.tokenizer),
+        "text_field": config.data.text_field,
+        "streaming": config.data.streaming,
+        "cache": _resolved(config.data.cache),
         "eval_every": model.eval_every,
         "eval_windows": model.eval_windows,
         "threads": model.threads,
         "min_step_seconds": model.step_time_min.ns / 1e9,
     }
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
 
 
 def schedule_steps(config: NodeConfig) -> int:

@@ -134,7 +134,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
             origin = f"{name} and the model in {config.state_dir(region)}"
             return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
     model = config.model
-    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
+    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context, model.vocabulary))
     manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
     origin = f"{name}, the built-in model"
     return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
