@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin.documents import HELD_OUT_PERCENT, TextSource, standard_library, text_sources
 from diloco_node.learner.builtin.encoding import TextEncoding, Tokens
-from diloco_node.learner.builtin.permutation import mixed, shuffled
+from diloco_node.learner.builtin.permutation import U64, mixed, shuffled
 from diloco_node.learner.builtin.token_store import tokens_in_memory, tokens_on_disk
 
 Windows = NDArray[np.uint8] | NDArray[np.int64]
@@ -143,8 +143,13 @@ def _fit_memory(sources: Sequence[TextSource]) -> bool:
 
 def windows_at(tokens: Tokens, starts: NDArray[np.int64], context: int) -> Windows:
     """Shape (len(starts), context + 1): the windows of tokens that begin there."""
-    windows = tokens[starts[:, None] + np.arange(context + 1)]
+    windows: NDArray[Any] = tokens[starts[:, None] + np.arange(context + 1)]
     return windows if windows.dtype == np.uint8 else windows.astype(np.int64)
+
+
+def _key_of(*parts: int) -> U64:
+    """Shape (1,): what is drawn from these numbers."""
+    return np.random.SeedSequence(parts).generate_state(1, np.uint64).astype(np.uint64)
 
 
 class RegionSampler:
@@ -197,8 +202,7 @@ class RegionSampler:
         self._windows = (self._shard_tokens - 1) // context
         self._slack = self._shard_tokens - 1 - self._windows * context
         self.samples = own * self._windows
-        keys = np.random.SeedSequence([seed, region, rank]).generate_state(1, np.uint64)
-        self._key, self._deal_key = keys, np.random.SeedSequence(seed).generate_state(1, np.uint64)
+        self._key, self._deal_key = _key_of(seed, 1, region, rank), _key_of(seed, 0)
         self.position = 0
 
     def batch_at(self, position: int) -> Windows:

@@ -37,7 +37,8 @@ class TextEncoding:
     """
 
     def __init__(self, tokenizer: str | Path = "") -> None:
-        self.vocabulary, self.end, self.fingerprint = VOCABULARY, None, "bytes"
+        self.vocabulary, self.fingerprint = VOCABULARY, "bytes"
+        self.end: int | None = None
         self._tokenizer: Any = None
         if tokenizer:
             self._load(_tokenizer_file(Path(tokenizer)))

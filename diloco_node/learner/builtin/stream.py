@@ -164,7 +164,8 @@ class StreamSampler:
 
     def _open(self, state: Mapping[str, Any] | None) -> None:
         """A fresh dataset each epoch: one that was given a state would begin every epoch there."""
-        dataset, self._every = self._stream.opened(), []
+        dataset = self._stream.opened()
+        self._every: list[tuple[int, int]] = []
         for index, count in self._parts:
             if not self._every and dataset.num_shards >= count:
                 dataset = dataset.shard(count, index, contiguous=False)
