@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.config import Duration, Flag, NodeConfig, load_config
+from diloco_node.config import sources
 from diloco_node.config.schema import ModelSection, RoundsSection
 from diloco_node.config.units import parse_duration
 from diloco_node.core.merge.outer import default_outer
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.errors import ConfigError
+from diloco_node.learner.builtin import documents
 
 TEXT = """
 [run]
@@ -140,7 +142,19 @@ def test_relative_paths_are_taken_from_where_they_are_written(run_toml: Path, mo
     monkeypatch.setenv("DILOCO_DATA__PATHS", "x:/y")
     config = load(run_toml, "run.state_dir=there")
     assert config.data.paths == ("x", "/y")
+    monkeypatch.setenv("DILOCO_DATA__PATHS", "hf:owner/name#part:x:hf:other")
+    assert load(run_toml).data.paths == ("hf:owner/name#part", "x", "hf:other")
     assert config.state_dir("eu") == Path("there/eu")
+
+
+def test_data_that_are_named_are_not_taken_for_paths(run_toml: Path) -> None:
+    more = '[data]\npaths = ["text", "hf:owner/name"]\ntokenizer = "tok"\ncache = ""'
+    start, end = TEXT.index("[data]"), TEXT.index("\n[", TEXT.index("[data]"))
+    run_toml.write_text(TEXT[:start] + more + TEXT[end:])
+    data = load(run_toml).data
+    assert data.paths == (str(run_toml.parent / "text"), "hf:owner/name")
+    assert data.tokenizer == str(run_toml.parent / "tok")
+    assert (data.cache, sources.HUB) == ("", documents.HUB)
 
 
 def test_regions_have_names_that_shells_can_write(run_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,9 @@ def test_what_can_not_be_streamed_says_why(tmp_path: Path):
     ):
         with pytest.raises(ConfigError, match=message):
             TextStream(paths, held_out_tokens=5)
-    with pytest.raises(ConfigError, match=r"row 1 of .*a\.jsonl has no field 'body': it has id, text; name .*text_field"):
+    with pytest.raises(
+        ConfigError, match=r"row 1 of .*a\.jsonl has no field 'body': it has id, text; name .*text_field"
+    ):
         TextStream([rows], text_field="body", held_out_tokens=5)
     rows.write_text('{"text": "a"}\nno json\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl can't be streamed"):

@@ -118,5 +118,7 @@ def test_little_text_is_tokenised_at_a_time(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_that_can_not_be_written_says_what_to_set(tmp_path: Path, encoding: TextEncoding):
     write_jsonl(tmp_path / "rows" / "a.jsonl", rows_of(20))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"the tokens can't be kept in .*name a folder with room as cache of \[data\]"):
+    with pytest.raises(
+        ConfigError, match=r"the tokens can't be kept in .*name a folder with room as cache of \[data\]"
+    ):
         tokens_on_disk(text_sources([tmp_path / "rows"]), encoding, "text", cache=tmp_path / "file" / "below")
