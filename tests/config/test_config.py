@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.config import Duration, Flag, NodeConfig, load_config
-from diloco_node.config import sources
+from diloco_node.config import Duration, Flag, NodeConfig, load_config, sources
 from diloco_node.config.schema import ModelSection, RoundsSection
 from diloco_node.config.units import parse_duration
 from diloco_node.core.merge.outer import default_outer
