@@ -97,12 +97,24 @@ def start(
 
 def check_data(config: NodeConfig) -> None:
     """Refuse data paths that are not there, before any process is started."""
+    from diloco_node.config.sources import HUB
+
     for path in config.data.paths:
-        if not Path(path).exists():
+        if not path.startswith(HUB) and not Path(path).exists():
             raise ConfigError(
                 f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "
                 "or leave it out for the standard library's sources"
             )
+    if config.data.tokenizer and not Path(config.data.tokenizer).exists():
+        raise ConfigError(
+            f"data.tokenizer: {config.data.tokenizer} ({config.origin('data.tokenizer')}) does not exist; give a "
+            "tokenizer.json or a folder that has one, or leave it out for text as bytes"
+        )
+    if config.data.streaming and not config.data.paths:
+        raise ConfigError(
+            f"data.streaming ({config.origin('data.streaming')}) wants data.paths: files of JSONL or Parquet, "
+            "folders of them, or hf:NAME"
+        )
 
 
 def check_model(config: NodeConfig) -> None:
@@ -246,6 +258,8 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
 
 def trainer_settings(config: NodeConfig) -> dict[str, Any]:
     """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.builtin.trainer`)."""
+    from diloco_node.config.sources import HUB
+
     model = config.model
     return {
         "model": model_settings(config),
@@ -257,7 +271,11 @@ def trainer_settings(config: NodeConfig) -> dict[str, Any]:
         "lr_floor": lr_floor(config),
         "weight_decay": model.weight_decay,
         "seed": config.run.seed,
-        "data": [str(Path(path).resolve()) for path in config.data.paths],
+        "data": [path if path.startswith(HUB) else str(Path(path).resolve()) for path in config.data.paths],
+        "tokenizer": _resolved(config.data.tokenizer),
+        "text_field": config.data.text_field,
+        "streaming": config.data.streaming,
+        "cache": _resolved(config.data.cache),
         "eval_every": model.eval_every,
         "eval_windows": model.eval_windows,
         "threads": model.threads,
@@ -276,7 +294,12 @@ def model_settings(config: NodeConfig) -> dict[str, Any]:
     model = config.model
     if model.hf is not None:
         return {"hf": str(model.hf.resolve()), "init": model.init, "context": model.context}
-    return {"layers": model.layers, "dim": model.dim, "heads": model.heads, "context": model.context}
+    names = ("layers", "dim", "heads", "context", "vocabulary")
+    return {name: getattr(model, name) for name in names}
+
+
+def _resolved(path: str) -> str:
+    return str(Path(path).resolve()) if path else ""
 
 
 def schedule_steps(config: NodeConfig) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -35,8 +36,8 @@ def _number(value: object) -> object:
 
 
 def _paths(value: object) -> object:
-    """A list, or (from the environment) paths with `:` between them."""
-    return tuple(part for part in value.split(":") if part) if isinstance(value, str) else value
+    """A list, or (from the environment) paths with `:` between them; the one in `hf:NAME` is none of these."""
+    return tuple(part for part in re.split(r"(?<!\bhf):", value) if part) if isinstance(value, str) else value
 
 
 def _modules(value: object) -> object:
@@ -110,6 +111,7 @@ class ModelSection(Section):
 
     Attributes:
         layers, dim, heads, context: shape; dim is a multiple of 2 x heads.
+        vocabulary: how many tokens there are: 256 for bytes, at least the tokenizer's with one.
         hf: a config.json of Hugging Face's, or a folder with one: that model is trained, and only `context` of the
             shape counts. init: its weights are random, or those in the folder.
         batch: sequences per inner step. lr: peak of AdamW. warmup_steps, weight_decay: of AdamW.
@@ -127,7 +129,8 @@ class ModelSection(Section):
     layers: Annotated[Whole, Field(ge=1, le=128)] = 2
     dim: Annotated[Whole, Field(ge=8, le=16_384)] = 64
     heads: Annotated[Whole, Field(ge=1, le=256)] = 4
-    context: Annotated[Whole, Field(ge=2, le=16_383)] = 64
+    context: Annotated[Whole, Field(ge=2, le=65_536)] = 64
+    vocabulary: Annotated[Whole, Field(ge=2, le=1 << 24)] = 256
     batch: Annotated[Whole, Field(ge=1, le=65_536)] = 8
     lr: Annotated[Number, Field(gt=0, lt=10)] = 6e-3
     warmup_steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = 100
@@ -180,10 +183,19 @@ class DataSection(Section):
     """`[data]`: text for the built-in trainer.
 
     Attributes:
-        paths: files and folders; none: the Python sources of the standard library.
+        paths: files and folders of text, JSONL or Parquet, folders of `save_to_disk`, or `hf:NAME` for a dataset that
+            `datasets` loads; none: the Python sources of the standard library.
+        tokenizer: a `tokenizer.json`, or a folder that has one; empty: bytes.
+        text_field: of a row of JSONL, Parquet or a dataset, what holds its text.
+        streaming: rows are read and tokenised as they are trained, and not kept.
+        cache: folder of tokenised corpora; empty: in the user's cache.
     """
 
     paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths), Field(max_length=10_000)] = ()
+    tokenizer: str = ""
+    text_field: str = "text"
+    streaming: bool = False
+    cache: str = ""
 
 
 class LearnerSection(Section):

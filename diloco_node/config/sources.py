@@ -17,12 +17,12 @@ from diloco_node.errors import ConfigError
 ENV_PREFIX: Final = "DILOCO_"
 CONFIG_BYTES_MAX: Final = 1 << 20
 PATH_KEYS: Final = (
-    ("run", "state_dir"),
-    ("run", "certs_dir"),
-    ("run", "init"),
-    ("model", "hf"),
-    ("data", "paths"),
+    *(("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("model", "hf")),
+    *(("data", "paths"), ("data", "tokenizer"), ("data", "cache")),
 )
+HUB: Final = "hf:"
+"""What a data path begins with that is the name of a dataset (see `learner.builtin.documents`)."""
+
 
 _HEADER: Final = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(
@@ -129,9 +129,14 @@ def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
         return
     value = table[name]
     if isinstance(value, str):
-        table[name] = str(folder / value)
+        table[name] = _path_from(folder, value, key)
     elif isinstance(value, list):
-        table[name] = [str(folder / part) if isinstance(part, str) else part for part in value]
+        table[name] = [_path_from(folder, part, key) if isinstance(part, str) else part for part in value]
+
+
+def _path_from(folder: Path, value: str, key: Key) -> str:
+    is_path = key[0] != "data" or (value and not value.startswith(HUB))
+    return str(folder / value) if is_path else value
 
 
 def _lines(text: str) -> dict[Key, int]:

@@ -133,6 +133,19 @@ def test_the_trainer_understands_its_settings(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv(SETTINGS_VARIABLE, str(tmp_path / "state/eu/trainer.json"))
     settings = settings_from_environment()
     assert (settings.model.context, settings.batch, settings.steps) == (32, 4, 1000)
+    assert (settings.tokenizer, settings.text_field, settings.streaming, settings.cache) == ("", "text", False, "")
+    assert settings.model.vocabulary == 256
+    (tmp_path / "tok").mkdir()
+    flags = {"data.paths": ["hf:owner/name"], "data.tokenizer": "tok", "data.text_field": "body", "data.cache": "cache"}
+    more = {"data.streaming": "true", "model.vocabulary": "1000", "model.context": "32768"}
+    config = load_config(Path("run.toml"), [Flag(key, value, "--set") for key, value in {**flags, **more}.items()])
+    start_cmd.check_data(config)
+    start_cmd.prepare(config, "eu", [])
+    settings = settings_from_environment()
+    assert settings.data == ("hf:owner/name",)
+    assert (settings.tokenizer, settings.cache) == (str(tmp_path / "tok"), str(tmp_path / "cache"))
+    assert (settings.text_field, settings.streaming) == ("body", True)
+    assert (settings.model.vocabulary, settings.model.context) == (1000, 32_768)
 
 
 def test_what_follows_a_spike_and_when_a_learner_hangs_can_be_set(
@@ -274,6 +287,13 @@ def test_a_missing_data_path(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "text.txt (run.toml:10) does not exist; give files or folders" in message
     code, message = refused(capsys, "--region", "eu", "--data", "nope")
     assert (code, "data.paths: nope (--data) does not exist" in message) == (2, True)
+    code, message = refused(capsys, "--region", "eu", "--data", "run.toml", "--set", "data.tokenizer=gone")
+    assert (code, "data.tokenizer: gone (--set data.tokenizer) does not exist; give a tokenizer.json" in message) == (
+        2,
+        True,
+    )
+    code, message = refused(capsys, "--region", "eu", "--set", "data.paths=", "--set", "data.streaming=true")
+    assert (code, "data.streaming (--set data.streaming) wants data.paths" in message) == (2, True)
     assert not (tmp_path / "state").exists()
 
 

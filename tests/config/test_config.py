@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.config import Duration, Flag, NodeConfig, load_config
+from diloco_node.config import Duration, Flag, NodeConfig, load_config, sources
 from diloco_node.config.schema import ModelSection, RoundsSection
 from diloco_node.config.units import parse_duration
 from diloco_node.core.merge.outer import default_outer
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.errors import ConfigError
+from diloco_node.learner.builtin import documents
 
 TEXT = """
 [run]
@@ -140,6 +141,8 @@ def test_relative_paths_are_taken_from_where_they_are_written(run_toml: Path, mo
     monkeypatch.setenv("DILOCO_DATA__PATHS", "x:/y")
     config = load(run_toml, "run.state_dir=there")
     assert config.data.paths == ("x", "/y")
+    monkeypatch.setenv("DILOCO_DATA__PATHS", "hf:owner/name#part:x:hf:other")
+    assert load(run_toml).data.paths == ("hf:owner/name#part", "x", "hf:other")
     assert config.state_dir("eu") == Path("there/eu")
 
 
@@ -155,6 +158,16 @@ def test_a_model_of_ones_own_is_named_from_the_folder_of_the_file(run_toml: Path
     run_toml.write_text(run_toml.read_text() + '\n[model]\nhf = "model"\ndim = 100\n')
     config = load(run_toml)
     assert config.model.hf == run_toml.parent / "model"
+
+
+def test_data_that_are_named_are_not_taken_for_paths(run_toml: Path) -> None:
+    more = '[data]\npaths = ["text", "hf:owner/name"]\ntokenizer = "tok"\ncache = ""'
+    start, end = TEXT.index("[data]"), TEXT.index("\n[", TEXT.index("[data]"))
+    run_toml.write_text(TEXT[:start] + more + TEXT[end:])
+    data = load(run_toml).data
+    assert data.paths == (str(run_toml.parent / "text"), "hf:owner/name")
+    assert data.tokenizer == str(run_toml.parent / "tok")
+    assert (data.cache, sources.HUB) == ("", documents.HUB)
 
 
 def test_regions_have_names_that_shells_can_write(run_toml: Path, monkeypatch: pytest.MonkeyPatch) -> None:

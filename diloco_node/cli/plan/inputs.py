@@ -139,7 +139,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
             f"[model] hf in {name} has as many parameters as {model.hf} says, and no region has made the model yet: "
             "give --parameters"
         )
-    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
+    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context, model.vocabulary))
     manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
     origin = f"{name}, the built-in model"
     return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)

@@ -1,4 +1,4 @@
-"""The built-in model: a small byte-level GPT in the shape and with the names of Hugging Face's `LlamaForCausalLM`.
+"""The built-in model: a small GPT in the shape and with the names of Hugging Face's `LlamaForCausalLM`.
 
 The arithmetic is one function, `token_logits`, over a dictionary of parameters. Every parameter may have one leading
 dimension of *replicas*: then R models run as one set of batched matrix products. That is how `benchmarks/quality.py`
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, VOCABULARY, ModelSettings, parameter_shapes
+from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, ModelSettings, parameter_shapes
 
 
 def initial_parameters(settings: ModelSettings, *, seed: int) -> dict[str, Tensor]:
@@ -59,12 +59,12 @@ def token_logits(
     Args:
         settings: the shape.
         parameters: as `parameter_shapes`, or each with a leading dimension R.
-        tokens: shape (B, T), or (R, B, T) with replicas; int64, 0..255; T at most `context`.
+        tokens: shape (B, T), or (R, B, T) with replicas; int64, below the vocabulary; T at most `context`.
         rotary: `rotary_tables(settings)`, on the device of the parameters.
         checkpoint_activations: keep none inside a layer; the backward pass computes them again.
 
     Returns:
-        Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the byte at t + 1.
+        Shape (B, T, vocabulary) or (R, B, T, vocabulary); the prediction at t is for the token at t + 1.
     """
     *lead, batch, length = tokens.shape
     stream = _embed(parameters["model.embed_tokens.weight"], tokens)
@@ -73,7 +73,7 @@ def token_logits(
         step = partial(_layer, settings, parameters, at, (rotary[0][:length], rotary[1][:length]), lead=(*lead, batch))
         stream = checkpoint(step, stream, use_reentrant=False) if checkpoint_activations else step(stream)
     logits = _linear(_rms_norm(stream, parameters["model.norm.weight"]), parameters["lm_head.weight"])
-    return logits.view(*lead, batch, length, VOCABULARY)
+    return logits.view(*lead, batch, length, settings.vocabulary)
 
 
 def _layer(
@@ -110,7 +110,7 @@ def _embed(table: Tensor, tokens: Tensor) -> Tensor:
     """Rows of the table, shape (..., B * T, dim). Replicas look into one tall table, each at its own offset."""
     *lead, batch, length = tokens.shape
     if lead:
-        offsets = torch.arange(lead[0], device=tokens.device) * VOCABULARY
+        offsets = torch.arange(lead[0], device=tokens.device) * table.shape[-2]
         tokens = tokens + offsets[:, None, None]
     rows = functional.embedding(tokens, table.reshape(-1, table.shape[-1]))
     return rows.view(*lead, batch * length, table.shape[-1])
@@ -165,7 +165,7 @@ class ByteGPT(nn.Module):
         owner.register_parameter(leaf, nn.Parameter(value))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (B, T, 256) for tokens of shape (B, T), int64."""
+        """Logits of shape (B, T, vocabulary) for tokens of shape (B, T), int64."""
         rotary = (self.get_buffer("rotary_cosine"), self.get_buffer("rotary_sine"))
         named = dict(self.named_parameters())
         return token_logits(
@@ -173,7 +173,7 @@ class ByteGPT(nn.Module):
         )
 
     def loss(self, windows: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per byte over windows of shape (B, T + 1), uint8 or int64; a scalar."""
+        """Mean cross-entropy in nats per token over windows of shape (B, T + 1), uint8 or int64; a scalar."""
         tokens = windows.long()
         logits = self(tokens[:, :-1])
-        return functional.cross_entropy(logits.reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].reshape(-1))

@@ -1,8 +1,8 @@
 """The shape of the built-in model, known without torch: the names are those of Hugging Face's `LlamaForCausalLM`.
 
 Llama rather than GPT-2, because its linear layers are plain (out, in) matrices: `final.safetensors` loads into
-transformers without any transposition, together with the `config.json` that `hf_config` describes. Tokens are bytes:
-token id = byte value, no tokenizer, no special tokens.
+transformers without any transposition, together with the `config.json` that `hf_config` describes. Tokens are bytes
+by default: token id = byte value, no tokenizer, no special tokens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from typing import Any, Final
 from diloco_node.errors import ConfigError
 
 VOCABULARY: Final = 256
-"""Tokens are bytes."""
+"""Of text as bytes."""
 
 NORM_EPSILON: Final = 1e-5
 ROTARY_BASE: Final = 10_000.0
 
-_LIMITS: Final = {"layers": (1, 128), "dim": (8, 16_384), "heads": (1, 256), "context": (2, 65_536)}
+_LIMITS: Final = {
+    "layers": (1, 128),
+    "dim": (8, 16_384),
+    "heads": (1, 256),
+    "context": (2, 65_536),
+    "vocabulary": (2, 1 << 24),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class ModelSettings:
     Attributes:
         layers: transformer blocks. dim: width of the residual stream. heads: attention heads; divides dim into
             even parts (rotary embedding turns pairs). context: tokens that a prediction may look at.
+        vocabulary: how many tokens there are; 256 for bytes, at least the tokenizer's with one.
 
     Raises:
         ConfigError: a value is out of range, or heads does not divide dim into even parts.
@@ -38,6 +45,7 @@ class ModelSettings:
     dim: int = 64
     heads: int = 4
     context: int = 64
+    vocabulary: int = VOCABULARY
 
     def __post_init__(self) -> None:
         for name, (low, high) in _LIMITS.items():
@@ -61,7 +69,7 @@ def hf_config(settings: ModelSettings) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": VOCABULARY,
+        "vocab_size": settings.vocabulary,
         "hidden_size": settings.dim,
         "intermediate_size": settings.hidden,
         "num_hidden_layers": settings.layers,
@@ -84,7 +92,7 @@ def hf_config(settings: ModelSettings) -> dict[str, Any]:
 def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every parameter, in the order of the module."""
     dim, hidden = settings.dim, settings.hidden
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, dim)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (settings.vocabulary, dim)}
     for layer in range(settings.layers):
         at = f"model.layers.{layer}."
         for name in ("q", "k", "v", "o"):
@@ -95,7 +103,7 @@ def parameter_shapes(settings: ModelSettings) -> dict[str, tuple[int, ...]]:
         shapes[f"{at}input_layernorm.weight"] = (dim,)
         shapes[f"{at}post_attention_layernorm.weight"] = (dim,)
     shapes["model.norm.weight"] = (dim,)
-    shapes["lm_head.weight"] = (VOCABULARY, dim)
+    shapes["lm_head.weight"] = (settings.vocabulary, dim)
     return shapes
 
 

@@ -1,4 +1,4 @@
-"""The built-in trainer: a byte-level GPT on text, AdamW, warm-up and cosine, held-out loss now and then.
+"""The built-in trainer: a GPT on bytes or tokens of text, AdamW, warm-up and cosine, held-out loss now and then.
 
 It uses `diloco_node.attach` as any training loop would; without a daemon (no `DILOCO_SOCKET`) it trains alone. Its
 settings are a JSON object in the file that `DILOCO_TRAINER` names, which the supervisor writes from run.toml:
@@ -6,8 +6,8 @@ settings are a JSON object in the file that `DILOCO_TRAINER` names, which the su
 ================ ========= ==========================================================================================
 key              default   what
 ================ ========= ==========================================================================================
-model            {}        `layers`, `dim`, `heads`, `context`: see `shape.ModelSettings`; or `hf`, `init`,
-                           `context`: see `hf_settings.HfModelSettings`
+model            {}        `layers`, `dim`, `heads`, `context`, `vocabulary`: see `shape.ModelSettings`; or `hf`,
+                           `init`, `context`: see `hf_settings.HfModelSettings`
 batch            8         sequences per inner step
 lr               0.006     peak learning rate of AdamW
 steps            1000      length of the cosine schedule; a learner alone stops there, an attached one when told to
@@ -22,7 +22,11 @@ precision        float32   of the arithmetic; `bf16`: autocast, parameters stay 
 compile          false     `torch.compile`
 checkpoint_activations     keep no activations inside blocks, compute them again; false by default
 seed             0         of parameters and of data order; the same in all regions
-data             []        files and folders of text; empty: the standard library's sources
+data             []        files and folders of text, JSONL or Parquet, `hf:NAME`; empty: the standard library's sources
+tokenizer        ""        a `tokenizer.json`, or a folder that has one; empty: bytes
+text_field       "text"    of a row of JSONL, Parquet or a dataset, what holds its text
+streaming        false     rows are read and tokenised as they are trained: see `stream`
+cache            ""        where tokenised corpora are kept; empty: `data.token_cache()`
 eval_every       200       steps between held-out losses; 0: only at the end
 eval_windows     64        held-out windows of one evaluation (four times as many at the end)
 threads          1         of torch
@@ -48,19 +52,19 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.attach import Diloco
-from diloco_node.learner.builtin.data import Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.data import Corpus, RegionSampler, Windows, load_corpus
 from diloco_node.learner.builtin.hf_model import HfCausalLM
 from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.model import ByteGPT, token_logits
 from diloco_node.learner.builtin.optimizers import KINDS, build_optimizer
-from diloco_node.learner.builtin.shape import VOCABULARY, ModelSettings
+from diloco_node.learner.builtin.shape import ModelSettings
+from diloco_node.learner.builtin.stream import StreamSampler, TextStream
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
 PRECISIONS: Final = ("float32", "bf16")
@@ -89,6 +93,10 @@ class TrainerSettings:
     weight_decay: float = 0.1
     seed: int = 0
     data: tuple[str, ...] = ()
+    tokenizer: str = ""
+    text_field: str = "text"
+    streaming: bool = False
+    cache: str = ""
     eval_every: int = 200
     eval_windows: int = 64
     threads: int = 1
@@ -111,12 +119,15 @@ class TrainerSettings:
             raise ConfigError(
                 f"trainer.accumulate is {self.accumulate}: it must divide trainer.batch, which is {self.batch}"
             )
-        for name in ("ends_with_run", "compile", "checkpoint_activations"):
+        for name in ("ends_with_run", "compile", "checkpoint_activations", "streaming"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)!r}: use true or false")
         for name, known in (("optimizer", KINDS), ("precision", PRECISIONS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)!r}: use one of {', '.join(known)}")
+        for name in ("tokenizer", "text_field", "cache"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(f"trainer.{name} is {getattr(self, name)!r}: use a text")
         if isinstance(self.lr_floor, bool) or not isinstance(self.lr_floor, int | float) or not 0 <= self.lr_floor <= 1:
             raise ConfigError(f"trainer.lr_floor is {self.lr_floor!r}: use a part of the peak, from 0 to 1")
         for name in ("lr", "weight_decay", "clip", "min_step_seconds", "settle_seconds"):
@@ -180,14 +191,33 @@ def settings_from_environment() -> TrainerSettings:
     return settings_from(values)
 
 
+def open_data(settings: TrainerSettings) -> Corpus | TextStream:
+    """The data that the settings name.
+
+    Raises:
+        ConfigError: they can't be read, or there is too little of them.
+    """
+    if settings.streaming:
+        windows = settings.eval_windows * FINAL_EVALUATION_FACTOR
+        return TextStream(
+            settings.data,
+            tokenizer=settings.tokenizer,
+            text_field=settings.text_field,
+            held_out_tokens=windows * (settings.model.context + 1),
+        )
+    return load_corpus(
+        settings.data, tokenizer=settings.tokenizer, text_field=settings.text_field, cache=settings.cache
+    )
+
+
 def held_out_loss(
     model: ByteGPT | HfCausalLM,
-    windows: NDArray[np.uint8],
+    windows: Windows,
     parameters: Mapping[str, Tensor] | None = None,
     *,
     windows_at_once: int = 64,
 ) -> float:
-    """Mean loss in nats per byte over windows of shape (n, context + 1).
+    """Mean loss in nats per token over windows of shape (n, context + 1).
 
     Args:
         model: its own parameters are used unless others are given.
@@ -208,7 +238,7 @@ def held_out_loss(
         for part in torch.split(tokens, 64):
             logits = token_logits(model.settings, named, part[:, :-1], rotary)
             targets = part[:, 1:].reshape(-1)
-            total += functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets, reduction="sum").item()
+            total += functional.cross_entropy(logits.flatten(0, 1), targets, reduction="sum").item()
     return total / tokens[:, 1:].numel()
 
 
@@ -219,7 +249,7 @@ def make_optimizer(model: nn.Module, settings: TrainerSettings) -> torch.optim.O
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, in nats per byte where it is a loss; NaN if no step was made.
+    """How a run ended, in nats per token where it is a loss; NaN if no step was made.
 
     `val_loss_global` is None without a daemon.
     """
@@ -233,16 +263,23 @@ class Outcome:
 
 
 class _DataPosition:
-    """The data position as a part of the learner's checkpoint."""
+    """The data position as a part of the learner's checkpoint, which is read before there is a sampler."""
 
     def __init__(self) -> None:
-        self.value = 0
+        self._sampler: RegionSampler | StreamSampler | None = None
+        self._state: dict[str, Any] = {}
 
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.value}
+    def follow(self, sampler: RegionSampler | StreamSampler) -> None:
+        """Put the sampler where the checkpoint stood; from now on, the position is the sampler's."""
+        if self._state:
+            sampler.restore(self._state)
+        self._sampler = sampler
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.value = int(state["position"])
+    def state_dict(self) -> dict[str, Any]:
+        return self._state if self._sampler is None else self._sampler.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
 
 
 class Trainer:
@@ -250,7 +287,7 @@ class Trainer:
 
     Args:
         settings: see the module.
-        corpus: the text; read from `settings.data` if None.
+        corpus: the data; read from `settings.data` if None.
         say: gets one line per evaluation.
     """
 
@@ -258,15 +295,18 @@ class Trainer:
         self,
         settings: TrainerSettings,
         *,
-        corpus: Corpus | None = None,
+        corpus: Corpus | TextStream | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
         torch.set_num_threads(settings.threads)
         self.settings = settings
-        self.corpus = corpus or load_corpus(settings.data)
+        self.corpus = corpus or open_data(settings)
+        if isinstance(settings.model, ModelSettings):
+            self.corpus.encoding.check_model(settings.model.vocabulary)
+        self.corpus.held_out_windows(1, settings.model.context)
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._lm = _made(settings)
+        self._lm = _made(settings, self.corpus.encoding.vocabulary)
         self.model = (self._lm if isinstance(self._lm, ByteGPT) else self._lm.module).to(device)
         self.optimizer = make_optimizer(self.model, settings)
         self._loss: Callable[[Tensor], Tensor] = torch.compile(self._lm.loss) if settings.compile else self._lm.loss
@@ -283,18 +323,17 @@ class Trainer:
         """
         position = _DataPosition()
         with attach(self.model, self.optimizer, stateful={"data": position}) as diloco:
-            sampler = RegionSampler(
-                self.corpus,
+            sampler = self.corpus.sampler(
                 region=diloco.region_index,
                 regions=diloco.regions,
                 batch=self.settings.batch,
                 context=self.settings.model.context,
                 seed=self.settings.seed,
             )
-            sampler.restore({"position": position.value})
-            return self._loop(diloco, sampler, position)
+            position.follow(sampler)
+            return self._loop(diloco, sampler)
 
-    def _loop(self, diloco: Diloco, sampler: RegionSampler, position: _DataPosition) -> Outcome:
+    def _loop(self, diloco: Diloco, sampler: RegionSampler | StreamSampler) -> Outcome:
         settings, steps, first, last = self.settings, 0, math.nan, math.nan
         tokens_per_step = settings.batch * settings.model.context
         while not diloco.should_stop and (diloco.is_attached or steps < settings.steps):
@@ -303,7 +342,6 @@ class Trainer:
             loss, norm = self._inner_step(sampler.next_batch(), lr=lr)
             steps += 1
             time.sleep(max(0.0, settings.min_step_seconds - (time.monotonic() - started)))
-            position.value = sampler.position
             last = float(loss)
             first = last if steps == 1 else first
             if not math.isfinite(last):
@@ -317,7 +355,7 @@ class Trainer:
         own, everybodys = self._evaluate(diloco, steps, last, windows=windows)
         return Outcome(steps, steps * tokens_per_step, first, last, own, everybodys)
 
-    def _inner_step(self, windows: NDArray[np.uint8], *, lr: float) -> tuple[Tensor, Tensor]:
+    def _inner_step(self, windows: Windows, *, lr: float) -> tuple[Tensor, Tensor]:
         """Returns the loss, and the norm of the gradient before it was clipped."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -349,16 +387,16 @@ class Trainer:
         self.say(f"step={steps} loss={loss:.4f} val_loss={own:.4f}{shown}")
         return own, everybodys
 
-    def _held_out(self, windows: NDArray[np.uint8], parameters: Mapping[str, Tensor]) -> float:
+    def _held_out(self, windows: Windows, parameters: Mapping[str, Tensor]) -> float:
         at_once = max(1, self.settings.batch // self.settings.accumulate)
         with self._arithmetic():
             return held_out_loss(self._lm, windows, parameters, windows_at_once=at_once)
 
 
-def _made(settings: TrainerSettings) -> ByteGPT | HfCausalLM:
+def _made(settings: TrainerSettings, vocabulary: int) -> ByteGPT | HfCausalLM:
     is_checkpointed = settings.checkpoint_activations
     if isinstance(settings.model, HfModelSettings):
         return HfCausalLM(
-            settings.model, seed=settings.seed, vocabulary=VOCABULARY, checkpoint_activations=is_checkpointed
+            settings.model, seed=settings.seed, vocabulary=vocabulary, checkpoint_activations=is_checkpointed
         )
     return ByteGPT(settings.model, seed=settings.seed, checkpoint_activations=is_checkpointed)

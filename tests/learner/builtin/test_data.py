@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import data
-from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.data import SHARD_BYTES, SHARD_WINDOWS_MIN, Corpus, RegionSampler, load_corpus
+from diloco_node.learner.builtin.encoding import TextEncoding
 
 
 def numbered(size: int) -> Corpus:
@@ -44,19 +45,78 @@ def folder_with(root: Path, files: dict[str, bytes]) -> Path:
     return root
 
 
+def counting(tokens: int) -> Corpus:
+    """A corpus whose tokens are their own places: a window says exactly where it was cut."""
+    return Corpus(train=np.arange(tokens, dtype=np.uint32), held_out=np.arange(9, dtype=np.uint32), files=1, skipped=0)
+
+
+def epoch_of(one: RegionSampler, number: int = 0) -> np.ndarray:
+    """The windows of one epoch, shape (samples, context + 1)."""
+    batch = len(one.batch_at(0))
+    first, last = one.samples * number, one.samples * (number + 1)
+    windows = np.concatenate([one.batch_at(k) for k in range(first // batch, -(-last // batch))])
+    return windows[first % batch :][: one.samples]
+
+
+@pytest.mark.parametrize("ranks", [(1,), (1, 1), (2, 2, 2), (1, 3), (4, 1, 2, 1, 1)], ids=str)
+@pytest.mark.parametrize(("context", "batch"), [(100, 97), (1024, 5), (3000, 3)])
+def test_every_sample_is_trained_once_in_an_epoch_over_all_regions_and_ranks(
+    ranks: tuple[int, ...], context: int, batch: int
+):
+    shard = max(SHARD_BYTES, SHARD_WINDOWS_MIN * context)
+    shards = 17
+    corpus = counting(shards * shard + shard // 2)
+    shape = {"batch": batch, "context": context, "seed": 3}
+    everybody = [
+        RegionSampler(corpus, region=region, regions=len(ranks), rank=rank, ranks=count, **shape)
+        for region, count in enumerate(ranks)
+        for rank in range(count)
+    ]
+    per_shard = (shard - 1) // context
+    assert sum(one.samples for one in everybody) == shards * per_shard
+    for epoch in (0, 3):
+        parts = [epoch_of(one, epoch) for one in everybody]
+        for windows in parts:
+            assert (np.diff(windows, axis=1) == 1).all()
+            assert (windows[:, 0] // shard == windows[:, -1] // shard).all()
+        predicted = np.bincount(np.concatenate([windows[:, 1:].ravel() for windows in parts]))
+        assert (predicted.max(), predicted.sum()) == (1, shards * per_shard * context)
+        owners = [set((windows[:, 0] // shard).tolist()) for windows in parts]
+        assert sum(map(len, owners)) == len(set().union(*owners)) == shards
+
+
+def test_epochs_differ_in_order_and_in_where_windows_begin():
+    one = RegionSampler(counting(4 * SHARD_BYTES), region=0, regions=1, batch=652, context=100, seed=1)
+    starts = [epoch_of(one, epoch)[:, 0] for epoch in range(20)]
+    assert len({int(each[0]) for each in starts}) > 17
+    assert len({int(each.min()) % SHARD_BYTES for each in starts}) > 10
+    first = starts[0]
+    assert (np.abs(np.diff(first)) == 100).mean() < 0.02
+    assert not np.array_equal(first, np.sort(first))
+
+
+def test_parts_are_even_to_a_shard():
+    corpus = counting(101 * SHARD_BYTES)
+    sizes = [
+        RegionSampler(corpus, region=r, regions=4, rank=k, ranks=3, batch=1, context=128, seed=2).samples // 127
+        for r in range(4)
+        for k in range(3)
+    ]
+    assert sum(sizes) == 101
+    assert max(sizes) - min(sizes) <= 1
+
+
 def test_regions_never_share_a_shard_and_together_have_all():
-    corpus = numbered(40 * SHARD_BYTES)
-    seen = [set().union(*(places(sampler(corpus, r, 3).batch_at(k)) for k in range(12))) for r in range(3)]
-    assert set().union(*seen) == set(range(40))
-    assert sum(map(len, seen)) == 40
+    corpus = numbered(10 * SHARD_BYTES)
+    seen = [places(epoch_of(sampler(corpus, region, 3, context=500))) for region in range(3)]
+    assert set().union(*seen) == set(range(10))
+    assert sum(map(len, seen)) == 10
 
 
-def test_windows_stay_inside_the_corpus_and_reach_its_edges():
-    corpus = numbered(SHARD_BYTES)
-    batches = np.concatenate([sampler(corpus, batch=512, context=16_000).batch_at(k) for k in range(20)])
-    starts = [bytes(window[:8]) in corpus.train[: SHARD_BYTES - 16_000 + 8].tobytes() for window in batches]
-    assert all(starts)
-    assert any(bytes(window[-4:]) == corpus.train[-4:].tobytes() for window in batches)
+def test_windows_reach_the_edges_of_their_shard():
+    one = RegionSampler(counting(SHARD_BYTES), region=0, regions=1, batch=819, context=20, seed=1)
+    windows = np.concatenate([epoch_of(one, epoch) for epoch in range(60)])
+    assert (windows.min(), windows.max()) == (0, SHARD_BYTES - 1)
 
 
 @settings(max_examples=20, deadline=None)
@@ -76,12 +136,25 @@ def test_a_restored_sampler_goes_on_where_the_other_stood():
         first.next_batch()
     second.restore(first.state())
     np.testing.assert_array_equal(second.next_batch(), first.next_batch())
-    assert second.state() == {"position": 6}
+    assert second.state() == {"position": 6, "batch": 64}
 
 
-def test_a_state_without_position_is_refused():
+def test_another_batch_size_goes_on_after_the_last_window_that_was_trained():
+    corpus = counting(8 * SHARD_BYTES)
+    before, after = sampler(corpus, batch=8), sampler(corpus, batch=6)
+    trained = [before.next_batch() for _ in range(4)]
+    after.restore(before.state())
+    assert after.position == 6
+    windows = np.concatenate([*trained, *(after.next_batch() for _ in range(9))])
+    assert len(set(windows[:, 0].tolist())) == len(windows)
+    after.restore({"position": 3})
+    assert after.position == 3
+
+
+@pytest.mark.parametrize("state", [{}, {"position": -1}, {"position": "3"}, {"position": 3, "batch": 0}])
+def test_a_state_without_position_is_refused(state: dict[str, object]):
     with pytest.raises(ConfigError, match="position"):
-        sampler(numbered(8 * SHARD_BYTES)).restore({})
+        sampler(numbered(8 * SHARD_BYTES)).restore(state)
 
 
 def test_the_split_goes_by_file_and_does_not_depend_on_where_the_folder_lies(tmp_path: Path):
@@ -111,15 +184,6 @@ def test_binary_hidden_and_installed_files_are_left_out(tmp_path: Path):
     assert (corpus.files, corpus.skipped) == (1, 1)
 
 
-def test_files_come_in_order_of_their_paths_and_links_are_left_out(tmp_path: Path):
-    for name in ("b/z.txt", "b.txt", "b/a/c.txt", "a.txt", "B.txt", "site-packages/d.txt", "b/.e/f.txt"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(name)
-    (tmp_path / "link.txt").symlink_to(tmp_path / "a.txt")
-    (tmp_path / "linked").symlink_to(tmp_path / "b")
-    assert data._below(tmp_path) == ["B.txt", "a.txt", "b.txt", "b/a/c.txt", "b/z.txt"]
-
-
 def test_reading_stops_at_the_limit(tmp_path: Path):
     corpus = load_corpus([folder_with(tmp_path, {f"{n}.txt": b"w" * 50_000 for n in range(9)})], bytes_max=120_000)
     assert len(corpus.train) + len(corpus.held_out) == 120_000
@@ -147,9 +211,22 @@ def test_a_region_without_shards_is_refused(region: int, regions: int):
         sampler(numbered(4 * SHARD_BYTES), region, regions)
 
 
-def test_a_window_longer_than_a_shard_is_refused():
-    with pytest.raises(ConfigError, match="context"):
-        sampler(numbered(4 * SHARD_BYTES), context=SHARD_BYTES)
+@pytest.mark.parametrize(("region", "rank", "ranks"), [(1, 2, 2), (1, 1, 3), (0, -1, 2)])
+def test_a_rank_without_shards_is_refused(region: int, rank: int, ranks: int):
+    with pytest.raises(ConfigError, match=rf"no text for region {region} of 2, rank {rank} of {ranks}.*--data"):
+        RegionSampler(
+            counting(3 * SHARD_BYTES), region=region, regions=2, rank=rank, ranks=ranks, batch=1, context=9, seed=0
+        )
+
+
+def test_long_windows_want_long_shards():
+    with pytest.raises(ConfigError, match="131072 bytes make 0 shards of 262144"):
+        sampler(numbered(8 * SHARD_BYTES), context=SHARD_BYTES)
+
+
+def test_too_little_held_out_text_for_one_window_is_refused():
+    with pytest.raises(ConfigError, match=r"2000 held-out tokens.*model\.context 2000"):
+        numbered(4 * SHARD_BYTES).held_out_windows(1, 2000)
 
 
 def test_held_out_windows_are_evenly_spread_and_within():
@@ -158,3 +235,37 @@ def test_held_out_windows_are_evenly_spread_and_within():
     assert windows.shape == (7, 51)
     np.testing.assert_array_equal(windows[0], corpus.held_out[:51])
     np.testing.assert_array_equal(windows[-1], corpus.held_out[-51:])
+
+
+def test_much_text_lies_in_a_mapped_file_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = folder_with(tmp_path / "text", {f"{n}.txt": (f"{n:04d} " * 400).encode() for n in range(400)})
+    in_memory = load_corpus([folder])
+    monkeypatch.setattr(data, "MEMORY_BYTES_MAX", 1000)
+    mapped = load_corpus([folder], cache=tmp_path / "cache")
+    assert any((tmp_path / "cache").rglob("tokens.bin"))
+    np.testing.assert_array_equal(mapped.train, in_memory.train)
+    np.testing.assert_array_equal(mapped.held_out, in_memory.held_out)
+    assert (mapped.files, mapped.skipped, mapped.train.dtype) == (400, 0, np.uint8)
+    np.testing.assert_array_equal(sampler(mapped).batch_at(3), sampler(in_memory).batch_at(3))
+
+
+def test_one_large_file_is_split_at_its_tail_on_disk_too(tmp_path: Path):
+    rows = "".join(f'{{"text": "row {n} of one file"}}\n' for n in range(4000))
+    (tmp_path / "rows.jsonl").write_text(rows)
+    corpus = load_corpus([tmp_path / "rows.jsonl"], cache=tmp_path / "cache")
+    whole = corpus.train.tobytes() + corpus.held_out.tobytes()
+    assert sorted(whole.decode().splitlines()) == sorted(f"row {n} of one file" for n in range(4000))
+    assert len(corpus.held_out) == len(whole) * 5 // 100
+
+
+def test_the_cache_is_the_users_own_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert data.token_cache() == tmp_path / "diloco-node" / "tokens"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert data.token_cache() == Path.home() / ".cache" / "diloco-node" / "tokens"
+
+
+def test_tokens_are_as_torch_wants_them_and_bytes_stay_bytes():
+    assert sampler(counting(2 * SHARD_BYTES)).next_batch().dtype == np.int64
+    assert sampler(numbered(2 * SHARD_BYTES)).next_batch().dtype == np.uint8
+    assert numbered(2 * SHARD_BYTES).encoding.vocabulary == TextEncoding().vocabulary == 256

@@ -120,6 +120,16 @@ def test_the_default_has_the_documented_size():
     assert sum(math.prod(shape) for shape in parameter_shapes(ModelSettings()).values()) == 133_440
 
 
+def test_a_vocabulary_of_its_own_is_that_of_embedding_head_and_config():
+    shape = ModelSettings(layers=1, dim=16, heads=2, context=8, vocabulary=1000)
+    model = ByteGPT(shape, seed=0)
+    assert model.state_dict()["lm_head.weight"].shape == model.state_dict()["model.embed_tokens.weight"].shape
+    assert model.state_dict()["lm_head.weight"].shape == (hf_config(shape)["vocab_size"], 16)
+    windows = torch.tensor([[999, 0, 500, 998]])
+    assert model(windows).shape == (1, 4, 1000)
+    assert float(model.loss(windows)) == pytest.approx(math.log(1000), rel=0.1)
+
+
 @pytest.mark.parametrize(("dim", "hidden"), [(24, 64), (64, 176), (9 * 8, 192), (96, 256), (104, 280)])
 def test_hidden_is_the_next_multiple_of_eight(dim: int, hidden: int):
     assert ModelSettings(dim=dim, heads=1).hidden == hidden

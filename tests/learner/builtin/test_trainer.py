@@ -26,6 +26,7 @@ from diloco_node.learner.builtin.trainer import (
     settings_from_environment,
 )
 from diloco_node.learner.checkpoint import Stateful
+from tests.kit.data_kit import datasets_library, rows_of, write_jsonl, write_tokenizer
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
 
@@ -171,6 +172,63 @@ def test_the_second_life_draws_the_batches_that_the_first_did_not(monkeypatch: p
     assert drawn == list(range(9))
 
 
+def test_no_window_is_trained_twice_in_an_epoch_of_all_regions_even_over_a_restart(monkeypatch: pytest.MonkeyPatch):
+    """Each region trains its part to the last window, in two lives, and the batch after that begins the next epoch."""
+    text = np.arange(3 * SHARD_BYTES // 4, dtype="<u4").view(np.uint8)
+    corpus = Corpus(train=text, held_out=text[:4000], files=1, skipped=0)
+    trained: list[bytes] = []
+    plain = Trainer._inner_step
+    monkeypatch.setattr(
+        Trainer,
+        "_inner_step",
+        lambda self, windows, **more: (trained.extend(map(bytes, windows)), plain(self, windows, **more))[1],
+    )
+    settings = settings_with(model=ModelSettings(layers=1, dim=16, heads=2, context=500), batch=8, eval_windows=1)
+    whole = 3 * ((SHARD_BYTES - 1) // 500)
+    found: list[bytes] = []
+    for region in range(2):
+        kept: dict[str, dict[str, int]] = {}
+        samples = (2, 1)[region] * ((SHARD_BYTES - 1) // 500)
+        for steps in (3, -(-samples // 8) - 3):
+            run = FakeRun(steps, region_index=region, regions=2)
+            run.kept = kept
+            Trainer(settings, corpus=corpus, say=lambda line: None).run(run.attach)
+            kept = {name: part.state_dict() for name, part in run.stateful.items()}
+        found += trained[:samples]
+        trained.clear()
+    assert len(found) == len(set(found)) == whole
+
+
+def test_it_learns_tokens_of_rows_from_files_and_from_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets_library().config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    rows = rows_of(3000)
+    files = [str(write_jsonl(tmp_path / f"{n}.jsonl", rows[n::2], "body")) for n in range(2)]
+    values = {
+        "data": files,
+        "tokenizer": str(write_tokenizer(tmp_path / "tokenizer", 3000)),
+        "text_field": "body",
+        "cache": str(tmp_path / "cache"),
+        "model": {"layers": 1, "dim": 16, "heads": 2, "context": 16, "vocabulary": 3072},
+        **{"batch": 4, "steps": 40, "warmup": 5, "lr": 0.02, "eval_every": 0, "eval_windows": 8},
+    }
+    for streaming in (False, True):
+        first, second = FakeRun(30), FakeRun(2)
+        settings = settings_from({**values, "streaming": streaming})
+        outcome = Trainer(settings, say=lambda line: None).run(first.attach)
+        assert outcome.loss_first == pytest.approx(math.log(3072), rel=0.1)
+        assert outcome.val_loss < outcome.loss_first - 1.0
+        second.kept = {name: part.state_dict() for name, part in first.stateful.items()}
+        Trainer(settings, say=lambda line: None).run(second.attach)
+        assert second.stateful["data"].state_dict()["position"] == 32
+
+
+def test_a_model_that_has_fewer_tokens_or_wants_longer_text_is_refused_before_it_joins():
+    with pytest.raises(ConfigError, match=r"model\.vocabulary is 100: set .* to 256"):
+        Trainer(settings_with(model=ModelSettings(vocabulary=100)), corpus=corpus_of_words())
+    with pytest.raises(ConfigError, match=r"held-out .*model\.context 60000"):
+        Trainer(settings_with(model=ModelSettings(context=60_000)), corpus=corpus_of_words())
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice():
     one = Trainer(settings_with(), corpus=corpus_of_words(), say=lambda line: None)
     with torch.no_grad():
@@ -211,6 +269,9 @@ def test_a_step_is_stretched_to_its_least_time(monkeypatch: pytest.MonkeyPatch):
         ({"precision": "fp8"}, "trainer.precision"),
         ({"optimizer": "sgd"}, "trainer.optimizer"),
         ({"compile": 1}, "trainer.compile"),
+        ({"streaming": 1}, "trainer.streaming"),
+        ({"tokenizer": None}, "trainer.tokenizer"),
+        ({"text_field": 3}, "trainer.text_field"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(values: dict[str, object], named: str):

@@ -1,0 +1,72 @@
+"""A data loader that goes round: each epoch with a loader of its own, and a position that a checkpoint keeps::
+
+    loader = EndlessLoader(lambda epoch: StatefulDataLoader(own_part(epoch), batch_size=8))
+    with diloco_node.attach(model, optimizer, stateful={"data": loader}) as diloco:
+        for batch in loader:
+
+A streamed dataset of Hugging Face that was given a state begins every later epoch there. So none is used twice here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from diloco_node.errors import LearnerError
+
+
+class LoaderWithState(Protocol):
+    """torchdata's `StatefulDataLoader`, or what else has a position."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: nested values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Go on from there when it is iterated."""
+        ...
+
+
+class EndlessLoader:
+    """See the module. One for `attach(stateful=...)` and for the loop.
+
+    Args:
+        make: returns a fresh loader of this rank's part; is given the epoch, from 0.
+
+    Attributes:
+        epoch: how many epochs are done.
+    """
+
+    def __init__(self, make: Callable[[int], LoaderWithState]) -> None:
+        self._make = make
+        self.epoch = 0
+        self._loader = make(0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Batches without end.
+
+        Raises:
+            LearnerError: a whole epoch has none.
+        """
+        is_whole = False  # the first may have been restored at its end
+        while True:
+            count = 0
+            for count, batch in enumerate(self._loader, start=1):  # noqa: B007 (read after the loop)
+                yield batch
+            if is_whole and not count:
+                raise LearnerError("the data loader has no batch in a whole epoch: give this rank more data")
+            is_whole = True
+            self.epoch += 1
+            self._loader = self._make(self.epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, and where its loader is."""
+        return {"epoch": self.epoch, "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the first batch."""
+        self.epoch = state["epoch"]
+        self._loader = self._make(self.epoch)
+        self._loader.load_state_dict(state["loader"])

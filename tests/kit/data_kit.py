@@ -1,0 +1,52 @@
+"""Small data sets and tokenizers, made on the spot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+END = "<|endoftext|>"
+
+
+def rows_of(count: int, words: int = 12) -> list[str]:
+    """Texts that differ, each of so many words, of which the last is its own number."""
+    return [" ".join([*(f"w{(n * 7 + k) % 50}" for k in range(words - 1)), f"n{n}"]) for n in range(count)]
+
+
+def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"id": n, field: text}) + "\n" for n, text in enumerate(texts)))
+    return path
+
+
+def write_parquet(path: Path, texts: Sequence[str | None], field: str = "text") -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra `data`")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.table({"id": list(range(len(texts))), field: pyarrow.array(texts, pyarrow.string())})
+    parquet.write_table(table, path, row_group_size=40)
+    return path
+
+
+def datasets_library() -> Any:
+    return pytest.importorskip("datasets", reason="needs the extra `data`")
+
+
+def write_tokenizer(folder: Path, words: int = 300, *, end: str = END) -> Path:
+    """A tokenizer of whole words: w0 to w49, n0 to n<words>, one for unknown ones, and one that ends documents."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `data`")
+    names = ["[UNK]", end, *(f"w{n}" for n in range(50)), *(f"n{n}" for n in range(words))]
+    model = tokenizers.models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="[UNK]")
+    found = tokenizers.Tokenizer(model)
+    found.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    found.add_special_tokens([end])
+    # What a fine-tuned model keeps in its file.
+    found.enable_truncation(max_length=4)
+    found.enable_padding(length=20)
+    folder.mkdir(parents=True, exist_ok=True)
+    found.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
