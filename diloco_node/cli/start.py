@@ -205,7 +205,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         region=region,
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
-        learner_command=list(command) or [sys.executable, "-m", "diloco_node.learner"],
+        learner_command=list(command) or trainer_command(config.model.ranks),
         env={
             TRAINER_VARIABLE: str(trainer_file),
             ON_SPIKE_VARIABLE: config.learner.on_spike,
@@ -216,10 +216,19 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     )
 
 
+def trainer_command(ranks: int) -> list[str]:
+    """What starts the built-in trainer: several ranks by torchrun, at a port that it finds itself."""
+    if ranks == 1:
+        return [sys.executable, "-m", "diloco_node.learner"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *launcher, "-m", "diloco_node.learner"]
+
+
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
     """The modules of the process that learners are forked from; none: they start afresh."""
     late = () if config.model.hf is None else ("transformers",)
-    default = () if command else (*TRAINER_PRELOAD, *late)
+    # torchrun starts its ranks itself: nothing is forked.
+    default = () if command or config.model.ranks > 1 else (*TRAINER_PRELOAD, *late)
     modules = default if config.learner.preload is None else config.learner.preload
     return (*modules, LATE_IMPORTS) if modules else ()
 
@@ -270,6 +279,7 @@ def trainer_settings(config: NodeConfig) -> dict[str, Any]:
         "warmup": model.warmup_steps,
         "lr_floor": lr_floor(config),
         "weight_decay": model.weight_decay,
+        "shard": model.shard,
         "seed": config.run.seed,
         "data": [path if path.startswith(HUB) else str(Path(path).resolve()) for path in config.data.paths],
         "tokenizer": _resolved(config.data.tokenizer),

@@ -122,6 +122,8 @@ class ModelSection(Section):
         optimizer: Muon is for matrices, with AdamW for the rest. clip: of the gradient's norm; 0: none.
         accumulate: micro-batches that a batch is computed in. precision: of the arithmetic; parameters are float32.
         compile: by torch. checkpoint_activations: blocks compute theirs again in the backward pass.
+        ranks: processes that `start` has torchrun start on this machine. shard: with several ranks each has a part of
+            the model (fsdp), or all of it (ddp, and none).
     """
 
     hf: Annotated[Path | None, Field(examples=["config.json"])] = None
@@ -147,6 +149,8 @@ class ModelSection(Section):
     precision: Literal["float32", "bf16"] = "float32"
     compile: bool = False
     checkpoint_activations: bool = False
+    ranks: Annotated[Whole, Field(ge=1, le=1024)] = 1
+    shard: Literal["none", "ddp", "fsdp"] = "none"
 
 
 class RoundsSection(Section):

@@ -14,13 +14,15 @@ from diloco_node.learner.builtin.trainer import Trainer, settings_from_environme
 def main() -> int:
     """Train until told to stop; print the outcome as one line of JSON. Returns the exit code."""
     try:
-        outcome = Trainer(settings_from_environment()).run(attach)
+        trainer = Trainer(settings_from_environment())
+        outcome = trainer.run(attach)
     except DilocoError as problem:
         sys.stderr.write(f"learner: {problem}\n")
         return problem.exit_code
     except KeyboardInterrupt:
         return 0
-    sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+    if trainer.place.rank == 0:
+        sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
     return 0
 
 

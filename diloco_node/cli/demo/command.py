@@ -24,7 +24,8 @@ class DemoOptions:
         has_chaos: processes are killed while it trains. mtbf: mean time between two kills, such as "2s"; "": 5 s.
         victims: what is killed, with commas; "": everything there is. tape: a file of faults instead of drawn ones.
         baseline: report of an undisturbed demo to compare with.
-        speeds, batches: of the learners, with commas, in the order of the regions' names; "": all the same.
+        speeds, batches, ranks, shards: of the learners, with commas, in the order of the regions' names; "": all the
+            same, of one rank.
     """
 
     regions: int | None = None
@@ -44,6 +45,8 @@ class DemoOptions:
     baseline: Path | None = None
     speeds: str = ""
     batches: str = ""
+    ranks: str = ""
+    shards: str = ""
 
 
 def demo(
@@ -87,6 +90,11 @@ def demo(
         str, typer.Option("--speeds", metavar="LIST", help="Relative speeds of the learners: 1,1,2,4.")
     ] = "",
     batches: Annotated[str, typer.Option("--batches", metavar="LIST", help="Batches of the learners: 8,8,4,16.")] = "",
+    ranks: Annotated[str, typer.Option("--ranks", metavar="LIST", help="Processes of each learner: 2,2,1,2.")] = "",
+    shard: Annotated[
+        str,
+        typer.Option("--shard", metavar="LIST", help="With --ranks, how each model is cut: fsdp,ddp,none,fsdp."),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run several regions on this machine, with real processes and real links, and report."""
@@ -110,5 +118,7 @@ def demo(
         baseline=baseline,
         speeds=speeds,
         batches=batches,
+        ranks=ranks,
+        shards=shard,
     )
     raise typer.Exit(run_demo(options))

@@ -1,4 +1,4 @@
-"""`demo --speeds` and `--batches`: learners that differ, as settings of each region's `start`."""
+"""`demo --speeds`, `--batches`, `--ranks` and `--shard`: learners that differ, as settings of each region's `start`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ SPEEDS_APART_MAX: Final = 16.0
 """The bound to which the leader believes reported step times (`core.merge.schedule`)."""
 
 BATCH_MAX: Final = 1024
+RANKS_MAX: Final = 16
+SHARDS: Final = ("none", "ddp", "fsdp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +25,13 @@ class LearnerMix:
     Attributes:
         speeds: relative, one for each region in the order of their names; empty: all the same.
         batches: sequences in an inner step, in the same order; empty: as run.toml says.
+        ranks: processes of each learner; empty: one. shards: how their model is cut; empty: it is not.
     """
 
     speeds: tuple[float, ...] = ()
     batches: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    shards: tuple[str, ...] = ()
 
     def step_seconds(self, fastest_s: float, index: int) -> float:
         """An inner step of a region takes at least so long; of the fastest `fastest_s`."""
@@ -40,20 +45,33 @@ class LearnerMix:
     def settings(self, fastest_s: float, index: int) -> tuple[str, ...]:
         """What `start --set` gets in a region."""
         found = [f"model.step_time_min={round(1000 * self.step_seconds(fastest_s, index))}ms"] if self.speeds else []
-        return (*found, *([f"model.batch={self.batches[index]}"] if self.batches else []))
+        for name, values in (("batch", self.batches), ("ranks", self.ranks), ("shard", self.shards)):
+            found += [f"model.{name}={values[index]}"] if values else []
+        return tuple(found)
 
 
-def parse_mix(speeds: str, batches: str, names: Sequence[str]) -> LearnerMix:
+def parse_mix(speeds: str, batches: str, names: Sequence[str], *, ranks: str = "", shards: str = "") -> LearnerMix:
     """From the command line.
 
     Args:
-        speeds, batches: with commas, one for each of `names`; "" for none.
+        speeds, batches, ranks, shards: with commas, one for each of `names`; "" for none.
 
     Raises:
         ConfigError: a wrong number of them, or one that can't be.
     """
-    mix = LearnerMix(parsed("--speeds", speeds, _speeds), parsed("--batches", batches, _batches))
-    for flag, values in (("--speeds", mix.speeds), ("--batches", mix.batches)):
+    mix = LearnerMix(
+        parsed("--speeds", speeds, _speeds),
+        parsed("--batches", batches, _batches),
+        parsed("--ranks", ranks, _ranks),
+        parsed("--shard", shards, _shards),
+    )
+    given: dict[str, Sequence[object]] = {
+        "--speeds": mix.speeds,
+        "--batches": mix.batches,
+        "--ranks": mix.ranks,
+        "--shard": mix.shards,
+    }
+    for flag, values in given.items():
         if values and len(values) != len(names):
             raise ConfigError(f"{flag} has {len(values)} values for {len(names)} regions: give one for each, in order")
     return mix
@@ -70,4 +88,18 @@ def _batches(text: str) -> tuple[int, ...]:
     values = tuple(int(part) for part in text.split(",")) if text else ()
     if values and not (min(values) >= 1 and max(values) <= BATCH_MAX):
         raise ValueError(f"use whole numbers from 1 to {BATCH_MAX}")
+    return values
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    values = tuple(int(part) for part in text.split(",")) if text else ()
+    if values and not (min(values) >= 1 and max(values) <= RANKS_MAX):
+        raise ValueError(f"use whole numbers from 1 to {RANKS_MAX}")
+    return values
+
+
+def _shards(text: str) -> tuple[str, ...]:
+    values = tuple(text.split(",")) if text else ()
+    if not set(values) <= set(SHARDS):
+        raise ValueError(f"use {', '.join(SHARDS)}")
     return values

@@ -116,7 +116,7 @@ class Demo:
         self.wan = DemoWan(options) if options.wan is not None else None
         names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
         self.names = sorted(names)
-        self.mix = parse_mix(options.speeds, options.batches, self.names)
+        self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
         self.outage: DemoOutage | None = None
         self.settings = comparable(options, self.names, step_seconds=STEP_SECONDS)
         self.storm = DemoStorm(options, self.names, folder, self.settings) if options.has_chaos else None

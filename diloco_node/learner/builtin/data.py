@@ -73,9 +73,13 @@ class Corpus:
         starts = np.linspace(0, last, count).astype(np.int64)
         return windows_at(self.held_out, starts, context)
 
-    def sampler(self, *, region: int, regions: int, batch: int, context: int, seed: int) -> RegionSampler:
-        """The stream of one region's batches; see `RegionSampler`."""
-        return RegionSampler(self, region=region, regions=regions, batch=batch, context=context, seed=seed)
+    def sampler(
+        self, *, region: int, regions: int, batch: int, context: int, seed: int, rank: int = 0, ranks: int = 1
+    ) -> RegionSampler:
+        """The stream of the batches of one region's rank; see `RegionSampler`."""
+        return RegionSampler(
+            self, region=region, regions=regions, batch=batch, context=context, seed=seed, rank=rank, ranks=ranks
+        )
 
 
 def load_corpus(

@@ -73,9 +73,12 @@ class TextStream:
         """As `Corpus.held_out_windows`."""
         return self._held.held_out_windows(count, context)
 
-    def sampler(self, *, region: int, regions: int, batch: int, context: int, seed: int) -> StreamSampler:
-        """The stream of one region's batches; the seed is of no effect."""
-        return StreamSampler(self, region=region, regions=regions, batch=batch, context=context)
+    def sampler(
+        self, *, region: int, regions: int, batch: int, context: int, seed: int, rank: int = 0, ranks: int = 1
+    ) -> StreamSampler:
+        """The stream of the batches of one region's rank; the seed is of no effect."""
+        del seed
+        return StreamSampler(self, region=region, regions=regions, batch=batch, context=context, rank=rank, ranks=ranks)
 
     def opened(self) -> Any:
         """The whole stream, from its beginning, as an `IterableDataset`."""

@@ -20,6 +20,7 @@ clip             1.0       the gradient's norm is cut to this; 0: it is not
 accumulate       1         micro-batches that a batch is computed in; divides it
 precision        float32   of the arithmetic; `bf16`: autocast, parameters stay float32
 compile          false     `torch.compile`
+shard            none      on several ranks: `fsdp`, or `ddp`, which `none` is there too; see `sharding`
 checkpoint_activations     keep no activations inside blocks, compute them again; false by default
 seed             0         of parameters and of data order; the same in all regions
 data             []        files and folders of text, JSONL or Parquet, `hf:NAME`; empty: the standard library's sources
@@ -64,6 +65,7 @@ from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.model import ByteGPT, token_logits
 from diloco_node.learner.builtin.optimizers import KINDS, build_optimizer
 from diloco_node.learner.builtin.shape import ModelSettings
+from diloco_node.learner.builtin.sharding import SHARDS, begin_ranks, on_ranks, whole_norm
 from diloco_node.learner.builtin.stream import StreamSampler, TextStream
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
@@ -108,6 +110,7 @@ class TrainerSettings:
     precision: str = "float32"
     compile: bool = False
     checkpoint_activations: bool = False
+    shard: str = "none"
 
     def __post_init__(self) -> None:
         for name, low in (("batch", 1), ("steps", 1), ("warmup", 0), ("seed", 0), ("eval_every", 0)):
@@ -122,7 +125,7 @@ class TrainerSettings:
         for name in ("ends_with_run", "compile", "checkpoint_activations", "streaming"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)!r}: use true or false")
-        for name, known in (("optimizer", KINDS), ("precision", PRECISIONS)):
+        for name, known in (("optimizer", KINDS), ("precision", PRECISIONS), ("shard", SHARDS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"trainer.{name} is {getattr(self, name)!r}: use one of {', '.join(known)}")
         for name in ("tokenizer", "text_field", "cache"):
@@ -305,12 +308,12 @@ class Trainer:
             self.corpus.encoding.check_model(settings.model.vocabulary)
         self.corpus.held_out_windows(1, settings.model.context)
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.place = begin_ranks()
         self._lm = _made(settings, self.corpus.encoding.vocabulary)
-        self.model = (self._lm if isinstance(self._lm, ByteGPT) else self._lm.module).to(device)
+        self.model = (self._lm if isinstance(self._lm, ByteGPT) else self._lm.module).to(self.place.device)
+        loss = on_ranks(self.model, self._lm.loss, shard=settings.shard, place=self.place)
         self.optimizer = make_optimizer(self.model, settings)
-        self._loss: Callable[[Tensor], Tensor] = torch.compile(self._lm.loss) if settings.compile else self._lm.loss
-        self._device = device
+        self._loss: Callable[[Tensor], Tensor] = torch.compile(loss) if settings.compile else loss
 
     def run(self, attach: Callable[..., AbstractContextManager[Diloco]]) -> Outcome:
         """Train.
@@ -329,6 +332,8 @@ class Trainer:
                 batch=self.settings.batch,
                 context=self.settings.model.context,
                 seed=self.settings.seed,
+                rank=self.place.rank,
+                ranks=self.place.ranks,
             )
             position.follow(sampler)
             return self._loop(diloco, sampler)
@@ -360,14 +365,14 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.zero_grad()
-        parts = torch.from_numpy(windows).to(self._device).chunk(self.settings.accumulate)
+        parts = torch.from_numpy(windows).to(self.place.device).chunk(self.settings.accumulate)
         losses = []
         for part in parts:
             with self._arithmetic():
                 loss = self._loss(part) / len(parts)
             loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
-        norm = clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf)
+        norm = whole_norm(clip_grad_norm_(self.model.parameters(), self.settings.clip or math.inf))
         self.optimizer.step()
         return torch.stack(losses).sum(), norm
 
@@ -375,13 +380,20 @@ class Trainer:
         """For the forward pass; parameters, gradients and the optimizer stay float32."""
         if self.settings.precision == "float32":
             return nullcontext()
-        return torch.autocast(self._device, torch.bfloat16)
+        return torch.autocast(self.place.device.type, torch.bfloat16)
 
     def _evaluate(self, diloco: Diloco, steps: int, loss: float, *, windows: int) -> tuple[float, float | None]:
         """Held-out loss of the own and of the global parameters; told to the daemon."""
         held_out = self.corpus.held_out_windows(windows, self.settings.model.context)
-        own = self._held_out(held_out, diloco.own_state_dict())
-        everybodys = self._held_out(held_out, diloco.global_state_dict()) if diloco.is_attached else None
+        is_cut = self.place.ranks > 1 and self.settings.shard == "fsdp"
+        if self.place.rank and not is_cut:
+            return math.nan, None
+        # Where ranks have parts of the model, all of them give theirs to rank 0.
+        states = [diloco.own_state_dict(), *([diloco.global_state_dict()] if diloco.is_attached else [])]
+        if self.place.rank:
+            return math.nan, None
+        own, *others = [self._held_out(held_out, state) for state in states]
+        everybodys = others[0] if others else None
         diloco.evaluated(val_loss=own, val_loss_global=everybodys)
         shown = "" if everybodys is None else f" val_loss_global={everybodys:.4f}"
         self.say(f"step={steps} loss={loss:.4f} val_loss={own:.4f}{shown}")

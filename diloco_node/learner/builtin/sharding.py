@@ -1,0 +1,94 @@
+"""The built-in trainer on several ranks: their process group, and the model cut over them or copied to each.
+
+`torchrun` starts the ranks and says in the environment which one a process is. FSDP2 cuts each block of the outermost
+lists of blocks, and what is left at the root.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SHARDS: Final = ("none", "ddp", "fsdp")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerRank:
+    """This process among the ranks of its region.
+
+    Attributes:
+        rank: 0 <= rank < ranks. device: of its model.
+    """
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+
+class _Loss(nn.Module):
+    """A loss as a module: DistributedDataParallel acts where its module is called."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self._of = loss
+
+    def forward(self, windows: Tensor) -> Tensor:
+        return self._of(windows)
+
+
+def begin_ranks() -> TrainerRank:
+    """Make the process group that `torchrun` has prepared; without it there is one rank."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        return TrainerRank(0, 1, torch.device(kind))
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0"))) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return TrainerRank(dist.get_rank(), dist.get_world_size(), device)
+
+
+def on_ranks(
+    model: nn.Module, loss: Callable[[Tensor], Tensor], *, shard: str, place: TrainerRank
+) -> Callable[[Tensor], Tensor]:
+    """Make one model of those of all ranks.
+
+    Args:
+        model: the same on all ranks; FSDP2 leaves each its part of it. loss: of windows, by the model.
+        shard: one of `SHARDS`; "none" on several ranks is DistributedDataParallel.
+
+    Returns:
+        The loss to train with.
+    """
+    if place.ranks == 1:
+        return loss
+    if shard != "fsdp":
+        return nn.parallel.DistributedDataParallel(_Loss(model, loss))
+    from torch.distributed.fsdp import fully_shard
+
+    for block in list(_blocks(model)):
+        fully_shard(block)
+    fully_shard(model)
+    return loss
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _blocks(child)
+
+
+def whole_norm(norm: Tensor) -> Tensor:
+    """A gradient's norm, which is a DTensor where the model is cut."""
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
