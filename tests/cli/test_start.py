@@ -115,6 +115,15 @@ def test_what_is_preloaded(supervised: list[SupervisorSpec], arguments: list[str
     assert supervised[0].preload == preload
 
 
+def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(supervised: list[SupervisorSpec]) -> None:
+    assert main(["start", "--region", "eu", "--set", "model.ranks=2", "--set", "model.shard=fsdp"]) == 6  # as above
+    spec = supervised[0]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert spec.learner_command == [sys.executable, *launcher, "-m", "diloco_node.learner"]
+    assert spec.preload == (), "torchrun starts its ranks itself"
+    assert json.loads(Path(spec.env["DILOCO_TRAINER"]).read_text())["shard"] == "fsdp"
+
+
 def test_what_is_no_module_is_not_preloaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["start", "--region", "eu", "--preload", "torch,my-model.py"]) == 2
     assert "learner.preload is \"torch,my-model.py\" (--preload): 'my-model.py' is not the name of a module" in (

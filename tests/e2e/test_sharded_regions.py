@@ -43,3 +43,20 @@ async def test_a_region_of_two_shards_and_one_of_a_single_process_are_learners_o
         assert cluster.account().faults == ()
     finally:
         await cluster.clear()
+
+
+async def test_the_built_in_trainer_cuts_its_model_where_it_is_told_to(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", 2)
+    sharded, _ = cluster.names
+    cluster.regions[sharded].settings = ("model.ranks=2", "model.shard=fsdp")
+    try:
+        await cluster.start()
+        await cluster.until_trains()
+        now = await cluster.until_commits(8)
+        tokens = {name: now[name]["learner"]["tokens"] // now[name]["learner"]["step"] for name in cluster.names}
+        assert tokens[sharded] == 2 * tokens[cluster.names[1]], "two ranks, each with a batch of its own"
+        await cluster.end()
+        cluster.check_equal()
+        assert cluster.account().faults == ()
+    finally:
+        await cluster.clear()

@@ -1,4 +1,4 @@
-"""What `demo --speeds` and `--batches` ask of each region."""
+"""What `demo --speeds`, `--batches`, `--ranks` and `--shard` ask of each region."""
 
 from __future__ import annotations
 
@@ -23,6 +23,29 @@ def test_the_fastest_steps_as_ever_and_the_others_take_longer() -> None:
 @pytest.mark.parametrize(("speeds", "median"), [("1,1,2,4", 0.2), ("1,2,2,4", 0.1), ("0.5,1,1,1", 0.05)])
 def test_the_schedule_is_laid_out_for_the_learner_that_says_where_the_run_is(speeds: str, median: float) -> None:
     assert parse_mix(speeds, "", NAMES).median_step_seconds(0.05) == pytest.approx(median)
+
+
+def test_regions_may_have_ranks_and_cut_their_models_as_they_like() -> None:
+    mix = parse_mix("", "4,4,8,4", NAMES, ranks="2,2,1,2", shards="fsdp,fsdp,none,ddp")
+    assert [mix.settings(0.05, at) for at in range(4)] == [
+        ("model.batch=4", "model.ranks=2", "model.shard=fsdp"),
+        ("model.batch=4", "model.ranks=2", "model.shard=fsdp"),
+        ("model.batch=8", "model.ranks=1", "model.shard=none"),
+        ("model.batch=4", "model.ranks=2", "model.shard=ddp"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "words"),
+    [
+        ("2,2", "", "--ranks has 2 values for 4 regions"),
+        ("1,1,1,0", "", "whole numbers from 1 to 16"),
+        ("", "fsdp,fsdp,none,zero", "use none, ddp, fsdp"),
+    ],
+)
+def test_ranks_that_can_not_be_are_refused(ranks: str, shards: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_mix("", "", NAMES, ranks=ranks, shards=shards)
 
 
 def test_without_them_nothing_changes() -> None:
