@@ -20,7 +20,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -66,6 +66,7 @@ def attach(
     *,
     masters: Mapping[str, Tensor] | None = None,
     merge: Mapping[str, MergeRule] | None = None,
+    buffers: Sequence[str] = (),
     stateful: Mapping[str, Stateful] | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
     step: Literal["call", "auto"] = "call",
@@ -78,6 +79,7 @@ def attach(
         optimizer: its moments are kept in the learner's checkpoint and come back after a restart.
         masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
+        buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
         stateful: parts of the loop that a restart continues (data loader, schedule); their states are nested values.
         checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`; 0 for none.
         step: "call": the loop calls `Diloco.step`. "auto": each step of the optimizer is one. Tokens are counted by the
@@ -91,7 +93,7 @@ def attach(
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
     return Diloco(
         optimizer,
-        tensors=ModelTensors(model, masters=masters, merge=merge),
+        tensors=ModelTensors(model, masters=masters, merge=merge, buffers=buffers),
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
         auto_step=AutoStep(model, optimizer) if step == "auto" else None,

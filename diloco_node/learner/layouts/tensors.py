@@ -1,9 +1,9 @@
 """A model's trainable parameters as one rank holds them: which there are, and how values get in and out.
 
-Trainable parameters only, tied ones once (under the first name), buffers not at all. Embeddings and the head are
-averaged, everything else follows the run's merge rule. Values leave and enter as float32 on the CPU, whatever the
-parameter's type and device. Where an optimizer keeps its own float32 masters, those are read and written, and the
-parameter follows.
+Trainable parameters, tied ones once (under the first name), and those buffers that are asked for. Embeddings, the head
+and buffers are averaged, everything else follows the run's merge rule. Values leave and enter as float32 on the CPU,
+whatever the parameter's type and device. Where an optimizer keeps its own float32 masters, those are read and written,
+and the parameter follows.
 
 A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: nothing here communicates, but for
 `rest_of_state`. Slicing a DTensor itself would gather all of it, once for each slice.
@@ -11,8 +11,9 @@ A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Final
 
 import torch
@@ -54,7 +55,7 @@ _HEAD_DEPTH_MAX: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class _Tracked:
-    parameter: nn.Parameter
+    parameter: Tensor
     master: Tensor | None
 
     @property
@@ -95,6 +96,7 @@ class ModelTensors:
         model: may be wrapped by DistributedDataParallel or torch.compile.
         masters: name of a parameter -> the optimizer's float32 master of it, same shape.
         merge: name of a parameter -> rule, where the guess (see the module) is wrong.
+        buffers: patterns of the names of buffers that are merged, such as "*.expert_bias".
 
     Attributes:
         specs: one per tensor, with its global shape; `RDA` stands for the run's own rule.
@@ -111,6 +113,7 @@ class ModelTensors:
         *,
         masters: Mapping[str, Tensor] | None = None,
         merge: Mapping[str, MergeRule] | None = None,
+        buffers: Sequence[str] = (),
     ) -> None:
         self.model = unwrap(model)
         self._names_of = _names_of(self.model)
@@ -121,8 +124,10 @@ class ModelTensors:
         self._resharded = [module for module in self.model.modules() if hasattr(module, "reshard")]
         specs = []
         embeddings = _embedding_parameters(self.model)
+        trained = _buffers(self.model, buffers)
+        self._names_of |= {buffer: [name] for name, buffer in trained.items()}
         for parameter, names in self._names_of.items():
-            if not parameter.requires_grad or not parameter.numel():
+            if not (parameter.requires_grad or names[0] in trained) or not parameter.numel():
                 continue
             _check(names[0], parameter)
             master = next((masters[name] for name in names if name in masters), None)
@@ -131,7 +136,12 @@ class ModelTensors:
             self.boxes[names[0]] = _boxes(names[0], parameter)
             rule = next((merge[name] for name in names if name in merge), None)
             if rule is None:
-                is_averaged = parameter in embeddings or len(names) > 1 or any(map(_is_named_averaged, names))
+                is_averaged = (
+                    parameter in embeddings
+                    or names[0] in trained
+                    or len(names) > 1
+                    or any(map(_is_named_averaged, names))
+                )
                 rule = MergeRule.AVG if is_averaged else MergeRule.RDA
             specs.append(TensorSpec(names[0], tuple(parameter.shape), rule))
         self.specs = tuple(specs)
@@ -226,7 +236,7 @@ class ModelTensors:
             part, lambda one: torch.zeros_like(local_part(one)) if one.grad is None else local_part(one.grad)
         )
 
-    def _sample(self, part: LocalFragment, values_of: Callable[[nn.Parameter], Tensor]) -> Tensor:
+    def _sample(self, part: LocalFragment, values_of: Callable[[Tensor], Tensor]) -> Tensor:
         parts = [host_values(0)]
         for slab in part.slabs:
             values = values_of(self._tracked[slab.piece.name].parameter)[slab.local]
@@ -291,9 +301,21 @@ def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> N
     theta.add_(new)
 
 
-def _names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+def _buffers(model: nn.Module, patterns: Sequence[str]) -> dict[str, Tensor]:
+    """Those whose names fit, by name. Raises LearnerError: none fits a pattern."""
+    found: dict[str, Tensor] = {}
+    for pattern in patterns:
+        fitting = {name: buffer for name, buffer in model.named_buffers() if fnmatchcase(name, pattern)}
+        if not fitting:
+            known = [name for name, _ in model.named_buffers()]
+            raise LearnerError(f"buffers: {pattern!r} fits no buffer of the model; it has {known[:5]}")
+        found |= fitting
+    return found
+
+
+def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:
     """Each parameter with all its names; several for a tied one."""
-    names: dict[nn.Parameter, list[str]] = {}
+    names: dict[Tensor, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     return names
@@ -311,7 +333,7 @@ def _is_named_averaged(name: str) -> bool:
     return modules[-1] in EMBEDDING_NAMES or (modules[-1] in HEAD_NAMES and len(modules) <= _HEAD_DEPTH_MAX)
 
 
-def _check(name: str, parameter: nn.Parameter) -> None:
+def _check(name: str, parameter: Tensor) -> None:
     values = parameter.data
     kinds = {kind.__name__ for kind in (*type(parameter).__mro__, *type(values).__mro__)}
     if kinds & REFUSED_KINDS:
@@ -342,7 +364,7 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise LearnerError(f"parameter {name!r} has layout {parameter.layout}: only dense tensors can be merged")
 
 
-def _check_master(name: str, parameter: nn.Parameter, master: Tensor | None) -> None:
+def _check_master(name: str, parameter: Tensor, master: Tensor | None) -> None:
     if master is None:
         return
     is_like = master.shape == parameter.shape and local_part(master).shape == local_part(parameter).shape
@@ -353,7 +375,7 @@ def _check_master(name: str, parameter: nn.Parameter, master: Tensor | None) -> 
         )
 
 
-def _boxes(name: str, parameter: nn.Parameter) -> list[Box]:
+def _boxes(name: str, parameter: Tensor) -> list[Box]:
     """Which part of the tensor lies on this rank."""
     if not is_sharded(parameter.data):
         return [whole_box(parameter.shape)]

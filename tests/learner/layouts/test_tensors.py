@@ -57,6 +57,30 @@ def test_trainable_parameters_once_and_no_buffers() -> None:
     }
 
 
+def test_buffers_that_train_are_merged_by_their_mean() -> None:
+    model = Tied()
+    model.register_buffer("router_bias", torch.arange(4.0))
+    tensors = ModelTensors(model, buffers=("router_*",))
+    assert rules(tensors)["router_bias"] is MergeRule.AVG
+    assert "seen" not in rules(tensors)
+    manifest = build_manifest(tensors.specs, 2)
+    vectors = []
+    for part in parts(tensors, 2):
+        values = torch.empty(part.size)
+        tensors.read(part, values)
+        tensors.shift(part, values + 1.0, values, 1.0, torch.empty(100))
+        vectors.append(values)
+    assert model.router_bias.tolist() == [1.0, 2.0, 3.0, 4.0]
+    full = tensors.full_state(manifest, vectors, tensors.rest_of_state())
+    assert full["router_bias"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert list(full) == list(model.state_dict())
+
+
+def test_a_pattern_that_fits_no_buffer_is_named() -> None:
+    with pytest.raises(LearnerError, match=r"'router_\*' fits no buffer.*'seen'"):
+        ModelTensors(Tied(), buffers=("router_*",))
+
+
 def test_embeddings_and_heads_are_known_by_type_and_by_name() -> None:
     assert rules(ModelTensors(Layers())) == {
         "block.attention.output.weight": MergeRule.RDA,
