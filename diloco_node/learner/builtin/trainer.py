@@ -59,7 +59,7 @@ from diloco_node.learner.builtin.data import Corpus, RegionSampler, load_corpus
 from diloco_node.learner.builtin.hf_model import HfCausalLM
 from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.model import ByteGPT, token_logits
-from diloco_node.learner.builtin.optimizers import KINDS, build_optimizer
+from diloco_node.learner.builtin.optimizers import KINDS, build_optimizer, set_rate
 from diloco_node.learner.builtin.shape import VOCABULARY, ModelSettings
 
 SETTINGS_VARIABLE: Final = "DILOCO_TRAINER"
@@ -319,8 +319,7 @@ class Trainer:
 
     def _inner_step(self, windows: NDArray[np.uint8], *, lr: float) -> tuple[Tensor, Tensor]:
         """Returns the loss, and the norm of the gradient before it was clipped."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         self.optimizer.zero_grad()
         parts = torch.from_numpy(windows).to(self._device).chunk(self.settings.accumulate)
         losses = []
