@@ -32,7 +32,7 @@ from diloco_node.core.merge.outer import outer_step
 from diloco_node.learner.builtin.data import RegionSampler, load_corpus
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
-from diloco_node.learner.builtin.trainer import CLIP_NORM, TrainerSettings, make_optimizer
+from diloco_node.learner.builtin.trainer import TrainerSettings, make_optimizer
 
 GLOO_TIMEOUT_S = 600.0
 
@@ -95,7 +95,7 @@ class Learner:
         loss = loss_of(torch.from_numpy(self.sampler.next_batch()))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        clip_grad_norm_(self.model.parameters(), self.settings.clip)
         self.optimizer.step()
         return loss.item()
 

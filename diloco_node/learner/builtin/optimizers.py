@@ -37,6 +37,7 @@ def build_optimizer(
     groups = _groups(trained, weight_decay)
     if kind == "adamw8bit":
         made: torch.optim.Optimizer = _adamw8bit(trained)(groups, lr=lr, betas=betas)
+        made.register_load_state_dict_post_hook(_in_8_bit_again)
         return made
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
@@ -91,6 +92,26 @@ def _adamw8bit(trained: Sequence[nn.Parameter]) -> Callable[..., torch.optim.Opt
             return made
     wanted = "bitsandbytes or torchao" if is_cuda else "torchao (bitsandbytes' needs a GPU)"
     raise ConfigError(f"trainer.optimizer adamw8bit needs {wanted}, which is not installed: install it, or use adamw")
+
+
+def _in_8_bit_again(optimizer: torch.optim.Optimizer) -> None:
+    """A checkpoint holds torchao's moments as float32: what was loaded goes into buffers of its own kind."""
+    fresh: Any = getattr(optimizer, "_new_buffer", None)
+    if fresh is None:
+        return
+    for parameter, state in optimizer.state.items():
+        for name, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            if name in state:
+                state[name] = fresh(parameter, is_signed).copy_(state[name])
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give all groups this learning rate; torchao keeps it in a tensor, which has to stay the same one."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 class SeveralOptimizers(torch.optim.Optimizer):

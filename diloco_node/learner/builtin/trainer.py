@@ -63,7 +63,7 @@ from diloco_node.learner.builtin.data import Corpus, RegionSampler, Windows, loa
 from diloco_node.learner.builtin.hf_model import HfCausalLM
 from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.model import ByteGPT, token_logits
-from diloco_node.learner.builtin.optimizers import KINDS, build_optimizer
+from diloco_node.learner.builtin.optimizers import KINDS, build_optimizer, set_rate
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.sharding import SHARDS, begin_ranks, on_ranks, whole_norm
 from diloco_node.learner.builtin.stream import StreamSampler, TextStream
@@ -362,8 +362,7 @@ class Trainer:
 
     def _inner_step(self, windows: Windows, *, lr: float) -> tuple[Tensor, Tensor]:
         """Returns the loss, and the norm of the gradient before it was clipped."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        set_rate(self.optimizer, lr)
         self.optimizer.zero_grad()
         parts = torch.from_numpy(windows).to(self.place.device).chunk(self.settings.accumulate)
         losses = []

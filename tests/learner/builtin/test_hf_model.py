@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -184,10 +183,10 @@ def test_faults_of_a_folder_are_named(tmp_path: Path) -> None:
     path = folder / "model.safetensors"
     tensors = load_file(path)
     moved = tensors.pop("model.norm.weight")
-    save_file(tensors | {"norm.weight": moved}, path, {"format": "pt"})
+    save_file(tensors | {"model.nom.weight": moved}, path, {"format": "pt"})
     lacking, left_over = load_faults(folder)
     assert lacking.startswith("model.norm.weight are lacking")
-    assert left_over.startswith("norm.weight are of no use")
+    assert left_over.startswith("model.nom.weight are of no use")
     path.write_bytes(b"none")
     assert "does not load" in load_faults(folder)[0]
-    assert math.isfinite(len(load_faults(tmp_path / "nothing")[0]))
+    assert "does not load" in load_faults(tmp_path / "nothing")[0]

@@ -12,7 +12,7 @@ from torch import nn
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import optimizers as module
 from diloco_node.learner.builtin.model import ByteGPT
-from diloco_node.learner.builtin.optimizers import SeveralOptimizers, build_optimizer
+from diloco_node.learner.builtin.optimizers import SeveralOptimizers, build_optimizer, set_rate
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, TrainingProgress, read_newest
 
@@ -72,11 +72,9 @@ def test_a_rate_that_is_set_on_all_groups_is_used_by_each() -> None:
     model = ByteGPT(TINY, seed=0)
     optimizer = made(model)
     before = [one.detach().clone() for one in model.parameters()]
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
+    set_rate(optimizer, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(before, stepped(model, optimizer, 2), strict=True))
-    for group in optimizer.param_groups:
-        group["lr"] = 0.01
+    set_rate(optimizer, 0.01)
     assert not any(torch.equal(a, b) for a, b in zip(before, stepped(model, optimizer, 1), strict=True))
 
 
@@ -96,8 +94,7 @@ def test_a_checkpoint_on_disk_brings_it_back(kind: str, tmp_path: Path) -> None:
     found = read_newest(tmp_path, "digest")
     assert isinstance(found, Checkpoint)
     found.restore(fresh, {}, rng=False)
-    for group in fresh.param_groups:
-        group["lr"] = 0.01
+    set_rate(fresh, 0.01)
     assert all(torch.equal(a, b) for a, b in zip(expected, stepped(other, fresh, 2), strict=True))
 
 
@@ -114,3 +111,11 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delattr(module.torch.optim, "Muon")
     with pytest.raises(ConfigError, match=r"needs torch 2\.9"):
         made(ByteGPT(TINY, seed=0))
+
+
+def test_a_rate_that_is_kept_in_a_tensor_stays_in_it() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(2))], lr=torch.tensor(0.5))
+    kept = optimizer.param_groups[0]["lr"]
+    set_rate(optimizer, 0.25)
+    assert optimizer.param_groups[0]["lr"] is kept
+    assert float(kept) == 0.25
