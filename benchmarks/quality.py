@@ -42,7 +42,7 @@ from diloco_node.learner.builtin.data import Corpus, load_corpus
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import BETAS
 
-REVISION: Final = 4
+REVISION: Final = 5
 LEARNERS: Final = 4
 BATCH: Final = 8
 CONTEXT: Final = 32

@@ -53,7 +53,7 @@ class TextSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """A part of a document: UTF-8, or what a text file has instead.
 
     Attributes:
@@ -143,7 +143,7 @@ def below(root: Path) -> list[str]:
     return sorted(found)
 
 
-def pieces(source: TextSource, text_field: str) -> Iterator[Piece]:
+def pieces(source: TextSource, text_field: str) -> Iterator[TextPiece]:
     """The pieces of one source in order; none for a text file that is binary, empty or can't be read.
 
     Args:
@@ -156,10 +156,10 @@ def pieces(source: TextSource, text_field: str) -> Iterator[Piece]:
         held_out = is_held_out(source.name.encode("utf-8", "surrogateescape"))
         return _text_pieces(Path(source.path), held_out)
     rows = {"jsonl": _jsonl, "parquet": _parquet, "saved": _saved, "hub": _hub}[source.kind](source.path, text_field)
-    return (Piece(text, True, is_held_out(text), is_row=True) for text in rows if text)
+    return (TextPiece(text, True, is_held_out(text), is_row=True) for text in rows if text)
 
 
-def _text_pieces(path: Path, held_out: bool) -> Iterator[Piece]:
+def _text_pieces(path: Path, held_out: bool) -> Iterator[TextPiece]:
     try:
         with path.open("rb") as file:
             piece = file.read(PIECE_BYTES)
@@ -167,10 +167,10 @@ def _text_pieces(path: Path, held_out: bool) -> Iterator[Piece]:
                 return
             while more := file.read(PIECE_BYTES):
                 at = _cut(piece)
-                yield Piece(piece[:at], False, held_out)
+                yield TextPiece(piece[:at], False, held_out)
                 piece = piece[at:] + more
             if piece:
-                yield Piece(piece, True, held_out)
+                yield TextPiece(piece, True, held_out)
     except OSError:
         return  # a file the user named himself is only one of many
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin.documents import Piece, library
+from diloco_node.learner.builtin.documents import TextPiece, library
 from diloco_node.learner.builtin.shape import VOCABULARY
 
 TOKENIZER_FILE: Final = "tokenizer.json"
@@ -62,7 +62,7 @@ class TextEncoding:
         self.end = _end_token(file, numbers)
         self.fingerprint = f"{hashlib.sha256(text).hexdigest()} {self.end}"
 
-    def encode(self, batch: Sequence[Piece]) -> list[Tokens]:
+    def encode(self, batch: Sequence[TextPiece]) -> list[Tokens]:
         """The tokens of each piece; after the last of a document its end, which is a line break for rows as bytes."""
         if self._tokenizer is None:
             return [np.frombuffer(piece.text + _row_end(piece), np.uint8) for piece in batch]
@@ -88,7 +88,7 @@ class TextEncoding:
             )
 
 
-def _row_end(piece: Piece) -> bytes:
+def _row_end(piece: TextPiece) -> bytes:
     return b"\n" if piece.is_row and not piece.text.endswith(b"\n") else b""
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin.data import Corpus, Windows
 from diloco_node.learner.builtin.documents import (
-    Piece,
+    TextPiece,
     TextSource,
     is_held_out,
     library,
@@ -125,7 +125,7 @@ class TextStream:
 
     def tokens(self, text: bytes) -> NDArray[Any]:
         """Of one row."""
-        return self.encoding.encode([Piece(text, True, False, is_row=True)])[0]
+        return self.encoding.encode([TextPiece(text, True, False, is_row=True)])[0]
 
 
 def _of_one_kind(sources: list[TextSource]) -> list[TextSource]:

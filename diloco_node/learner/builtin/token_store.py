@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 import numpy as np
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin.documents import PIECE_BYTES, Piece, TextSource, below, load_hub, pieces
+from diloco_node.learner.builtin.documents import PIECE_BYTES, TextPiece, TextSource, below, load_hub, pieces
 from diloco_node.learner.builtin.encoding import TextEncoding, Tokens
 
 FORMAT: Final = 1
@@ -152,13 +152,13 @@ def _flush(file: IO[Any]) -> None:
 
 def _encoded(
     sources: Sequence[TextSource], encoding: TextEncoding, text_field: str, counts: _Counts, bytes_max: int
-) -> Iterator[tuple[Piece, Tokens]]:
+) -> Iterator[tuple[TextPiece, Tokens]]:
     """Every piece with its tokens, in order, tokenised about a megabyte at a time.
 
     Args:
         bytes_max: end after so many bytes of text; 0: at the end.
     """
-    batch: list[Piece] = []
+    batch: list[TextPiece] = []
     total = waiting = 0
     for source in sources:
         is_read = False
@@ -166,7 +166,7 @@ def _encoded(
             is_read = True
             kept = piece
             if bytes_max and total + len(piece.text) > bytes_max:
-                kept = Piece(piece.text[: bytes_max - total], True, piece.is_held_out, piece.is_row)
+                kept = TextPiece(piece.text[: bytes_max - total], True, piece.is_held_out, piece.is_row)
             batch.append(kept)
             total += len(kept.text)
             waiting += len(kept.text)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from diloco_node.errors import ConfigError
-from diloco_node.learner.builtin.documents import Piece
+from diloco_node.learner.builtin.documents import TextPiece
 from diloco_node.learner.builtin.encoding import TextEncoding
 from tests.kit.data_kit import write_tokenizer
 
 
-def whole(text: str, *, is_last: bool = True, is_row: bool = True) -> Piece:
-    return Piece(text.encode(), is_last, False, is_row)
+def whole(text: str, *, is_last: bool = True, is_row: bool = True) -> TextPiece:
+    return TextPiece(text.encode(), is_last, False, is_row)
 
 
 def test_bytes_are_themselves_and_rows_end_their_line():
