@@ -392,8 +392,13 @@ class Diloco:
 
     def _join(self) -> None:
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
-        is_wanted = self._ranks.share_bytes(b"1" if socket else b"") == b"1"
-        if not is_wanted:
+        has_daemon = [bool(one) for one in self._ranks.all_bytes(b"1" if socket else b"")]
+        if any(has_daemon) and not has_daemon[0]:
+            raise LearnerError(
+                f"DILOCO_SOCKET is set on rank {has_daemon.index(True)}, but not on rank 0: the daemon's host must "
+                "have the first ranks. Start it with `torchrun --node-rank 0 --master-addr ... --master-port ...`"
+            )
+        if not has_daemon[0]:
             if self._ranks.is_first:
                 warnings.warn(
                     "DILOCO_SOCKET is not set: training alone. Start this script with "
