@@ -52,8 +52,6 @@ from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welc
 log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
-COMING_WAIT_S: Final = 0.002
-"""Between two boundaries without a step, while a version is on its way to other ranks."""
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
@@ -89,9 +87,12 @@ def attach(
     """
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
+    tensors = ModelTensors(model, masters=masters, merge=merge)
+    if optimizer is not None:
+        tensors.check_optimizer(optimizer)
     return Diloco(
         optimizer,
-        tensors=ModelTensors(model, masters=masters, merge=merge),
+        tensors=tensors,
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
         auto_step=AutoStep(model, optimizer) if step == "auto" else None,
@@ -214,6 +215,8 @@ class Diloco:
     ) -> None:
         if self._is_closed:
             raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
+        if self.steps == 1:
+            self._tensors.check_not_replaced()
         session = self._session
         if session is not None:
             session.timer.stepped(started_ns)

@@ -107,7 +107,7 @@ class Checkpointing:
         needed = {first} | (
             set()
             if self._parts is None
-            else self._parts.missing({rank: files[name].kept() for rank, name in of_rank.items()})
+            else self._parts.missing({rank: files[name].kept() for rank, name in of_rank.items()}, first)
         )
         for rank, name in of_rank.items():
             if rank in needed and name not in own:
