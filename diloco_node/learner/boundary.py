@@ -57,12 +57,19 @@ class StepBoundaries:
                 if session is not None:
                     session.count()
             self._carry_out(agreed)
+        self.checkpoints.all_wrote(agreed.written_step)
         return agreed
 
     def _brought(self, tokens: int, orders: Orders) -> Boundary:
         """What this rank brings."""
         fragments, session = self.fragments, self.session
-        own = Boundary(tokens, self.is_stopping(), arrived=fragments.arrived(), is_idle=self.checkpoints.is_idle)
+        own = Boundary(
+            tokens,
+            self.is_stopping(),
+            arrived=fragments.arrived(),
+            is_idle=self.checkpoints.is_idle,
+            written_step=self.checkpoints.written_step,
+        )
         if session is None:
             return own
         return replace(
