@@ -366,8 +366,8 @@ class Diloco:
             raise
         if session is not None and not self._is_closed:
             fragments = session.fragments
-            # A process that was asked to stop has not stopped for good: the next one goes on.
-            is_interrupted = self._terminate.is_set and session.stop_reason is None
+            # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
+            is_interrupted = (self._terminate.is_set or self.should_stop) and session.stop_reason is None
             last = (
                 None
                 if is_interrupted
