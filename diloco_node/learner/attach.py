@@ -52,8 +52,6 @@ from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welc
 log = logging.getLogger("diloco_node.learner")
 
 CHECKPOINT_EVERY_S: Final = 60.0
-COMING_WAIT_S: Final = 0.002
-"""Between two boundaries without a step, while a version is on its way to other ranks."""
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 REPORT_EVERY_NS: Final = 20_000_000
 """Steps shorter than this are reported when a round may wait for them, else not all: each report costs this process and
@@ -91,9 +89,12 @@ def attach(
     """
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
+    tensors = ModelTensors(model, masters=masters, merge=merge, buffers=buffers)
+    if optimizer is not None:
+        tensors.check_optimizer(optimizer)
     return Diloco(
         optimizer,
-        tensors=ModelTensors(model, masters=masters, merge=merge, buffers=buffers),
+        tensors=tensors,
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
         auto_step=AutoStep(model, optimizer) if step == "auto" else None,
@@ -216,6 +217,8 @@ class Diloco:
     ) -> None:
         if self._is_closed:
             raise LearnerError("step() after the end of the `with` block, or after close(): this learner has left")
+        if self.steps == 1:
+            self._tensors.check_not_replaced()
         session = self._session
         if session is not None:
             session.timer.stepped(started_ns)
@@ -324,8 +327,9 @@ class Diloco:
 
         All ranks call it.
         """
-        if self._boundaries is not None:
-            self._boundaries.settle(seconds)
+        if self._boundaries is not None and not self._is_closed:
+            for agreed in self._boundaries.settle(seconds):
+                self._crossed(agreed)
 
     def checkpoint(self) -> None:
         """Write a checkpoint of optimizer and `stateful` now, and wait until it is on disk. All ranks call it."""
@@ -365,8 +369,8 @@ class Diloco:
             raise
         if session is not None and not self._is_closed:
             fragments = session.fragments
-            # A process that was asked to stop has not stopped for good: the next one goes on.
-            is_interrupted = self._terminate.is_set and session.stop_reason is None
+            # A process that was asked to stop, this or another rank's, has not stopped for good: the next one goes on.
+            is_interrupted = (self._terminate.is_set or self.should_stop) and session.stop_reason is None
             last = (
                 None
                 if is_interrupted

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -57,12 +57,19 @@ class StepBoundaries:
                 if session is not None:
                     session.count()
             self._carry_out(agreed)
+        self.checkpoints.all_wrote(agreed.written_step)
         return agreed
 
     def _brought(self, tokens: int, orders: Orders) -> Boundary:
         """What this rank brings."""
         fragments, session = self.fragments, self.session
-        own = Boundary(tokens, self.is_stopping(), arrived=fragments.arrived(), is_idle=self.checkpoints.is_idle)
+        own = Boundary(
+            tokens,
+            self.is_stopping(),
+            arrived=fragments.arrived(),
+            is_idle=self.checkpoints.is_idle,
+            written_step=self.checkpoints.written_step,
+        )
         if session is None:
             return own
         return replace(
@@ -103,14 +110,14 @@ class StepBoundaries:
                 noted_s = time.monotonic()
                 log.info("waiting for the first version of all fragments")
 
-    def settle(self, seconds: float) -> None:
+    def settle(self, seconds: float) -> Iterator[Boundary]:
         """Boundaries for some time, by rank 0's clock."""
         deadline_s = time.monotonic() + seconds
         while True:
             left_s = deadline_s - time.monotonic()
             if self.ranks.share_bytes(b"1" if left_s > 0 else b"") != b"1":
                 return
-            self.cross(0, is_step=False)
+            yield self.cross(0, is_step=False)
             self._wait(min(SETTLE_SLICE_S, max(0.0, left_s)))
 
     def _wait(self, at_most_s: float) -> None:

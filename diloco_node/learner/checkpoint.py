@@ -191,9 +191,13 @@ class CheckpointWriter:
 
     Args:
         place: of the rank among its region's, as in the names of its files.
+
+    Attributes:
+        written: age of what was saved last, when it is on disk; None until then, and if it could not be written.
     """
 
     def __init__(self, folder: Path, place: RankPlace = ALONE) -> None:
+        self.written: tuple[int, int] | None = None
         self._folder = folder
         self._place = place
         self._thread: threading.Thread | None = None
@@ -205,14 +209,21 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def save(
-        self, progress: TrainingProgress, optimizer: OptimizerParts | None, stateful: Mapping[str, Stateful]
+        self,
+        progress: TrainingProgress,
+        optimizer: OptimizerParts | None,
+        stateful: Mapping[str, Stateful],
+        *,
+        whole: tuple[int, int] | None = None,
     ) -> None:
-        """Copy everything now, write it later. Not while `is_busy`: the copies are reused.
+        """Copy everything now, write it later. Not while `is_busy`: the copies are reused. `whole`: see
+        `write_checkpoint`.
 
         Raises:
             LearnerError: a state holds what can't be kept.
         """
         assert not self.is_busy
+        self.written = None
         own = None if optimizer is None else optimizer.keep()
         tensors = {} if own is None else own.tensors
         tensors["rng"] = torch.get_rng_state()
@@ -224,7 +235,9 @@ class CheckpointWriter:
             stateful=kept,
         )
         self._copies = checkpoint.tensors
-        self._thread = threading.Thread(target=self._write, args=(checkpoint,), name="diloco-checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(checkpoint, whole), name="diloco-checkpoint", daemon=True
+        )
         self._thread.start()
 
     def wait(self) -> None:
@@ -239,15 +252,22 @@ class CheckpointWriter:
             before = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         return before.copy_(tensor.detach())
 
-    def _write(self, checkpoint: Checkpoint) -> None:
+    def _write(self, checkpoint: Checkpoint, whole: tuple[int, int] | None) -> None:
         try:
-            write_checkpoint(self._folder, checkpoint, self._place)
+            write_checkpoint(self._folder, checkpoint, self._place, whole=whole)
+            self.written = (checkpoint.progress.incarnation, checkpoint.progress.step)
         except (OSError, SafetensorError, LearnerError) as error:
             log.warning("learner checkpoint not written, training goes on: %s", error)
 
 
-def write_checkpoint(folder: Path, checkpoint: Checkpoint, place: RankPlace = ALONE) -> Path:
-    """Write one checkpoint durably, and remove all but the newest two of this place, and older ones of other layouts.
+def write_checkpoint(
+    folder: Path, checkpoint: Checkpoint, place: RankPlace = ALONE, *, whole: tuple[int, int] | None = None
+) -> Path:
+    """Write one checkpoint durably, and remove all but two of this place, and older ones of other layouts.
+
+    Args:
+        whole: age of the newest one that is known to have the files of all ranks: it stays. Of several ranks one alone
+            may fail to write, time after time.
 
     Raises:
         OSError, SafetensorError: the disk.
@@ -273,13 +293,17 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, place: RankPlace = AL
         raise
     sync_folder(folder)
     names = newest_first(folder)
-    own = [name for name in names if name.place == place]
-    for old in own[KEPT:]:
-        (folder / old.text).unlink()
-    if place.rank == 0 and len(own) >= KEPT:
-        # Of a layout before this one: when there are as many of ours, nobody begins with those any more.
+    new = FileName.parse(path.name)
+    own = [name for name in names if name.place == place and name != new]
+    stays = [name for name in own if name.age == whole] or own[: KEPT - 1]
+    for old in own:
+        if old not in stays:
+            (folder / old.text).unlink()
+    oldest = whole or (stays[-1].age if stays else None)
+    if place.rank == 0 and oldest is not None:
+        # Of a layout before this one: nobody begins with those any more.
         for old in names:
-            if old.place.ranks != place.ranks and old.age < own[KEPT - 1].age:
+            if old.place.ranks != place.ranks and old.age < oldest:
                 (folder / old.text).unlink(missing_ok=True)
     return path
 

@@ -54,6 +54,7 @@ class Checkpointing:
         self._parts: OptimizerParts | None = None
         self._writer: CheckpointWriter | None = None
         self._saved_at_s = time.monotonic()
+        self._whole: tuple[int, int] | None = None
 
     def resume(
         self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
@@ -64,9 +65,12 @@ class Checkpointing:
             The step on the schedule where it was written; 0 if there is none.
 
         Raises:
-            LearnerError: the checkpoint does not fit this training script.
+            LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
         """
-        if self._every_s <= 0:
+        asked = ranks.all_bytes(b"1" if self._every_s > 0 else b"")
+        if not all(asked):
+            if any(asked):
+                raise LearnerError("attach(checkpoint_every_s=0) on some ranks only: give all of them the same")
             return 0
         folder = state_dir / "learner" / "checkpoints"
         if self._optimizer is not None:
@@ -76,6 +80,7 @@ class Checkpointing:
         for group in _groups([_names(text) for text in ranks.all_bytes(seen)]):
             found = self._read(folder, manifest_digest, ranks, group)
             if found is not None:
+                self._whole = next(iter(group)).age
                 log.info("optimizer and data position from the checkpoint at step %d", found.progress.global_step)
                 return found.progress.global_step
         return 0
@@ -101,13 +106,16 @@ class Checkpointing:
             mine = own.get(name)
             document = ranks.share_bytes(b"" if mine is None else mine.document().encode(), source=viewer)
             files[name] = mine or Checkpoint.from_parts(document.decode(), {})
+        if len({one.progress for one in files.values()}) > 1:
+            log.warning("passing over a checkpoint whose files are not of one moment: %s", next(iter(files)).text)
+            return None
         of_rank = {name.place.rank: name for name in files}
         # Its own part where it had one; what belongs to nobody is the same in that of rank 0.
         first = ranks.rank if len(files) == ranks.size else 0
         needed = {first} | (
             set()
             if self._parts is None
-            else self._parts.missing({rank: files[name].kept() for rank, name in of_rank.items()})
+            else self._parts.missing({rank: files[name].kept() for rank, name in of_rank.items()}, first)
         )
         for rank, name in of_rank.items():
             if rank in needed and name not in own:
@@ -132,6 +140,17 @@ class Checkpointing:
         return begun
 
     @property
+    def written_step(self) -> int:
+        """Of the checkpoint that was saved last, once this rank's part is on disk; -1 for none."""
+        written = None if self._writer is None else self._writer.written
+        return -1 if written is None else written[1]
+
+    def all_wrote(self, step: int) -> None:
+        """All ranks say that their `written_step` is this one: what is older is not needed any more."""
+        if step >= 0 and self._writer is not None and step == self.written_step:
+            self._whole = self._writer.written
+
+    @property
     def is_idle(self) -> bool:
         """Whether this rank could write one now."""
         return self._writer is None or not self._writer.is_busy
@@ -147,7 +166,7 @@ class Checkpointing:
             return
         self._saved_at_s = time.monotonic()
         try:
-            self._writer.save(progress, self._parts, self._stateful)
+            self._writer.save(progress, self._parts, self._stateful, whole=self._whole)
         except LearnerError as error:
             log.warning("no checkpoints of this learner: %s", error)
             self._writer = None
@@ -172,13 +191,17 @@ def _names(text: bytes) -> list[FileName]:
 
 
 def _groups(seen: list[list[FileName]]) -> list[dict[FileName, int]]:
-    """The checkpoints of which all files are there, newest first: its files in the order of ranks, and the lowest rank
-    that sees each.
+    """The checkpoints of which all files are there, newest first: its files in the order of ranks, and who reads each.
+
+    That is the rank that wrote it where it sees it, else one that does: no rank is to read the files of all.
     """
-    viewers: dict[FileName, int] = {}
+    seers: dict[FileName, list[int]] = {}
     for rank, names in enumerate(seen):
         for name in names:
-            viewers.setdefault(name, rank)
+            seers.setdefault(name, []).append(rank)
+    viewers = {
+        name: min(((rank - name.place.rank) % len(seen), rank) for rank in ranks)[1] for name, ranks in seers.items()
+    }
     groups: dict[tuple[tuple[int, int], int], dict[FileName, int]] = {}
     for name in sorted(viewers, key=lambda one: one.place):
         groups.setdefault((name.age, name.place.ranks), {})[name] = viewers[name]

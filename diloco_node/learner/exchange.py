@@ -7,14 +7,14 @@ it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from diloco_node.core.merge.fragments import Fragment, Manifest
-from diloco_node.learner.layouts.shard_map import ShardMap, Slab
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.learner.layouts.shard_map import LocalFragment, ShardMap, Slab
 from diloco_node.learner.layouts.tensors import host_values
 
 
@@ -33,7 +33,7 @@ class RankExchange:
         self._owned = [[shards.owned(fragment, r) for r in self._ranks] for fragment in manifest.fragments]
         self._followed = [[shards.followed(fragment, r) for r in self._ranks] for fragment in manifest.fragments]
         # By fragment, then (owner, follower): the same slabs as the two see them.
-        self._pairs = [_pairs(shards, fragment) for fragment in manifest.fragments]
+        self._pairs = [_pairs(shards, *parts) for parts in zip(self._owned, self._followed, strict=True)]
 
     def gather(self, index: int, own: Tensor) -> Tensor | None:
         """Rank 0 gets the whole fragment.
@@ -57,30 +57,38 @@ class RankExchange:
                 self._inside(whole, slab).copy_(values[slab.span].view(slab.shape))
         return whole
 
-    def pack(self, index: int, whole: Tensor) -> list[Tensor]:
-        """On rank 0: what each rank holds of a fragment, what it owns first. Copies.
-
-        Args:
-            whole: shape (fragment.size,), float32, CPU.
-        """
-        packed = []
+    def _pack(self, index: int, whole: Tensor) -> list[Tensor]:
+        """On rank 0: what each rank holds of a fragment, what it owns first; ranks that hold the same share it."""
+        packed: list[Tensor] = []
+        alike: dict[tuple[object, ...], Tensor] = {}
         for owned, followed in zip(self._owned[index], self._followed[index], strict=True):
-            values = host_values(owned.size + followed.size)
-            for part, start in ((owned, 0), (followed, owned.size)):
-                room = values[start : start + part.size]
-                for slab in part.slabs:
-                    room[slab.span].view(slab.shape).copy_(self._inside(whole, slab))
+            slabs = (*owned.slabs, *followed.slabs)
+            held = tuple(map(_name, slabs))
+            values = alike.get(held)
+            if values is None and not (owned.slabs and followed.slabs) and _is_all(slabs, whole):
+                values = whole
+            if values is None:
+                values = host_values(owned.size + followed.size)
+                for part, start in ((owned, 0), (followed, owned.size)):
+                    room = values[start : start + part.size]
+                    for slab in part.slabs:
+                        room[slab.span].view(slab.shape).copy_(self._inside(whole, slab))
+            alike[held] = values
             packed.append(values)
         return packed
 
-    def scatter(self, index: int, packed: list[Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Every rank gets its part of what rank 0 has packed.
+    def scatter(self, index: int, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Every rank gets its part of a fragment.
+
+        Args:
+            whole: shape (fragment.size,), float32, CPU, on rank 0; may become a part of what is returned.
 
         Returns:
             What this rank owns, and what it follows: float32, CPU.
         """
         owned, followed = self._owned[index][self._rank], self._followed[index][self._rank]
-        if packed is not None:
+        if whole is not None:
+            packed = self._pack(index, whole)
             _wait(dist.isend(packed[rank], rank, group=self._group) for rank in self._ranks[1:] if packed[rank].numel())
             own = packed[0]
         else:
@@ -100,9 +108,13 @@ class RankExchange:
         """
         followed = host_values(self._followed[index][self._rank].size)
         works, rooms = [], []
+        alike: dict[tuple[int, ...], Tensor] = {}
         for (owner, follower), (sent, taken) in self._pairs[index].items():
             if self._rank == owner:
-                packed = torch.cat([own[slab.span] for slab in sent])
+                places = tuple(slab.offset for slab in sent)  # the same for all copies of a model
+                packed = alike.get(places)
+                if packed is None:
+                    packed = alike[places] = torch.cat([own[slab.span] for slab in sent])
                 works.append((dist.isend(packed, follower, group=self._group), packed))
             elif self._rank == follower:
                 room = host_values(sum(slab.size for slab in taken))
@@ -124,20 +136,30 @@ class RankExchange:
         return values.view(piece.row_stop - piece.row_start, *shape[1:])[slab.inside] if shape else values.view(())
 
 
-def _pairs(shards: ShardMap, fragment: Fragment) -> dict[tuple[int, int], tuple[tuple[Slab, ...], tuple[Slab, ...]]]:
+def _pairs(
+    shards: ShardMap, owned: Sequence[LocalFragment], followed: Sequence[LocalFragment]
+) -> dict[tuple[int, int], tuple[tuple[Slab, ...], tuple[Slab, ...]]]:
     """(owner, follower) -> the slabs that they share, with their places at the owner and at the follower."""
-    found = {}
-    for owner in range(shards.ranks):
-        places = {_name(slab): slab for slab in shards.owned(fragment, owner).slabs}
-        for follower in range(owner + 1, shards.ranks):
-            shared = [slab for slab in shards.followed(fragment, follower).slabs if _name(slab) in places]
-            if shared:
-                found[owner, follower] = (tuple(places[_name(slab)] for slab in shared), tuple(shared))
-    return found
+    places = [{_name(slab): slab for slab in part.slabs} for part in owned]
+    found: dict[tuple[int, int], list[tuple[Slab, Slab]]] = {}
+    for follower, part in enumerate(followed):
+        for slab in part.slabs:
+            owner = shards.owner(slab.piece.name, slab.box)
+            found.setdefault((owner, follower), []).append((places[owner][_name(slab)], slab))
+    # All ranks go through the pairs in one order.
+    return {
+        pair: (tuple(sent for sent, _ in slabs), tuple(taken for _, taken in slabs))
+        for pair, slabs in sorted(found.items())
+    }
 
 
 def _name(slab: Slab) -> tuple[object, ...]:
     return slab.piece.name, slab.piece.value_start, slab.box
+
+
+def _is_all(slabs: Sequence[Slab], whole: Tensor) -> bool:
+    """Whether they are the fragment as it is, pieces that are not cut in their order."""
+    return all(slab.size == slab.piece.size for slab in slabs) and sum(slab.size for slab in slabs) == whole.numel()
 
 
 def _wait(works: Iterable[dist.Work | None]) -> None:

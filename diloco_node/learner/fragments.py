@@ -143,6 +143,7 @@ class LearnerFragments:
         self.shards = shards or whole_map(manifest.tensors)
         self._exchange = exchange
         self._is_first = rank == 0
+        self._is_gathered = not self.shards.is_first_whole
         self._owned = [self.shards.owned(fragment, rank) for fragment in manifest.fragments]
         self._followed = [self.shards.followed(fragment, rank) for fragment in manifest.fragments]
         self._blocks = [FragmentBlocks(part.piece_sizes, settings.codec_up) for part in manifest.fragments]
@@ -175,7 +176,7 @@ class LearnerFragments:
             smallest = min(self._blocks, key=lambda blocks: blocks.values)
             zeros = np.zeros(smallest.values, np.float32)
             kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
-            if exchange is not None:
+            if exchange is not None and self._is_gathered:
                 self._zeros = np.zeros(max(blocks.values for blocks in self._blocks), np.float32)
 
     @property
@@ -200,7 +201,7 @@ class LearnerFragments:
     def _gathered(self, index: int, own: Tensor) -> Tensor | None:
         """On rank 0 the whole fragment, of what each rank owns: in turn with what else is being carried."""
         exchange = self._exchange
-        if exchange is None or self.shards.is_first_whole:
+        if exchange is None or not self._is_gathered:
             return own if self._is_first else None
         return self._worker.wait_for(lambda: exchange.gather(index, own))
 
@@ -289,12 +290,14 @@ class LearnerFragments:
         """The answer; None on ranks other than 0."""
         index = taken.fragment
         base, theta = self._base[index].numpy(), taken.values.numpy()
-        if self._exchange is not None:
+        if self._exchange is not None and self._is_gathered:
             # The same subtraction as the kernel's; what it subtracts then changes nothing.
             whole = self._exchange.gather(index, self._base[index] - taken.values)
             if whole is None:
                 return None
             base, theta = whole.numpy(), self._zeros[: whole.numel()]
+        if not self._is_first:
+            return None
         start = self._area_starts[index]
         out = self._contribution_area[start : start + self._blocks[index].encoded_bytes]
         try:
@@ -348,10 +351,10 @@ class LearnerFragments:
         anchor = self._base[index] if taken is None else taken.values
         is_kept = position.base_version >= 0 and self.settings.carry is CarryMode.CARRY
         # A copy: the daemon that wrote the place may die, and the next one writes what it likes.
-        packed = exchange.pack(index, self._places[index]) if self._is_first else None
+        whole = self._places[index].clone() if self._is_first else None
 
         def carry() -> None:
-            incoming.new = exchange.scatter(index, packed)
+            incoming.new = exchange.scatter(index, whole)
             if is_kept:
                 incoming.anchor_followed = exchange.share_anchor(index, anchor)
             incoming.arrived.set()

@@ -125,9 +125,11 @@ class LearnerLink:
         for _ in range(len(self._commands)):
             yield self._commands.popleft()
 
-    def put_back(self, command: ToLearner) -> None:
-        """Keep a command for the next boundary. Call with `lock` held, within the boundary that yielded it."""
-        self._commands.append(command)
+    def put_back(self, *commands: ToLearner) -> None:
+        """Keep commands for the next boundary, in this order, before those that have come meanwhile. Call with `lock`
+        held, once within the boundary that yielded them.
+        """
+        self._commands.extendleft(reversed(commands))
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for a command; for who has nothing else to do. True if there may be one."""

@@ -94,6 +94,8 @@ class OptimizerParts:
             prefix = f"state.{index}"
             rest["state"][str(index)] = _split(prefix, values, tensors)
             box, shape = self._boxes[index], local_part(self._parameters[index]).shape
+            if box is None and self._names[index]:  # an empty shard: its state is of the parameter's kind all the same
+                box = Box((0,) * len(shape), tuple(shape))
             for name in [f"{prefix}.{key}" for key, value in values.items() if isinstance(value, Tensor)]:
                 local = tensors[name] = local_part(tensors[name])
                 if box is not None and local.shape == shape:
@@ -132,14 +134,16 @@ class OptimizerParts:
         state = {index: one for index in range(len(self._parameters)) if (one := self._state_of(index, kept))}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def missing(self, documents: Mapping[int, Kept]) -> set[int]:
-        """Of which ranks the parts are needed, by what they say that they have."""
+    def missing(self, documents: Mapping[int, Kept], first: int) -> set[int]:
+        """Of which ranks the parts are needed, by what they say that they have; besides those of rank `first`."""
         needed: set[int] = set()
         for name, box in zip(self._names, self._boxes, strict=True):
-            if box is None:
+            having = {rank: parts for rank, kept in documents.items() if (parts := _parts_of(kept, name))}
+            if box is None:  # an empty shard: only what there is of a state
+                needed.update(() if first in having else sorted(having)[:1])
                 continue
-            for rank, kept in documents.items():
-                if any(box.meets(kept.boxes[part]) for part in _parts_of(kept, name)):
+            for rank, parts in having.items():
+                if any(box.meets(documents[rank].boxes[part]) for part in parts):
                     needed.add(rank)
         return needed
 
@@ -149,7 +153,7 @@ class OptimizerParts:
         values: Json = {}
         cut: dict[str, list[tuple[Box, Tensor]]] = {}
         for one in kept:
-            at = one.names.index(name) if name and name in one.names else index if not name else None
+            at = _index_of(name, index, one)
             if at is None or str(at) not in one.rest["state"]:
                 continue
             values = {**one.rest["state"][str(at)], **values}
@@ -170,8 +174,15 @@ class OptimizerParts:
         return values
 
 
+def _index_of(name: str, index: int, kept: Kept) -> int | None:
+    """Where a parameter was among those of the rank; one that is not merged has no name, only its place."""
+    if name:
+        return kept.names.index(name) if name in kept.names else None
+    return index if kept.names[index : index + 1] in ([], [""]) else None
+
+
 def _parts_of(kept: Kept, name: str) -> list[str]:
-    if name not in kept.names:
+    if not name or name not in kept.names:
         return []
     prefix = f"state.{kept.names.index(name)}."
     return [part for part in kept.boxes if part.startswith(prefix)]

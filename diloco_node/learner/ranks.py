@@ -21,7 +21,7 @@ from diloco_node.wire.learner_link import SnapshotRequested, VersionOffered
 PART_UNITS: Final = 1 << 32
 
 
-_HEAD: Final = 7
+_HEAD: Final = 8
 _PER_FRAGMENT: Final = 6
 """Integers of the vector: first those of the whole boundary, then those of each fragment."""
 
@@ -53,6 +53,7 @@ class Boundary:
         orders: what all ranks carry out now. arrived: fragments, ascending, whose new values every rank has.
         global_step, part: where the run is, as rank 0 knows (`learner.run_clock`).
         is_idle: every rank could write a checkpoint now.
+        written_step: of the last checkpoint, when this rank and all others have written it; else -1.
     """
 
     tokens: int
@@ -62,6 +63,7 @@ class Boundary:
     global_step: int = 0
     part: float | None = None
     is_idle: bool = True
+    written_step: int = -1
 
 
 class Ranks:
@@ -93,7 +95,8 @@ class Ranks:
         """Add up what the ranks bring to a boundary.
 
         Args:
-            own: `tokens`, `is_stopping` and `arrived` of this rank. The rest is what rank 0 says; nothing elsewhere.
+            own: `tokens`, `is_stopping`, `arrived`, `is_idle` and `written_step` of this rank. The rest is what rank 0
+                says; nothing elsewhere.
             fragments: P.
         """
         if self.size == 1:
@@ -103,7 +106,7 @@ class Ranks:
         # Whole numbers are added up without rounding; 0 stands for None.
         part = 0 if own.part is None else 1 + round(own.part * PART_UNITS)
         asked = (orders.wants_initial_state, orders.wants_checkpoint)
-        head = (own.tokens, own.is_stopping, own.global_step, part, *asked, own.is_idle)
+        head = (own.tokens, own.is_stopping, own.global_step, part, *asked, own.is_idle, 1 + own.written_step)
         values[:_HEAD] = torch.tensor([int(value) for value in head], device="cpu")
         marks = values[_HEAD:].view(fragments, _PER_FRAGMENT)
         for request in orders.requests:
@@ -116,7 +119,7 @@ class Ranks:
         for index in own.arrived:
             marks[index, 5] = 1
         dist.all_reduce(values, group=self._group)
-        tokens, stops, global_step, part, wants_initial_state, wants_checkpoint, idle = values[:_HEAD].tolist()
+        tokens, stops, global_step, part, wants_initial_state, wants_checkpoint, idle, written = values[:_HEAD].tolist()
         said = marks.tolist()
         return Boundary(
             tokens,
@@ -131,6 +134,7 @@ class Ranks:
             global_step,
             (part - 1) / PART_UNITS if part else None,
             idle == self.size,
+            own.written_step if written == self.size * (1 + own.written_step) else -1,
         )
 
     def all_bytes(self, data: bytes) -> list[bytes]:

@@ -133,11 +133,13 @@ class LearnerSession:
         noted_s = time.monotonic()
         while True:
             with self._link.lock:
+                later = []
                 for command in list(self._link.commands()):
                     if isinstance(command, SnapshotRequested | VersionOffered):
-                        self._link.put_back(command)
+                        later.append(command)
                     else:
                         self._take_news(command)
+                self._link.put_back(*later)
             if self.welcome is not None:
                 return self.welcome
             if is_stopping() or self.stop_reason is not None:
@@ -231,6 +233,7 @@ class LearnerSession:
         requests: dict[int, SnapshotRequested] = {}
         offers: dict[int, VersionOffered] = {}
         waiting: set[int] = set()
+        later: list[ToLearner] = []
         for command in list(self._link.commands()):
             if not isinstance(command, SnapshotRequested | VersionOffered):
                 self._take_news(command)
@@ -239,12 +242,13 @@ class LearnerSession:
             is_early = self.fragments.is_busy(index) if isinstance(command, VersionOffered) else False
             if is_early or index in waiting or index in requests or index in offers or self.fragments.is_coming(index):
                 waiting.add(index)
-                self._link.put_back(command)
+                later.append(command)
             elif isinstance(command, SnapshotRequested):
                 requests[index] = command
             else:
                 offers[index] = command
                 self._offered.add(index)
+        self._link.put_back(*later)
         wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
         return Orders(
             tuple(requests[index] for index in sorted(requests)),

@@ -14,11 +14,15 @@ from diloco_node.learner import checkpoint as checkpoint_module
 from diloco_node.learner.checkpoint import (
     Checkpoint,
     CheckpointWriter,
+    FileName,
+    RankPlace,
     TrainingProgress,
+    newest_first,
     read_checkpoint,
     read_newest,
     write_checkpoint,
 )
+from diloco_node.learner.checkpointing import _groups
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from tests.kit.fsync_kit import traced
 
@@ -263,3 +267,27 @@ def test_a_checkpoint_is_on_disk_before_it_has_its_name_and_its_name_before_the_
         )
         write_checkpoint(folder, checkpoint(3))
     assert left == [3], "the oldest goes when the newest is sure to stay"
+
+
+def test_the_newest_checkpoint_that_all_ranks_have_stays(tmp_path: Path) -> None:
+    """Another rank's disk is full, time after time."""
+    place = RankPlace(0, 2)
+    for rank in range(2):
+        write_checkpoint(tmp_path, checkpoint(1), RankPlace(rank, 2))
+    for step in (2, 3, 4):
+        write_checkpoint(tmp_path, checkpoint(step), place, whole=(1, 1))
+    assert [(name.step, name.place.rank) for name in newest_first(tmp_path)] == [(4, 0), (1, 0), (1, 1)]
+
+
+def test_what_was_just_written_stays_beside_files_of_another_run(tmp_path: Path) -> None:
+    """A rank's host may have kept the files of a run that was begun anew elsewhere."""
+    for step in (1, 2):
+        write_checkpoint(tmp_path, checkpoint(step, incarnation=7))
+    assert write_checkpoint(tmp_path, checkpoint(3, incarnation=1)).exists()
+
+
+def test_each_rank_reads_its_own_file_where_it_sees_it() -> None:
+    names = [FileName(1, 5, RankPlace(rank, 4)) for rank in range(4)]
+    assert _groups([names] * 4) == [dict(zip(names, range(4), strict=True))]
+    assert _groups([names] * 2) == [dict(zip(names, (0, 1, 0, 1), strict=True))]
+    assert _groups([names[:1], names[1:]]) == [dict(zip(names, (0, 1, 1, 1), strict=True))]

@@ -27,6 +27,7 @@ from diloco_node.wire.learner_link import (
     Stop,
     ToDaemon,
     ToLearner,
+    VersionOffered,
     Welcome,
     frame,
     frame_length,
@@ -227,6 +228,20 @@ def test_put_back_command_comes_again_at_the_next_boundary(daemon: Daemon, learn
             learner.link.put_back(command)
     assert learner.commands() == [SnapshotRequested(0, 1, 0)]
     assert learner.commands() == []
+
+
+def test_what_is_put_back_comes_before_what_has_come_meanwhile(daemon: Daemon, learner: Learner) -> None:
+    offers = [VersionOffered(0, 1, -1), VersionOffered(1, 1, -1)]
+    daemon.accept(WELCOME)
+    learner.wait_for(1)
+    daemon.say(*offers)
+    eventually(lambda: len(learner.link._commands) == 2)
+    with learner.link.lock:
+        taken = list(learner.link.commands())
+        daemon.say(SnapshotRequested(0, 2, 1))
+        eventually(lambda: len(learner.link._commands) == 1)
+        learner.link.put_back(*taken)
+    assert learner.commands() == [*offers, SnapshotRequested(0, 2, 1)]
 
 
 def test_final_refusal_is_raised_in_the_training_thread(daemon: Daemon, learner: Learner) -> None:

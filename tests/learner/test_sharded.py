@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco_node.core.types import Codec
-from tests.kit.fake_daemon import FakeDaemon, MemoryStore
+from tests.kit.fake_daemon import Done, FakeDaemon, MemoryStore
 from tests.kit.shard_ranks import Ranks, states
 
 pytestmark = pytest.mark.e2e
@@ -138,6 +138,15 @@ def test_versions_reach_a_model_that_an_evaluation_has_left_unsharded(tmp_path: 
             assert seen[-1] != before[0]
             ranks.ask(do="close")
     assert seen[:3] == seen[3:]
+
+
+def test_a_region_of_which_another_rank_was_asked_to_stop_is_not_done(tmp_path: Path) -> None:
+    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
+        ranks.attach("ddp", tmp_path)
+        ranks.processes[1].terminate()
+        ranks.ask(do="step", count=1)
+        ranks.ask(do="close")
+        assert not [one for one in daemon.said if isinstance(one, Done)]
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ HEAD_NAMES: Final = frozenset({"lm_head", "output", "head", "embed_out", "output
 """What output heads are called; only at the top of a model, for "output" is also the end of an attention block."""
 
 DTENSOR: Final = "DTensor"
-REFUSED_KINDS: Final = frozenset({"FlatParameter", "ShardedTensor"})
+REFUSED_KINDS: Final = frozenset({"FlatParameter", "ShardedTensor", "FullyShardedDataParallel"})
 """By name: importing the classes would import all of torch.distributed."""
 
 SAMPLE_VALUES: Final = 1024
@@ -116,12 +116,15 @@ class ModelTensors:
         buffers: Sequence[str] = (),
     ) -> None:
         self.model = unwrap(model)
+        # After an evaluation FSDP2 leaves its root unsharded: it names other parameters then, which it throws away, and
+        # what is written to the shards is not seen.
+        self._resharded = [module for module in self.model.modules() if hasattr(module, "reshard")]
+        self._reshard()
+        _check_kind("the model", *self.model.modules())  # FSDP1's parameters may look like plain ones
         self._names_of = _names_of(self.model)
         masters, merge = masters or {}, merge or {}
         self._tracked: dict[str, _Tracked] = {}
         self.boxes: dict[str, list[Box]] = {}
-        # After an evaluation FSDP2 leaves its root unsharded, and what is written to the shards is not seen.
-        self._resharded = [module for module in self.model.modules() if hasattr(module, "reshard")]
         specs = []
         embeddings = _embedding_parameters(self.model)
         trained = _buffers(self.model, buffers)
@@ -161,6 +164,25 @@ class ModelTensors:
             if tracked.master is not None:
                 held[tracked.master] = name
         return held
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise LearnerError: the model is sharded, and this optimizer was made before: it trains nothing."""
+        held, known = [one for group in optimizer.param_groups for one in group["params"]], self.names
+        if any(map(is_sharded, known)) and not any(one in known for one in held):
+            raise LearnerError(
+                "the optimizer holds none of the model's parameters: make it from model.parameters() after "
+                "fully_shard or parallelize_module, or pass its masters"
+            )
+
+    def check_not_replaced(self) -> None:
+        """Raise LearnerError: the model was sharded after it was attached; it has other parameters now."""
+        for name, parameter in self.model.named_parameters():
+            tracked = self._tracked.get(name)
+            if tracked is not None and is_sharded(parameter) and not is_sharded(tracked.parameter):
+                raise LearnerError(
+                    f"parameter {name!r} was sharded after attach(), which follows the one before: call fully_shard, "
+                    "parallelize_module or accelerator.prepare first, then attach"
+                )
 
     def read(self, part: LocalFragment, out: Tensor) -> None:
         """Copy the values.
@@ -333,14 +355,18 @@ def _is_named_averaged(name: str) -> bool:
     return modules[-1] in EMBEDDING_NAMES or (modules[-1] in HEAD_NAMES and len(modules) <= _HEAD_DEPTH_MAX)
 
 
-def _check(name: str, parameter: Tensor) -> None:
-    values = parameter.data
-    kinds = {kind.__name__ for kind in (*type(parameter).__mro__, *type(values).__mro__)}
-    if kinds & REFUSED_KINDS:
+def _check_kind(what: str, *held: object) -> None:
+    found = sorted({kind.__name__ for one in held for kind in type(one).__mro__} & REFUSED_KINDS)
+    if found:
         raise LearnerError(
-            f"parameter {name!r} is sharded over ranks in an old way ({type(values).__name__}): use FSDP2, "
+            f"{what} is sharded over ranks in an old way ({found[0]}): use FSDP2, "
             "torch.distributed.fsdp.fully_shard(model), and attach after it"
         )
+
+
+def _check(name: str, parameter: Tensor) -> None:
+    values = parameter.data
+    _check_kind(f"parameter {name!r}", parameter, values)
     if is_sharded(values):
         if any(placement.is_partial() for placement in values.placements):  # type: ignore[attr-defined]
             raise LearnerError(

@@ -1,0 +1,150 @@
+"""What goes wrong around sharding, seen from one rank of four; the process group is torch's fake one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+
+from diloco_node.errors import LearnerError
+from diloco_node.learner.attach import attach
+from diloco_node.learner.layouts.shard_map import Box, ShardMap
+from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded
+from diloco_node.learner.optimizer_parts import Kept, OptimizerParts
+
+RANKS, RANK = 4, 3
+
+
+@pytest.fixture(autouse=True)
+def _four_ranks() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=RANK, world_size=RANKS, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def build() -> nn.Module:
+    """On the last rank nothing of the first layer, two rows of the second."""
+    return nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 8))
+
+
+def sharded() -> nn.Module:
+    model = build()
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for one in model.parameters():
+        parameter: Any = one
+        ones = torch.ones(parameter.to_local().shape)
+        parameter.grad = DTensor.from_local(
+            ones, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+        )
+    optimizer.step()
+
+
+def shards_of(tensors: ModelTensors) -> ShardMap:
+    held: list[dict[str, list[Box]]] = [{} for _ in range(RANKS)]
+    for spec in tensors.specs:
+        each = -(-spec.rows // RANKS)
+        for rank in range(RANKS):
+            low, high = min(spec.rows, rank * each), min(spec.rows, (rank + 1) * each)
+            rest = spec.shape[1:]
+            held[rank][spec.name] = [Box((low, *(0 for _ in rest)), (high - low, *rest))] if high > low else []
+    return ShardMap(tensors.specs, held)
+
+
+def read_again(kept: Kept) -> Kept:
+    return Kept.from_document(
+        json.loads(json.dumps(kept.document())), {name: one.clone() for name, one in kept.tensors.items()}
+    )
+
+
+def test_a_rank_with_empty_shards_trains_on_after_a_restart() -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    tensors = ModelTensors(model)
+    assert tensors.boxes["0.weight"] == []
+    parts = OptimizerParts(optimizer, tensors, shards_of(tensors), RANK)
+    step(model, optimizer)
+    kept = read_again(parts.keep())
+    assert parts.missing({RANK: kept}, RANK) == {RANK}
+    parts.restore([kept])
+    assert all(is_sharded(state["exp_avg"]) for state in optimizer.state.values())
+    step(model, optimizer)
+
+
+def test_an_empty_shard_gets_its_state_where_the_rank_had_none_before() -> None:
+    """As after DistributedDataParallel, where only rank 0 keeps moments."""
+    whole = build()
+    own = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    for parameter in whole.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    own.step()
+    tensors = ModelTensors(whole)
+    copies = ShardMap(tensors.specs, [tensors.boxes for _ in range(RANKS)])
+    kept = {rank: read_again(OptimizerParts(own, tensors, copies, rank).keep()) for rank in range(RANKS)}
+
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parts = OptimizerParts(optimizer, ModelTensors(model), None, RANK)
+    needed = parts.missing(kept, RANK)
+    parts.restore([kept[RANK], *(kept[rank] for rank in sorted(needed - {RANK}))])
+    step(model, optimizer)
+
+
+def test_what_has_no_name_does_not_take_the_state_of_what_has_one() -> None:
+    model = nn.Linear(2, 2)
+    extra = nn.Parameter(torch.zeros(7))
+    first = torch.optim.AdamW([model.weight, extra])
+    model.weight.grad, extra.grad = torch.ones(2, 2), torch.ones(7)
+    first.step()
+    kept = read_again(OptimizerParts(first, ModelTensors(model)).keep())
+    other = torch.optim.AdamW([extra, model.weight])
+    OptimizerParts(other, ModelTensors(model)).restore([kept])
+    assert other.state[model.weight]["exp_avg"].shape == (2, 2)
+    assert extra not in other.state
+
+
+def test_a_model_that_an_evaluation_has_left_unsharded_is_attached_by_its_shards() -> None:
+    model = sharded()
+    with torch.no_grad():
+        model(torch.zeros(2, 5))
+    tensors = ModelTensors(model)
+    assert all(is_sharded(one) for one in tensors.names)
+    assert tensors.boxes["1.weight"] == [Box((6, 0), (2, 3))]
+
+
+def test_an_optimizer_that_was_made_before_the_model_was_sharded() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    with pytest.raises(LearnerError, match="none of the model"):
+        attach(model, optimizer)
+
+
+def test_a_model_that_is_sharded_after_it_was_attached() -> None:
+    model = build()
+    tensors = ModelTensors(model)
+    tensors.check_not_replaced()
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    with pytest.raises(LearnerError, match="sharded after attach"):
+        tensors.check_not_replaced()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_is_refused(use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(build(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    with pytest.raises(LearnerError, match="fully_shard"):
+        ModelTensors(nn.Sequential(model))
