@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -55,31 +55,16 @@ async def test_a_region_of_two_hosts_has_its_daemon_on_the_first(tmp_path: Path)
     hosts = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", port]
     launcher = [sys.executable, "-m", "torch.distributed.run", *hosts]
     elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-
-    def second_host() -> subprocess.Popen[bytes]:
-        # As systemd does: again and again, for each end of the first host's ranks ends its own.
-        forever = 'while :; do "$@"; sleep 1; done'
-        command = ["sh", "-c", forever, "sh", *launcher, "--node-rank", "1", EXAMPLE]
-        return subprocess.Popen(command, env=elsewhere, start_new_session=True)
-
-    second = second_host()
+    second = await asyncio.create_subprocess_exec(
+        *launcher, "--node-rank", "1", EXAMPLE, env=elsewhere, start_new_session=True
+    )
     try:
         await cluster.regions[sharded].start(cluster.config, [*launcher, "--node-rank", "0", EXAMPLE])
         await cluster.regions[single].start(cluster.config, [sys.executable, EXAMPLE])
-        before = await cluster.until_trains()
+        await cluster.until_trains()
         now = await cluster.until_commits(4)
         learner = now[sharded]["learner"]
         assert learner["tokens"] == learner["step"] * 2 * 8 * 64, "tokens of both hosts"
-        os.killpg(second.pid, signal.SIGKILL)  # the second host is gone
-        second.wait()
-        second = second_host()
-        await cluster.until(
-            "both hosts are back",
-            lambda now: (
-                all_train(now) and now[sharded]["learner"]["incarnation"] > before[sharded]["learner"]["incarnation"]
-            ),
-        )
-        await cluster.until_merged(sharded, why="after a host was lost")
         await cluster.end()
         cluster.check_equal()
         assert cluster.account().faults == ()
@@ -87,7 +72,7 @@ async def test_a_region_of_two_hosts_has_its_daemon_on_the_first(tmp_path: Path)
         await cluster.clear()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(second.pid, signal.SIGKILL)
-        second.wait()
+        await second.wait()
 
 
 async def test_the_built_in_trainer_cuts_its_model_where_it_is_told_to(tmp_path: Path) -> None:
