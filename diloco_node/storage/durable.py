@@ -38,7 +38,16 @@ def disk_error(what: str, path: Path, error: OSError) -> DiskRefused:
 
 def sync_folder(folder: Path) -> None:
     """Make renames and removals in the folder durable. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Make what was written to the file durable, by whatever way. Raises OSError."""
+    _sync(path, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:

@@ -19,7 +19,7 @@ import numpy as np
 
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import F32, U8
-from diloco_node.storage.durable import disk_error, sync_folder
+from diloco_node.storage.durable import disk_error, sync_file, sync_folder
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Write a safetensors file, tensor after tensor; durable when this returns. Raises OSError."""
+    """Write a safetensors file, tensor after tensor; durable once it is synced. Raises OSError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, one in sorted(tensors.items()):
@@ -141,8 +141,6 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
         file.write(_LENGTH.pack(len(text)) + text)
         for _, one in sorted(tensors.items()):
             file.write(one.data.data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_model_folder(
@@ -170,6 +168,7 @@ def write_model_folder(
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(fresh, ignore_errors=True)  # in a container the number of one that was killed comes again
         fresh.mkdir()
         for path in copies:
             shutil.copyfile(path, fresh / path.name)
@@ -177,8 +176,11 @@ def write_model_folder(
             text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
             (fresh / name).write_text(text, encoding="utf-8")
         write_tensors(fresh / WEIGHTS_NAME, tensors)
+        for path in fresh.iterdir():
+            sync_file(path)
         sync_folder(fresh)
         if folder.is_dir():
+            shutil.rmtree(old, ignore_errors=True)
             folder.rename(old)
         fresh.rename(folder)
         sync_folder(folder.parent)

@@ -58,7 +58,7 @@ class Site(NamedTuple):
 
 @cache
 def sync_sites() -> tuple[Site, ...]:
-    """All calls of fsync, fdatasync and `sync_folder` in the package."""
+    """All calls of fsync, fdatasync, `sync_file` and `sync_folder` in the package."""
     found: list[Site] = []
 
     def visit(node: ast.AST, module: str, function: str) -> None:
@@ -66,7 +66,7 @@ def sync_sites() -> tuple[Site, ...]:
             name = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
             if isinstance(child, ast.Call):
                 called = ast.unparse(child.func).rsplit(".", maxsplit=1)[-1]
-                if called in (*SYNC_CALLS, "sync_folder"):
+                if called in (*SYNC_CALLS, "sync_file", "sync_folder"):
                     found.append(Site(module, name, child.lineno, child.end_lineno or child.lineno))
             visit(child, module, name)
 

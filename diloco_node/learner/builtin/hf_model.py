@@ -100,9 +100,10 @@ def _library() -> Any:
 def _errors() -> tuple[type[Exception], ...]:
     """What the library raises for a config or weights that make no model."""
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
 
-    strict: type[Exception] = StrictDataclassError
-    return (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, strict)
+    own: tuple[type[Exception], ...] = (StrictDataclassError, SafetensorError)
+    return (OSError, ValueError, LookupError, TypeError, AttributeError, ImportError, RuntimeError, *own)
 
 
 def _config(settings: HfModelSettings) -> Any:

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diloco_node.learner.layouts.whole import ModelTensors
 
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import Trainer, TrainerSettings, held_out_loss, settings_from
+from diloco_node.learner.layouts.tensors import ModelTensors
 from tests.learner.builtin.test_trainer import FakeRun, corpus_of_words
 
 pytest.importorskip("transformers")

@@ -15,6 +15,7 @@ from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.optimizers import SeveralOptimizers, build_optimizer, set_rate
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, TrainingProgress, read_newest
+from diloco_node.learner.optimizer_parts import OptimizerParts
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
 BETAS = (0.9, 0.99)
@@ -84,7 +85,7 @@ def test_a_checkpoint_on_disk_brings_it_back(kind: str, tmp_path: Path) -> None:
     optimizer = made(model, kind)
     stepped(model, optimizer, 3)
     writer = CheckpointWriter(tmp_path)
-    writer.save(TrainingProgress("digest", 1, 3, 3, 30), optimizer, {})
+    writer.save(TrainingProgress("digest", 1, 3, 3, 30), OptimizerParts(optimizer), {})
     writer.wait()
     values = {name: one.detach().clone() for name, one in model.named_parameters()}
     expected = stepped(model, optimizer, 2)
@@ -93,7 +94,7 @@ def test_a_checkpoint_on_disk_brings_it_back(kind: str, tmp_path: Path) -> None:
     fresh = made(other, kind)
     found = read_newest(tmp_path, "digest")
     assert isinstance(found, Checkpoint)
-    found.restore(fresh, {}, rng=False)
+    found.restore(OptimizerParts(fresh), {}, rng=False)
     set_rate(fresh, 0.01)
     assert all(torch.equal(a, b) for a, b in zip(expected, stepped(other, fresh, 2), strict=True))
 
