@@ -68,6 +68,7 @@ class RunFacts:
         refused = dict(self._refusals())
         return {
             "run": self._run(),
+            "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
             "round_log": self.rounds.rows(),
             "commit_age_seconds": self.rounds.commit_age_s(),
             "usual_commit_seconds": self.rounds.usual_commit_s(),
