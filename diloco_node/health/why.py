@@ -102,7 +102,7 @@ def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterato
     cost_s = cost_of(log, region, phase)
     basis = "" if cost_s is None else f"median of {phase} in the rounds that waited for {region}, against the others"
     what = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
-    yield Finding("rounds", (region,), what, _HELPS[phase].format(region=region), cost_s, basis)
+    yield Finding("rounds", (region,), what, _HELPS.get(phase, _HELPS[""]).format(region=region), cost_s, basis)
 
 
 _HELPS: Final = {
@@ -149,9 +149,8 @@ def _backlog(document: Document) -> Iterator[Finding]:
         if rate and waiting > rate:  # more than a second's worth
             what = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
             basis = f"{duration(waiting / rate)} at the budget of {8 * rate / 1e6:.1f} Mbit/s"
-            yield Finding(
-                "budget", name, what, "raise that budget, or choose a smaller codec or a longer H", basis=basis
-            )
+            change = "raise that budget, or choose a smaller codec or a longer H"
+            yield Finding("budget", (text(document, "region"), name), what, change, basis=basis)
 
 
 def _budget(documents: Sequence[Document]) -> Iterator[Finding]:
