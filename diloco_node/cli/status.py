@@ -52,7 +52,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object (a line each with --watch).")] = False,
 ) -> None:
     """Show the regions on this machine: of the places given, else of run.toml."""
-    targets = [target for place in places for target in find_targets(place)] if places else _targets_of_run(config)
+    targets = [target for place in places for target in find_targets(place)] if places else targets_of_run(config)
     if watch:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(targets, as_json)
@@ -98,7 +98,8 @@ def _target(file: Path) -> Target:
     return Target(file.parent.resolve().name, int(text), path if path.exists() else None)
 
 
-def _targets_of_run(config: Path | None) -> list[Target]:
+def targets_of_run(config: Path | None) -> list[Target]:
+    """The regions of run.toml that run or have run here. Raises ConfigError, PeersUnreachable: there are none."""
     resolved = load(config, {}, None)
     targets = []
     for name, region in resolved.regions.items():
@@ -115,11 +116,11 @@ def _targets_of_run(config: Path | None) -> list[Target]:
     return targets
 
 
-def ask(target: Target) -> dict[str, Any]:
-    """The status document of one region, or {"region", "error"} when it does not answer."""
+def ask(target: Target, path: str = "/api/v1/status") -> dict[str, Any]:
+    """The status document of one region, or another one; {"region", "error"} when it does not answer."""
     try:
         with contextlib.closing(connect(target)) as connection:
-            connection.request("GET", "/api/v1/status")
+            connection.request("GET", path)
             document = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
         if not isinstance(document, dict):
             raise ValueError("the answer is no JSON object")

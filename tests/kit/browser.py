@@ -70,7 +70,7 @@ class Tab:
     async def until(self, condition: str) -> None:
         """Wait until an expression is true."""
         async with asyncio.timeout(PATIENCE_S):
-            while not await self.evaluate(f"Boolean({condition})"):
+            while not await self.evaluate(f"Boolean({condition})"):  # noqa: ASYNC110 - it is the browser's
                 await asyncio.sleep(0.05)
 
     async def press(self, key: str, code: int) -> None:
@@ -83,7 +83,7 @@ class Tab:
     async def screenshot(self, path: Path) -> None:
         """The whole page, also what is below the window."""
         answer = await self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
+        path.write_bytes(base64.b64decode(answer["data"]))  # noqa: ASYNC240 - of a test
 
     def note(self, method: str, params: dict[str, Any]) -> None:
         """An event of the protocol."""

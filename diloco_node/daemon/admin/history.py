@@ -152,4 +152,3 @@ def _point(line: str) -> Point | None:
         if isinstance(row, list) and len(row) == len(COLUMNS):
             return [_number(value) for value in row]
     return None
-

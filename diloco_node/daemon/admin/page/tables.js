@@ -15,6 +15,8 @@ function head(...names) {
 
 // ---- regions
 
+const tookPart = (name) => byName().map((one) => table(one.status.participation_of)[name]).find(isNumber);
+
 function regionRow(name, chosen) {
   const region = store.regions.get(name);
   const status = region ? region.status : {};
@@ -35,7 +37,7 @@ function regionRow(name, chosen) {
     cell("report", seconds(learner.report_age_seconds), { class: "number" }),
     cell("round trip", seconds(peer?.rtt_seconds), { class: "number" }),
     cell("entries behind", whole(region ? lag : null), { class: "number" }),
-    cell("took part", percent(table(status.participation_of)[name] ?? status.participation), { class: "number" }),
+    cell("took part", percent(status.participation ?? tookPart(name)), { class: "number" }),
     cell("waits for", known(why), { class: "why" }),
   );
 }
@@ -86,7 +88,7 @@ function peerRow(region, peer, use) {
     h("th", { scope: "row" }, `to ${peer}`),
     cell("now", rate(sums.length ? sums.reduce((a, b) => a + b, 0) : null), { class: "number" }),
     h("td", { "data-label": "use" }, laneBar(uses, limit)),
-    cell("limit", isNumber(limit) ? `${rate(limit)}${use.limited_by ? ` (${use.limited_by})` : ""}` : "no limit"),
+    cell("limit", isNumber(limit) ? `${rate(limit)}${use.limited_by ? ` (${use.limited_by})` : ""}` : "no limit", { class: "tight" }),
     cell("total", bytes(uses.reduce((sum, [, , one]) => sum + one.used_bytes, 0)), { class: "number" }),
     h("td", { class: "why", "data-label": "lanes" }, detail || "nothing sent"),
   );
@@ -183,7 +185,7 @@ export function drawSettings(region, view) {
     "Settings",
     h("span", { class: "note" }, region ? `of ${region.name}, and where each was set` : ""),
     h("p", { class: "acts" }, toggle("all-settings", `Defaults too (${rows.length - changed.length})`, view.allSettings)),
-    rows.length ? scroll("Table of settings", h("table", { class: "settings" }, head("setting", "value", "set in"), h("tbody", {}, chosen.map(([name, value, origin]) => h("tr", { "data-key": name }, h("th", { scope: "row" }, name), h("td", { "data-label": "value" }, value), h("td", { "data-label": "set in", class: "quiet" }, origin)))))) : h("p", { class: "empty" }, NO_DATA),
+    rows.length ? scroll("Table of settings", h("table", { class: "settings" }, head("setting", "value", "set in"), h("tbody", {}, chosen.map(([name, value, origin]) => h("tr", { "data-key": name }, h("th", { scope: "row" }, name), h("td", { "data-label": "value" }, value), h("td", { "data-label": "set in", class: "quiet", title: origin }, String(origin).split("/").at(-1))))))) : h("p", { class: "empty" }, NO_DATA),
   );
 }
 

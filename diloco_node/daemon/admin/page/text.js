@@ -11,7 +11,9 @@ const scaled = (value, step, units) => {
     at += 1;
   }
   const digits = at === 0 || Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2;
-  return `${value.toFixed(digits)}${units[at] ? ` ${units[at]}` : ""}`;
+  // 35.0 k is 35 k.
+  const shown = digits ? value.toFixed(digits).replace(/\.?0+$/, "") : value.toFixed(0);
+  return `${shown}${units[at] ? ` ${units[at]}` : ""}`;
 };
 
 export const count = (value) => (isNumber(value) ? scaled(value, 1000, ["", "k", "M", "G", "T"]) : NO_DATA);
