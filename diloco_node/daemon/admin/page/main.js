@@ -17,7 +17,7 @@ function chosen() {
   return regions.find((one) => one.name === view.region) || regions.find((one) => one.status.role === "leader") || regions[0];
 }
 
-function draw() {
+function drawAll() {
   isDue = false;
   const region = chosen();
   drawTop();
@@ -37,7 +37,7 @@ function draw() {
 function soon() {
   if (isDue) return;
   isDue = true;
-  requestAnimationFrame(draw);
+  requestAnimationFrame(drawAll);
 }
 
 // An event of the stream: "snapshot" or "status", and its document.

@@ -64,7 +64,7 @@ export function drawMap() {
       const fact = { name, fragment, own: versions.get(name)[fragment], newest: version, isMissing: (missing.get(fragment) || []).includes(name) };
       fact.age = isNumber(fact.own) && now() !== null ? now() - merged.get(`${fragment} ${fact.own}`) : null;
       if (fact.isMissing || fact.own < version) said.push(cellText(fact));
-      return cell(fact, left + fragment * (CELL.width + CELL.gap), y);
+      return fragmentCell(fact, left + fragment * (CELL.width + CELL.gap), y);
     });
     return [h("text", { x: 0, y: y + 21, class: "label" }, name), cells];
   });
@@ -92,8 +92,8 @@ function cellText({ name, fragment, own, newest, isMissing }) {
   return `${name} fragment ${fragment}: ${isNumber(own) ? `version ${own}` : NO_DATA}${behind}${isMissing ? ", not in the last merge" : ""}`;
 }
 
-function cell(fact, x, y) {
-  const tone = !isNumber(fact.own) ? "unknown" : fact.own < fact.newest ? "behind" : fact.isMissing ? "missing" : "current";
+function fragmentCell(fact, x, y) {
+  const tone = fact.own < fact.newest ? "behind" : fact.isMissing ? "missing" : isNumber(fact.own) ? "current" : "unknown";
   const behind = fact.own < fact.newest ? ` −${fact.newest - fact.own}` : "";
   const middle = x + CELL.width / 2;
   return h(
@@ -102,7 +102,7 @@ function cell(fact, x, y) {
     h("title", {}, cellText(fact)),
     h("rect", { x, y, width: CELL.width, height: CELL.height, rx: 3, class: `cell ${tone}` }),
     tone === "behind" ? stripes(x, y + CELL.height - 5, CELL.width, 4) : null,
-    h("text", { x: middle, y: y + 15, class: "value", "text-anchor": "middle" }, isNumber(fact.own) ? `v${fact.own}${behind}${fact.isMissing ? " ✕" : ""}` : "–"),
+    h("text", { x: middle, y: y + 15, class: "value", "text-anchor": "middle" }, `${isNumber(fact.own) ? `v${fact.own}${behind}` : fact.isMissing ? "" : "–"}${fact.isMissing ? " ✕" : ""}`),
     h("text", { x: middle, y: y + 28, class: "axis", "text-anchor": "middle" }, isNumber(fact.own) ? (isNumber(fact.age) ? seconds(fact.age) : "age ?") : NO_DATA),
   );
 }

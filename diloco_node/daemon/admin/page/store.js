@@ -14,28 +14,33 @@ export const store = { regions: new Map(), summary: null, isReport: false, heard
 export function begin(document) {
   store.summary = document.summary || null;
   for (const one of tables(document.regions)) {
-    const region = take(table(one.status));
-    const history = table(one.history);
+    const [status, history] = [table(one.status), table(one.history)];
+    const region = regionOf(status);
     if (String(history.columns) === String(COLUMNS)) {
       // After a broken connection only what is new comes.
       const last = region.rows.length ? region.rows.at(-1)[0] : -Infinity;
       for (const row of list(history.rows)) if (Array.isArray(row) && row[0] > last) keep(region, row);
       region.period = Math.max(region.period, history.period_s || 0);
     }
-    region.settings = list(one.settings).filter((row) => Array.isArray(row) && row.length === 3);
+    if (Array.isArray(one.settings)) region.settings = one.settings.filter((row) => Array.isArray(row) && row.length === 3);
+    take(status);
   }
 }
 
-// A `status` event.
-export function take(status) {
+function regionOf(status) {
   const name = String(status.region ?? "?");
   if (!store.regions.has(name)) {
     if (store.regions.size >= REGIONS_MAX) store.regions.delete(store.regions.keys().next().value);
     store.regions.set(name, { name, status: {}, rows: [], period: 2, settings: [], counters: [] });
   }
-  const region = store.regions.get(name);
+  return store.regions.get(name);
+}
+
+// A `status` event.
+export function take(status) {
+  const region = regionOf(status);
   // A region that does not answer keeps what was last known of it.
-  region.status = status.error ? { ...region.status, region: name, error: String(status.error) } : status;
+  region.status = status.error ? { ...region.status, region: region.name, error: String(status.error) } : status;
   region.answered = !status.error;
   const unix = table(status.clock).unix;
   if (!isNumber(unix)) return region;

@@ -23,7 +23,7 @@ function regionRow(name, chosen) {
   const peer = asPeer(name);
   const learner = table(status.learner);
   const lag = isNumber(status.last_index) && isNumber(status.applied_index) ? status.last_index - status.applied_index : null;
-  const [mark, tone, state] = stateOf(region, peer);
+  const [mark, tone, state] = shownState(region, peer);
   const process = table(status.learner_process);
   const why = region?.answered === false ? status.error : region ? status.reason || process.reason : peer?.error || "";
   return h(
@@ -42,7 +42,7 @@ function regionRow(name, chosen) {
   );
 }
 
-function stateOf(region, peer) {
+function shownState(region, peer) {
   if (region?.answered === false) return ["✕", "bad", "no answer"];
   if (region) {
     const state = known(region.status.state);
@@ -61,7 +61,7 @@ export function drawRegions(chosen) {
 // ---- bandwidth
 
 function laneBar(uses, limit) {
-  const width = 160;
+  const width = 120;
   const total = uses.reduce((sum, [, speed]) => sum + (speed || 0), 0);
   const full = Math.max(limit || 0, total, 1);
   let x = 0;
