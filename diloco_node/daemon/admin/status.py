@@ -215,6 +215,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
         "tokens": status.tokens,
         "step_seconds": status.step_time_ns / 1e9,
         "tokens_per_second": tokens / seconds if seconds > 0 else None,
+        "current_tokens_per_second": facts.tokens.per_second(now_ns=now_ns),
         "loss": facts.loss_last,
         "val_loss": facts.val_loss,
         "val_loss_global": facts.val_loss_global,

@@ -15,7 +15,7 @@ from tests.kit.page_kit import UNIX, ShownRun, shown
 
 @contextlib.asynccontextmanager
 async def region(folder: Path):
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - of a test
     async with shown(ShownRun(), folder) as url:
         (folder / "admin.port").write_text(url.rpartition(":")[2])
         try:
@@ -42,14 +42,14 @@ async def test_regions_are_asked_and_one_that_is_gone_stays_with_the_reason(tmp_
 
 
 async def test_the_page_is_served_on_loopback_to_loopback_names(tmp_path: Path) -> None:
-    async with region(tmp_path / "a"), dashboard_server(MergedRegions(lambda: find_targets(str(tmp_path))), 0) as url:
-        async with aiohttp.ClientSession(url) as session:
-            assert "<title>diloco-node</title>" in await (await session.get("/")).text()
-            assert (await session.get("/", headers={"Host": "evil.example"})).status == 403
-            assert (await session.post("/api/v1/finish")).status in (404, 405)
-            async with session.get("/api/v1/events") as answer:
-                assert (await answer.content.readline()).startswith(b"id: ")
-                assert await answer.content.readline() == b"event: snapshot\n"
+    regions = MergedRegions(lambda: find_targets(str(tmp_path)))
+    async with region(tmp_path / "a"), dashboard_server(regions, 0) as url, aiohttp.ClientSession(url) as session:
+        assert "<title>diloco-node</title>" in await (await session.get("/")).text()
+        assert (await session.get("/", headers={"Host": "evil.example"})).status == 403
+        assert (await session.post("/api/v1/finish")).status in (404, 405)
+        async with session.get("/api/v1/events") as answer:
+            assert (await answer.content.readline()).startswith(b"id: ")
+            assert await answer.content.readline() == b"event: snapshot\n"
 
 
 async def test_a_port_that_is_taken_is_an_error_with_a_way_out() -> None:

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from diloco_node.daemon.admin import live_events
 from diloco_node.daemon.admin.live_events import LiveEvents, json_text
+from tests.kit.transport_kit import eventually
 
 
 class Source:
@@ -96,9 +97,7 @@ async def test_ten_viewers_cost_one_document_each_time() -> None:
         rows = await asyncio.gather(*(watch(session, url) for _ in range(10)))
         for seen in rows:
             assert seen == list(range(seen[0], seen[0] + 10)), "each got every document from its first on"
-        async with asyncio.timeout(60):
-            while live.viewers:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: not live.viewers)
         await asyncio.sleep(0.1)
         made = source.made
         await asyncio.sleep(0.2)
@@ -124,9 +123,7 @@ async def test_one_viewer_too_many_is_refused_and_a_place_gets_free(monkeypatch:
             async with session.get(url) as third:
                 assert third.status == 503
                 assert "close one" in await third.text()
-        async with asyncio.timeout(60):
-            while live.viewers:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: not live.viewers)
         async with session.get(url) as answer:
             assert answer.status == 200
 
@@ -136,8 +133,8 @@ async def test_one_viewer_too_many_is_refused_and_a_place_gets_free(monkeypatch:
 )
 async def test_who_comes_back_gets_what_is_new(header: str, since: float | None) -> None:
     source = Source()
-    async with serving(source) as (_, url), aiohttp.ClientSession(headers={"Last-Event-ID": header}) as session:
-        async with session.get(url) as answer:
+    async with serving(source) as (_, url), aiohttp.ClientSession() as session:
+        async with session.get(url, headers={"Last-Event-ID": header}) as answer:
             assert [event["event"] async for event in _first(answer, 1)] == ["snapshot"]
     assert source.since == [since]
 
@@ -164,9 +161,7 @@ async def test_the_end_of_the_daemon_ends_the_streams() -> None:
         await live.stop()
         async with asyncio.timeout(60):
             await answer.content.read()
-        async with asyncio.timeout(60):
-            while live.viewers:
-                await asyncio.sleep(0.02)
+        await eventually(lambda: not live.viewers)
 
 
 def test_numbers_that_json_has_not_become_texts() -> None:
