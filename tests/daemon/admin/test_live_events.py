@@ -133,9 +133,9 @@ async def test_one_viewer_too_many_is_refused_and_a_place_gets_free(monkeypatch:
 )
 async def test_who_comes_back_gets_what_is_new(header: str, since: float | None) -> None:
     source = Source()
-    async with serving(source) as (_, url), aiohttp.ClientSession() as session:
-        async with session.get(url, headers={"Last-Event-ID": header}) as answer:
-            assert [event["event"] async for event in _first(answer, 1)] == ["snapshot"]
+    sent = {"Last-Event-ID": header}
+    async with serving(source) as (_, url), aiohttp.request("GET", url, headers=sent) as answer:
+        assert [event["event"] async for event in _first(answer, 1)] == ["snapshot"]
     assert source.since == [since]
 
 
