@@ -132,7 +132,7 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "commit_index": at,
         "applied_index": at,
         "last_index": at + 1,
-        "reason": f"fragment {at % FRAGMENTS}: waits for contributions of {LOST}",
+        "reason": f"fragment {at % FRAGMENTS}: waits for contributions of {LOST}" if has_lost else "no fragment is due",
         "versions": [version - (one >= at % FRAGMENTS) - 2 * (has_lost and region == LOST) for one in range(FRAGMENTS)],
         "rounds_committed": at,
         "tokens_merged": at * 1_400,

@@ -18,7 +18,7 @@ const CARDS_MAX = 24;
 const STALE_MS = 6000;
 
 // Where the cause of an alert is shown, by a word of its code.
-const PLACES = [["BUDGET", "bandwidth"], ["BANDWIDTH", "bandwidth"], ["ROUND", "rounds"], ["QUORUM", "rounds"], ["MERGE", "rounds"], ["SETTING", "settings"], ["CONFIG", "settings"], ["LOSS", "loss"], ["NAN", "loss"], ["SPEED", "speed"], ["VERSION", "fragments"], ["BEHIND", "fragments"]];
+const PLACES = [["BUDGET", "bandwidth"], ["COMMIT", "rounds"], ["MAJORITY", "regions"], ["LEFT-OUT", "rounds"], ["SETTINGS", "settings"], ["LOSS", "loss"], ["DIGEST", "fragments"]];
 
 export const isStale = () => !store.isReport && store.heard !== null && performance.now() - store.heard > STALE_MS;
 

@@ -3,7 +3,7 @@ import { h, panel, toggle } from "./dom.js";
 import { allNames, asPeer, byName, now, store } from "./store.js";
 import { NO_DATA, clock, isNumber, known, list, median, seconds, table, tables } from "./text.js";
 
-const CELL = { width: 58, height: 34, gap: 2 };
+const CELL = { width: 62, height: 34, gap: 2 };
 const ROWS_SHOWN = 12;
 const ROWS_ALL = 128;
 const PHASES = ["gather", "reduce", "commit", "apply"];
@@ -56,7 +56,7 @@ export function drawMap() {
   }
   const [merged, missing] = [mergedAt(), missingOf()];
   const newest = Array.from({ length: fragments }, (_, at) => Math.max(...names.map((name) => versions.get(name)[at] ?? -1)));
-  const left = 10 + 7 * Math.max(...names.map((name) => name.length));
+  const left = 12 + 7.6 * Math.max(...names.map((name) => name.length));
   const said = [];
   const rows = names.map((name, row) => {
     const y = 18 + row * (CELL.height + CELL.gap);
@@ -94,16 +94,17 @@ function cellText({ name, fragment, own, newest, isMissing }) {
 
 function fragmentCell(fact, x, y) {
   const tone = fact.own < fact.newest ? "behind" : fact.isMissing ? "missing" : isNumber(fact.own) ? "current" : "unknown";
-  const behind = fact.own < fact.newest ? ` −${fact.newest - fact.own}` : "";
-  const middle = x + CELL.width / 2;
+  const [behind, middle] = [fact.own < fact.newest ? `−${fact.newest - fact.own}, ` : "", x + CELL.width / 2];
+  const version = isNumber(fact.own) ? `v${fact.own}` : fact.isMissing ? "" : "–";
+  const age = isNumber(fact.own) ? `${behind}${isNumber(fact.age) ? seconds(fact.age) : "age ?"}` : NO_DATA;
   return h(
     "g",
     {},
     h("title", {}, cellText(fact)),
     h("rect", { x, y, width: CELL.width, height: CELL.height, rx: 3, class: `cell ${tone}` }),
     tone === "behind" ? stripes(x, y + CELL.height - 5, CELL.width, 4) : null,
-    h("text", { x: middle, y: y + 15, class: "value", "text-anchor": "middle" }, `${isNumber(fact.own) ? `v${fact.own}${behind}` : fact.isMissing ? "" : "–"}${fact.isMissing ? " ✕" : ""}`),
-    h("text", { x: middle, y: y + 28, class: "axis", "text-anchor": "middle" }, isNumber(fact.own) ? (isNumber(fact.age) ? seconds(fact.age) : "age ?") : NO_DATA),
+    h("text", { x: middle, y: y + 15, class: "value", "text-anchor": "middle" }, fact.isMissing ? `${version} ✕` : version),
+    h("text", { x: middle, y: y + 27, class: "axis", "text-anchor": "middle" }, age),
   );
 }
 
