@@ -169,7 +169,7 @@ async def test_what_is_not_known_is_never_zero(tmp_path: Path) -> None:
                 "[...document.querySelectorAll('.figure')].map(e => [...e.children].map(c => c.innerText))"
             )
         )
-        for name in ("step", "tokens merged", "tokens/s", "loss, merged model", "rounds merged", "left", "leader"):
+        for name in ("step", "tokens merged", "tokens/s", "merged loss", "rounds merged", "time left", "leader"):
             assert figures[name] == "no data"
         for panel in ("loss", "speed", "fragments", "rounds", "bandwidth", "events", "settings"):
             assert "no data" in await tab.evaluate(f"document.getElementById('{panel}').innerText")
