@@ -453,7 +453,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """The status document."""
-        facts = self._facts.document(self.learner.facts)
+        facts = self._facts.document(self.learner)
         return region_status(
             self.view(),
             run_id=self._spec.run_id,

@@ -54,9 +54,10 @@ class TrackedRound:
         self.phase, self.late, self.since_ns = phase, late, now_ns
 
     def waited_for(self) -> dict[str, str] | None:
-        """The region and phase that took most of the waiting; None when nobody is known to have been late."""
+        """Region and phase of the longest wait; None when it is not known who took most of that phase."""
         (region, phase), blamed_ns = max(sorted(self.blame_ns.items()), key=lambda one: one[1], default=(("", ""), 0))
-        return {"region": region, "phase": phase} if blamed_ns else None
+        is_known = blamed_ns > 0 and 2 * blamed_ns >= self.spent_ns[phase]
+        return {"region": region, "phase": phase} if is_known else None
 
 
 class RoundLog:

@@ -35,9 +35,9 @@ def text(document: Document, key: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people: 0.25 s, 45 s, 12 min, 3.5 h, 2 d."""
+    """For people: 250 ms, 4.5 s, 45 s, 12 min, 3.5 h, 2 d."""
     if seconds < 10:
-        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+        return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
     for size, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import typer
 
 from diloco_node.cli.options import ConfigOption
-from diloco_node.cli.status import Target, find_targets, targets_of_run
+from diloco_node.cli.status import targets_of
 
 PORT: Final = 7480
 
@@ -17,7 +17,10 @@ def dashboard(
     *,
     places: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PORT|FOLDER]...", help="Admin ports, state folders, or a demo's folder."),
+        typer.Argument(
+            metavar="[REGION|PORT|FOLDER]...",
+            help="Regions of run.toml, admin ports, state folders, a demo's folder.",
+        ),
     ] = None,
     config: ConfigOption = None,
     port: Annotated[int, typer.Option("--port", min=0, max=65_535, help="Of the page, on loopback; 0: any.")] = PORT,
@@ -25,10 +28,7 @@ def dashboard(
     """Serve one page about all regions that answer: of the places given, else of run.toml."""
     from diloco_node.cli.page.merged import MergedRegions, serve_dashboard
 
-    def find() -> list[Target]:
-        return [target for place in places for target in find_targets(place)] if places else targets_of_run(config)
-
-    serve_dashboard(MergedRegions(find), port)
+    serve_dashboard(MergedRegions(lambda: targets_of(places or (), config)), port)
 
 
 def report(

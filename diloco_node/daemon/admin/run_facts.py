@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from diloco_node.core.region import RegionCore
-from diloco_node.daemon.learner.proxy import LearnerFacts
+from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
 from diloco_node.daemon.round_log import RoundLog
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.health.phase_times import PhaseTimes
 from diloco_node.health.rate import SlidingRate
 from diloco_node.numeric import NS_PER_S
 
@@ -50,7 +51,15 @@ class RunFacts:
         self._now_ns = now_ns
         self._part = SlidingRate(ETA_WINDOW_S)
         self._disk: dict[str, Any] = {}
-        self.rounds = RoundLog(core, region=spec.region, regions=spec.regions, now_ns=now_ns, unix_s=wall_clock_s)
+        self._phases = PhaseTimes()
+        self.rounds = RoundLog(
+            core,
+            region=spec.region,
+            regions=spec.regions,
+            now_ns=now_ns,
+            unix_s=wall_clock_s,
+            on_committed=lambda row: self._phases.add(row["phases"]),
+        )
 
     def look(self) -> None:
         """At the disk."""
@@ -63,11 +72,14 @@ class RunFacts:
         if part is not None:
             self._part.add(part, now_ns=now_ns)
 
-    def document(self, learner: LearnerFacts) -> dict[str, Any]:
+    def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
         refused = dict(self._refusals())
         return {
             "run": self._run(),
+            "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
+            "token_account": self._account(learner),
+            "phase_seconds": self._phases.document(),
             "round_log": self.rounds.rows(),
             "commit_age_seconds": self.rounds.commit_age_s(),
             "usual_commit_seconds": self.rounds.usual_commit_s(),
@@ -77,7 +89,7 @@ class RunFacts:
                 "expires_unix": self._expires_unix,
                 "days_left": (self._expires_unix - wall_clock_s()) / DAY_S,
             },
-            "learner_warning": self._warning(learner),
+            "learner_warning": self._warning(learner.facts),
         }
 
     def _run(self) -> dict[str, Any]:
@@ -96,6 +108,18 @@ class RunFacts:
             "tokens": history.account.merged_tokens(len(history.versions)),
             "tokens_total": settings.tokens_max or None,
             "eta_seconds": eta_s,
+        }
+
+    def _account(self, learner: LearnerProxy) -> dict[str, int]:
+        """Tokens of this region's learner, and of the run as the ledger has them; means over the fragments."""
+        account, fragments = self._core.history.account, len(self._core.history.versions)
+        merged, discarded = (sum(tokens) // fragments for tokens in account.totals(fragments))
+        booked = account.covered_tokens(self._spec.region, fragments)
+        return {
+            "trained": learner.tokens_total,
+            "carried": max(0, learner.tokens_total - booked),
+            "run_merged": merged,
+            "run_discarded": discarded,
         }
 
     def _warning(self, facts: LearnerFacts) -> dict[str, Any] | None:

@@ -40,6 +40,11 @@ PROGRESS_S: Final = 0.5
 HOST_ALLOWED: Final = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 """The whole of a Host header. What is no more than a name and a port can't hide another name."""
 
+LOOPBACK_ONLY: Final = (
+    "this port answers to loopback names only. From another machine forward it: ssh -L 7401:127.0.0.1:7401 HOST, then ask "
+    "localhost:7401. Or run the scraper on this machine, or a proxy here that sends 'Host: localhost' (docs/operate.md)"
+)
+
 CONNECTIONS_MAX: Final = 64
 """Over TCP at once: each is a file descriptor, and any user of this machine may open one."""
 
@@ -244,7 +249,7 @@ class AdminServer:
     async def _check(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         """Whether to answer at all; a request that makes no sense gets the reason."""
         if not names_loopback(request):
-            return web.json_response({"error": "this port answers to loopback names only"}, status=403)
+            return web.json_response({"error": LOOPBACK_ONLY}, status=403)
         if request.method not in ("GET", "HEAD") and not self._has_token(request):
             reason = f"missing or wrong bearer token; it is in {self._state_dir / TOKEN_FILE}"
             return web.json_response({"error": reason}, status=401)

@@ -44,7 +44,7 @@ function alerts() {
       continue;
     }
     for (const one of tables(table(region.status.health).alerts)) {
-      const key = `${one.code} ${one.region} ${one.text}`;
+      const key = `${one.code} ${one.region}`; // several regions say the same of one in other words
       const by = found.has(key) ? [...found.get(key).by, region.name] : [region.name];
       found.set(key, { ...one, by });
     }
