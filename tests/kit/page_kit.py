@@ -152,6 +152,7 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "learner": learner_row(at, NAMES.index(region) / 5),
         "learner_process": {"state": "running"},
         "tokens": at * 512,
+        "token_account": {"trained": at * 512, "carried": 1_024, "run_merged": at * 1_400, "run_discarded": 512},
         "notes": [
             note(one, "waits" if one % 9 else "digest", f"note {one}", is_alarm=one % 9 == 0, fragment=one % FRAGMENTS)
             for one in range(max(0, at - 64), at)

@@ -1,7 +1,7 @@
 // Is it healthy, and what to do: the header, the alert cards, the figures.
 import { h, patch } from "./dom.js";
 import { allNames, byName, now, speedOf, store } from "./store.js";
-import { NO_DATA, classOf, clock, count, day, isNumber, known, list, loss, seconds, table, tables, whole } from "./text.js";
+import { NO_DATA, classOf, clock, count, day, greatest, isNumber, known, list, loss, seconds, table, tables, whole } from "./text.js";
 
 const STATES = {
   healthy: ["✓", "good"],
@@ -125,11 +125,6 @@ export function drawTop() {
 const figure = (name, value, more) => h("div", { class: "figure" }, h("dt", {}, name), h("dd", { class: classOf(value) }, value, more ? h("small", {}, ` ${more}`) : null));
 
 const sum = (values) => (values.length && values.every(isNumber) ? values.reduce((a, b) => a + b, 0) : null);
-
-function greatest(values) {
-  const known = values.filter(isNumber);
-  return known.length ? Math.max(...known) : null;
-}
 
 const furthest = (regions, key) => greatest(regions.map((one) => table(one.status.run)[key]));
 

@@ -1,7 +1,7 @@
 // Regions, bandwidth, tokens, events, settings.
 import { h, panel, toggle } from "./dom.js";
 import { allNames, asPeer, byName, now, rateOf, speedOf, store } from "./store.js";
-import { NO_DATA, bytes, classOf, clock, count, isNumber, known, loss, percent, rate, seconds, table, tables, whole } from "./text.js";
+import { NO_DATA, bytes, classOf, clock, count, greatest, isNumber, known, loss, percent, rate, seconds, table, tables, whole } from "./text.js";
 
 const EVENTS_SHOWN = 64;
 const LANES = ["rounds", "control", "recovery", "measurement"];
@@ -119,20 +119,17 @@ export function drawBandwidth(region) {
 function account() {
   const told = table(store.summary?.tokens);
   if (isNumber(told.trained)) return { ...told, source: told.balanced ? "the ledger; it balances" : "the ledger; it does NOT balance" };
-  const regions = byName();
-  const tokens = regions.map((one) => one.status.tokens);
-  const merged = regions.map((one) => one.status.tokens_merged).filter(isNumber);
-  const isWhole = tokens.length === allNames().length && tokens.every(isNumber);
-  const trained = isWhole ? tokens.reduce((a, b) => a + b, 0) : null;
-  const most = merged.length ? Math.max(...merged) : null;
-  const waiting = isNumber(trained) && isNumber(most) ? Math.max(0, trained - most) : null;
-  return { trained, merged: most, carried: null, discarded: null, waiting, source: isWhole ? "the regions' learners and the ledger" : "the ledger; not every region answers here" };
+  const books = byName().map((one) => table(one.status.token_account));
+  const isWhole = books.length === allNames().length;
+  const sum = (name) => (isWhole && books.every((one) => isNumber(one[name])) ? books.reduce((total, one) => total + one[name], 0) : null);
+  const merged = greatest([...books.map((one) => one.run_merged), ...byName().map((one) => one.status.tokens_merged)]);
+  const source = isWhole ? "the learners and the ledger" : "the ledger; not every region answers here";
+  return { trained: sum("trained"), merged, carried: sum("carried"), discarded: greatest(books.map((one) => one.run_discarded)), source };
 }
 
 export function drawAccount() {
   const one = account();
-  const rows = [["trained", one.trained], ["merged", one.merged], ["carried: waits for the next merge", one.carried], ["discarded: its learner died first", one.discarded]];
-  if (one.waiting !== undefined) rows.splice(2, 2, ["not merged yet, or discarded", one.waiting]);
+  const rows = [["trained", one.trained], ["merged", one.merged], ["carried: only in a living learner", one.carried], ["discarded: died with a process", one.discarded]];
   panel(
     "account",
     "Token account",

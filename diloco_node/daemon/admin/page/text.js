@@ -59,6 +59,11 @@ export const list = (value) => (Array.isArray(value) ? value : []);
 export const tables = (value) => list(value).filter((one) => one && typeof one === "object" && !Array.isArray(one));
 export const table = (value) => (value && typeof value === "object" && !Array.isArray(value) ? value : {});
 
+export function greatest(values) {
+  const numbers = values.filter(isNumber);
+  return numbers.length ? Math.max(...numbers) : null;
+}
+
 export function median(values) {
   const sorted = values.filter(isNumber).sort((a, b) => a - b);
   return sorted.length ? sorted[sorted.length >> 1] : null;
