@@ -137,11 +137,11 @@ def _targets_of_run(config: Path | None) -> list[Target]:
     return targets
 
 
-def ask(target: Target) -> dict[str, Any]:
-    """The status document of one region, or {"region", "error"} when it does not answer."""
+def ask(target: Target, path: str = "/api/v1/status") -> dict[str, Any]:
+    """The status document of one region, or another one; {"region", "error"} when it does not answer."""
     try:
         with contextlib.closing(connect(target)) as connection:
-            connection.request("GET", "/api/v1/status")
+            connection.request("GET", path)
             document = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
         if not isinstance(document, dict):
             raise ValueError("the answer is no JSON object")

@@ -22,6 +22,7 @@ from diloco_node.codec.kernels import warm_up
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.daemon.admin.history import RunHistory
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.status import NoteBook, write_report
@@ -69,6 +70,7 @@ class Daemon:
         self._admission = Admission(spec.state_dir, self._threads.disk)
         self._waiting_attach: Attach | None = None
         self._learner_process: dict[str, Any] = {}
+        self._history = RunHistory(spec.state_dir)
 
     async def run(self) -> int:
         """Start, serve, stop; the exit code.
@@ -86,6 +88,7 @@ class Daemon:
         admin = AdminServer(
             AdminHandlers(
                 status=self.status,
+                snapshot=self._snapshot,
                 not_ready_reason=self._not_ready_reason,
                 finish=self._finish,
                 set_budget=self._set_budget,
@@ -108,6 +111,7 @@ class Daemon:
             await in_thread(self._threads.pool, warm_up)
             await self.learner_server.start()
             self.spawn(self._watch_learner_process(), "learner process")
+            self.spawn(self._keep_history(), "history")
             manifest, damage = recover_manifest(self.spec.state_dir)
             if damage:
                 self.notes.add(Note("disk", damage, is_alarm=True))
@@ -267,8 +271,10 @@ class Daemon:
 
     def _facts(self) -> dict[str, Any]:
         process = escaped_document(self._learner_process)
+        # What a note's time (`at_ns`) is for people, who may read it on another machine.
+        clock = {"unix": time.time(), "monotonic_ns": time.monotonic_ns()}  # noqa: TID251 - shown, decides nothing
         if self._node is not None:
-            return {**self._node.status(), "learner_process": process}
+            return {**self._node.status(), "learner_process": process, "clock": clock}
         return {
             "region": self.spec.region,
             "run_id": self.spec.run_id,
@@ -276,7 +282,21 @@ class Daemon:
             "reason": "waits for the learner to list its tensors",
             "state_dir": str(self.spec.state_dir.resolve()),
             "learner_process": process,
+            "clock": clock,
         }
+
+    def _snapshot(self, since_unix: float | None) -> dict[str, Any]:
+        return {
+            "status": self.status(),
+            "history": self._history.document(since_unix),
+            "settings": escaped_document(self.spec.settings_shown),
+        }
+
+    async def _keep_history(self) -> None:
+        while True:
+            await asyncio.sleep(self._history.period_s)
+            if self._history.take(self.status()):
+                await in_thread(self._threads.background, self._history.save)
 
     def _not_ready_reason(self) -> str:
         """The learner first: what it does not do is often why the rest waits."""

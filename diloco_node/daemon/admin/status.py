@@ -196,6 +196,7 @@ def _peer(peer: PeerView, link: PeerStatus, traffic: PeerTraffic) -> dict[str, A
         "rtt_seconds": peer.rtt_ns / 1e9 if peer.rtt_ns else None,
         "hears": list(peer.hears),
         "step": peer.learner.step if peer.learner is not None else None,
+        "versions": None if peer.learner is None else [one.base_version for one in peer.learner.positions],
         "applied_index": peer.applied_index,
         "wire_bytes_out": traffic.bytes_out,
         "wire_bytes_in": traffic.bytes_in,
