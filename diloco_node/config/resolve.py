@@ -119,6 +119,14 @@ class NodeConfig:
         text = json.dumps(dataclasses.asdict(self.run_settings()), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def shared_settings(self) -> dict[str, str]:
+        """What the settings digest is of, by its key in run.toml, each value as it would be written there."""
+        return {
+            key: value
+            for key, value, _ in self.rows()
+            if key.startswith("rounds.") or key in {"run.steps", "run.tokens"}
+        }
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """(dotted key, value as text, origin) of every setting; what is left to the program is shown as it is used."""
         settings = self.run_settings()
