@@ -37,6 +37,7 @@ app = typer.Typer(
 app.command("start")(start.start)
 app.command("demo")(demo)
 app.command("status")(status.status)
+app.command("finish")(orders.finish)
 app.command("plan")(plan)
 app.command("ledger")(ledger.ledger)
 app.command("replay")(replay.replay)
