@@ -73,8 +73,8 @@ Lengths of time are written with a unit, as `"200ms"`, `"5min"`. So are rates, a
 | running | yes: SIGHUP to `start`, or `diloco-node budget set` |
 | new run | it has no effect once a run has begun |
 
-A change takes effect with the rounds that are opened from then on. `start` says what it was and what it is. The log says that
-the settings were changed since the run began.
+A change takes effect with the rounds that are opened from then on. `start` says what it was and what it is. The log says
+that the settings were changed since the run began.
 """
 
 _KINDS: Final[dict[Any, str]] = {
