@@ -73,8 +73,8 @@ Lengths of time are written with a unit, as `"200ms"`, `"5min"`. So are rates, a
 | running | yes: SIGHUP to `start`, or `diloco-node budget set` |
 | new run | it has no effect once a run has begun |
 
-A change takes effect with the rounds that are opened from then on. `start` says what it was and what it is. The log says
-that the settings were changed since the run began.
+A change takes effect with the rounds that are opened from then on. `start` says what it was and what it is, and the
+log that the settings were changed since the run began.
 """
 
 _KINDS: Final[dict[Any, str]] = {
@@ -168,13 +168,11 @@ def _plain(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _range(bounds: dict[str, Any], kind: str) -> str:
-    low, above = bounds.get("Ge"), bounds.get("Gt")
-    high, below = bounds.get("Le"), bounds.get("Lt")
-    if low is None and above is None:
-        return kind
-    start = _number(low.ge) if low is not None else f"above {_number(above.gt)}"
-    end = f"to {_number(high.le)}" if high is not None else f"and below {_number(below.lt)}"
-    return f"{start} {end}"
+    forms = {"Ge": "{}", "Gt": "above {}", "Le": "to {}", "Lt": "and below {}"}
+    words = [
+        form.format(_number(getattr(bounds[name], name.lower()))) for name, form in forms.items() if name in bounds
+    ]
+    return " ".join(words) or kind
 
 
 def _number(value: float) -> str:

@@ -281,7 +281,7 @@ def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
     """
     events = []
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         events.append(event)
     return events

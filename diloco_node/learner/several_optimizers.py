@@ -24,7 +24,8 @@ def as_one(optimizers: OptimizerArgument) -> torch.optim.Optimizer | None:
     Raises:
         LearnerError: one of them is no optimizer, or its state is on other ranks (ZeRO).
     """
-    parts = [] if optimizers is None else [*optimizers] if isinstance(optimizers, list | tuple) else [optimizers]
+    given: list[Any] = [] if optimizers is None else [optimizers]
+    parts = list(optimizers) if isinstance(optimizers, list | tuple) else given
     for one in parts:
         if not isinstance(one, torch.optim.Optimizer):
             raise LearnerError(
