@@ -1,4 +1,4 @@
-"""Orders to a daemon that runs on this machine: `budget set`, `quarantine lift` and `learner start`.
+"""Orders to a daemon that runs on this machine: `budget`, `quarantine lift`, `learner start` and `finish`.
 
 They go over the daemon's admin socket, with the token of its state folder.
 """
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from diloco_node.cli.options import ConfigOption, load, parsed
-from diloco_node.cli.status import PORT_FILE, SOCKET_FILE, UnixConnection
+from diloco_node.cli.status import PORT_FILE, SOCKET_FILE, UnixConnection, ask, find_targets
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.unix_sockets import socket_path
 
@@ -69,6 +69,41 @@ def set_budget(
     typer.echo(f"{folder.name}: {BudgetPlan.from_plain(answer['budget'])}")
 
 
+@budget.command("show")
+def show_budget(
+    *,
+    place: Annotated[
+        str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
+    ] = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with demand and use by lane.")] = False,
+) -> None:
+    """What a running region may send and receive, in all and with each peer.
+
+    \b
+    diloco-node budget show us-east
+    """
+    folder = _folder(place, config)
+    document = ask(find_targets(str(folder))[0])
+    found = document.get("budget")
+    if not isinstance(found, dict):
+        reason = document.get("error") or document.get("reason") or "it has just started"
+        raise PeersUnreachable(f"{folder.name} has no budget in force: {reason}")
+    if as_json:
+        typer.echo(json.dumps(found))
+        return
+    typer.echo(f"{folder.name}: out {_ceiling(found, 'egress')}, in {_ceiling(found, 'ingress')}")
+    for name, row in found["peers"].items():
+        typer.echo(f"  {name:<14} out {_ceiling(row, 'egress')}, in {_ceiling(row, 'ingress')}")
+
+
+def _ceiling(row: dict[str, Any], direction: str) -> str:
+    from diloco_node.config.units import Rate
+
+    rate = row.get(f"{direction}_bytes_per_s")
+    return "without a limit" if rate is None else str(Rate(int(rate)))
+
+
 @quarantine.command("lift")
 def lift_quarantine(
     *,
@@ -115,6 +150,30 @@ def start_learner(
         typer.echo(json.dumps({"region": folder.name, "was": was}))
     else:
         typer.echo(f"{folder.name} starts its learner, which was {was}; `diloco-node status` shows when it trains")
+
+
+def finish(
+    *,
+    place: Annotated[
+        str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
+    ] = None,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Goes into the ledger and the logs of all regions.")
+    ] = "asked by the operator",
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """End the run in all regions: one last round per fragment, then each writes final.safetensors and exits 0.
+
+    \b
+    diloco-node finish us-east --reason "the loss is flat"
+    """
+    folder = _folder(place, config)
+    order(folder, "finish", {"reason": reason})
+    if as_json:
+        typer.echo(json.dumps({"region": folder.name, "accepted": True}))
+    else:
+        typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
 
 
 def order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:

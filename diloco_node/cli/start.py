@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from diloco_node.cli.begun import check_begun
 from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import BindError, ConfigError, StorageError
 
@@ -66,6 +68,10 @@ def start(
         str | None,
         typer.Option("--on-spike", metavar="warn|rollback", help="When the loss leaves its range for several steps."),
     ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="A finished run, without a learner: for regions that lack its end."),
+    ] = False,
     assignments: SetOption = None,
 ) -> None:
     """Run one region: a daemon and its learner, restarted when they die. Ends with the run, or at SIGTERM."""
@@ -83,12 +89,20 @@ def start(
     # A name with a dot would become a key of its own; the check names the regions there are.
     resolved = load(config, named if "." not in region else {}, assignments)
     resolved.check_region(region)
-    if not command:
+    finished, changes = check_begun(resolved, region, node_file=NODE_FILE)
+    if finished and not serve:
+        typer.echo(finished)
+        return
+    if serve and not finished:
+        raise ConfigError(f"--serve is for a run that is finished in {region}; this one is not: leave it out")
+    if not command and not serve:
         check_data(resolved)
         check_model(resolved)
     check_start(resolved, region, command or ())
     spec = prepare(resolved, region, command or ())
-    for line in warnings(resolved):
+    if serve:
+        spec = dataclasses.replace(spec, learner_command=None, preload=())
+    for line in (*warnings(resolved), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.daemon.supervisor import run_supervisor
 
@@ -260,6 +274,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         settings=config.run_settings(),
         settings_digest=config.settings_digest(),
         settings_shown=tuple(config.rows()),
+        shared_settings=tuple(f"{key}={value}" for key, value in config.shared_settings().items()),
         init=config.run.init.resolve() if config.run.init is not None else None,
         # Regions must draw different election timeouts from one seed of the run.
         seed=int.from_bytes(hashlib.sha256(f"{config.run.seed}/{region}".encode()).digest()[:4], "big"),

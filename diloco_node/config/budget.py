@@ -42,8 +42,8 @@ def parse_ceiling_or_none(text: str) -> int | None:
         raise ValueError(f'{error}; "{UNLIMITED}" is no limit') from None
 
 
-def _minute(value: object) -> object:
-    """`"22:30"` as the minute of the day."""
+def parse_minute(value: object) -> object:
+    """`"22:30"` as the minute of the day. Raises ValueError: it is none."""
     found = _TIME.fullmatch(value) if isinstance(value, str) else None
     if found is None:
         raise ValueError('it must be a time of day, such as "22:30"')
@@ -51,7 +51,7 @@ def _minute(value: object) -> object:
 
 
 Ceiling = Annotated[Rate, PlainValidator(parse_ceiling)]
-Minute = Annotated[int, BeforeValidator(_minute)]
+Minute = Annotated[int, BeforeValidator(parse_minute)]
 
 
 class LimitsSection(BaseModel):

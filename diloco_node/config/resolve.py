@@ -119,6 +119,14 @@ class NodeConfig:
         text = json.dumps(dataclasses.asdict(self.run_settings()), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    def shared_settings(self) -> dict[str, str]:
+        """What the settings digest is of, by its key in run.toml, each value as it would be written there."""
+        return {
+            key: value
+            for key, value, _ in self.rows()
+            if key.startswith("rounds.") or key in {"run.steps", "run.tokens"}
+        }
+
     def rows(self) -> Iterator[tuple[str, str, str]]:
         """(dotted key, value as text, origin) of every setting; what is left to the program is shown as it is used."""
         settings = self.run_settings()
@@ -133,14 +141,14 @@ class NodeConfig:
         for name, section in sections.items():
             yield from self._section_rows(name, section)
         for key, value in self.budget.rows():
-            yield f"budget.{key}", _shown(value), self.origin(f"budget.{key}")
+            yield f"budget.{key}", shown(value), self.origin(f"budget.{key}")
         for name, region in self.regions.items():
             yield from self._section_rows(f"regions.{name}", region)
 
     def _section_rows(self, prefix: str, section: BaseModel) -> Iterator[tuple[str, str, str]]:
         for name in type(section).model_fields:
             key = f"{prefix}.{name}"
-            yield key, _shown(getattr(section, name)), self.origin(key)
+            yield key, shown(getattr(section, name)), self.origin(key)
 
 
 def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
@@ -222,7 +230,7 @@ def _explain_one(one: ErrorDetails, sources: Sources) -> str:
     field = _field_at(key)
     if one["type"] == "missing":
         return f"{_dotted(key)} is not set: add {key[-1]} = {_example(field)} under [{_dotted(key[:-1])}] in run.toml"
-    value = _shown(one["input"])[:_SHOWN_CHARACTERS_MAX]
+    value = shown(one["input"])[:_SHOWN_CHARACTERS_MAX]
     if one["type"] in {"model_type", "dict_type"}:
         return f"{_dotted(key)} is {value} ({origin}): it must be a table, [{_dotted(key)}]"
     reason = re.sub(r"^(Value error, |Assertion failed, )", "", one["msg"])
@@ -261,12 +269,12 @@ def _example(field: FieldInfo | None) -> str:
     if field is None:
         return '"..."'
     if field.examples:
-        return _shown(field.examples[0])
-    return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else _shown(field.default)
+        return shown(field.examples[0])
+    return '"10.0.0.1:7400"' if field.default in (None, PydanticUndefined) else shown(field.default)
 
 
-def _shown(value: Any) -> str:
-    """As it would be written in run.toml."""
+def shown(value: Any) -> str:
+    """A setting's value as it would be written in run.toml; None is `none`."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -274,7 +282,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(_shown(part) for part in value)}]"
+        return f"[{', '.join(shown(part) for part in value)}]"
     return json.dumps(str(value), ensure_ascii=False)
 
 
@@ -376,7 +384,7 @@ def _refuse(config: NodeConfig, key: str, reason: str) -> None:
     *path, name = _key(key)
     for part in path:
         value = value[part] if isinstance(value, Mapping) else getattr(value, part)
-    raise ConfigError(f"{key} is {_shown(getattr(value, name))} ({config.origin(key)}): {reason}")
+    raise ConfigError(f"{key} is {shown(getattr(value, name))} ({config.origin(key)}): {reason}")
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

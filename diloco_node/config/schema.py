@@ -20,6 +20,21 @@ REGIONS_MAX: Final = 64
 MODULES_MAX: Final = 100
 """Of `learner.preload`. Nobody writes down so many, and each costs the start of the region its import."""
 
+FIXED_IN_A_RUN: Final = frozenset(
+    f"rounds.{name}"
+    for name in (
+        "fragments",
+        "merge",
+        "codec_up",
+        "codec_down",
+        "error_feedback",
+        "payload_versions",
+        "checkpoint_versions",
+        "summary_entries",
+    )
+)
+"""Of what all regions must agree on: what a run keeps from its beginning, for it is in its files (D-093)."""
+
 _RUN: Final = RunSettings()
 
 

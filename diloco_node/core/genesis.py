@@ -7,6 +7,7 @@ from diloco_node.core.events import InitialStateStored
 from diloco_node.core.ledger.raft import LedgerCore
 from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.entry_check import Run, run_fault
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.types import GenesisBody
@@ -16,12 +17,12 @@ class Genesis:
     """Theta_0 until genesis is committed, and whether the ledger is of this run.
 
     Args:
-        run: run_id, settings_digest, manifest_digest and regions, sorted: what all regions must agree on.
+        run: what all regions must agree on.
     """
 
     def __init__(
         self,
-        run: tuple[str, str, str, tuple[str, ...]],
+        run: Run,
         *,
         ledger: LedgerCore,
         leader: RoundLeader,
@@ -75,8 +76,8 @@ class Genesis:
 
     def fault(self, body: GenesisBody) -> str:
         """Why a ledger that begins so is of another run; empty if it is of this one."""
-        run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
-        return "" if run == self._run else f"the ledger is of another run: {run}, here {self._run}"
+        fault = run_fault(self._run, body)
+        return f"the ledger is of another run: {fault}" if fault else ""
 
     def committed(self, body: GenesisBody) -> None:
         """Say that the run has begun, or raise an alarm when the ledger is of another one."""
@@ -84,4 +85,6 @@ class Genesis:
         if fault:
             self._effects.note("genesis", fault, is_alarm=True)
         else:
-            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun")
+            is_changed = body.settings_digest != self._run[1]
+            changed = "; settings were changed since it began" if is_changed else ""
+            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{changed}")

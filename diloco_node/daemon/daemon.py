@@ -32,6 +32,7 @@ from diloco_node.daemon.learner.process_file import read_process
 from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
 from diloco_node.daemon.node import Node, NodeRuntime
+from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
@@ -67,6 +68,7 @@ class Daemon:
         self._store: RegionStore | None = None
         self._node: Node | None = None
         self._is_building = False
+        self._was_finished = False
         self._admission = Admission(spec.state_dir, self._threads.disk)
         self._waiting_attach: Attach | None = None
         self._learner_process: dict[str, Any] = {}
@@ -129,7 +131,8 @@ class Daemon:
             if is_clean:  # else nobody knows what state the core is in
                 await self._node.drain()
             try:
-                write_report(self.spec.state_dir, self.status())
+                if not (self._was_finished and has_final_report(self.spec.state_dir)):
+                    write_report(self.spec.state_dir, self.status())
             except StorageError as error:
                 log.warning("no report", region=self.spec.region, reason=str(error))
             await self._node.stop()
@@ -193,6 +196,10 @@ class Daemon:
             self.end,
         )
         try:
+            record = run_record(recovered.base, recovered.entries, len(manifest.fragments))
+            if record is not None:  # before the node, for which another run's ledger would be a damaged one
+                record.check(self.spec.state_dir, run_id=self.spec.run_id, regions=self.spec.regions)
+            self._was_finished = is_complete(self.spec.state_dir, record)
             node = Node(runtime, manifest, recovered)
         except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
             begin_again = self._store.begin_again

@@ -125,6 +125,7 @@ class Node:
             seed=spec.seed,
             budget=spec.budget,
             superseded=runtime.end,
+            settings=spec.shared_settings,
             messages_per_s=messages_per_s(
                 len(spec.regions),
                 rounds_in_flight=spec.settings.rounds_in_flight_max,

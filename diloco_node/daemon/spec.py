@@ -36,6 +36,7 @@ class NodeSpec:
         supervisor_socket: Unix socket that hands out the memory areas.
         settings: of the run.
         settings_digest: hex; must be equal on all regions.
+        shared_settings: what the digest is of, as run.toml has it: "rounds.sync_every=24" each.
         init: a safetensors file with Theta_0, or None: the first leader's learner decides.
         seed: of everything random in the daemon (election timeouts, back-off).
         settings_shown: (key, value, where it was set) of all settings, for people.
@@ -63,6 +64,7 @@ class NodeSpec:
     config_file: Path | None = None
     payload_archive: bool = False
     settings_shown: tuple[tuple[str, ...], ...] = ()
+    shared_settings: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""
@@ -93,6 +95,7 @@ class NodeSpec:
                 "settings": RunSettings(**settings),
                 "regions": tuple(document["regions"]),
                 "settings_shown": tuple(tuple(row) for row in document.get("settings_shown", ())),
+                "shared_settings": tuple(document.get("shared_settings", ())),
                 "init": None if document["init"] is None else Path(document["init"]),
                 "budget": BudgetPlan.from_plain(document["budget"]),
                 "config_file": None if document["config_file"] is None else Path(document["config_file"]),

@@ -22,7 +22,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 0
     if trainer.place.rank == 0:
-        sys.stdout.write(json.dumps(asdict(outcome)) + "\n")
+        sys.stdout.write(json.dumps(asdict(outcome), allow_nan=False) + "\n")
     return 0
 
 

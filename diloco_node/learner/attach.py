@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from diloco_node.core.types import MergeRule
 from diloco_node.errors import ConfigError, LearnerError
 from diloco_node.learner.auto_step import AutoStep
+from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
@@ -46,6 +47,7 @@ from diloco_node.learner.session import (
     manifest_of,
     settings_of,
 )
+from diloco_node.learner.several_optimizers import OptimizerArgument, as_one
 from diloco_node.learner.spikes import IN_A_ROW, SpikeWatch
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome
 
@@ -60,7 +62,7 @@ the daemon a tenth of a millisecond."""
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerArgument = None,
     *,
     masters: Mapping[str, Tensor] | None = None,
     merge: Mapping[str, MergeRule] | None = None,
@@ -74,7 +76,8 @@ def attach(
     Args:
         model: its trainable parameters are overwritten now, and changed in place at step boundaries later.
             Wrappers of DistributedDataParallel and torch.compile are fine, and so are DTensors.
-        optimizer: its moments are kept in the learner's checkpoint and come back after a restart.
+        optimizer: its moments are kept in the learner's checkpoint and come back after a restart. A list of several is
+            kept as one.
         masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
@@ -84,20 +87,24 @@ def attach(
             shapes that the model is given (`learner.forward_watch.count_tokens`); its output's `loss` is taken.
 
     Raises:
-        LearnerError: the model can't be merged, the run's model is another one, or the daemon refuses this learner.
+        LearnerError: the model can't be merged, the run's model is another one, the optimizer's state can't be kept,
+            or the daemon refuses this learner.
         ConfigError: the run's number of fragments does not fit this model.
     """
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
     tensors = ModelTensors(model, masters=masters, merge=merge, buffers=buffers)
-    if optimizer is not None:
-        tensors.check_optimizer(optimizer)
+    kept = as_one(optimizer)
+    if kept is not None:
+        tensors.check_optimizer(kept)
+    if step == "auto" and isinstance(optimizer, list | tuple):
+        raise LearnerError('attach(step="auto") counts the steps of one optimizer: with several, call step() yourself')
     return Diloco(
-        optimizer,
+        kept,
         tensors=tensors,
         stateful=stateful or {},
         checkpoint_every_s=checkpoint_every_s,
-        auto_step=AutoStep(model, optimizer) if step == "auto" else None,
+        auto_step=AutoStep(model, kept) if step == "auto" else None,
     )
 
 
@@ -430,6 +437,9 @@ class Diloco:
         self.global_step = welcome.global_step
         if self._session is not None:
             self._fragments = self._session.fragments
+            if text := batch_norm_warning(self._tensors.model, [spec.name for spec in specs]):
+                log.warning("%s", text)
+                self._session.warn(text)
         else:
             manifest = manifest_of(specs, welcome)
             self._fragments = LearnerFragments(

@@ -2,7 +2,8 @@
 
 Parameters are not in it: a new incarnation takes all of them from the global state. One safetensors file per
 checkpoint, with everything that is no tensor as JSON in its metadata, and a SHA-256 over both. Never pickle. The
-training thread copies the tensors; a background thread writes a temporary name, fsyncs, renames, fsyncs the folder. The
+training thread copies the tensors, those of a GPU by its own copy engine, which nobody waits for here (D-094). A
+background thread writes a temporary name, fsyncs, renames, fsyncs the folder. The
 last two are kept, and a damaged one falls back to the one before. A full disk is logged and never stops training. Of
 several ranks each writes its own part (`learner.checkpointing`).
 """
@@ -17,7 +18,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -236,7 +237,10 @@ class CheckpointWriter:
         )
         self._copies = checkpoint.tensors
         self._thread = threading.Thread(
-            target=self._write, args=(checkpoint, whole), name="diloco-checkpoint", daemon=True
+            target=self._write,
+            args=(checkpoint, whole, _copied(tensors.values())),
+            name="diloco-checkpoint",
+            daemon=True,
         )
         self._thread.start()
 
@@ -249,15 +253,38 @@ class CheckpointWriter:
         """Into the memory of the last copy where it fits: fresh pages cost more than the copying."""
         before = self._copies.get(name)
         if before is None or before.shape != tensor.shape or before.dtype != tensor.dtype:
-            before = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return before.copy_(tensor.detach())
+            before = _host_memory(tensor)
+        return before.copy_(tensor.detach(), non_blocking=before.is_pinned())
 
-    def _write(self, checkpoint: Checkpoint, whole: tuple[int, int] | None) -> None:
+    def _write(self, checkpoint: Checkpoint, whole: tuple[int, int] | None, copied: Sequence[torch.cuda.Event]) -> None:
         try:
+            for event in copied:
+                event.synchronize()
             write_checkpoint(self._folder, checkpoint, self._place, whole=whole)
             self.written = (checkpoint.progress.incarnation, checkpoint.progress.step)
         except (OSError, SafetensorError, LearnerError) as error:
             log.warning("learner checkpoint not written, training goes on: %s", error)
+
+
+def _host_memory(tensor: Tensor) -> Tensor:
+    """For a copy of it; of one on a GPU in pages that stay where they are, for other ones the copy is waited for."""
+    if tensor.is_cuda:
+        with contextlib.suppress(RuntimeError):  # the system allows no more of such pages
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _copied(tensors: Iterable[Tensor]) -> list[torch.cuda.Event]:
+    """One event for each GPU that copies: it comes when the copies that were ordered so far are made.
+
+    What the loop orders after them waits on the device, so an optimizer's next step does not change what is copied.
+    """
+    events = []
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return events
 
 
 def write_checkpoint(

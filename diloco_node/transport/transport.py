@@ -95,6 +95,7 @@ class GrpcTransport:
         superseded: called once, when most of the peers are linked with a newer process that has our certificate.
         role: of this process; the others must have the same.
         messages_per_s: what one peer may send of one kind of message (`intake.messages_per_s`).
+        settings: what the digest is of, "name=value" each: so a peer whose settings differ is told which.
 
     Raises:
         ConfigError: peers contain ourselves, or there can't be so many connections. IdentityError: the certificate is
@@ -122,6 +123,7 @@ class GrpcTransport:
         superseded: Callable[[SupersededError], None] | None = None,
         role: LinkRole = LinkRole.TRAINING,
         messages_per_s: int = MESSAGES_PER_S,
+        settings: tuple[str, ...] = (),
     ) -> None:
         if connections is not None and not 1 <= connections <= TRANSFER_CONNECTIONS_MAX:
             raise ConfigError(f"{connections} bulk connections: 1 to {TRANSFER_CONNECTIONS_MAX}")
@@ -140,6 +142,7 @@ class GrpcTransport:
             Lane.CONTROL,
             0,
             role=role,
+            settings=settings,
         )
         self._identity = identity
         self._listen = listen

@@ -32,6 +32,12 @@ RATE_FREE_MAX: Final = 2**62
 ANSWER_BYTES: Final = 4096
 """Of a string on the learner link."""
 
+SETTINGS: Final = 64
+"""Settings in a hello; there are some 25."""
+
+SETTING_BYTES: Final = 128
+"""Of one, "name=value"."""
+
 MEASUREMENT: Final = Whole(0, COUNT_MAX)
 COUNTED: Final = Whole(0, COUNT_MAX)
 KERNEL_COUNTED: Final = Whole(-1, COUNT_MAX)
@@ -47,6 +53,7 @@ BOUNDS: Final[dict[str, Bound]] = {
     "instance_id": Octets((16,)),
     "dial": INDEX,
     "connection": Whole(0, 7),
+    "settings": Items(SETTINGS, Text(SETTING_BYTES)),
     "IngressGranted.bytes_per_s": Whole(0, RATE_FREE_MAX),
     "IngressDemand.bytes_per_s": Whole(0, RATE_FREE_MAX),
     # Measuring

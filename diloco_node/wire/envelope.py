@@ -26,6 +26,7 @@ from enum import StrEnum
 from typing import Final
 
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
+from diloco_node.escaping import escaped
 from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.schema import Limits, Schema
 from diloco_node.wire.tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
@@ -61,6 +62,9 @@ _COUNT_BYTES: Final = 4
 
 PING_FRAME: Final = bytes([KIND_PING])
 
+SETTINGS_NAMED_MAX: Final = 4
+"""Settings that differ which one line names; the rest is counted."""
+
 FRAME_BYTES_MAX: Final = 4 * 2**20 + 64 * 2**10
 """No frame of either lane is larger; the transport's limit for one message."""
 
@@ -93,6 +97,7 @@ class Hello:
         dial: the dialer's count of attempts in this process; all streams of one pair carry the dialer's number.
         connection: of the bulk lane, which of its connections: 0 is the first, others join a session that is up.
         role: must be equal on both sides.
+        settings: what the digest is of, for people: "rounds.sync_every=24" and so on. Nothing follows from it.
     """
 
     protocol_version: int
@@ -106,6 +111,7 @@ class Hello:
     dial: int
     connection: int = 0
     role: LinkRole = LinkRole.TRAINING
+    settings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,18 +225,47 @@ def check_hello(ours: Hello, theirs: Hello, *, certificate_region: str) -> None:
         )
     if theirs.protocol_version == ours.protocol_version and theirs.role is not ours.role:
         raise PeerIncompatible(_OTHER_ROLE[theirs.role].format(region=theirs.region))
-    fields = ("protocol_version", "run_id", "epoch", "settings_digest", "manifest_digest")
-    different = [
-        f"{name}: ours {_plain(getattr(ours, name))}, theirs {_plain(getattr(theirs, name))}"
-        for name in fields
-        if getattr(ours, name) != getattr(theirs, name)
-    ]
-    if different:
+    if different := _differences(ours, theirs):
         raise PeerIncompatible("; ".join(different))
     if theirs.lane is not ours.lane:
         raise ProtocolViolation(f"a hello for the {theirs.lane} lane on the {ours.lane} stream")
     if theirs.connection != ours.connection:
         raise ProtocolViolation(f"a hello for connection {theirs.connection} on connection {ours.connection}")
+
+
+def _differences(ours: Hello, theirs: Hello) -> list[str]:
+    found: list[str] = []
+    for name in ("protocol_version", "run_id", "epoch", "settings_digest", "manifest_digest"):
+        here, there = getattr(ours, name), getattr(theirs, name)
+        if here == there:
+            continue
+        named = settings_difference(ours.settings, theirs.settings) if name == "settings_digest" else ""
+        found.append(named or f"{name}: ours {_plain(here)}, theirs {_plain(there)}")
+    return found
+
+
+def settings_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
+    """Which settings differ, with both values, as `rounds.sync_every is 24 here, 16 there`; empty if none is told.
+
+    Args:
+        ours, theirs: "name=value" each. Theirs may be anything of the size of a hello, and is escaped.
+    """
+    if not ours or not theirs:
+        return ""
+    here, there = (dict(_name_and_value(line) for line in lines) for lines in (ours, theirs))
+    names = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+    shown = [
+        f"{escaped(name)} is {escaped(here.get(name, 'unknown'))} here, {escaped(there.get(name, 'unknown'))} there"
+        for name in names[:SETTINGS_NAMED_MAX]
+    ]
+    if len(names) > len(shown):
+        shown.append(f"{len(names) - len(shown)} more")
+    return f"{'; '.join(shown)}: run.toml must say the same in all regions" if shown else ""
+
+
+def _name_and_value(line: str) -> tuple[str, str]:
+    name, _, value = line.partition("=")
+    return name, value
 
 
 def encode_control(message: ControlMessage) -> bytes:

@@ -36,11 +36,13 @@ class Region:
 
     def __init__(self, folder: Path) -> None:
         self.plan = BudgetPlan()
+        self.finished: list[str] = []
+        self.status: dict[str, Any] = {}
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         handlers = AdminHandlers(  # type: ignore[arg-type]
-            dict, str, lambda _: None, self._set, None, self._lift, lambda: "stopped"
+            lambda: self.status, str, self.finished.append, self._set, None, self._lift, lambda: "stopped"
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 
@@ -83,6 +85,33 @@ def test_the_only_region_of_run_toml_here_is_meant(region: Region, capsys: pytes
     assert main(["budget", "set", "--egress", "2Gbit/s"]) == 0
     assert capsys.readouterr().out == "eu: egress 2,000,000,000 bit/s\n"
     assert region.plan.limits.egress == 250_000_000
+
+
+def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finish"]) == 0
+    assert "eu asks the leader to end the run" in capsys.readouterr().out
+    assert main(["finish", "state/eu", "--reason", "the loss is \x1b[2J flat", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"region": "eu", "accepted": True}
+    assert region.finished == ["asked by the operator", r"the loss is \x1b[2J flat"]
+    assert main(["finish", "--reason", ""]) == 2
+    assert main(["finish", "--reason", "x" * 513]) == 2
+    assert "eu refuses: reason must be a text of 1 to 512 bytes" in capsys.readouterr().err
+    assert main(["finish", "us"]) == 5
+    assert len(region.finished) == 2
+
+
+def test_the_budget_in_force_is_shown(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    region.status = {"reason": "waits for the learner to list its tensors"}
+    assert main(["budget", "show"]) == 5
+    assert "eu has no budget in force: waits for the learner" in capsys.readouterr().err
+    row = {"egress_bytes_per_s": 250_000_000, "ingress_bytes_per_s": None}
+    region.status = {"budget": row | {"peers": {"us": {"egress_bytes_per_s": 10**6, "ingress_bytes_per_s": 10**6}}}}
+    assert main(["budget", "show"]) == 0
+    assert capsys.readouterr().out == (
+        "eu: out 2Gbit/s, in without a limit\n  us             out 8Mbit/s, in 8Mbit/s\n"
+    )
+    assert main(["budget", "show", "eu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == region.status["budget"]
 
 
 def test_by_name_by_folder_for_one_peer_and_as_json(region: Region, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,16 +254,13 @@ def test_a_damaged_payload_is_named_and_stays_where_it_is(copied: Path, capsys: 
     assert payload.exists()
 
 
-@pytest.mark.parametrize("what", ["settings", "manifest", "folder"])
+@pytest.mark.parametrize("what", ["manifest", "folder"])
 def test_what_is_not_of_this_run_is_refused(copied: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if what == "settings":
-        document = json.loads((copied / NODE_FILE).read_text()) | {"settings_digest": "another"}
-        (copied / NODE_FILE).write_text(json.dumps(document))
-    elif what == "manifest":
+    if what == "manifest":
         (copied / "manifest.json").unlink()
     else:
         copied = copied.parent
     code, error = replayed(copied, capsys)
     assert code == (2 if what == "folder" else 6)
-    expected = {"settings": "run.toml's settings", "manifest": "never learnt its model", "folder": "no ledger.log"}
+    expected = {"manifest": "never learnt its model", "folder": "no ledger.log"}
     assert expected[what] in error

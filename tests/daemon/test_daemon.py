@@ -24,13 +24,14 @@ from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import FinishedBody, LeaderBody, Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
-from diloco_node.daemon.admin.status import REPORT_NAME
+from diloco_node.daemon.admin.status import REPORT_NAME, write_report
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
 from diloco_node.daemon.learner.process_file import PROCESS_FILE, write_process
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.errors import ConfigError, StorageError, SupersededError
 from diloco_node.shared_memory import MemoryStore
+from diloco_node.storage.ledger_files import LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 from diloco_node.transport.certs import init_run
 from diloco_node.wire.learner_link import (
@@ -52,6 +53,7 @@ from diloco_node.wire.learner_link import (
     frame,
     frame_length,
 )
+from tests.kit.begun_kit import begin_run
 from tests.kit.node_kit import MANIFEST
 
 
@@ -311,6 +313,44 @@ async def test_a_ledger_that_makes_no_sense_is_set_aside_and_the_region_begins_a
     assert any("makes no sense: entry 2" in note["text"] for note in daemon.notes.last)
     assert (spec.state_dir / "ledger.log.damaged-1").exists()
     assert await end(daemon, running) == 0
+
+
+async def test_a_ledger_of_another_run_ends_the_daemon_and_is_left_as_it_is(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    """For the node its genesis is one that can't be, and what can't be is set aside."""
+    begin_run(spec.state_dir, "old", ("a",))
+    before = (spec.state_dir / LEDGER_NAME).read_bytes()
+    with pytest.raises(ConfigError, match=r"holds run old, but run\.id is run") as caught:
+        async with asyncio.timeout(120):
+            await Daemon(spec).run()
+    assert caught.value.exit_code == 2
+    assert (spec.state_dir / LEDGER_NAME).read_bytes() == before
+    assert nodes == []
+
+
+async def test_settings_may_have_changed_since_the_run_began(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
+    begin_run(spec.state_dir, "run", ("a",))
+    daemon = Daemon(dataclasses.replace(spec, settings_digest="others"))
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: bool(nodes) and daemon._node is not None)
+    assert not (spec.state_dir / "ledger.log.damaged-1").exists(), "before, it was taken for damaged, and set aside"
+    assert nodes[0].core.ledger.last_index >= 2
+    assert daemon.notes.alarms == 0
+    assert await end(daemon, running) == 0
+
+
+async def test_a_finished_region_that_is_started_again_keeps_its_report(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    begin_run(spec.state_dir, "run", ("a",), finished="run.steps is reached")
+    write_report(spec.state_dir, {"state": "finished", "what": "it was"})
+    before = (spec.state_dir / REPORT_NAME).read_bytes()
+    daemon = Daemon(dataclasses.replace(spec, regions=("a",)))
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: bool(nodes))
+    assert await end(daemon, running) == 0
+    assert (spec.state_dir / REPORT_NAME).read_bytes() == before
 
 
 async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]) -> None:

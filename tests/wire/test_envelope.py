@@ -44,6 +44,36 @@ def test_each_field_that_differs_is_named_with_both_values(field: str, value: ob
     assert str(caught.value) == f"{field}: ours {ours!r}, theirs {value!r}"
 
 
+def test_settings_that_differ_are_named_with_both_values_instead_of_digests() -> None:
+    ours = dataclasses.replace(HELLO, settings=("rounds.sync_every=24", "rounds.fragments=24", 'run.x="a=b"'))
+    theirs = dataclasses.replace(
+        ours, settings_digest="other", settings=("rounds.sync_every=16", "rounds.fragments=24", "rounds.new=1")
+    )
+    assert e.decode_hello(e.encode_hello(theirs)) == theirs
+    with pytest.raises(PeerIncompatible) as caught:
+        e.check_hello(ours, theirs, certificate_region="eu")
+    assert str(caught.value) == (
+        "rounds.new is unknown here, 1 there; rounds.sync_every is 24 here, 16 there; "
+        'run.x is "a=b" here, unknown there: run.toml must say the same in all regions'
+    )
+
+
+def test_a_liars_settings_are_bounded_and_escaped_and_the_digest_decides() -> None:
+    ours = dataclasses.replace(HELLO, settings=("rounds.sync_every=24",))
+    same = dataclasses.replace(ours, settings_digest="other")
+    with pytest.raises(PeerIncompatible, match="settings_digest: ours 'settings', theirs 'other'"):
+        e.check_hello(ours, same, certificate_region="eu")
+    e.check_hello(ours, dataclasses.replace(ours, settings=("rounds.sync_every=16",)), certificate_region="eu")
+    lies = tuple(f"\x1b[2J{number}={'z' * 20}" for number in range(64))
+    text = e.settings_difference(ours.settings, lies)
+    assert text.isprintable()
+    assert text.count("there") == e.SETTINGS_NAMED_MAX
+    assert "61 more" in text
+    for bad in (("x=1",) * 65, ("x" * 129,)):
+        with pytest.raises(ValueError, match="settings"):
+            e.encode_hello(dataclasses.replace(HELLO, settings=bad))
+
+
 def test_all_fields_that_differ_are_named() -> None:
     theirs = dataclasses.replace(HELLO, run_id="run2", epoch=4)
     with pytest.raises(PeerIncompatible, match=r"run_id: ours 'run1', theirs 'run2'; epoch: ours 0, theirs 4"):

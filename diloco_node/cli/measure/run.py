@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,15 +214,41 @@ async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial
     from diloco_node.measure.ends import Dialer
 
     asked, addresses = dict(document), here.addresses()
+    hidden: tuple[str, ...] = ()
     if asked["what"] == "mesh":
         here.check_mesh()
-        peers = here.others()
+        hidden = tuple(name for name in here.others() if name not in addresses)
+        peers = tuple(name for name in here.others() if name in addresses)
+        if not peers:
+            raise ConfigError(_hidden_reason(hidden[0]))
     else:
         asked["peer"], address = await here.resolve(asked["peer"])
         peers, addresses = (asked["peer"],), {asked["peer"]: address}
     command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
     with _quiet(), progress(str(asked["what"])) as on_progress:
-        return dict(escaped_document(await command.run(asked, on_progress, on_partial)))
+        found = await command.run(asked, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))
+        return dict(escaped_document(with_hidden(found, hidden)))
+
+
+def with_hidden(mesh: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
+    """The document with the pairs of regions that nobody can dial, which were left out."""
+    if not hidden:
+        return dict(mesh)
+    names = sorted({*mesh["regions"], *hidden})
+    lacking = [
+        {"from": a, "to": b, "error": _hidden_reason(a if a in hidden else b)}
+        for a in names
+        for b in names
+        if a != b and {a, b} & set(hidden)
+    ]
+    return {**mesh, "regions": names, "failures": [*mesh["failures"], *lacking]}
+
+
+def _hidden_reason(region: str) -> str:
+    return (
+        f"{region} has no address, so nobody can ask it to measure: run `diloco-node measure mesh` in {region}, and "
+        "`measure serve` in the others"
+    )
 
 
 @contextmanager

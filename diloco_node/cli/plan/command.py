@@ -80,16 +80,18 @@ def plan(
     ] = "6%",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Bandwidth, memory and disk that a model needs; whether it fits; what would make it fit.
+    """Bandwidth, memory and disk that a model needs; what would make it fit. Exit code 1 if it does not fit.
+
+    With --parameters the size is that one, and the rest is run.toml's, where there is one.
 
     \b
     diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s
-    diloco-node plan --config run.toml --mesh mesh.json
+    diloco-node plan --config run.toml --parameters 7B --mesh mesh.json
     diloco-node plan --state state/us-east --budget 500Mbit/s
     """
     from diloco_node.cli.plan.inputs import read_mesh
 
-    source = _source(parameters, config, state)
+    source = _source(parameters, config, state, is_counted=regions is not None)
     flags = {
         "fragments": fragments,
         "sync_every": sync_every,
@@ -114,10 +116,12 @@ def plan(
 
     if as_json:
         typer.echo(json.dumps(document(made, request.inputs()), indent=1))
-        return
-    from diloco_node.cli.tables import table_console
+    else:
+        from diloco_node.cli.tables import table_console
 
-    table_console().print(render(made, request.inputs()))
+        table_console().print(render(made, request.inputs()))
+    if made.network.has_limits and not made.fits:
+        raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +152,8 @@ class _Request:
     def inputs(self) -> dict[str, str]:
         """Origins, for the head of the report."""
         origins = {"model": self.source.origin, "step_time": self.step_time[1], "rtt": self.rtt[1]}
+        if self.mesh is not None and (missing := self.mesh.missing(self._regions())):
+            origins["mesh"] = missing
         if self.limits != (None, None):
             return origins | {"budget": "command line"}
         return origins | ({"budget": self.source.origin} if self.source.egress or self.source.ingress else {})
@@ -172,29 +178,30 @@ class _Request:
         return Network(rtt_ns=self.rtt[0], egress=egress, ingress=ingress)
 
 
-def _source(parameters: str | None, config: Path | None, state: Path | None) -> Source:
+def _source(parameters: str | None, config: Path | None, state: Path | None, *, is_counted: bool) -> Source:
+    """Where the numbers come from. A run.toml that nobody named says nothing of regions that were counted."""
+    from diloco_node.cli.options import load
     from diloco_node.cli.plan import inputs
     from diloco_node.config.resolve import DEFAULT_NAME
 
-    given = [
-        name
-        for name, value in (("--parameters", parameters), ("--config", config), ("--state", state))
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise ConfigError(f"{given[0]} and {given[1]} both name a model: give one of them")
-    if parameters is not None:
-        return inputs.source_of_parameters(parameters)
     if state is not None:
+        other = "--parameters" if parameters is not None else "--config"
+        if parameters is not None or config is not None:
+            raise ConfigError(f"{other} and --state both name a model: give one of them")
         return inputs.source_of_state(state)
-    if config is None and not Path(DEFAULT_NAME).exists():
+    if config is not None or Path(DEFAULT_NAME).exists():
+        resolved = load(config, {}, None)
+        if parameters is None:
+            return inputs.source_of_config(resolved, config)
+        source = inputs.source_of_size(parameters, resolved, config)
+        is_named = config is not None or not is_counted
+        return source if is_named else replace(source, regions=(), egress={}, ingress={})
+    if parameters is None:
         raise ConfigError(
             "which model? give its size (--parameters 5e9), a run (--config run.toml) or a region's folder "
             "(--state state/us-east)"
         )
-    from diloco_node.cli.options import load
-
-    return inputs.source_of_config(load(config, {}, None), config)
+    return inputs.source_of_parameters(parameters)
 
 
 def _settings(source: Source, flags: dict[str, Any]) -> RunSettings:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from diloco_node.core.merge.fragments import VALUES_MAX, Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import RunSettings
 from diloco_node.errors import ConfigError, StorageError
+from diloco_node.escaping import escaped
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
 
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 _LARGE: Final = {"k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 MESH_BYTES_MAX: Final = 16 * 2**20
 MESH_REGIONS_MAX: Final = 64
+REASON_CHARS_MAX: Final = 200
 RTT_S_MAX: Final = 600.0
 RATE_MAX: Final = 10**14 // 8
 MESH_SHAPE: Final = (
     '{"regions": ["a", "b"], "pairs": [{"from": "a", "to": "b", "rtt_seconds": 0.04, "bytes_per_second": 250000000}, '
-    "...]} with every ordered pair"
+    "...]} with the ordered pairs that were measured"
 )
 
 
@@ -114,6 +116,21 @@ def source_of_parameters(text: str) -> Source:
     return Source(f"--parameters {text}", parse_parameters(text), None, RunSettings())
 
 
+def source_of_size(text: str, config: NodeConfig, path: Path | None) -> Source:
+    """A model of which only the size is known; schedule, regions and budget of run.toml."""
+    egress, ingress = _ceilings(config)
+    origin = f"--parameters {text}, the rest from {path or 'run.toml'}"
+    size, settings = parse_parameters(text), config.run_settings()
+    return Source(origin, size, None, settings, tuple(config.regions), egress=egress, ingress=ingress)
+
+
+def _ceilings(config: NodeConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """(egress, ingress) by region, the least of the day."""
+    limits = {region: config.budget_plan(region).least() for region in config.regions}
+    egress = {region: one.egress for region, one in limits.items() if one.egress is not None}
+    return egress, {region: one.ingress for region, one in limits.items() if one.ingress is not None}
+
+
 def source_of_config(config: NodeConfig, path: Path | None) -> Source:
     """The model and the budget of run.toml; the model as a region that ran here knows it, else the built-in trainer's.
 
@@ -125,9 +142,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
 
     name = str(path or "run.toml")
     settings, regions = config.run_settings(), tuple(config.regions)
-    limits = {region: config.budget_plan(region).least() for region in regions}
-    egress = {region: one.egress for region, one in limits.items() if one.egress is not None}
-    ingress = {region: one.ingress for region, one in limits.items() if one.ingress is not None}
+    egress, ingress = _ceilings(config)
     for region in regions:
         manifest = load_manifest(config.state_dir(region))
         if manifest is not None:
@@ -141,7 +156,8 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
         )
     shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context, model.vocabulary))
     manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
-    origin = f"{name}, the built-in model"
+    is_set = any(key[0] == "model" for key in config.origins)
+    origin = f"{name}, the built-in model" + ("" if is_set else "; --parameters for one of your own")
     return Source(origin, manifest.size, manifest, settings, regions, egress=egress, ingress=ingress)
 
 
@@ -213,13 +229,25 @@ class Mesh:
 
     Attributes:
         regions: names, sorted.
-        rtt_ns: round trip.
+        rtt_ns: round trip. Of pairs that could not be measured, nothing.
         goodput: payload bytes per second, when nothing else was sent.
+        failures: why a pair was not measured, where `measure mesh` said so.
     """
 
     regions: tuple[str, ...]
     rtt_ns: Mapping[tuple[str, str], int]
     goodput: Mapping[tuple[str, str], int]
+    failures: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+    def missing(self, regions: Sequence[str]) -> str:
+        """Which pairs of these regions were not measured, in words; empty if all were."""
+        pairs = [(a, b) for a in regions for b in regions if a != b]
+        lacking = [pair for pair in pairs if pair not in self.goodput]
+        if not lacking:
+            return ""
+        first = lacking[0]
+        why = f": {self.failures[first]}" if first in self.failures else ""
+        return f"{len(lacking)} of {len(pairs)} pairs were not measured, the first {first[0]} to {first[1]}{why}"
 
     def network(
         self, regions: Sequence[str], overhead: Fraction, *, egress: Mapping[str, int], ingress: Mapping[str, int]
@@ -227,7 +255,8 @@ class Mesh:
         """The links between these regions, as wire bytes.
 
         Pairs are measured one after the other, so what a region sends to all at once is not in the mesh. A region
-        without a budget (egress, ingress) is taken to have a line as fast as its best link.
+        without a budget (egress, ingress) is taken to have a line as fast as its best link. A pair that was not
+        measured has no limit of its own.
 
         Raises:
             ConfigError: a region is not in the mesh.
@@ -235,10 +264,10 @@ class Mesh:
         missing = sorted(set(regions) - set(self.regions))
         if missing:
             raise ConfigError(f"region {missing[0]} is not in the mesh, which has {', '.join(self.regions)}")
-        pairs = [(a, b) for a in regions for b in regions if a != b]
+        pairs = [(a, b) for a in regions for b in regions if (a, b) in self.goodput]
         wire = {pair: int(self.goodput[pair] * (1 + overhead)) for pair in pairs}
-        lines_out = {name: max((wire[pair] for pair in pairs if pair[0] == name), default=1) for name in regions}
-        lines_in = {name: max((wire[pair] for pair in pairs if pair[1] == name), default=1) for name in regions}
+        lines_out = {name: max(wire[pair] for pair in pairs if pair[0] == name) for name in {a for a, _ in pairs}}
+        lines_in = {name: max(wire[pair] for pair in pairs if pair[1] == name) for name in {b for _, b in pairs}}
         return Network(
             rtt_ns=max((self.rtt_ns[pair] for pair in pairs), default=0),
             egress=lines_out | dict(egress),
@@ -252,7 +281,7 @@ def read_mesh(path: Path) -> Mesh:
     """A file as `measure mesh --json` writes it; other keys than the ones named are passed over.
 
     Raises:
-        ConfigError: it can't be read, is not of that shape, or lacks a pair; says which.
+        ConfigError: it can't be read, is not of that shape, or has no pair.
     """
     try:
         if path.stat().st_size > MESH_BYTES_MAX:
@@ -290,19 +319,22 @@ def _mesh(document: Any) -> Mesh:
         goodput[pair] = int(_number(entry, "bytes_per_second", pair, RATE_MAX))
         if goodput[pair] < 1:
             raise ValueError(f"pair {pair[0]} to {pair[1]}: bytes_per_second is 0, they don't reach each other")
-    missing = sorted((a, b) for a in regions for b in regions if a != b and (a, b) not in rtt_ns)
-    if missing:
-        raise ValueError(f"pair {missing[0][0]} to {missing[0][1]} is missing{_failure(document, missing[0])}")
-    return Mesh(tuple(sorted(regions)), rtt_ns, goodput)
+    failures = _failures(document, regions)
+    if not rtt_ns:
+        why = f": {next(iter(failures.values()))}" if failures else ""
+        raise ValueError(f"no pair was measured{why}")
+    return Mesh(tuple(sorted(regions)), rtt_ns, goodput, failures)
 
 
-def _failure(document: Mapping[str, Any], pair: tuple[str, str]) -> str:
-    """Why a pair was not measured, if `measure mesh` said so."""
+def _failures(document: Mapping[str, Any], regions: Sequence[str]) -> dict[tuple[str, str], str]:
+    """Why pairs were not measured, as far as `measure mesh` said so."""
     failures = document.get("failures")
+    found: dict[tuple[str, str], str] = {}
     for one in failures if isinstance(failures, list) else ():
-        if isinstance(one, dict) and (one.get("from"), one.get("to")) == pair:
-            return f" (it could not be measured: {' '.join(str(one.get('error')).split())})"
-    return ""
+        if isinstance(one, dict) and one.get("from") in regions and one.get("to") in regions:
+            reason = " ".join(str(one.get("error")).split())[:REASON_CHARS_MAX]
+            found[str(one["from"]), str(one["to"])] = escaped(reason)
+    return found
 
 
 def _number(entry: Mapping[str, Any], key: str, pair: tuple[str, str], highest: float) -> float:

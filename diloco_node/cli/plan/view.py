@@ -140,6 +140,8 @@ def _head(plan: Plan, inputs: Mapping[str, str]) -> Iterable[str]:
     step = f"{_seconds(work.step_time_ns)} a step{_mark(inputs['step_time'])}"
     rtt = f"round trip {_seconds(plan.network.rtt_ns)}{_mark(inputs['rtt'])}"
     yield f"{len(work.regions)} region{'s' if len(work.regions) > 1 else ''}, {step}, {rtt}"
+    if "mesh" in inputs:
+        yield f"{inputs['mesh']}; such a pair counts as a link without a limit"
     yield (
         f"H = {settings.sync_every}, tau = {settings.overlap_steps}, {settings.rounds_in_flight_max} rounds in flight, "
         f"{settings.codec_up} up and {settings.codec_down} down: {float(mean_bits(settings)):g} bits a value on average"

@@ -105,14 +105,27 @@ def cut(
 @app.command()
 def heal(
     *,
-    region: Annotated[str, typer.Argument(metavar="REGION")],
+    region: Annotated[str | None, typer.Argument(metavar="[REGION]", help="Default: all of them.")] = None,
     other: OtherOption = "",
     one_way: OneWayOption = "",
     name: NameOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take back cuts and changes: without options everything that names the region, else exactly that one."""
-    _send("heal", region, other, one_way, name=name, as_json=as_json)
+    """Take back cuts and changes: without options all that names the region, without a region all there are."""
+    if region is not None:
+        _send("heal", region, other, one_way, name=name, as_json=as_json)
+        return
+    if other or one_way:
+        raise ConfigError("--from and --one-way say which path of a region: name the region, or leave them out")
+    from diloco_node.wan import emulation
+
+    _need_root()
+    state = emulation.find(name)
+    answers = [
+        emulation.command(state, {"do": "heal", "region": place.region, "other": "", "direction": "both"})
+        for place in state.places()
+    ]
+    _show_answer({**answers[-1], "healed": sum(answer["healed"] for answer in answers)}, as_json=as_json)
 
 
 @app.command("set")
@@ -191,7 +204,10 @@ def _send(what: str, region: str, other: str, one_way: str, *, name: str | None,
         raise ConfigError(f"--one-way is {one_way!r}: use out or in")
     state = emulation.find(name)
     command = {"do": what, "region": region, "other": other, "direction": one_way or "both", **values}
-    answer = emulation.command(state, command)
+    _show_answer(emulation.command(state, command), as_json=as_json)
+
+
+def _show_answer(answer: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(answer))
         return

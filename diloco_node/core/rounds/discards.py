@@ -63,7 +63,7 @@ class DiscardReporter:
                 steps=steps,
                 tokens=tokens,
                 fragments=self._fragments,
-                reason="the learner died",
+                reason="its learner ended before it was merged",
             )
             found.extend(due)
             if not due:

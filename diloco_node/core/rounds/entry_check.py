@@ -44,16 +44,33 @@ larger number would bar the learner, which can't count any further."""
 
 _Key = tuple[Any, ...]
 
+Run = tuple[str, str, str, tuple[str, ...]]
+"""run_id, settings_digest, manifest_digest and regions, sorted."""
+
+
+def run_fault(run: Run, body: GenesisBody) -> str:
+    """What tells the run that begins so from this one, with both values; empty if it is this one.
+
+    The settings are not compared: it names those that the run began with, and some may change (D-093).
+    """
+    run_id, _, manifest_digest, regions = run
+    pairs = (
+        ("run.id", body.run_id, run_id),
+        ("regions", ", ".join(body.regions), ", ".join(regions)),
+        ("model", body.manifest_digest, manifest_digest),
+    )
+    return "; ".join(f"its {what} is {there}, here it is {here}" for what, there, here in pairs if there != here)
+
 
 class EntryCheck:
     """Follows the log (`core.ledger.entry_gate.Meaning`).
 
     Args:
-        run: run_id, settings_digest, manifest_digest and regions, sorted: what all regions must agree on.
+        run: what all regions must agree on.
         manifest: of the model. summary_entries: between two sums of the ledger, which close old incarnations.
     """
 
-    def __init__(self, run: tuple[str, str, str, tuple[str, ...]], manifest: Manifest, *, summary_entries: int) -> None:
+    def __init__(self, run: Run, manifest: Manifest, *, summary_entries: int) -> None:
         self.index = 0
         self._run = run
         self._summary_entries = summary_entries
@@ -192,11 +209,10 @@ class EntryCheck:
         return changes
 
     def _genesis_fault(self, body: GenesisBody, _: Entry) -> str:
-        run = (body.run_id, body.settings_digest, body.manifest_digest, body.regions)
         if ("genesis",) in self._facts:
             return "a second genesis"
-        if run != self._run:
-            return f"genesis of another run: {run}, here {self._run}"
+        if other := run_fault(self._run, body):
+            return f"genesis of another run: {other}"
         if len(body.fragment_digests) != len(self._fragments):
             return f"{len(body.fragment_digests)} digests for {len(self._fragments)} fragments"
         if len(body.disks) != len(body.regions) or len(set(body.disks)) != len(body.disks) or b"" in body.disks:

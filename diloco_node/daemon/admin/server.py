@@ -25,7 +25,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.errors import BindError, ConfigError, DilocoError
-from diloco_node.escaping import escaped_document
+from diloco_node.escaping import escaped, escaped_document
 from diloco_node.unix_sockets import socket_path
 
 TOKEN_FILE: Final = "admin.token"
@@ -34,6 +34,10 @@ SOCKET_FILE: Final = "admin.sock"
 
 LOOPBACK: Final = "127.0.0.1"
 BODY_BYTES_MAX: Final = 64 * 1024
+FINISH_REASON: Final = "asked by the operator"
+FINISH_REASON_BYTES_MAX: Final = 512
+"""It travels in messages that have room for twice that."""
+
 PROGRESS_S: Final = 0.5
 """Between two lines of a measurement that goes on: so soon it is seen, too, that who asked is gone."""
 
@@ -205,7 +209,11 @@ class AdminServer:
         return {"regions": [dict(self._handlers.status())]}
 
     async def _finish(self, request: web.Request) -> web.Response:
-        self._handlers.finish("asked by the operator")
+        document = await _document(request) if request.can_read_body else {}
+        reason = document.get("reason", FINISH_REASON)
+        if not isinstance(reason, str) or not 0 < len(escaped(reason).encode()) <= FINISH_REASON_BYTES_MAX:
+            raise ConfigError(f"reason must be a text of 1 to {FINISH_REASON_BYTES_MAX} bytes")
+        self._handlers.finish(escaped(reason))
         return web.json_response({"accepted": True}, status=202)
 
     async def _set_budget(self, request: web.Request) -> web.Response:

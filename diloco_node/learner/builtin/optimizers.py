@@ -1,6 +1,6 @@
 """The built-in trainer's optimizers: AdamW, Muon for matrices with AdamW for the rest, and AdamW with 8-bit moments.
 
-`attach` takes one optimizer, whose `state_dict` it keeps in the learner's checkpoint. So two of them stand behind one.
+Muon and AdamW together stand behind one optimizer, as the trainer's loop wants.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from diloco_node.errors import ConfigError
+from diloco_node.learner.several_optimizers import SeveralOptimizers
 
 KINDS: Final = ("adamw", "muon", "adamw8bit")
 MUON_MOMENTUM: Final = 0.95
@@ -112,60 +113,3 @@ def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-
-
-class SeveralOptimizers(torch.optim.Optimizer):
-    """Several optimizers as one: a step is a step of each, and their groups and states stand one after the other."""
-
-    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
-        self.parts = tuple(parts)
-        super().__init__([one for part in parts for group in part.param_groups for one in group["params"]], {})
-        self._share_groups()
-
-    def _share_groups(self) -> None:
-        """The groups are those of the parts, so that a learning rate set here is set there."""
-        self.param_groups = [group for part in self.parts for group in part.param_groups]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of each."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for part in self.parts:
-            part.step()
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """As of one optimizer with the parameters of all, numbered in that order."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        for part in self.parts:
-            at = sum(len(group["params"]) for group in groups)
-            one = part.state_dict()
-            state |= {at + number: values for number, values in one["state"].items()}
-            groups += [group | {"params": [at + number for number in group["params"]]} for group in one["param_groups"]]
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` gave. Raises ValueError: it is of other optimizers."""
-        groups, at, used = list(state_dict["param_groups"]), 0, 0
-        if len(groups) != len(self.param_groups):
-            raise ValueError(f"a state of {len(groups)} groups of parameters, here there are {len(self.param_groups)}")
-        for part in self.parts:
-            own = groups[used : used + len(part.param_groups)]
-            used += len(own)
-            count = sum(len(group["params"]) for group in own)
-            part.load_state_dict(
-                {
-                    "state": {
-                        number - at: values
-                        for number, values in state_dict["state"].items()
-                        if at <= number < at + count
-                    },
-                    "param_groups": [group | {"params": [one - at for one in group["params"]]} for group in own],
-                }
-            )
-            at += count
-        self._share_groups()

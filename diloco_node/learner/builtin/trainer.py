@@ -252,16 +252,17 @@ def make_optimizer(model: nn.Module, settings: TrainerSettings) -> torch.optim.O
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended, in nats per token where it is a loss; NaN if no step was made.
+    """How a run ended, in nats per token where it is a loss.
 
-    `val_loss_global` is None without a daemon.
+    `loss_first` and `loss_last` are None if no step was made, `val_loss` on ranks that did not compute it,
+    `val_loss_global` also without a daemon.
     """
 
     steps: int
     tokens: int
-    loss_first: float
-    loss_last: float
-    val_loss: float
+    loss_first: float | None
+    loss_last: float | None
+    val_loss: float | None
     val_loss_global: float | None
 
 
@@ -339,7 +340,9 @@ class Trainer:
             return self._loop(diloco, sampler)
 
     def _loop(self, diloco: Diloco, sampler: RegionSampler | StreamSampler) -> Outcome:
-        settings, steps, first, last = self.settings, 0, math.nan, math.nan
+        settings, steps = self.settings, 0
+        first: float | None = None
+        last: float | None = None
         tokens_per_step = settings.batch * settings.model.context
         while not diloco.should_stop and (diloco.is_attached or steps < settings.steps):
             started = time.monotonic()
@@ -381,21 +384,24 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.place.device.type, torch.bfloat16)
 
-    def _evaluate(self, diloco: Diloco, steps: int, loss: float, *, windows: int) -> tuple[float, float | None]:
+    def _evaluate(
+        self, diloco: Diloco, steps: int, loss: float | None, *, windows: int
+    ) -> tuple[float | None, float | None]:
         """Held-out loss of the own and of the global parameters; told to the daemon."""
         held_out = self.corpus.held_out_windows(windows, self.settings.model.context)
         is_cut = self.place.ranks > 1 and self.settings.shard == "fsdp"
         if self.place.rank and not is_cut:
-            return math.nan, None
+            return None, None
         # Where ranks have parts of the model, all of them give theirs to rank 0.
         states = [diloco.own_state_dict(), *([diloco.global_state_dict()] if diloco.is_attached else [])]
         if self.place.rank:
-            return math.nan, None
+            return None, None
         own, *others = [self._held_out(held_out, state) for state in states]
         everybodys = others[0] if others else None
         diloco.evaluated(val_loss=own, val_loss_global=everybodys)
         shown = "" if everybodys is None else f" val_loss_global={everybodys:.4f}"
-        self.say(f"step={steps} loss={loss:.4f} val_loss={own:.4f}{shown}")
+        trained = "" if loss is None else f" loss={loss:.4f}"
+        self.say(f"step={steps}{trained} val_loss={own:.4f}{shown}")
         return own, everybodys
 
     def _held_out(self, windows: Windows, parameters: Mapping[str, Tensor]) -> float:

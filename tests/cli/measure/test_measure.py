@@ -20,7 +20,7 @@ import structlog
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.main import main
 from diloco_node.cli.measure import run as measure_run
-from diloco_node.cli.measure.run import own_folder
+from diloco_node.cli.measure.run import own_folder, with_hidden
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
 from diloco_node.measure import echoes, ends, plain, probes, requester, responder
@@ -267,7 +267,7 @@ def test_the_mesh_is_what_plan_reads(folder: Path, capsys: pytest.CaptureFixture
     document = json.loads((folder / "mesh.json").read_text())
     assert document["failures"] == []
     assert all(pair["plain_bytes_per_second"] > 0 for pair in document["pairs"])
-    assert main(["plan", "--parameters", "1e6", "--mesh", "mesh.json"]) == 0
+    assert main(["plan", "--parameters", "1e6", "--mesh", "mesh.json", "--step-time", "1h"]) == 0
 
 
 def test_a_mesh_with_a_region_missing_says_which(
@@ -283,6 +283,21 @@ def test_a_mesh_with_a_region_missing_says_which(
     assert len(document["failures"]) == 3
     assert "3 of 6 pairs could not be measured, the first from asia to eu" in told.err
     assert "connection refused" in told.err
+
+
+def test_a_mesh_leaves_out_regions_that_nobody_can_dial_and_says_where_to_run_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = with_hidden({"regions": ["eu", "us"], "pairs": [1, 2], "failures": []}, ("asia",))
+    assert (found["regions"], found["pairs"]) == (["asia", "eu", "us"], [1, 2])
+    pairs = [(one["from"], one["to"]) for one in found["failures"]]
+    assert pairs == [("asia", "eu"), ("asia", "us"), ("eu", "asia"), ("us", "asia")]
+    assert with_hidden({"regions": ["eu", "us"]}, ()) == {"regions": ["eu", "us"]}
+    address = f'address = "127.0.0.1:{free_port()}"'
+    (folder / "run.toml").write_text(f'[run]\nid = "try"\n[regions.asia]\n[regions.eu]\n{address}\n')
+    init_run(folder / "certs", "try", ["asia", "eu"])
+    error = refused(capsys, 2, "mesh", "-r", "eu")
+    assert "asia has no address, so nobody can ask it to measure: run `diloco-node measure mesh` in asia" in error
 
 
 # ---- who we are, and who is there ------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,29 @@ def test_without_root_every_command_says_what_to_do(
     assert "need root" in error
     assert "sudo '/home/me/my venv/bin/diloco-node' wan" in error
     assert error.count("\n") == 1
+
+
+def test_heal_without_a_region_takes_back_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def command(_: Any, document: dict[str, Any]) -> dict[str, Any]:
+        sent.append(document)
+        return {"conditions": [], "healed": len(sent)}
+
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    places = [SimpleNamespace(region=name) for name in ("a", "b")]
+    monkeypatch.setattr(emulation, "find", lambda _: SimpleNamespace(places=lambda: places))
+    monkeypatch.setattr(emulation, "command", command)
+    assert main(["wan", "heal", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"conditions": [], "healed": 3}
+    assert [(one["do"], one["region"], one["direction"]) for one in sent] == [
+        ("heal", "a", "both"),
+        ("heal", "b", "both"),
+    ]
+    assert main(["wan", "heal", "--one-way", "out"]) == 2
+    assert "name the region" in capsys.readouterr().err
 
 
 def test_a_wrong_file_is_found_before_anything_is_done(

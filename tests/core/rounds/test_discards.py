@@ -20,8 +20,8 @@ def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
     assert reporter.bodies() == ()
     reporter.attached(status(0, incarnation=2), ((1, 13, 13 * 64),))
     assert reporter.bodies() == (
-        DiscardedBody("a", 1, 0, 10, 13, 3 * 64, "the learner died"),
-        DiscardedBody("a", 1, 1, 0, 13, 13 * 64, "the learner died"),
+        DiscardedBody("a", 1, 0, 10, 13, 3 * 64, "its learner ended before it was merged"),
+        DiscardedBody("a", 1, 1, 0, 13, 13 * 64, "its learner ended before it was merged"),
     )
 
 

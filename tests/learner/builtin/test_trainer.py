@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -120,6 +121,13 @@ def test_attached_it_stops_when_told_and_measures_both_losses():
     assert outcome.val_loss == pytest.approx(held_out_loss(ByteGPT(TINY, seed=98), windows))
     assert outcome.val_loss_global == pytest.approx(held_out_loss(ByteGPT(TINY, seed=99), windows))
     assert run.losses[-1] == (outcome.val_loss, outcome.val_loss_global)
+
+
+def test_a_run_that_ends_before_its_first_step_has_no_loss_and_is_still_json():
+    outcome = trained(settings_with(steps=3), FakeRun(0))
+    assert (outcome.steps, outcome.loss_first, outcome.loss_last) == (0, None, None)
+    assert outcome.val_loss > 0
+    assert json.loads(json.dumps(asdict(outcome), allow_nan=False))["loss_last"] is None
 
 
 def test_the_schedule_follows_the_global_step():

@@ -1,0 +1,65 @@
+"""What `start` finds in a region's folder: a run of another name, settings that can't change, a run that is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diloco_node.errors import ConfigError
+
+if TYPE_CHECKING:
+    from diloco_node.config import NodeConfig
+
+
+def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str, list[str]]:
+    """Compare run.toml with the run that has begun here, if one has.
+
+    Args:
+        node_file: name of the file in the region's folder that holds what it was started with last.
+
+    Returns:
+        One line when the run is finished here, else ""; one line for each setting that changes with this start.
+
+    Raises:
+        ConfigError: the folder is of another run, or a setting differs that can't change in a run.
+    """
+    from diloco_node.daemon.run_record import is_complete, read_run_record
+
+    folder = config.state_dir(region)
+    record = read_run_record(folder)
+    if record is None:
+        return "", []
+    record.check(folder, run_id=config.run.id, regions=config.regions)
+    changed = _changed(config, folder / node_file)
+    if not is_complete(folder, record):
+        return "", changed
+    return f"run {config.run.id} is finished in {region}: {record.finished}. The model is {_final(folder)}", []
+
+
+def _final(folder: Path) -> Path:
+    from diloco_node.daemon.run_end import FINAL_NAME
+
+    return folder.resolve() / FINAL_NAME
+
+
+def _changed(config: NodeConfig, node_file: Path) -> list[str]:
+    """Settings that differ from those of the last start."""
+    from diloco_node.config.schema import FIXED_IN_A_RUN
+    from diloco_node.daemon.spec import NodeSpec
+
+    try:
+        before = dict(line.split("=", 1) for line in NodeSpec.load(node_file).shared_settings)
+    except (ConfigError, ValueError):
+        return []
+    lines = []
+    for key, now in config.shared_settings().items():
+        then = before.get(key, now)
+        if then == now:
+            continue
+        if key in FIXED_IN_A_RUN:
+            raise ConfigError(
+                f"{key} is {now} ({config.origin(key)}), run {config.run.id} began with {then}: it can't change in a "
+                f"run. Set it back, or begin a new run with another run.id and folder"
+            )
+        lines.append(f"{key} changes from {then} to {now}: all regions must start with the same value")
+    return lines

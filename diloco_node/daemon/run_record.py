@@ -1,0 +1,91 @@
+"""Which run a state folder belongs to, and whether that run is over: what its ledger says, before anything follows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco_node.core.ledger.summary import decode_summary
+from diloco_node.core.recovery.replay import find_genesis
+from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
+from diloco_node.daemon.admin.status import REPORT_NAME
+from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.storage.ledger_reader import LedgerReader
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """The run that a ledger is of.
+
+    Attributes:
+        genesis: how it began.
+        finished: why it ended; None: it did not, as far as this region knows.
+    """
+
+    genesis: GenesisBody
+    finished: str | None
+
+    def check(self, state_dir: Path, *, run_id: str, regions: Iterable[str]) -> None:
+        """Refuse a folder of another run, naming both.
+
+        Raises:
+            ConfigError: the folder's run has another name, or other regions.
+        """
+        held = self.genesis
+        if held.run_id != run_id:
+            raise ConfigError(
+                f"{state_dir} holds run {held.run_id}, but run.id is {run_id}: a new run begins in a new folder. Set "
+                f"run.state_dir (--state-dir) to another one, or run.id back to {held.run_id} to go on with that run"
+            )
+        here = tuple(sorted(regions))
+        if held.regions != here:
+            raise ConfigError(
+                f"run {run_id} in {state_dir} began with the regions {', '.join(held.regions)}, run.toml has "
+                f"{', '.join(here)}: the regions of a run don't change. Begin a new run; run.init takes the old one's "
+                f"{FINAL_NAME}"
+            )
+
+
+def run_record(base: LedgerBase, entries: Sequence[Entry], fragments: int) -> RunRecord | None:
+    """What a ledger says; None before genesis. Raises ProtocolViolation: its sum can't be read.
+
+    Args:
+        fragments: P.
+    """
+    summary = decode_summary(base.summary, fragments=fragments) if base.index else None
+    genesis = find_genesis(summary, entries)
+    if genesis is None:
+        return None
+    ends = () if summary is None else summary.finished
+    ends += tuple(entry.body for entry in entries if isinstance(entry.body, FinishedBody))
+    return RunRecord(genesis, ends[0].reason if ends else None)
+
+
+def read_run_record(state_dir: Path) -> RunRecord | None:
+    """What the folder's ledger says; None for a folder without one, and for a damaged one: the daemon mends that."""
+    reader = LedgerReader(state_dir)
+    try:
+        manifest = load_manifest(state_dir)
+        if manifest is None:
+            return None
+        reader.read()
+        return run_record(reader.base, reader.entries, len(manifest.fragments))
+    except DilocoError:
+        return None
+
+
+def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
+    """Whether this region has finished the run: it knows the end, and the final model is on its disk."""
+    return record is not None and record.finished is not None and (state_dir / FINAL_NAME).exists()
+
+
+def has_final_report(state_dir: Path) -> bool:
+    """Whether report.json is that of the finished run."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads((state_dir / REPORT_NAME).read_bytes()).get("state") == "finished")
+    return False

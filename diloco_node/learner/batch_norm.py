@@ -1,0 +1,33 @@
+"""Models whose running statistics stay in their region: what `attach` says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+NAMED_MAX: Final = 3
+
+
+def batch_norm_warning(model: nn.Module, merged: Iterable[str]) -> str:
+    """What is wrong with batch normalisation in a run; empty for a model without, or with statistics that are merged.
+
+    Args:
+        merged: names of the tensors that the run merges.
+    """
+    known = set(merged)
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None and f"{name}.running_mean" not in known
+    ]
+    if not found:
+        return ""
+    more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
+    return (
+        f"the model has batch normalisation ({', '.join(found[:NAMED_MAX])}{more}): its running statistics are not "
+        "merged, and final.safetensors has none. Compute them anew for the merged model "
+        "(torch.optim.swa_utils.update_bn), or use another normalisation"
+    )

@@ -1,0 +1,113 @@
+"""`start` on a folder in which a run has begun: another run, other settings, a run that is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco_node.cli.main import main
+from diloco_node.daemon.supervisor import SupervisorSpec
+from diloco_node.storage.ledger_files import LEDGER_NAME
+from diloco_node.transport.certs import init_run
+from tests.kit.begun_kit import begin_run
+
+REGIONS = ("eu", "us-east", "us-west")
+
+
+@pytest.fixture(autouse=True)
+def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    others = [f'[regions.{name}]\naddress = "10.0.0.{at}:7400"' for at, name in enumerate(REGIONS[:2])]
+    (tmp_path / "run.toml").write_text("\n".join(['[run]\nid = "new"', *others, "[regions.us-west]"]))
+    init_run(tmp_path / "certs", "new", list(REGIONS))
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
+    seen: list[SupervisorSpec] = []
+
+    def fake(spec: SupervisorSpec) -> int:
+        seen.append(spec)
+        return 0
+
+    monkeypatch.setattr("diloco_node.daemon.supervisor.run_supervisor", fake)
+    return seen
+
+
+def start(*more: str) -> int:
+    return main(["start", "--region", "us-west", *more])
+
+
+def test_a_new_run_id_with_an_old_folder_is_refused_and_nothing_is_touched(
+    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "state" / "us-west"
+    begin_run(folder, "old", REGIONS, finished="run.steps is reached")
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert start() == 2
+    error = capsys.readouterr().err
+    assert "holds run old, but run.id is new" in error
+    assert "--state-dir" in error
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+    assert supervised == []
+    assert start("--state-dir", "elsewhere") == 0
+    assert len(supervised) == 1
+
+
+def test_a_finished_run_says_so_and_where_the_model_lies(
+    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "state" / "us-west"
+    begin_run(folder, "new", REGIONS, finished="run.steps is reached")
+    assert start() == 0
+    captured = capsys.readouterr()
+    assert captured.out == (
+        f"run new is finished in us-west: run.steps is reached. The model is {folder / 'final.safetensors'}\n"
+    )
+    assert captured.err == ""
+    assert supervised == []
+
+
+def test_a_finished_run_is_served_without_a_learner_when_that_is_wanted(
+    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("--serve") == 2
+    assert "--serve is for a run that is finished in us-west" in capsys.readouterr().err
+    begin_run(tmp_path / "state" / "us-west", "new", REGIONS, finished="asked")
+    assert start("--serve") == 0
+    assert [(spec.learner_command, spec.preload) for spec in supervised] == [(None, ())]
+
+
+def test_a_setting_that_may_change_is_named_with_both_values(
+    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
+    assert start() == 0
+    assert capsys.readouterr().err == ""
+    assert start("--set", "rounds.sync_every=16") == 0
+    assert "rounds.sync_every changes from 24 to 16: all regions must start with the same" in capsys.readouterr().err
+    assert start("--set", "rounds.sync_every=16") == 0
+    assert capsys.readouterr().err == ""
+    assert len(supervised) == 3
+
+
+@pytest.mark.parametrize("change", ["rounds.fragments=12", "rounds.codec_up=int8", "rounds.summary_entries=64"])
+def test_a_setting_that_is_in_the_files_of_a_run_is_refused(
+    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    folder = tmp_path / "state" / "us-west"
+    assert start() == 0
+    assert start("--set", change) == 0, "nothing has begun"
+    assert start() == 0
+    begin_run(folder, "new", REGIONS)
+    before = (folder / "node.json").read_bytes()
+    assert start("--set", change) == 2
+    key, value = change.split("=")
+    error = capsys.readouterr().err
+    assert f"{key} is " in error
+    assert value in error
+    assert "run new began with" in error
+    assert (folder / "node.json").read_bytes() == before
+    assert (folder / LEDGER_NAME).exists()
+    assert len(supervised) == 3

@@ -1,0 +1,42 @@
+"""docs/settings.md is made of the schema, and is what it says now."""
+
+from __future__ import annotations
+
+from diloco_node.config import reference
+from diloco_node.config.reference import COMMAND, settings, settings_page
+from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
+from diloco_node.config.setting_notes import NOTES
+from tests.kit.repository import ROOT
+
+
+def test_the_page_is_current() -> None:
+    assert (ROOT / "docs" / "settings.md").read_text() == settings_page(), f"write it again: {COMMAND}"
+
+
+def test_every_setting_has_words_and_no_word_is_of_a_setting_that_is_gone() -> None:
+    assert sorted(NOTES) == sorted(settings())
+    sections = {section for section, _, _ in reference._SECTIONS}
+    assert {name for name in sections if "." not in name} == set(Tree.model_fields) - {"regions"}
+    assert "regions.NAME" in sections
+
+
+def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
+    page = settings_page()
+    for row in (
+        "| `sync_every` | `24` | 1 to 100,000 | all | ",
+        "| `outer_lr` | none | above 0 to 10 | all | ",
+        '| `codec_up` | `"int4"` | `int4`, `int8`, `bf16`, `fp32` | fixed | ',
+        '| `heartbeat` | `"200ms"` | a time | all | ',
+        "| `id` | must be set | 1 to 63 of a-z, 0-9, `-` | fixed | ",
+        "| `seed` | `0` | 0 and below 2^31 | all | ",
+        "| `egress` | none | a rate, at least 100kbit/s | running | ",
+        "| `start` | must be set | a time of day | running | ",
+        "| `preload` | none | a list, at most 100 | region | ",
+        '| `on_spike` | `"warn"` | `warn`, `rollback` | region | ',
+        "| `compile` | `false` | `true`, `false` | region | ",
+    ):
+        assert row in page, row
+
+
+def test_what_is_fixed_in_a_run_is_a_setting_that_all_regions_share() -> None:
+    assert {f"rounds.{name}" for name in RoundsSection.model_fields} >= FIXED_IN_A_RUN

@@ -1,0 +1,70 @@
+"""Whose folder it is, and whether its run is over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diloco_node.core.ledger.summary import RunSummary, encode_summary
+from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase
+from diloco_node.daemon.admin.status import write_report
+from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.run_record import has_final_report, is_complete, read_run_record, run_record
+from diloco_node.errors import ConfigError
+from diloco_node.storage.ledger_files import LEDGER_NAME
+from tests.kit.begun_kit import begin_run
+
+REGIONS = ("a", "b", "c")
+
+
+def test_a_folder_without_a_run_or_with_a_damaged_one_says_nothing(tmp_path: Path) -> None:
+    assert read_run_record(tmp_path) is None
+    begin_run(tmp_path, "old", REGIONS)
+    (tmp_path / LEDGER_NAME).write_bytes(b"damaged")
+    assert read_run_record(tmp_path) is None
+
+
+def test_a_folder_of_another_run_or_of_other_regions_is_refused_with_both_names(tmp_path: Path) -> None:
+    begin_run(tmp_path, "old", REGIONS)
+    record = read_run_record(tmp_path)
+    assert record is not None
+    record.check(tmp_path, run_id="old", regions=("c", "b", "a"))
+    with pytest.raises(ConfigError, match=r"holds run old, but run\.id is new: a new run begins in a new folder"):
+        record.check(tmp_path, run_id="new", regions=REGIONS)
+    with pytest.raises(ConfigError, match=r"began with the regions a, b, c, run\.toml has a, b: "):
+        record.check(tmp_path, run_id="old", regions=("a", "b"))
+
+
+def test_a_run_is_complete_here_when_its_end_is_known_and_the_model_written(tmp_path: Path) -> None:
+    begin_run(tmp_path / "going", "run", REGIONS)
+    begin_run(tmp_path / "over", "run", REGIONS, finished="run.steps is reached")
+    going, over = read_run_record(tmp_path / "going"), read_run_record(tmp_path / "over")
+    assert going is not None
+    assert over is not None
+    assert (going.finished, over.finished) == (None, "run.steps is reached")
+    assert is_complete(tmp_path / "over", over)
+    (tmp_path / "going" / FINAL_NAME).write_bytes(b"of something else")
+    assert not is_complete(tmp_path / "going", going)
+    (tmp_path / "over" / FINAL_NAME).unlink()
+    assert not is_complete(tmp_path / "over", over), "a daemon has to write it first"
+    assert not is_complete(tmp_path / "over", None)
+
+
+def test_a_ledger_behind_a_sum_says_the_same(tmp_path: Path) -> None:
+    genesis = GenesisBody("run", "m", "s", REGIONS, (bytes(32),) * 2, (b"1" * 16, b"2" * 16, b"3" * 16))
+    zeros = (0, 0)
+    end = (FinishedBody(zeros, "asked"),)
+    summary = RunSummary((genesis,), end, zeros, zeros, (), zeros, zeros, (), (), (), (), (-1, -1), 0, ())
+    record = run_record(LedgerBase(9, 1, bytes(32), encode_summary(summary)), (), 2)
+    assert record is not None
+    assert (record.genesis, record.finished) == (genesis, "asked")
+
+
+@pytest.mark.parametrize(("content", "is_final"), [('{"state": "training"}', False), ("{", False), ("[]", False)])
+def test_only_the_report_of_a_finished_run_is_final(tmp_path: Path, content: str, is_final: bool) -> None:
+    assert not has_final_report(tmp_path)
+    (tmp_path / "report.json").write_text(content)
+    assert has_final_report(tmp_path) is is_final
+    write_report(tmp_path, {"state": "finished"})
+    assert has_final_report(tmp_path)

@@ -1,0 +1,34 @@
+"""A region's folder with a run in its ledger, as a daemon leaves it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from diloco_node.core.ledger.entries import ZERO_HASH, seal
+from diloco_node.core.types import FinishedBody, GenesisBody, LeaderBody
+from diloco_node.daemon.manifest_file import save_manifest
+from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.storage.store import RegionStore
+from tests.kit.node_kit import MANIFEST
+
+
+def begin_run(folder: Path, run_id: str, regions: tuple[str, ...], *, finished: str = "") -> None:
+    """Leave manifest and ledger of a run; with a reason also its end and the final model's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_manifest(folder, MANIFEST)
+    fragments = len(MANIFEST.fragments)
+    disks = tuple(name.encode().ljust(16, b".") for name in regions)
+    bodies = [
+        LeaderBody(regions[0]),
+        GenesisBody(run_id, MANIFEST.digest, "settings", regions, (bytes(32),) * fragments, disks),
+        *([FinishedBody((0,) * fragments, finished)] if finished else []),
+    ]
+    entries = []
+    for index, body in enumerate(bodies, start=1):
+        entries.append(seal(index, 1, entries[-1].hash if entries else ZERO_HASH, body))
+    store = RegionStore(folder)
+    store.load(fragments)
+    store.persist(1, "", 0, entries)
+    store.close()
+    if finished:
+        (folder / FINAL_NAME).write_bytes(b"model")

@@ -1,0 +1,67 @@
+"""What `attach` takes as optimizer: one, several as one, and none whose state it can't keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner.several_optimizers import SeveralOptimizers, as_one
+
+
+class ZeroRedundancyOptimizer(torch.optim.SGD):
+    """By its name that of torch.distributed, which wants a process group."""
+
+
+def model_and_optimizers() -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    return model, [torch.optim.AdamW(model[0].parameters(), lr=0.1), torch.optim.SGD(model[1].parameters(), lr=0.2)]
+
+
+def test_one_stays_itself_and_several_become_one() -> None:
+    _, (first, second) = model_and_optimizers()
+    assert as_one(None) is None
+    assert as_one([]) is None
+    assert as_one(first) is as_one([first]) is first
+    both = as_one((first, second))
+    assert isinstance(both, SeveralOptimizers)
+    assert [group["lr"] for group in both.param_groups] == [0.1, 0.2]
+
+
+def test_a_loop_that_steps_each_by_itself_has_both_states_kept() -> None:
+    model, parts = model_and_optimizers()
+    both = as_one(parts)
+    assert both is not None
+    model(torch.ones(2, 3)).sum().backward()
+    for one in parts:
+        one.step()
+    kept = both.state_dict()
+    _, fresh = model_and_optimizers()
+    again = as_one(fresh)
+    assert again is not None
+    again.load_state_dict(kept)
+    moments = [state["exp_avg"] for state in fresh[0].state_dict()["state"].values()]
+    assert [moment.tolist() for moment in moments] == [
+        state["exp_avg"].tolist() for state in parts[0].state_dict()["state"].values()
+    ]
+    assert len(moments) == 2
+
+
+def test_zero_is_refused_with_what_to_do_also_inside_a_wrapper() -> None:
+    model, _ = model_and_optimizers()
+    zero = ZeroRedundancyOptimizer(model.parameters(), lr=0.1)
+    wrapper = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper.optimizer = zero  # type: ignore[attr-defined]
+    for one in (zero, wrapper, [torch.optim.SGD(model.parameters(), lr=0.1), zero]):
+        with pytest.raises(LearnerError, match=r"ZeroRedundancyOptimizer.*fully_shard \(FSDP2\).*moments begin anew"):
+            diloco_node.attach(model, one)
+
+
+def test_what_is_no_optimizer_and_several_with_auto_are_refused() -> None:
+    model, parts = model_and_optimizers()
+    with pytest.raises(LearnerError, match="was given a dict as its optimizer"):
+        diloco_node.attach(model, {"one": parts[0]})  # type: ignore[arg-type]
+    with pytest.raises(LearnerError, match="counts the steps of one optimizer: with several, call"):
+        diloco_node.attach(model, parts, step="auto")
