@@ -15,6 +15,7 @@ import typer
 from diloco_node import __version__
 from diloco_node.cli import certs, chaos, config, ledger, orders, replay, simulate, start, status
 from diloco_node.cli.demo.command import demo
+from diloco_node.cli.doctor.command import doctor
 from diloco_node.cli.export.command import export
 from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.plan.command import plan
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command("start")(start.start)
 app.command("demo")(demo)
 app.command("status")(status.status)
+app.command("doctor")(doctor)
 app.command("plan")(plan)
 app.command("ledger")(ledger.ledger)
 app.command("replay")(replay.replay)
