@@ -34,12 +34,7 @@ def doctor(
     assignments: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Find what keeps a region from running well, before and during a run. Exit code 1 if a check failed.
-
-    \b
-    Example:
-      diloco-node doctor --region us-east
-    """
+    """Find what keeps a region from running well, before and during a run. Exit code 1 if a check failed."""
     from diloco_node.cli.doctor.finding import finding_document, finding_lines, has_failed
 
     findings = list(examination(config, region, assignments or [], has_command=bool(command)))

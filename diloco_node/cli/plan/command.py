@@ -80,13 +80,7 @@ def plan(
     ] = "6%",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Bandwidth, memory and disk that a model needs; whether it fits; what would make it fit.
-
-    \b
-    diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s
-    diloco-node plan --config run.toml --mesh mesh.json
-    diloco-node plan --state state/us-east --budget 500Mbit/s
-    """
+    """Bandwidth, memory and disk that a model needs; whether it fits; what would make it fit."""
     from diloco_node.cli.plan.inputs import read_mesh
 
     source = _source(parameters, config, state)
