@@ -21,7 +21,7 @@ OLD_MAX: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class NewRun:
     """What the questions are about.
 
     Attributes:
@@ -58,19 +58,19 @@ def init(
     taken = [path for path in (folder / CONFIG_NAME, folder / CERTS_NAME) if path.exists()]
     if taken and not force:
         raise ConfigError(f"{taken[0]} is there already: choose another --out, or rename it with --force")
-    answers = Answers(
+    new = NewRun(
         run_id=_asked(run_id, "Name of the run", RUN_ID, yes),
         regions=parse_regions(_asked(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
         script=_script(_asked(script, "Your training script (empty: the built-in trainer)", "", yes)),
         steps=_steps(_asked(None if steps is None else str(steps), "Steps of the run (0: no end)", "0", yes)),
         budget=_budget(_asked(budget, "Bandwidth of each region, as 2Gbit/s (empty: no ceiling)", "", yes)),
     )
-    text = run_toml(answers)
+    text = run_toml(new)
     _check(text)
     for path in taken:
         _set_aside(path)
-    _write(folder, answers, text)
-    for line in next_commands(folder, answers):
+    _write(folder, new, text)
+    for line in next_commands(folder, new):
         typer.echo(line)
 
 
@@ -124,7 +124,7 @@ def _budget(text: str) -> str:
     return text
 
 
-def run_toml(answers: Answers) -> str:
+def run_toml(new: NewRun) -> str:
     """The file: what was said, and the settings that matter most as comments."""
     from diloco_node.core.types import RunSettings
 
@@ -132,16 +132,16 @@ def run_toml(answers: Answers) -> str:
     lines = [
         "# Written by diloco-node init. The same file serves all regions; docs/run.md says what each setting does.",
         "[run]",
-        f'id = "{answers.run_id}"',
-        f"steps = {answers.steps}  # of the median learner; 0: no end",
+        f'id = "{new.run_id}"',
+        f"steps = {new.steps}  # of the median learner; 0: no end",
         "",
         "[rounds]",
         f"# fragments = {usual.fragments}  # parts of the model, merged in turn",
         f"# sync_every = {usual.sync_every}  # inner steps between two merges of one part",
     ]
-    if answers.budget:
-        lines += ["", "[budget]", f'egress = "{answers.budget}"', f'ingress = "{answers.budget}"']
-    for name, address in answers.regions.items():
+    if new.budget:
+        lines += ["", "[budget]", f'egress = "{new.budget}"', f'ingress = "{new.budget}"']
+    for name, address in new.regions.items():
         where = "# no address: it dials the others" if address is None else f'address = "{address}"'
         lines += ["", f"[regions.{name}]", where]
     return "\n".join(lines) + "\n"
@@ -163,33 +163,33 @@ def _set_aside(path: Path) -> None:
     path.rename(next(old for old in olds if not old.exists()))
 
 
-def _write(folder: Path, answers: Answers, text: str) -> None:
+def _write(folder: Path, new: NewRun, text: str) -> None:
     from diloco_node.transport.certs import init_run
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        init_run(folder / CERTS_NAME, answers.run_id, list(answers.regions))
+        init_run(folder / CERTS_NAME, new.run_id, list(new.regions))
         (folder / CONFIG_NAME).write_text(text)
-        if answers.script is not None and not (folder / answers.script.name).exists():
-            shutil.copy(answers.script, folder)
+        if new.script is not None and not (folder / new.script.name).exists():
+            shutil.copy(new.script, folder)
     except OSError as error:
         raise ConfigError(f"{folder} can't be written ({error.strerror or error}): choose another --out") from error
 
 
-def next_commands(folder: Path, answers: Answers) -> list[str]:
+def next_commands(folder: Path, new: NewRun) -> list[str]:
     """What to type next: copy, examine, start."""
-    script = answers.script.name if answers.script is not None else ""
+    script = new.script.name if new.script is not None else ""
     files = f"{CONFIG_NAME} {script}".strip()
     command = f" -- python {shlex.quote(script)}" if script else ""
     lines = [f"{folder / CONFIG_NAME} and {folder / CERTS_NAME} are written; ca.key stays here.", ""]
     lines += (
         ["Copy to each region:", f"  cd {shlex.quote(str(folder))}"] if folder != Path() else ["Copy to each region:"]
     )
-    for name, address in answers.regions.items():
+    for name, address in new.regions.items():
         host = name if address is None else address.rpartition(":")[0].strip("[]")
-        unpack = f"mkdir -p {answers.run_id} && tar x -C {answers.run_id}"
+        unpack = f"mkdir -p {new.run_id} && tar x -C {new.run_id}"
         lines.append(f"  tar c {files} {CERTS_NAME}/{name} | ssh {host} '{unpack}'")
-    for name in answers.regions:
-        lines += ["", f"In {name}:", f"  cd {answers.run_id}"]
+    for name in new.regions:
+        lines += ["", f"In {name}:", f"  cd {new.run_id}"]
         lines += [f"  diloco-node {verb} --region {name}{command}" for verb in ("doctor", "start")]
     return lines

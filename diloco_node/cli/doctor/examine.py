@@ -101,9 +101,8 @@ def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     )
     heartbeat_s = patient.config.rounds.heartbeat.ns / 1e9
     yield machine.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
-    # A daemon that runs has taken its part already.
-    needed = None if needs is None or patient.status is not None else needs.memory
-    yield machine.memory(probes.available_memory(), needed)
+    needed = None if needs is None else needs.memory
+    yield machine.memory(probes.available_memory(), needed, is_taken=patient.status is not None)
 
 
 def examine_settings(patient: Patient) -> Iterator[Finding]:

@@ -125,8 +125,10 @@ def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
     return FSYNC.ok(text)
 
 
-def memory(available: int | None, needed: int | None) -> Finding:
-    """Room for the daemon, beside the learner's own model and optimizer. Bytes."""
+def memory(available: int | None, needed: int | None, *, is_taken: bool) -> Finding:
+    """Room for the daemon, beside the learner's own model and optimizer. Bytes. is_taken: it runs, and has its part."""
+    if available is not None and is_taken:
+        return MEMORY.ok(f"{human_bytes(available)} available beside the daemon, which runs")
     if available is None or needed is None:
         return MEMORY.unknown("what is free, or what the model needs, is not known")
     text = f"{human_bytes(available)} available, the daemon and its shared memory need {human_bytes(needed)}"
