@@ -39,9 +39,6 @@ def ledger(
     """Print the entries of a region's ledger. Nothing is changed, and a daemon may run on it.
 
     An entry at the end may not be committed yet. If another leader's entry takes its place, that is printed, too.
-
-    \b
-    diloco-node ledger state/us-east --follow --from 1000
     """
     from diloco_node.storage.ledger_reader import LedgerReader
 

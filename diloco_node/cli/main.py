@@ -1,7 +1,8 @@
 """The command `diloco-node`. Nothing heavy is imported here: `--help` must answer in under 300 ms.
 
 Exit codes: 0 ok, 1 runtime, 2 usage or settings, 3 cannot bind, 4 identity, 5 peers unreachable, 6 state or disk,
-7 superseded or version mismatch. An error is one line on standard error; `--debug` shows the traceback.
+7 superseded or version mismatch. An error is one line on standard error, its code at the end; `--debug` shows the
+traceback.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Annotated
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli import certs, chaos, config, ledger, orders, replay, simulate, start, status, why
+from diloco_node.cli import certs, chaos, config, explain, init, ledger, orders, replay, simulate, start, status, why
 from diloco_node.cli.demo.command import demo
+from diloco_node.cli.doctor.command import doctor
+from diloco_node.cli.examples import add_examples
 from diloco_node.cli.export.command import export
 from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.page.command import dashboard, report
@@ -30,11 +33,12 @@ app = typer.Typer(
     name="diloco-node",
     help="Train one model across several datacenters over ordinary internet links (Decoupled DiLoCo).",
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("init")(init.init)
 app.command("start")(start.start)
 app.command("demo")(demo)
 app.command("status")(status.status)
@@ -42,6 +46,8 @@ app.command("why")(why.why)
 app.command("dashboard")(dashboard)
 app.command("report")(report)
 app.command("finish")(orders.finish)
+app.command("doctor")(doctor)
+app.command("help")(explain.explain)
 app.command("plan")(plan)
 app.command("ledger")(ledger.ledger)
 app.command("replay")(replay.replay)
@@ -55,6 +61,7 @@ app.add_typer(simulate.app, name="simulate")
 app.add_typer(wan, name="wan")
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(measure_cmd.app, name="measure")
+add_examples(app)
 
 
 def _show_version(value: bool) -> None:
@@ -94,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         # It may hold the words of a peer, or of whatever answers at an address.
         lines = (escaped(line) for line in str(error).strip().split("\n"))
-        sys.stderr.write("diloco-node: " + "\n".join(lines) + "\n")
+        more = f"({error.code}; diloco-node help {error.code})"
+        sys.stderr.write("diloco-node: " + "\n".join(lines) + f" {more}\n")
         return error.exit_code
     except SystemExit as end:  # how typer ends, after help, a usage error or a command's own exit code
         return end.code if isinstance(end.code, int) else 0

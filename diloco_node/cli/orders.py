@@ -115,11 +115,7 @@ def lift_quarantine(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Readmit a peer that was quarantined after three protocol violations; `status --json` shows who is, and why.
-
-    \b
-    diloco-node quarantine lift us-west --region us-east
-    """
+    """Readmit a peer that was quarantined after three protocol violations; `status --json` shows who is, and why."""
     folder = _folder(place, config)
     is_lifted = bool(order(folder, "quarantine/lift", {"peer": peer})["lifted"])
     if as_json:
@@ -139,11 +135,7 @@ def start_learner(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Start the learner again that was stopped after it crashed again and again; `status` says so.
-
-    \b
-    diloco-node learner start us-east
-    """
+    """Start the learner again that was stopped after it crashed again and again; `status` says so."""
     folder = _folder(place, config)
     was = str(order(folder, "learner/start", {})["was"])
     if as_json:

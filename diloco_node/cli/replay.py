@@ -25,9 +25,6 @@ def replay(
 
     Nothing in the folder is changed, and a daemon may run on it. Without Theta_0 or an early payload it begins at the
     first state from which nothing is missing.
-
-    \b
-    diloco-node replay state/us-east
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

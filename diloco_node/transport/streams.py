@@ -20,7 +20,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 import grpc
 from grpc import aio
 
-from diloco_node.errors import BindError, IdentityError, LinkLost, PeerError
+from diloco_node.errors import BindError, IdentityError, LinkLost, PeerCertificateRefused, PeerError
 from diloco_node.transport.certs import Identity, tls_name
 from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
 
@@ -326,7 +326,8 @@ async def dial(
         if isinstance(error, (TimeoutError, LinkLost)):
             what = "no answer to connect or TLS handshake" if isinstance(error, TimeoutError) else str(error)
             elapsed = loop.time() - started
-            raise LinkLost(f"{peer} at {address}: {what} (connecting, after {elapsed:.1f} s)") from None
+            kind = PeerCertificateRefused if "certificate" in what else LinkLost
+            raise kind(f"{peer} at {address}: {what} (connecting, after {elapsed:.1f} s)") from None
         raise
 
 

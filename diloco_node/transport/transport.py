@@ -33,6 +33,7 @@ from diloco_node.errors import (
     RateExceeded,
     SupersededError,
 )
+from diloco_node.transport.asking import clock_metadata
 from diloco_node.transport.certs import Identity, tls_name
 from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S
@@ -388,8 +389,13 @@ class GrpcTransport:
                 ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
                 try:
                     check_hello(ours, hello, certificate_region=who.region)
-                except PeerIncompatible:
+                except PeerIncompatible as error:
+                    await stream.send_metadata(clock_metadata())
                     await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
+                    if (
+                        hello.role is not ours.role
+                    ):  # a person asks (`doctor`, `measure`): nothing is wrong with the peer
+                        raise LinkLost(str(error)) from None
                     raise
         except TimeoutError:
             raise LinkLost(f"{who.region}: no hello within {self._times.hello_s:.0f} s") from None

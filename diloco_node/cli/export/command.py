@@ -62,9 +62,6 @@ def export(
     """Write the merged model as a folder for `from_pretrained`: final, or in mid-run the newest one on disk.
 
     Nothing in the region's folder is changed, and a daemon may run on it.
-
-    \b
-    diloco-node export state/us-east exported
     """
     from diloco_node.cli.export import parts
     from diloco_node.daemon.export_source import read_merged, region_folder

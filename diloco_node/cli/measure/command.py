@@ -185,9 +185,6 @@ def latency(
     """Round trips through the whole path: p50, p99, jitter (RFC 3550), and what TCP retransmitted.
 
     Through the daemon of the region if it runs here, over the links that it has; else with a `measure serve` there.
-
-    \b
-    diloco-node measure latency us-west --load
     """
     way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
     way.measure({"what": "latency", "peer": peer, "load": load})
@@ -220,10 +217,6 @@ def bandwidth(
 
     Through the daemon of the region if it runs here: over the link that the run uses, in its measurement lane, within
     its budget, behind all rounds. Else with a `measure serve` there, on a link with so many connections for each test.
-
-    \b
-    diloco-node measure bandwidth us-west
-    diloco-node measure bandwidth us-west --reverse --connections 1,4 --seconds 10
     """
     from diloco_node.cli.measure import run as measure_run
 
@@ -262,10 +255,6 @@ def mesh(
 
     Through the daemon of the region if it runs here: each region measures towards the others, over the links they have.
     Else `measure serve` must run in all other regions.
-
-    \b
-    diloco-node measure mesh --out mesh.json
-    diloco-node plan --mesh mesh.json
     """
     from diloco_node.cli.measure import run as measure_run
 

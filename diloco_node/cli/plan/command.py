@@ -83,11 +83,6 @@ def plan(
     """Bandwidth, memory and disk that a model needs; what would make it fit. Exit code 1 if it does not fit.
 
     With --parameters the size is that one, and the rest is run.toml's, where there is one.
-
-    \b
-    diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s
-    diloco-node plan --config run.toml --parameters 7B --mesh mesh.json
-    diloco-node plan --state state/us-east --budget 500Mbit/s
     """
     from diloco_node.cli.plan.inputs import read_mesh
 

@@ -1,0 +1,1 @@
+"""`diloco-node doctor`: what keeps a region from running well, each with its remedy, before and during a run."""

@@ -1,0 +1,266 @@
+"""Bring facts and verdicts together: one function for each category, in the order in which they are shown."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import datetime as dt
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from diloco_node import __version__
+from diloco_node.cli import start
+from diloco_node.cli.doctor import machine, membership, network, probes
+from diloco_node.cli.doctor.finding import Finding
+from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
+
+if TYPE_CHECKING:
+    from diloco_node.config import NodeConfig
+    from diloco_node.planning.plan import Storage
+    from diloco_node.transport.asking import PeerAnswer
+    from diloco_node.transport.certs import Identity
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """A region to look at.
+
+    Attributes:
+        status: of its own daemon, as `status --json` has it; None: none answers.
+    """
+
+    config: NodeConfig
+    region: str
+    status: Mapping[str, Any] | None
+
+    @property
+    def folder(self) -> Path:
+        """Its state folder."""
+        return self.config.state_dir(self.region)
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Of the peers that can be dialled."""
+        regions = self.config.regions.items()
+        return {name: one.address for name, one in regions if one.address is not None and name != self.region}
+
+    def storage(self) -> Storage | None:
+        """What `plan` says that it needs; None: the model is not known yet."""
+        from diloco_node.cli.plan.inputs import source_of_config
+        from diloco_node.planning.plan import Workload, storage
+
+        settings = self.config.run_settings()
+        try:
+            source = source_of_config(self.config, self.config.path)
+            sizes = source.sizes(settings.fragments)
+        except (ConfigError, OSError):
+            return None
+        return storage(Workload(sizes, source.regions, settings, step_time_ns=1))
+
+
+def examine_machine(patient: Patient | None) -> Iterator[Finding]:
+    """Versions, kernel, disk, memory, clock and GPU; what depends on run.toml only where there is one."""
+    from diloco_node.wire.tables import PROTOCOL_VERSION
+
+    info = sys.version_info
+    yield machine.python_version((info.major, info.minor, info.micro))
+    yield machine.program_version(__version__, PROTOCOL_VERSION)
+    yield machine.torch_version(probes.torch_version())
+    yield from _kernel()
+    if patient is not None:
+        yield from _disk_and_memory(patient)
+    yield machine.clock_sync(probes.is_clock_synced())
+
+
+def _kernel() -> Iterator[Finding]:
+    from diloco_node.daemon.process import DESCRIPTORS_LOW
+    from diloco_node.transport.kernel.congestion import own_congestion_controls
+
+    controls = own_congestion_controls()
+    if controls is not None:
+        yield machine.congestion_control(controls.usual, controls.long_rtt)
+    yield machine.tcp_buffers(*(probes.sysctl_last(f"net/ipv4/tcp_{name}") for name in ("rmem", "wmem")))
+    yield machine.shared_memory(probes.memfd_error())
+    yield machine.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
+
+
+def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
+    needs = patient.storage()
+    folder = probes.nearest_folder(patient.folder.resolve())
+    free, error = probes.free_bytes(folder)
+    yield machine.disk_space(
+        str(patient.folder),
+        free=free,
+        used=probes.used_bytes(patient.folder),
+        needed=None if needs is None else needs.disk,
+        error=error,
+    )
+    heartbeat_s = patient.config.rounds.heartbeat.ns / 1e9
+    yield machine.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
+    needed = None if needs is None else needs.memory
+    yield machine.memory(probes.available_memory(), needed, is_taken=patient.status is not None)
+
+
+def examine_settings(patient: Patient) -> Iterator[Finding]:
+    """run.toml here, beside what each region that has run on this machine was started with."""
+    from diloco_node.daemon.spec import NodeSpec
+
+    yield membership.settings_read(str(patient.config.path), "", "")
+    now = _plain(patient.config.run_settings())
+    for name in patient.config.regions:
+        file = patient.config.state_dir(name) / start.NODE_FILE
+        if file.exists():
+            try:
+                yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)
+            except DilocoError as error:
+                yield membership.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
+
+
+def _plain(settings: Any) -> dict[str, Any]:
+    return dataclasses.asdict(settings)
+
+
+def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding], Identity | None]:
+    """The region's certificate, and what it is good for; None: nothing."""
+    from diloco_node.transport.certs import load_identity
+
+    folder = patient.config.identity_dir(patient.region)
+    try:
+        identity = load_identity(folder, region=patient.region, run_id=patient.config.run.id, now=now)
+    except IdentityError as error:
+        return [membership.certificate(str(folder), str(error))], None
+    key = folder / "node.key"
+    findings = [
+        membership.certificate(f"{identity.region} of run {identity.run_id}", ""),
+        membership.certificate_expiry(identity.not_after, now),
+        membership.key_mode(str(key), key.stat().st_mode),
+    ]
+    return findings, identity
+
+
+def examine_ports(patient: Patient) -> Iterator[Finding]:
+    """The region's own: for peers, and for status and metrics."""
+    own, is_own = patient.config.regions[patient.region], patient.status is not None
+    host, number = patient.config.listen(patient.region)
+    for where, one, key in ((host, number, "listen"), ("127.0.0.1", own.admin_port, "admin_port")):
+        if one:
+            error = _bind_error(where, one, f"regions.{patient.region}.{key}")
+            yield membership.port(f"{where}:{one}", error, is_own)
+
+
+def _bind_error(host: str, number: int, setting: str) -> str:
+    try:
+        start.check_port(host, number, setting)
+    except BindError as error:
+        return str(error)
+    return ""
+
+
+def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
+    """Each peer: dialled with the run's certificate, and as our daemon has it."""
+    from diloco_node.cli.doctor.peer_probes import ask_all_peers, probe_mtu
+
+    addresses = patient.addresses
+    answers = asyncio.run(ask_all_peers(identity, addresses))
+    digest = patient.config.settings_digest()
+    for peer in patient.config.regions:
+        if peer == patient.region:
+            continue
+        answer = answers.get(peer)
+        if answer is None:
+            yield network.peer_undialled(peer)
+        elif isinstance(answer, PeerError):
+            yield network.peer_refused(peer, addresses[peer], str(answer))
+        else:
+            yield from _answered(peer, addresses[peer], answer, digest)
+            mtu = probe_mtu(identity, peer, addresses[peer])
+            if mtu is not None:
+                from diloco_node.cli.doctor.peer_probes import SENT_BYTES
+
+                yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
+        yield from _link(patient, peer)
+
+
+def _answered(peer: str, address: str, answer: PeerAnswer, digest: str) -> Iterator[Finding]:
+    from diloco_node.wire.envelope import LinkRole
+    from diloco_node.wire.tables import PROTOCOL_VERSION
+
+    yield network.peer_answered(peer, address, answer.rtt_s, answer.hello.role)
+    yield network.peer_version(peer, answer.hello.protocol_version, PROTOCOL_VERSION)
+    if answer.hello.role is LinkRole.TRAINING:
+        yield membership.settings_equal(peer, digest, answer.hello.settings_digest)
+    if answer.clock_ahead_s is not None:
+        yield machine.clock_of_peer(peer, answer.clock_ahead_s)
+
+
+def _link(patient: Patient, peer: str) -> Iterator[Finding]:
+    """As our own daemon has it, where one runs."""
+    from diloco_node.cli.doctor.peer_probes import hosts_of, inbound_hosts
+
+    for entry in _entries(patient.status, "peers"):
+        if entry.get("name") == peer:
+            hosts = inbound_hosts(patient.config.listen(patient.region)[1])
+            address = patient.addresses.get(peer)
+            is_inbound = None if hosts is None or address is None else bool(hosts & hosts_of(address))
+            yield network.peer_link(entry, is_inbound=is_inbound)
+
+
+def examine_learner(patient: Patient, has_command: bool) -> Iterator[Finding]:
+    """What its process needs. has_command: it is a training command of the user's, not the built-in trainer."""
+    config = patient.config
+    modules = start.preloaded(config, ["python"] if has_command else ())
+    yield membership.preload(modules, probes.missing_modules(modules))
+    errors = []
+    if config.run.init is not None and not config.run.init.is_file():
+        errors.append(f"run.init: {config.run.init} does not exist")
+    checks: tuple[Callable[[NodeConfig], None], ...] = () if has_command else (start.check_data, start.check_model)
+    for check in checks:
+        try:
+            check(config)
+        except ConfigError as error:
+            errors.append(str(error))
+    yield membership.learner_files(errors)
+    yield machine.gpus(probes.gpu_names(), probes.has_gpu_device())
+
+
+def examine_run(patient: Patient) -> Iterator[Finding]:
+    """What the region's daemon says, where one runs."""
+    yield network.daemon(patient.region, patient.status)
+    if patient.status is None:
+        return
+    found = _pace(patient, patient.status)
+    if found is not None:
+        yield found
+    yield from network.alerts(_entries(patient.status.get("health"), "alerts"))
+
+
+def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
+    """The plan at the round trip and the step time that the daemon has measured; None: there is no step yet."""
+    from diloco_node.cli.plan.inputs import source_of_config
+    from diloco_node.planning.plan import Network, Workload, make_plan
+
+    step_s = (status.get("learner") or {}).get("step_seconds") or 0.0
+    rtt_s = max((one.get("rtt_seconds") or 0.0 for one in _entries(status, "peers")), default=0.0)
+    if not step_s:
+        return None
+    try:
+        source = source_of_config(patient.config, patient.config.path)
+        workload = Workload(
+            source.sizes(source.settings.fragments), source.regions, source.settings, round(1e9 * step_s)
+        )
+    except (ConfigError, OSError):
+        return None
+    limits = Network(rtt_ns=round(1e9 * rtt_s), egress=source.egress, ingress=source.ingress)
+    made = make_plan(workload, limits)
+    cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, made.need.cycle_ns))
+    return network.pace(cycle_s, needed_s, rtt_s, step_s, str(status.get("budget_warning") or ""))
+
+
+def _entries(document: Any, key: str) -> list[Mapping[str, Any]]:
+    """Objects of a list in a document; a daemon of another version may have other things there."""
+    found = document.get(key) if isinstance(document, Mapping) else None
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []

@@ -1,0 +1,122 @@
+"""Verdicts about peers: whether they can be reached, by whom links were made, packet size, and the pace. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from diloco_node.cli.doctor.finding import Finding, Topic
+
+MTU_USUAL: Final = 1500
+
+REACHABLE = Topic("peers", "peer-reachable")
+VERSION = Topic("peers", "peer-version")
+LINK = Topic("peers", "peer-link")
+MTU = Topic("peers", "mtu")
+DAEMON = Topic("run", "daemon")
+PACE = Topic("run", "pace")
+ALERT = Topic("run", "alert")
+
+_HINTS: Final = (
+    ("(connection refused)", "start {peer}, or correct regions.{peer}.address; {address} is what was dialled"),
+    ("can't be resolved", "correct the name in regions.{peer}.address, or the resolver of this machine"),
+    ("another region or run", "correct regions.{peer}.address: another region answers at {address}"),
+    ("signed by another run's authority", "give all regions certificates of one diloco-node certs init"),
+    ("does not trust our certificate", "give all regions certificates of one diloco-node certs init"),
+    ("has expired", "make new certificates for all regions: diloco-node certs init --out NEW"),
+    ("not valid yet", "set the clocks here and in {peer}"),
+    ("does not speak TLS", "correct regions.{peer}.address: something else than diloco-node listens at {address}"),
+    ("protocol_version", "install the same version of diloco-node here and in {peer}"),
+    ("first frame", "correct regions.{peer}.address: something else than diloco-node listens at {address}"),
+    ("in quarantine", "mend what the reason says, then in {peer}: diloco-node quarantine lift REGION"),
+    ("no hello", "look at {peer}: what listens at {address} hangs, or a firewall between swallows packets"),
+    ("", "open {address} for TCP from here, in {peer}'s firewall and on the way"),
+)
+
+
+def peer_refused(peer: str, address: str, error: str) -> Finding:
+    """Nobody at the address takes our certificate and speaks the protocol."""
+    hint = next(hint for part, hint in _HINTS if part in error)
+    return REACHABLE.failed(error, hint.format(peer=peer, address=address))
+
+
+def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> Finding:
+    """It was dialled, took our certificate, and showed that of its name."""
+    if role != "training":
+        text = f"diloco-node measure of {peer} answers at {address}, not its daemon"
+        return REACHABLE.warning(text, f"end it, and start {peer}, when the run is to begin")
+    return REACHABLE.ok(f"{peer} answers at {address} in {1e3 * rtt_s:.0f} ms")
+
+
+def peer_version(peer: str, theirs: int, ours: int) -> Finding:
+    """Of the protocol."""
+    if theirs != ours:
+        hint = f"install the same version of diloco-node here and in {peer}"
+        return VERSION.failed(f"{peer} speaks protocol {theirs}, we speak {ours}", hint)
+    return VERSION.ok(f"{peer} speaks protocol {theirs}, as we do")
+
+
+def peer_undialled(peer: str) -> Finding:
+    """run.toml has no address of it."""
+    return REACHABLE.unknown(f"{peer} has no address, so it dials us")
+
+
+def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
+    """The link as our own daemon has it.
+
+    Args:
+        peer: an entry of the status document's `peers`. is_inbound: a connection of that peer to our port is there;
+            None: the kernel does not say.
+    """
+    name, link, address = str(peer.get("name")), str(peer.get("link")), peer.get("address")
+    if link == "up":
+        inbound = "it dials us" if is_inbound else "we dial it; whether it can dial us is not seen"
+        return LINK.ok(f"the link to {name} is up: {inbound}")
+    error = str(peer.get("error") or "no reason yet")
+    hint = f"either side must be able to dial the other: run diloco-node doctor in {name} as well"
+    where = f" ({address})" if address else ", which must dial us,"
+    return LINK.failed(f"the link to {name}{where} is {link}: {error}", hint)
+
+
+def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> Finding:
+    """Whether full packets come through, when nobody may split them."""
+    if not is_through:
+        hint = "lower the MTU of this machine's interface (ip link set dev eth0 mtu 1400), or let ICMP through"
+        return MTU.failed(f"packets of {mtu} bytes do not reach {peer}: {sent} bytes sent, not acknowledged", hint)
+    note = " (a tunnel on the way)" if mtu < MTU_USUAL else ""
+    return MTU.ok(f"packets of {mtu} bytes reach {peer} whole{note}")
+
+
+def daemon(region: str, status: Mapping[str, Any] | None) -> Finding:
+    """What our own daemon does."""
+    if status is None:
+        return DAEMON.unknown(f"no daemon of {region} runs here, so nothing is known about links that are up")
+    return DAEMON.ok(f"{region} is {status.get('role', status.get('state', 'starting'))}: {status.get('reason', '')}")
+
+
+def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_warning: str) -> Finding:
+    """Whether each fragment gets its round every H steps, at the round trip and the step time that are measured.
+
+    Args:
+        cycle_s: H steps. needed_s: what the network needs for one cycle. budget_warning: the daemon's own.
+    """
+    text = f"a cycle needs {needed_s:.1f} s of {cycle_s:.1f} s, at {1e3 * rtt_s:.0f} ms and {step_s:.3g} s a step"
+    if budget_warning or needed_s > cycle_s:
+        hint = "run diloco-node plan --state with the region's folder: it lists what to change, the smallest first"
+        return PACE.warning(budget_warning or text, hint)
+    return PACE.ok(text)
+
+
+def alerts(found: Collection[Mapping[str, Any]]) -> list[Finding]:
+    """What our daemon alerts of, as the status document has it."""
+    made = []
+    for one in found:
+        text = f"{one.get('code', '')} {one.get('text', '')}".strip()
+        hint = str(one.get("hint") or "diloco-node status shows more")
+        command = f": {one['command']}" if one.get("command") else ""
+        severity = one.get("severity")
+        if severity == "info":
+            made.append(ALERT.ok(text))
+        else:
+            made.append((ALERT.failed if severity == "critical" else ALERT.warning)(text, hint + command))
+    return made

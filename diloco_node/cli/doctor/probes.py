@@ -1,0 +1,166 @@
+"""Look at this machine: each function reads one fact and judges nothing. What can't be read is None."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+FSYNCS: Final = 100
+FSYNC_S_MAX: Final = 2.0
+FSYNC_BYTES: Final = b"d" * 4096
+NVIDIA_SMI_S: Final = 20.0
+
+_TIMEX_BYTES: Final = 512
+"""Larger than `struct timex` on every platform; it begins with `modes`, and 0 only reads."""
+
+_TIME_ERROR: Final = 5
+"""What adjtimex returns while nothing keeps the clock right."""
+
+
+def torch_version() -> str | None:
+    """Of the torch in this environment; it is not imported."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def sysctl_last(name: str) -> int | None:
+    """The last number of a setting of the kernel, as net/ipv4/tcp_rmem."""
+    try:
+        return int((Path("/proc/sys") / name).read_text().split()[-1])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def memfd_error() -> str:
+    """Why no sealed memfd can be made; empty when it can."""
+    try:
+        os.close(os.memfd_create("diloco-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def descriptor_limit() -> int:
+    """The hard limit of open files."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if hard == resource.RLIM_INFINITY else hard
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the closest one above it that is there."""
+    return next(one for one in (path, *path.parents) if one.exists())
+
+
+def free_bytes(folder: Path) -> tuple[int | None, str]:
+    """What this user may still write below a folder that is there, or why nothing."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(FSYNC_BYTES)
+            file.flush()
+        return shutil.disk_usage(folder).free, ""
+    except OSError as error:
+        return None, error.strerror or str(error)
+
+
+def used_bytes(folder: Path) -> int:
+    """What lies in a folder already; what can't be read counts nothing."""
+    total = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += (Path(base) / name).lstat().st_size
+            except OSError:
+                continue
+    return total
+
+
+def fsync_seconds(folder: Path) -> list[float]:
+    """Times of small durable writes, one after the other; none where nothing can be written."""
+    times: list[float] = []
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            begun_s = time.monotonic()
+            while len(times) < FSYNCS and time.monotonic() - begun_s < FSYNC_S_MAX:
+                file.write(FSYNC_BYTES)
+                file.flush()
+                before_s = time.monotonic()
+                os.fsync(file.fileno())
+                times.append(time.monotonic() - before_s)
+    except OSError:
+        return times
+    return times
+
+
+def available_memory() -> int | None:
+    """Bytes: of the machine, and of the control group where that is less."""
+    found = [one for one in (_machine_memory(), _group_memory()) if one is not None]
+    return min(found, default=None)
+
+
+def _machine_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _group_memory() -> int | None:
+    try:
+        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return None if limit == "max" else max(0, int(limit) - int(used))
+    except (OSError, ValueError):
+        return None
+
+
+def is_clock_synced() -> bool | None:
+    """What the kernel says (adjtimex)."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        state = int(libc.adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))
+    except (OSError, AttributeError):
+        return None
+    return None if state < 0 else state != _TIME_ERROR
+
+
+def gpu_names() -> list[str]:
+    """As nvidia-smi lists them; none where it is not there or fails."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def has_gpu_device() -> bool:
+    """Whether the kernel shows an NVIDIA device."""
+    return Path("/dev/nvidia0").exists()
+
+
+def missing_modules(modules: Sequence[str]) -> dict[str, str]:
+    """Modules that this Python does not find, and why. Only packages above them are imported."""
+    missing = {}
+    for name in modules:
+        try:
+            if importlib.util.find_spec(name) is None:
+                missing[name] = "there is no such module"
+        except (ImportError, ValueError) as error:
+            missing[name] = str(error)
+    return missing

@@ -1,0 +1,74 @@
+"""Examples for each command, shown at the end of its `--help`. Tests parse every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import typer
+from typer.models import CommandInfo
+
+EXAMPLES: Final = {
+    "init": "diloco-node init --regions us-east=203.0.113.10:7400,eu-west --script train.py --yes",
+    "start": "diloco-node start --region us-east -- torchrun --nproc-per-node 8 train.py",
+    "demo": "diloco-node demo --regions 3 --seconds 30",
+    "status": "diloco-node status state/us-east --watch",
+    "doctor": "diloco-node doctor --region us-east -- python train.py",
+    "help": "diloco-node help E-PEER-CERT",
+    "plan": (
+        "diloco-node plan --parameters 5e9 --regions 4 --step-time 1s --budget 2Gbit/s\n"
+        "diloco-node plan --config run.toml --mesh mesh.json\n"
+        "diloco-node plan --state state/us-east --budget 500Mbit/s"
+    ),
+    "ledger": "diloco-node ledger state/us-east --follow --from 1000",
+    "replay": "diloco-node replay state/us-east --json",
+    "export": "diloco-node export state/us-east exported",
+    "budget set": "diloco-node budget set us-east --egress 2Gbit/s --ingress none",
+    "quarantine lift": "diloco-node quarantine lift us-west --region us-east",
+    "learner start": "diloco-node learner start us-east",
+    "certs init": "diloco-node certs init us-east us-west eu-west --run-id my-run --out certs",
+    "config show": "diloco-node config show --origin --set rounds.sync_every=16",
+    "simulate run": "diloco-node simulate run --seed 7",
+    "simulate hunt": "diloco-node simulate hunt --seeds 1..1000 --jobs 8",
+    "simulate goodput": "diloco-node simulate goodput",
+    "simulate bandwidth": "diloco-node simulate bandwidth",
+    "wan up": "diloco-node wan up netem/us-4.toml --probe",
+    "wan down": "diloco-node wan down",
+    "wan cut": "diloco-node wan cut us-west --from us-east --one-way out",
+    "wan heal": "diloco-node wan heal us-west",
+    "wan set": "diloco-node wan set us-west --delay 80ms --loss 1%",
+    "wan status": "diloco-node wan status",
+    "wan measure": "diloco-node wan measure --json",
+    "chaos kill": "diloco-node chaos kill us-east.learner",
+    "chaos stop": "diloco-node chaos stop us-east",
+    "chaos pause": "diloco-node chaos pause us-east.daemon --for 10s",
+    "chaos slow": "diloco-node chaos slow us-east",
+    "chaos partition": "diloco-node chaos partition us-east --for 20s",
+    "chaos disk": "diloco-node chaos disk us-east",
+    "chaos tape": "diloco-node chaos tape --chips 2400000",
+    "measure serve": "diloco-node measure serve --region us-west",
+    "measure latency": "diloco-node measure latency us-west --load",
+    "measure bandwidth": (
+        "diloco-node measure bandwidth us-west\n"
+        "diloco-node measure bandwidth us-west --reverse --connections 1,4 --seconds 10"
+    ),
+    "measure mesh": "diloco-node measure mesh --out mesh.json\ndiloco-node plan --mesh mesh.json",
+}
+
+
+def commands_of(app: typer.Typer, above: tuple[str, ...] = ()) -> Iterator[tuple[str, CommandInfo]]:
+    """All commands below an application, by their words."""
+    for info in app.registered_commands:
+        name = info.name or getattr(info.callback, "__name__", "").replace("_", "-")
+        yield " ".join((*above, name)), info
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            yield from commands_of(group.typer_instance, (*above, str(group.name)))
+
+
+def add_examples(app: typer.Typer) -> None:
+    """Let the help of each command end with its example."""
+    for words, info in commands_of(app):
+        if words in EXAMPLES:
+            lines = EXAMPLES[words].replace("\n", "\n  ")
+            info.epilog = f"\b\nExample:\n  {lines}"

@@ -1,0 +1,75 @@
+"""`diloco-node help CODE`: what a code that stands behind an error means, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Final
+
+import typer
+
+from diloco_node import errors
+from diloco_node.errors import ConfigError, DilocoError
+
+PAGE: Final = "docs/errors.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A code for people.
+
+    Attributes:
+        meaning: one or two sentences. exit_code: of a command that ends with it; None: it ends none. remedy: what to
+            do. link: the page that says more.
+    """
+
+    code: str
+    meaning: str
+    exit_code: int | None
+    remedy: str
+    link: str
+
+
+def explanations() -> dict[str, Explanation]:
+    """All that `help` knows, by code."""
+    return {one.code: one for one in sorted(_of_errors(), key=lambda one: one.code)}
+
+
+def _of_errors() -> Iterator[Explanation]:
+    for _, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, DilocoError):
+            meaning = inspect.getdoc(kind) or kind.__name__
+            yield Explanation(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}")
+
+
+def explain(
+    *,
+    code: Annotated[
+        str | None, typer.Argument(metavar="[CODE]", help="As it stands behind an error; default: list them all.")
+    ] = None,
+) -> None:
+    """Explain a code such as E-PEER-CERT: what it means, and what to do."""
+    known = explanations()
+    if code is None:
+        for one in known.values():
+            typer.echo(f"{one.code:<{max(map(len, known))}}  {one.meaning}")
+        return
+    wanted = code.upper()
+    if wanted not in known:
+        close = difflib.get_close_matches(wanted, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "diloco-node help lists them all"
+        raise ConfigError(f"there is no code {code!r}: {hint}")
+    for line in lines_of(known[wanted]):
+        typer.echo(line)
+
+
+def lines_of(one: Explanation) -> Iterator[str]:
+    """A code, explained."""
+    yield one.code
+    yield f"  what    {one.meaning}"
+    yield f"  do      {one.remedy}"
+    if one.exit_code is not None:
+        yield f"  exit    code {one.exit_code}"
+    yield f"  more    {one.link}"

@@ -1,0 +1,195 @@
+"""`diloco-node init`: from a few questions to run.toml, certificates, and the commands to type next."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from diloco_node.cli.options import load, parsed
+from diloco_node.errors import ConfigError
+
+CONFIG_NAME: Final = "run.toml"
+CERTS_NAME: Final = "certs"
+RUN_ID: Final = "my-run"
+OLD_MAX: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """What the questions are about.
+
+    Attributes:
+        regions: HOST:PORT by name; None: it can't be dialled. script: the user's; None: the built-in trainer.
+        steps: 0: no end. budget: of each region, in and out; empty: none.
+    """
+
+    run_id: str
+    regions: dict[str, str | None]
+    script: Path | None
+    steps: int
+    budget: str
+
+
+def init(
+    *,
+    regions: Annotated[
+        str | None,
+        typer.Option("--regions", metavar="NAME=HOST:PORT,...", help="One may lack its address: it dials the others."),
+    ] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="NAME", help=f"[default: {RUN_ID}]")] = None,
+    script: Annotated[
+        str | None, typer.Option("--script", metavar="FILE", help="Your training script [default: built-in trainer].")
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=0, help="End of the run. [default: 0, no end]")] = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="RATE", help="Ceiling of each region, in and out: 2Gbit/s.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to.")] = Path(),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing: defaults for what no flag says.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Rename what is there to NAME.old-1, and write anew.")] = False,
+) -> None:
+    """Write run.toml and a certificate for each region; ask for what no flag says."""
+    taken = [path for path in (folder / CONFIG_NAME, folder / CERTS_NAME) if path.exists()]
+    if taken and not force:
+        raise ConfigError(f"{taken[0]} is there already: choose another --out, or rename it with --force")
+    new = NewRun(
+        run_id=_asked(run_id, "Name of the run", RUN_ID, yes),
+        regions=parse_regions(_asked(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
+        script=_script(_asked(script, "Your training script (empty: the built-in trainer)", "", yes)),
+        steps=_steps(_asked(None if steps is None else str(steps), "Steps of the run (0: no end)", "0", yes)),
+        budget=_budget(_asked(budget, "Bandwidth of each region, as 2Gbit/s (empty: no ceiling)", "", yes)),
+    )
+    text = run_toml(new)
+    _check(text)
+    for path in taken:
+        _set_aside(path)
+    _write(folder, new, text)
+    for line in next_commands(folder, new):
+        typer.echo(line)
+
+
+def _asked(given: str | None, question: str, default: str | None, is_silent: bool) -> str:
+    """The flag, else the answer, else the default."""
+    if given is not None:
+        return given
+    if not is_silent:
+        return str(typer.prompt(question, default=default, show_default=bool(default)))
+    if default is None:
+        raise ConfigError("--yes asks nothing, so give --regions us-east=203.0.113.10:7400,us-west=198.51.100.20:7400")
+    return default
+
+
+def parse_regions(text: str) -> dict[str, str | None]:
+    """`us-east=203.0.113.10:7400,eu-west`, in that order.
+
+    Raises:
+        ConfigError: no region, or one of them twice; addresses are checked with the whole of run.toml.
+    """
+    found: dict[str, str | None] = {}
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        name, equals, address = part.partition("=")
+        if name in found:
+            raise ConfigError(f"--regions names {name} twice: every region needs a name of its own")
+        found[name] = address if equals else None
+    if not found:
+        raise ConfigError("no regions: write us-east=203.0.113.10:7400,us-west=198.51.100.20:7400")
+    return found
+
+
+def _script(text: str) -> Path | None:
+    if not text:
+        return None
+    if not Path(text).is_file():
+        raise ConfigError(f"--script {text}: there is no such file; name your training script, or leave it out")
+    return Path(text)
+
+
+def _steps(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"--steps is {text!r}: write a whole number, 0 for a run without an end")
+    return int(text)
+
+
+def _budget(text: str) -> str:
+    from diloco_node.config.units import parse_rate
+
+    if text:
+        parsed("--budget", text, parse_rate)
+    return text
+
+
+def run_toml(new: NewRun) -> str:
+    """The file: what was said, and the settings that matter most as comments."""
+    from diloco_node.core.types import RunSettings
+
+    usual = RunSettings()
+    lines = [
+        "# Written by diloco-node init. The same file serves all regions; docs/run.md says what each setting does.",
+        "[run]",
+        f'id = "{new.run_id}"',
+        f"steps = {new.steps}  # of the median learner; 0: no end",
+        "",
+        "[rounds]",
+        f"# fragments = {usual.fragments}  # parts of the model, merged in turn",
+        f"# sync_every = {usual.sync_every}  # inner steps between two merges of one part",
+    ]
+    if new.budget:
+        lines += ["", "[budget]", f'egress = "{new.budget}"', f'ingress = "{new.budget}"']
+    for name, address in new.regions.items():
+        where = "# no address: it dials the others" if address is None else f'address = "{address}"'
+        lines += ["", f"[regions.{name}]", where]
+    return "\n".join(lines) + "\n"
+
+
+def _check(text: str) -> None:
+    """Nothing is written before all of it is known to be right. Raises ConfigError."""
+    with tempfile.TemporaryDirectory() as trial:
+        (Path(trial) / CONFIG_NAME).write_text(text)
+        try:
+            load(Path(trial) / CONFIG_NAME, {}, None)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(f"{trial}/", "the ")) from None
+
+
+def _set_aside(path: Path) -> None:
+    """Rename it to the first free NAME.old-N."""
+    olds = (path.with_name(f"{path.name}.old-{number}") for number in range(1, OLD_MAX))
+    path.rename(next(old for old in olds if not old.exists()))
+
+
+def _write(folder: Path, new: NewRun, text: str) -> None:
+    from diloco_node.transport.certs import init_run
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        init_run(folder / CERTS_NAME, new.run_id, list(new.regions))
+        (folder / CONFIG_NAME).write_text(text)
+        if new.script is not None and not (folder / new.script.name).exists():
+            shutil.copy(new.script, folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written ({error.strerror or error}): choose another --out") from error
+
+
+def next_commands(folder: Path, new: NewRun) -> list[str]:
+    """What to type next: copy, examine, start."""
+    script = new.script.name if new.script is not None else ""
+    files = f"{CONFIG_NAME} {script}".strip()
+    command = f" -- python {shlex.quote(script)}" if script else ""
+    lines = [f"{folder / CONFIG_NAME} and {folder / CERTS_NAME} are written; ca.key stays here.", ""]
+    lines += (
+        ["Copy to each region:", f"  cd {shlex.quote(str(folder))}"] if folder != Path() else ["Copy to each region:"]
+    )
+    for name, address in new.regions.items():
+        host = name if address is None else address.rpartition(":")[0].strip("[]")
+        unpack = f"mkdir -p {new.run_id} && tar x -C {new.run_id}"
+        lines.append(f"  tar c {files} {CERTS_NAME}/{name} | ssh {host} '{unpack}'")
+    for name in new.regions:
+        lines += ["", f"In {name}:", f"  cd {new.run_id}"]
+        lines += [f"  diloco-node {verb} --region {name}{command}" for verb in ("doctor", "start")]
+    return lines

@@ -1,0 +1,317 @@
+"""Faults planted for real, each named by the right check with what was found and a remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diloco_node.wire.envelope import LinkRole
+from tests.kit.doctor_kit import OWN, PEER, Sheet, Ward
+
+Plant = Callable[[Ward], None]
+
+
+@pytest.fixture
+def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ward:
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+    return Ward(tmp_path)
+
+
+def expired(ward: Ward) -> None:
+    ward.certify(days_ago=400)
+
+
+def ends_soon(ward: Ward) -> None:
+    ward.certify(days_ago=350)
+
+
+def not_yet_valid(ward: Ward) -> None:
+    ward.certify(days_ago=-3)
+
+
+def wrong_name(ward: Ward) -> None:
+    ward.certify()
+    shutil.rmtree(ward.certs / OWN)
+    (ward.certs / PEER).rename(ward.certs / OWN)
+
+
+def wrong_run(ward: Ward) -> None:
+    ward.certify(run="another")
+
+
+def wrong_authority(ward: Ward) -> None:
+    ward.certify()
+    other = ward.certify(folder=ward.folder / "other")
+    shutil.copy(other / "ca.pem", ward.certs / OWN / "ca.pem")
+
+
+def wrong_key(ward: Ward) -> None:
+    ward.certify()
+    shutil.copy(ward.certs / PEER / "node.key", ward.certs / OWN / "node.key")
+
+
+def no_certificate(ward: Ward) -> None:
+    del ward
+
+
+def open_key(ward: Ward) -> None:
+    ward.certify()
+    (ward.certs / OWN / "node.key").chmod(0o644)
+
+
+def unknown_setting(ward: Ward) -> None:
+    ward.certify()
+    ward.add("[rounds.sync_evry]")
+
+
+def misspelt_setting(ward: Ward) -> None:
+    ward.certify()
+    ward.write(ward.text().replace("sync_every", "sync_evry"))
+
+
+def another_region(ward: Ward) -> None:
+    ward.certify()
+    ward.write(ward.text().replace(f"[regions.{OWN}]", "[regions.elsewhere]"))
+
+
+def unknown_preload(ward: Ward) -> None:
+    ward.certify()
+    ward.add('[learner]\npreload = ["no_such_module_of_mine"]')
+
+
+def missing_data(ward: Ward) -> None:
+    ward.certify()
+    ward.add('[data]\npaths = ["no-such-folder"]')
+
+
+def missing_init(ward: Ward) -> None:
+    ward.certify()
+    ward.write(ward.text().replace("steps = 100", 'steps = 100\ninit = "no-such.safetensors"'))
+
+
+def state_is_a_file(ward: Ward) -> None:
+    ward.certify()
+    ward.write(ward.text().replace("steps = 100", 'steps = 100\nstate_dir = "/proc/diloco-state"'))
+
+
+def huge_model(ward: Ward) -> None:
+    ward.certify()
+    ward.add("[model]\nlayers = 128\ndim = 16384\nheads = 128")
+
+
+def nobody_listens(ward: Ward) -> None:
+    ward.certify()
+
+
+def no_such_name(ward: Ward) -> None:
+    ward.certify()
+    ward.write(ward.text(peer="no-such-host.invalid:7400"))
+
+
+@pytest.mark.parametrize(
+    ("plant", "check", "mark", "text", "hint"),
+    [
+        (expired, "certificate", "failed", "expired on", "certs init"),
+        (ends_soon, "certificate-dates", "warning", "14 days more", "certs init --out NEW"),
+        (not_yet_valid, "certificate", "failed", "is valid from", "certs init"),
+        (wrong_name, "certificate", "failed", f"is for region {PEER}, this node is region {OWN}", "folder"),
+        (wrong_run, "certificate", "failed", "is for run another, this node is run try", "folder"),
+        (wrong_authority, "certificate", "failed", "was not signed by", "folder"),
+        (wrong_key, "certificate", "failed", "is not the key of", "folder"),
+        (no_certificate, "certificate", "failed", "is missing", "folder"),
+        (open_key, "key-mode", "warning", "can be read by others (mode 644)", "chmod 600"),
+        (unknown_setting, "run-toml", "failed", "rounds.sync_evry", "correct it"),
+        (misspelt_setting, "run-toml", "failed", "did you mean sync_every?", "correct it"),
+        (another_region, "run-toml", "failed", f"'{OWN}' is not in [regions]", "correct it"),
+        (unknown_preload, "preload", "failed", "no_such_module_of_mine: there is no such module", "preload"),
+        (missing_data, "learner-files", "failed", "no-such-folder", "correct the path"),
+        (missing_init, "learner-files", "failed", "no-such.safetensors", "correct the path"),
+        (state_is_a_file, "disk-space", "failed", "/proc/diloco-state/here can't be written", "run.state_dir"),
+        (huge_model, "disk-space", "failed", " TB and has 0 B", "make room"),
+        (huge_model, "memory", "failed", "the daemon and its shared memory need", "more memory"),
+        (nobody_listens, "peer-reachable", "failed", "nobody listens there (connection refused)", f"start {PEER}"),
+        (no_such_name, "peer-reachable", "failed", "the name can't be resolved", f"regions.{PEER}.address"),
+    ],
+)
+def test_a_planted_fault_is_named(ward: Ward, plant: Plant, check: str, mark: str, text: str, hint: str) -> None:
+    plant(ward)
+    found = ward.examine()
+    one = found.one(check)
+    assert (one["mark"], one["link"]) == (mark, f"docs/doctor.md#{check}")
+    assert text in one["text"]
+    assert hint in one["hint"]
+    # Of what was planted nothing else is said to be broken; where nobody listens is said each time.
+    others = {"memory", "disk-space"} if plant is huge_model else {check}
+    assert found.failed() <= others | {"peer-reachable"}
+    assert found.exit_code == (1 if found.failed() else 0)
+
+
+@pytest.mark.parametrize("which", ["port", "admin_port"])
+def test_a_port_that_is_taken(ward: Ward, which: str) -> None:
+    ward.certify()
+    number = getattr(ward, which)
+    with socket.create_server(("127.0.0.1", number)):
+        found = ward.examine()
+    assert found.exit_code == 1
+    failed = [one for one in found.of("port") if one["mark"] == "failed"]
+    assert [one["text"].startswith(f"127.0.0.1:{number}: ") for one in failed] == [True]
+    assert "ss -ltnp" in failed[0]["hint"]
+
+
+def test_few_open_files_allowed(ward: Ward) -> None:
+    ward.certify()
+    found = ward.examine_apart(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
+    assert found.one("descriptors")["mark"] == "warning"
+    assert "256 open files allowed" in found.one("descriptors")["text"]
+
+
+def fill(path: Path) -> None:
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk(ward: Ward) -> None:
+    ward.certify()
+    small = ward.folder / "state"
+    small.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(small)], check=False)
+    if made.returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        (small / OWN).mkdir()
+        one = ward.examine().one("disk-space")
+        assert one["mark"] == "failed"  # there is room, but not for the run
+        assert "65.5 kB free" in one["text"]
+        fill(small / "filler")
+        one = ward.examine().one("disk-space")
+        assert one["mark"] == "failed"
+        assert "No space left on device" in one["text"]
+    finally:
+        subprocess.run(["umount", str(small)], check=True)
+
+
+def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: Ward) -> None:
+    from diloco_node.cli.start import NODE_FILE, node_spec
+    from diloco_node.config import load_config
+
+    ward.certify()
+    folder = ward.folder / "state" / OWN
+    folder.mkdir(parents=True)
+    node_spec(load_config(ward.config), OWN, folder).save(folder / NODE_FILE)
+    assert ward.examine().one("settings-changed")["mark"] == "ok"
+    ward.write(ward.text().replace("sync_every = 24", "sync_every = 16"))
+    one = ward.examine().one("settings-changed")
+    assert one["mark"] == "warning"
+    assert "sync_every was 24, is 16" in one["text"]
+
+
+# ---- peers that answer -----------------------------------------------------------------------------------------------
+
+
+async def test_nothing_is_wrong_with_a_peer_that_runs_and_it_takes_no_notice(ward: Ward) -> None:
+    ward.certify()
+    async with ward.peer() as peer:
+        found = await ward.examine_beside()
+        assert peer.rejections == {}
+    assert found.exit_code == 0, found.checks
+    checks = ("peer-reachable", "peer-version", "settings-equal", "mtu", "clock-peers")
+    assert {found.one(check)["mark"] for check in checks} == {"ok"}
+
+
+async def test_a_peer_with_other_settings(ward: Ward) -> None:
+    ward.certify()
+    async with ward.peer():
+        ward.write(ward.text().replace("sync_every = 24", "sync_every = 16"))
+        found = await ward.examine_beside()
+    assert found.failed() == {"settings-equal"}
+    assert f"{PEER} runs with other settings" in found.one("settings-equal")["text"]
+
+
+async def test_a_peer_of_another_authority(ward: Ward) -> None:
+    ward.certify()
+    other = ward.certify(folder=ward.folder / "other")
+    async with ward.peer(certs=other):
+        found = await ward.examine_beside()
+    assert found.failed() == {"peer-reachable"}
+    assert "it was signed by another run's authority" in found.one("peer-reachable")["text"]
+    assert "one diloco-node certs init" in found.one("peer-reachable")["hint"]
+
+
+async def test_another_region_answers(ward: Ward) -> None:
+    ward.certify()
+    async with ward.peer(region=OWN):
+        found = await ward.examine_beside()
+    assert found.failed() == {"peer-reachable"}
+    assert "belongs to another region or run" in found.one("peer-reachable")["text"]
+
+
+async def test_measure_serves_where_the_daemon_should(ward: Ward) -> None:
+    ward.certify()
+    async with ward.peer(role=LinkRole.MEASURING, settings_digest="", manifest_digest=""):
+        one = (await ward.examine_beside()).one("peer-reachable")
+    assert one["mark"] == "warning"
+    assert "diloco-node measure of there answers" in one["text"]
+
+
+async def test_a_peer_that_has_quarantined_us(ward: Ward) -> None:
+    from diloco_node.errors import ProtocolViolation
+
+    ward.certify()
+    async with ward.peer() as peer:
+        for _ in range(3):
+            peer.reject(OWN, ProtocolViolation("planted"))
+        one = (await ward.examine_beside()).one("peer-reachable")
+    assert one["mark"] == "failed"
+    assert "in quarantine" in one["text"]
+    assert "quarantine lift" in one["hint"]
+
+
+async def test_a_clock_that_is_wrong(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
+    from diloco_node.transport import asking, transport
+
+    ward.certify()
+    hour_ago = (asking.CLOCK_KEY, str(int(asking.clock_metadata()[0][1]) - 2 * 3600 * 10**9))
+    monkeypatch.setattr(transport, "clock_metadata", lambda: (hour_ago,))
+    async with ward.peer():
+        found = await ward.examine_beside()
+    assert found.failed() == {"clock-peers"}
+    assert f"{PEER}'s clock is 72" in found.one("clock-peers")["text"]
+    assert "behind ours" in found.one("clock-peers")["text"]
+
+
+async def talk(port: int, answer: bytes) -> asyncio.Server:
+    """A server that is none of ours: it says something to everybody, or nothing."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if answer:
+            writer.write(answer)
+        await reader.read()
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [(b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak TLS"), (b"", "no answer to connect or TLS handshake")],
+)
+async def test_something_else_listens_there(ward: Ward, answer: bytes, text: str) -> None:
+    ward.certify()
+    async with await talk(ward.peer_port, answer):
+        found: Sheet = await ward.examine_beside()
+    assert found.failed() == {"peer-reachable"}
+    assert text in found.one("peer-reachable")["text"]
+    assert PEER in found.one("peer-reachable")["hint"]

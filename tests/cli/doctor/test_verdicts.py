@@ -1,0 +1,129 @@
+"""Verdicts from planted facts: what can't be planted for real on every machine, and how findings are shown."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from diloco_node.cli.doctor import machine, membership, network
+from diloco_node.cli.doctor.finding import Finding, Mark, Topic, finding_lines, has_failed
+from tests.kit.repository import ROOT
+
+BAD = (Mark.WARNING, Mark.FAILED)
+
+
+@pytest.mark.parametrize(
+    ("finding", "mark", "text"),
+    [
+        (machine.python_version((3, 10, 4)), Mark.FAILED, "Python 3.10.4"),
+        (machine.python_version((3, 11, 0)), Mark.OK, "Python 3.11.0"),
+        (machine.torch_version(None), Mark.WARNING, "torch is not installed"),
+        (machine.congestion_control("cubic", "cubic"), Mark.WARNING, "long links go by cubic"),
+        (machine.congestion_control("cubic", "bbr"), Mark.OK, "BBR"),
+        (machine.tcp_buffers(6 << 20, 32 << 20), Mark.WARNING, "at most 62.9 MB/s a connection over 100 ms"),
+        (machine.tcp_buffers(16 << 20, 16 << 20), Mark.OK, "16.8 MB"),
+        (machine.tcp_buffers(None, 16 << 20), Mark.UNKNOWN, "does not say"),
+        (machine.shared_memory("Operation not permitted"), Mark.FAILED, "no memfd (Operation not permitted)"),
+        (machine.descriptors(4096, 4096), Mark.OK, "4096 open files"),
+        (machine.descriptors(4095, 4096), Mark.WARNING, "4095 open files allowed, 4096 wanted"),
+        (machine.disk_space("f", free=50, used=49, needed=100, error=""), Mark.FAILED, "needs 100 B and has 49 B"),
+        (machine.disk_space("f", free=50, used=50, needed=100, error=""), Mark.OK, "50 B free"),
+        (machine.disk_space("f", free=50, used=0, needed=None, error=""), Mark.UNKNOWN, "not known"),
+        (machine.fsync_time([0.001] * 99 + [9.0], 0.2), Mark.OK, "fsync p99 1.0 ms of 100"),
+        (machine.fsync_time([0.001] * 98 + [9.0] * 2, 0.2), Mark.WARNING, "p99 9000.0 ms of 100; the heartbeat is 200"),
+        (machine.fsync_time([], 0.2), Mark.UNKNOWN, "not measured"),
+        (machine.memory(99, 100, is_taken=False), Mark.FAILED, "99 B available"),
+        (machine.memory(100, 100, is_taken=False), Mark.OK, "100 B available"),
+        (machine.memory(None, 100, is_taken=False), Mark.UNKNOWN, "not known"),
+        (machine.memory(99, 100, is_taken=True), Mark.OK, "99 B available beside the daemon"),
+        (machine.clock_sync(False), Mark.WARNING, "nothing keeps this clock right"),
+        (machine.clock_sync(True), Mark.OK, "kept right"),
+        (machine.clock_sync(None), Mark.UNKNOWN, "does not say"),
+        (machine.clock_of_peer("eu", 4.9), Mark.OK, "eu's clock is 4.9 s ahead of ours"),
+        (machine.clock_of_peer("eu", -5.1), Mark.WARNING, "eu's clock is 5.1 s behind ours"),
+        (machine.clock_of_peer("eu", 3601), Mark.FAILED, "3601.0 s ahead"),
+        (machine.gpus(["H100", "H100"], True), Mark.OK, "2 visible: H100"),
+        (machine.gpus([], True), Mark.WARNING, "nvidia-smi can't use it"),
+        (machine.gpus([], False), Mark.UNKNOWN, "none visible"),
+        (network.peer_version("eu", 6, 7), Mark.FAILED, "eu speaks protocol 6, we speak 7"),
+        (network.path_mtu("eu", 1500, is_through=False, sent=16000), Mark.FAILED, "1500 bytes do not reach eu: 16000"),
+        (network.path_mtu("eu", 1420, is_through=True, sent=16000), Mark.OK, "a tunnel on the way"),
+        (
+            network.pace(2.4, 2.5, 0.04, 0.1, ""),
+            Mark.WARNING,
+            "a cycle needs 2.5 s of 2.4 s, at 40 ms and 0.1 s a step",
+        ),
+        (network.pace(2.4, 2.3, 0.04, 0.1, ""), Mark.OK, "2.3 s of 2.4 s"),
+        (network.pace(2.4, 2.3, 0.04, 0.1, "the schedule can't be kept"), Mark.WARNING, "the schedule can't be kept"),
+        (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu runs here"),
+        (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
+    ],
+)
+def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding, mark: Mark, text: str) -> None:
+    assert finding.mark is mark
+    assert text in finding.text
+    assert bool(finding.hint) is (mark in BAD)
+
+
+@pytest.mark.parametrize("is_inbound", [True, False, None])
+def test_a_link_that_is_up_says_who_dialled(is_inbound: bool | None) -> None:
+    one = network.peer_link({"name": "eu", "link": "up"}, is_inbound=is_inbound)
+    assert one.mark is Mark.OK
+    assert ("it dials us" in one.text) is bool(is_inbound)
+
+
+def test_a_link_that_is_down_says_why() -> None:
+    peer = {"name": "eu", "link": "waiting", "address": "10.0.0.1:7400", "error": "no route to host"}
+    one = network.peer_link(peer, is_inbound=None)
+    assert (one.mark, one.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
+    assert "diloco-node doctor in eu" in one.hint
+
+
+def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
+    alerts = [
+        {"severity": severity, "code": "A-X", "text": "it is so", "hint": "do that", "command": "diloco-node status"}
+        for severity in ("critical", "warning", "info")
+    ]
+    found = network.alerts(alerts)
+    assert [one.mark for one in found] == [Mark.FAILED, Mark.WARNING, Mark.OK]
+    assert (found[0].text, found[0].hint) == ("A-X it is so", "do that: diloco-node status")
+    assert network.alerts([{}])[0].hint
+
+
+def test_a_setting_that_differs_is_named_with_both_values() -> None:
+    assert membership.differences({"a": 1, "b": 2}, {"a": 1, "b": 3}) == "b was 2, is 3"
+    assert membership.differences({"a": 1}, {"a": 1}) == ""
+    many = {str(index): index for index in range(20)}
+    assert membership.differences(many, {}).endswith("; 12 more")
+
+
+def test_lines_stand_under_their_category_with_the_remedy_below() -> None:
+    findings = [
+        Topic("disk", "fsync").ok("fast"),
+        Topic("clock", "clock-sync").warning("off", "set it"),
+        Topic("disk", "x").failed("full\x1b", "empty it"),
+    ]
+    assert has_failed(findings)
+    assert not has_failed(findings[:2])
+    assert list(finding_lines(findings, encoding="utf-8")) == [
+        "disk",
+        "√ fsync: fast",
+        "× x: full\\x1b",
+        "    empty it",
+        "    see docs/doctor.md#x",
+        "",
+        "clock",
+        "‼ clock-sync: off",
+        "    set it",
+        "    see docs/doctor.md#clock-sync",
+        "",
+        "1 of 3 checks failed, 1 with a warning",
+    ]
+    assert "xx x: full\\x1b" in list(finding_lines(findings, encoding="ascii"))
+
+
+def test_each_check_has_a_section_of_its_page() -> None:
+    topics = [one for room in (machine, membership, network) for one in vars(room).values() if isinstance(one, Topic)]
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    assert sorted(one.check for one in topics) == sorted(re.findall(r"^## (\S+)$", page, re.MULTILINE))

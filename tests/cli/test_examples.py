@@ -1,0 +1,54 @@
+"""Each command's help ends with an example, and the parser takes every example."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from diloco_node.cli.examples import EXAMPLES, commands_of
+from diloco_node.cli.main import app
+
+LINES = [line for text in EXAMPLES.values() for line in text.splitlines()]
+
+
+def test_every_command_has_an_example_and_every_example_a_command() -> None:
+    assert {words for words, _ in commands_of(app)} == set(EXAMPLES)
+
+
+@pytest.mark.parametrize("words", EXAMPLES)
+def test_the_help_of_a_command_ends_with_its_example(words: str) -> None:
+    done = CliRunner().invoke(app, [*words.split(), "--help"])
+    assert done.exit_code == 0
+    shown = EXAMPLES[words].splitlines()
+    last = [line.strip() for line in done.output.rstrip().splitlines()[-len(shown) - 1 :]]
+    assert last == ["Example:", *shown]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_an_example_is_taken_by_the_parser(line: str) -> None:
+    """Names, types and ranges of options and arguments are checked; nothing is run."""
+    program, *rest = shlex.split(line)
+    assert program == "diloco-node"
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[rest.pop(0)]
+    assert command.make_context(command.name, rest).params
+
+
+def test_a_shell_is_told_how_to_complete() -> None:
+    done = CliRunner().invoke(app, ["--show-completion", "bash"])
+    assert done.exit_code == 0
+    assert "complete -o default -F _diloco_node_completion diloco-node" in done.output
+
+
+def test_completion_is_installed_where_the_shell_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    done = CliRunner().invoke(app, ["--install-completion", "bash"], prog_name="diloco-node")
+    assert done.exit_code == 0, done.output
+    assert "bash_completions" in (tmp_path / ".bashrc").read_text()
+    (script,) = (tmp_path / ".bash_completions").iterdir()
+    assert "_DILOCO_NODE_COMPLETE" in script.read_text()

@@ -1,0 +1,90 @@
+"""`init`: flags or answers become a run that `start` takes, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from diloco_node.cli.main import app, main
+from diloco_node.config import load_config
+from diloco_node.transport.certs import load_identity
+
+REGIONS = "east=10.99.0.1:7400,west=10.99.0.2:7400,south"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_flags_make_a_run_with_certificates_and_the_next_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("print()")
+    flags = ["--regions", REGIONS, "--script", "train.py", "--steps", "50", "--budget", "2Gbit/s", "--out", "lab"]
+    assert main(["init", *flags, "--yes"]) == 0
+    config = load_config(Path("lab/run.toml"))
+    assert (config.run.id, config.run.steps) == ("my-run", 50)
+    assert {name: one.address for name, one in config.regions.items()} == {
+        "east": "10.99.0.1:7400",
+        "south": None,
+        "west": "10.99.0.2:7400",
+    }
+    assert config.budget_plan("east").least().egress == 250_000_000
+    for name in config.regions:
+        assert load_identity(config.identity_dir(name), region=name, run_id="my-run").region == name
+    assert Path("lab/train.py").read_text() == "print()"
+    out = capsys.readouterr().out.splitlines()
+    assert "  tar c run.toml train.py certs/west | ssh 10.99.0.2 'mkdir -p my-run && tar x -C my-run'" in out
+    assert "  diloco-node doctor --region west -- python train.py" in out
+    assert out[-1] == "  diloco-node start --region south -- python train.py"
+
+
+def test_questions_are_asked_for_what_no_flag_says() -> None:
+    done = CliRunner().invoke(app, ["init", "--budget", ""], input="try\neu=10.0.0.1:7400\n\n7\n")
+    assert done.exit_code == 0, done.output
+    assert "Name of the run [my-run]: " in done.output
+    assert "Bandwidth" not in done.output
+    config = load_config(Path("run.toml"))
+    assert (config.run.id, config.run.steps, list(config.regions)) == ("try", 7, ["eu"])
+
+
+def test_nothing_is_overwritten_and_force_keeps_what_was_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--regions", REGIONS, "--yes"]) == 0
+    first = Path("run.toml").read_text()
+    key = Path("certs/ca.key").read_bytes()
+    assert main(["init", "--regions", "eu=10.0.0.1:7400", "--yes"]) == 2
+    assert "run.toml is there already" in capsys.readouterr().err
+    assert Path("run.toml").read_text() == first
+    assert main(["init", "--regions", "eu=10.0.0.1:7400", "--yes", "--force"]) == 0
+    assert Path("run.toml.old-1").read_text() == first
+    assert Path("certs.old-1/ca.key").read_bytes() == key
+    assert list(load_config(Path("run.toml")).regions) == ["eu"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--yes"], "--yes asks nothing, so give --regions"),
+        (["--yes", "--regions", ","], "no regions"),
+        (["--yes", "--regions", "a=1.1.1.1:1,a=1.1.1.1:2"], "names a twice"),
+        (["--yes", "--regions", "a=1.1.1.1"], "regions.a.address"),
+        (["--yes", "--regions", "a,b"], "have no address"),
+        (["--yes", "--regions", "a=1.1.1.1:1", "--script", "no.py"], "there is no such file"),
+        (["--yes", "--regions", "a=1.1.1.1:1", "--budget", "fast"], "--budget"),
+        (["--yes", "--regions", "a=1.1.1.1:1", "--run-id", "A B"], "run.id"),
+        (["--yes", "--regions", 'a=1.1.1.1:1"\n[x]'], "run.toml"),
+    ],
+)
+def test_what_is_wrong_is_refused_before_anything_is_written(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", *flags]) == 2
+    err = capsys.readouterr().err
+    assert reason in err
+    assert "/tmp" not in err
+    assert list(Path().iterdir()) == []
