@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -66,6 +67,13 @@ def start(
         str | None,
         typer.Option("--on-spike", metavar="warn|rollback", help="When the loss leaves its range for several steps."),
     ] = None,
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", metavar="info|warning|error", help="Of the daemon's log in logs/.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", metavar="logfmt|json", help="key=value, or an object a line.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the daemon's log here, too.")] = False,
     assignments: SetOption = None,
 ) -> None:
     """Run one region: a daemon and its learner, restarted when they die. Ends with the run, or at SIGTERM."""
@@ -79,6 +87,8 @@ def start(
         "data.paths": ("--data", data),
         "learner.preload": ("--preload", preload),
         "learner.on_spike": ("--on-spike", on_spike),
+        "log.level": ("--log-level", log_level),
+        "log.format": ("--log-format", log_format),
     }
     # A name with a dot would become a key of its own; the check names the regions there are.
     resolved = load(config, named if "." not in region else {}, assignments)
@@ -87,7 +97,7 @@ def start(
         check_data(resolved)
         check_model(resolved)
     check_start(resolved, region, command or ())
-    spec = prepare(resolved, region, command or ())
+    spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
     for line in warnings(resolved):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.daemon.supervisor import run_supervisor
@@ -212,6 +222,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
             PLACE_VARIABLE: f"{sorted(config.regions).index(region)}/{len(config.regions)}",
         },
         hang_s=config.learner.hang.ns / 1e9,
+        log_format=config.log.format,
         preload=preloaded(config, command),
     )
 
@@ -253,6 +264,9 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         admin_port=config.regions[region].admin_port,
         admin_host=config.regions[region].admin_host,
         payload_archive=config.regions[region].payload_archive,
+        log_level=config.log.level,
+        log_format=config.log.format,
+        history_every_s=config.history.every.ns / 1e9,
         budget=config.budget_plan(region),
         config_file=config.path.resolve(),
         learner_socket=socket_path(folder, DAEMON_SOCKET),

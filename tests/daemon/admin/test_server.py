@@ -56,6 +56,11 @@ class Region:
             raise ConfigError("the learner runs already")
         return "stopped"
 
+    def set_log_level(self, part: str, level: str) -> dict[str, str]:
+        if part == "wire":
+            raise ConfigError("the log has no part 'wire'")
+        return {part: level}
+
     def handlers(self) -> AdminHandlers:
         return AdminHandlers(
             status=lambda: {"region": "us-east", "step": 3},
@@ -65,6 +70,7 @@ class Region:
             measure=self.measure,
             lift_quarantine=self.lift_quarantine,
             start_learner=self.start_learner,
+            set_log_level=self.set_log_level,
         )
 
 
@@ -324,6 +330,18 @@ STRANGERS: dict[str, tuple[str, list[str], int]] = {
         405,
     ),
 }
+
+
+async def test_a_log_level_is_set_with_the_token_and_refused_with_a_reason(served, tmp_path: Path) -> None:
+    session, base, _ = served
+    url, wanted = f"{base}/api/v1/log-level", {"part": "transport", "level": "error"}
+    async with session.post(url, json=wanted) as answer:
+        assert answer.status == 401
+    async with session.post(url, json=wanted, headers=token(tmp_path)) as answer:
+        assert (answer.status, await answer.json()) == (200, {"levels": {"transport": "error"}})
+    for wrong in ({}, {"part": "transport"}, {"part": 3, "level": "info"}, {"part": "wire", "level": "info"}):
+        async with session.post(url, json=wrong, headers=token(tmp_path)) as answer:
+            assert answer.status == 400
 
 
 async def answer_to(port: int, lines: list[str]) -> int:
