@@ -96,6 +96,7 @@ def start(
     if not command:
         check_data(resolved)
         check_model(resolved)
+    check_trackers(resolved)
     check_start(resolved, region, command or ())
     spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
     for line in warnings(resolved):
@@ -137,6 +138,14 @@ def check_model(config: NodeConfig) -> None:
         raise ConfigError(f"model.hf: {path} ({origin}) does not exist; name a config.json, or a folder with one")
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"model.hf ({origin}) needs transformers: pip install 'diloco-node[hf]'")
+
+
+def check_trackers(config: NodeConfig) -> None:
+    """Refuse a tracker whose library is not installed."""
+    for name in config.history.to:
+        if importlib.util.find_spec(name) is None:
+            origin = config.origin("history.to")
+            raise ConfigError(f"history.to ({origin}) needs {name}: pip install 'diloco-node[{name}]', or leave it out")
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
@@ -216,6 +225,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or trainer_command(config.model.ranks),
+        tracker_command=tracker_command(config, region, folder),
         env={
             TRAINER_VARIABLE: str(trainer_file),
             ON_SPIKE_VARIABLE: config.learner.on_spike,
@@ -233,6 +243,14 @@ def trainer_command(ranks: int) -> list[str]:
         return [sys.executable, "-m", "diloco_node.learner"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, "-m", "diloco_node.learner"]
+
+
+def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] | None:
+    """What hands the run history on; None if nothing is to get it."""
+    if not config.history.to:
+        return None
+    words = (str(folder), region, config.run.id, *config.history.to)
+    return [sys.executable, "-m", "diloco_node.daemon.trackers", *words]
 
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
 AdminHost = Annotated[str, BeforeValidator(_admin_host), Field(examples=["172.20.0.2"])]
-Tracker = Literal["tensorboard", "trackio", "wandb"]
+TrackerName = Literal["tensorboard", "trackio", "wandb"]
 HostPort = Annotated[str, BeforeValidator(_host_port)]
 
 
@@ -248,7 +248,7 @@ class HistorySection(Section):
 
     every: Annotated[Span, Field(examples=["10s"])] = Duration(2_000_000_000)
     to: Annotated[
-        tuple[Tracker, ...], NoDecode, BeforeValidator(_modules), Field(max_length=3, examples=[("tensorboard",)])
+        tuple[TrackerName, ...], NoDecode, BeforeValidator(_modules), Field(max_length=3, examples=[("tensorboard",)])
     ] = ()
 
 

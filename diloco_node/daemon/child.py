@@ -102,11 +102,18 @@ class Child:
     Args:
         death_signal: what it gets when the supervisor dies.
         logs_errors_only: what it writes to standard output is for people: it is shown, and is not in its log. What it
-            writes to standard error is its log, and is shown only with `is_verbose`.
+            writes to standard error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
     """
 
     def __init__(
-        self, name: str, command: list[str], death_signal: int, spec: SupervisorSpec, *, logs_errors_only: bool = False
+        self,
+        name: str,
+        command: list[str],
+        death_signal: int,
+        spec: SupervisorSpec,
+        *,
+        logs_errors_only: bool = False,
+        is_shown: bool = True,
     ) -> None:
         self.name = name
         self.starts = 0
@@ -116,8 +123,8 @@ class Child:
         self._death_signal = death_signal
         self._spec = spec
         self._logs_errors_only = logs_errors_only
-        is_shown = spec.is_echoing and (spec.is_verbose or not logs_errors_only)
-        self.log = ChildLog(spec.state_dir / "logs" / f"{name}.log", is_shown)
+        is_echoing = spec.is_echoing and (spec.is_verbose or is_shown)
+        self.log = ChildLog(spec.state_dir / "logs" / f"{name}.log", is_echoing)
         self.forks: ForkServer | None = None
         self._process: subprocess.Popen[bytes] | Forked | None = None
         self._readers: list[threading.Thread] = []

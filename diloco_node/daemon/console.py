@@ -59,8 +59,10 @@ class Console:
         """
         if self._is_over:
             return []
-        if status["state"] == "finished" and (self._state_dir / FINAL_NAME).exists():
-            self._is_over = True
+        if status["state"] == "finished":
+            self._is_over = (self._state_dir / FINAL_NAME).exists()
+            if not self._is_over:
+                return []
             rounds = status["rounds_committed"]
             return [f"run {self._run_id} is finished, {rounds} rounds; the model is in {self._state_dir / FINAL_NAME}"]
         if not_ready:

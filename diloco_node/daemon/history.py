@@ -106,9 +106,9 @@ class RunHistory:
         self.period_s, self._points = read_history(folder, sample_s=sample_s)
         self._path = folder / HISTORY_NAME
         self._points_max = points_max
-        # What is not in the file yet; a file of another form is written anew.
+        # What is not in the file yet. What an earlier daemon left may end in the middle of a line: it is written anew.
         self._unwritten: list[Point] = []
-        self._is_whole = bool(self._points)
+        self._is_whole = False
 
     def take(self, status: Mapping[str, Any]) -> bool:
         """Take the point that a status document makes, if there is one; make each two one when there are too many."""

@@ -86,10 +86,11 @@ class SupervisorSpec:
         state_dir: the region's folder; logs go to `logs/daemon.log` and `logs/learner.log` in it.
         daemon_command, learner_command: argument lists; no learner command: the region is a witness, or its learner
             is started by someone else.
+        tracker_command: follows the run history, until the daemon has ended; restarted whatever it does.
         env: added to the children's environment, beside DILOCO_SOCKET, DILOCO_SUPERVISOR and DILOCO_STATE.
         backoff_min_s, backoff_max_s: wait before the first and the later restarts.
         healthy_s: a child that lived so long begins again with backoff_min_s.
-        learner_stop_s, daemon_stop_s: from SIGTERM to SIGKILL.
+        learner_stop_s, daemon_stop_s, tracker_stop_s: from SIGTERM to SIGKILL.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
         hang_s: a learner that makes no step for so long may hang; 0: it never does.
         is_echoing: what people read also goes to the supervisor's own standard error: what the learner prints, and
@@ -102,12 +103,14 @@ class SupervisorSpec:
     state_dir: Path
     daemon_command: list[str]
     learner_command: list[str] | None
+    tracker_command: list[str] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     backoff_min_s: float = 0.2
     backoff_max_s: float = 30.0
     healthy_s: float = 30.0
     learner_stop_s: float = 10.0
     daemon_stop_s: float = 15.0
+    tracker_stop_s: float = 10.0
     finish_s: float = 30.0
     hang_s: float = 300.0
     is_echoing: bool = True
@@ -140,7 +143,7 @@ class _Supervisor:
         self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", is_echoing=False)
         self._manager = ServiceManager(os.environ, os.getpid())
         self._is_ready = False
-        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True)
+        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True, is_shown=False)
         self._children = [self._daemon]
         self._learner: Child | None = None
         if spec.learner_command is not None:
@@ -148,6 +151,10 @@ class _Supervisor:
             self._learner = Child("learner", spec.learner_command, signal.SIGTERM, spec)
             self._children.append(self._learner)
             self._learner.forks = self._fork_server(spec.learner_command, self._learner)
+        self._tracker: Child | None = None
+        if spec.tracker_command is not None:
+            self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
+            self._children.append(self._tracker)
         self._forks = self._learner.forks if self._learner is not None else None
 
     def _fork_server(self, command: list[str], learner: Child) -> ForkServer | None:
@@ -323,6 +330,8 @@ class _Supervisor:
             if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s and not self._has_run:
                 return STORAGE_CODE
             return None
+        if child is self._tracker:
+            return None
         child.is_done = code == 0
         # A learner that never came up and says that its settings are wrong would say so for ever.
         return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
@@ -344,10 +353,11 @@ class _Supervisor:
         return True
 
     def _stop_all(self) -> None:
-        """Learner first, so that its last contribution and counters find a living daemon."""
+        """Learner first, so that its last contribution and counters find a living daemon; its last row has a tracker."""
         if self._forks is not None:
             self._forks.close()
         stops = [(self._learner, self._spec.learner_stop_s), (self._daemon, self._spec.daemon_stop_s)]
+        stops.append((self._tracker, self._spec.tracker_stop_s))
         for child, deadline_s in stops:
             if child is None or not child.is_running:
                 continue

@@ -333,15 +333,13 @@ STRANGERS: dict[str, tuple[str, list[str], int]] = {
 
 
 async def test_a_log_level_is_set_with_the_token_and_refused_with_a_reason(served, tmp_path: Path) -> None:
-    session, base, _ = served
-    url, wanted = f"{base}/api/v1/log-level", {"part": "transport", "level": "error"}
-    async with session.post(url, json=wanted) as answer:
-        assert answer.status == 401
-    async with session.post(url, json=wanted, headers=token(tmp_path)) as answer:
-        assert (answer.status, await answer.json()) == (200, {"levels": {"transport": "error"}})
+    _, _, session = served
+    url, wanted = "/api/v1/log-level", {"part": "transport", "level": "error"}
+    assert (await session.post(url, json=wanted)).status == 401
+    answer = await session.post(url, json=wanted, headers=token(tmp_path))
+    assert (answer.status, await answer.json()) == (200, {"levels": {"transport": "error"}})
     for wrong in ({}, {"part": "transport"}, {"part": 3, "level": "info"}, {"part": "wire", "level": "info"}):
-        async with session.post(url, json=wrong, headers=token(tmp_path)) as answer:
-            assert answer.status == 400
+        assert (await session.post(url, json=wrong, headers=token(tmp_path))).status == 400
 
 
 async def answer_to(port: int, lines: list[str]) -> int:
