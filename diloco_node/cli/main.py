@@ -15,6 +15,7 @@ import typer
 from diloco_node import __version__
 from diloco_node.cli import certs, chaos, config, ledger, orders, replay, simulate, start, status
 from diloco_node.cli.demo.command import demo
+from diloco_node.cli.deploy import command as deploy_cmd
 from diloco_node.cli.export.command import export
 from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.plan.command import plan
@@ -51,6 +52,7 @@ app.add_typer(simulate.app, name="simulate")
 app.add_typer(wan, name="wan")
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(measure_cmd.app, name="measure")
+app.add_typer(deploy_cmd.app, name="deploy")
 
 
 def _show_version(value: bool) -> None:

@@ -353,7 +353,7 @@ class _Supervisor:
         return True
 
     def _stop_all(self) -> None:
-        """Learner first, so that its last contribution and counters find a living daemon; its last row has a tracker."""
+        """Learner first, so that its last contribution and counters find a living daemon; the tracker last."""
         if self._forks is not None:
             self._forks.close()
         stops = [(self._learner, self._spec.learner_stop_s), (self._daemon, self._spec.daemon_stop_s)]
