@@ -64,11 +64,14 @@ def test_units_leave_time_to_stop_and_do_not_repeat_what_no_restart_cures(text: 
 
 
 @pytest.mark.parametrize("scope", ["system", "user"])
-def test_systemd_reads_the_unit_without_a_complaint(tmp_path: Path, scope: str) -> None:
+def test_systemd_reads_the_unit_without_a_complaint(
+    tmp_path: Path, scope: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     verify = tool("systemd-analyze")
     text = UNIT.read_text() if scope == "system" else user_unit()
     # It looks for the program and the user on this machine.
-    text = text.replace("/srv/diloco/.venv/bin/diloco-node", "/bin/true").replace("User=diloco", "User=nobody")
+    text = text.replace("/srv/diloco/.venv/bin/diloco-node", "/bin/true").replace("User=diloco", "User=daemon")
     unit = tmp_path / UNIT.name
     unit.write_text(text.replace("/srv/diloco", str(tmp_path)))
     done = subprocess.run([verify, f"--{scope}", "verify", str(unit)], capture_output=True, text=True, check=False)
