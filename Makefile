@@ -56,8 +56,14 @@ format: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,hf,lightning,data]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs,hf,lightning,data,tensorboard,trackio,wandb]'
 	touch $(STAMP)
+
+# Wheel and sdist in dist/. tests/deploy/test_release.py builds them the same way, installs the wheel in a clean environment and
+# runs it.
+.PHONY: dist
+dist: $(STAMP)
+	$(BIN)/python -m build --outdir dist .
 
 clean:
 	rm -rf $(VENV) runs build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -16,6 +16,7 @@ import typer
 from diloco_node import __version__
 from diloco_node.cli import certs, chaos, config, explain, init, ledger, orders, replay, simulate, start, status, why
 from diloco_node.cli.demo.command import demo
+from diloco_node.cli.deploy import command as deploy_cmd
 from diloco_node.cli.doctor.command import doctor
 from diloco_node.cli.examples import add_examples
 from diloco_node.cli.export.command import export
@@ -52,6 +53,7 @@ app.command("plan")(plan)
 app.command("ledger")(ledger.ledger)
 app.command("replay")(replay.replay)
 app.command("export")(export)
+app.command("log-level")(orders.log_level)
 app.add_typer(orders.budget, name="budget")
 app.add_typer(orders.quarantine, name="quarantine")
 app.add_typer(orders.learner, name="learner")
@@ -61,6 +63,7 @@ app.add_typer(simulate.app, name="simulate")
 app.add_typer(wan, name="wan")
 app.add_typer(chaos.app, name="chaos")
 app.add_typer(measure_cmd.app, name="measure")
+app.add_typer(deploy_cmd.app, name="deploy")
 add_examples(app)
 
 

@@ -1,4 +1,4 @@
-"""Orders to a daemon that runs on this machine: `budget`, `quarantine lift`, `learner start` and `finish`.
+"""Orders to a daemon that runs on this machine: `budget`, `quarantine lift`, `learner start`, `log-level` and `finish`.
 
 They go over the daemon's admin socket, with the token of its state folder.
 """
@@ -166,6 +166,30 @@ def finish(
         typer.echo(json.dumps({"region": folder.name, "accepted": True}))
     else:
         typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
+def log_level(
+    *,
+    part: Annotated[
+        str, typer.Argument(metavar="PART", help="daemon, disk, learner, ledger, rounds, transport, or all.")
+    ],
+    level: Annotated[str, typer.Argument(metavar="LEVEL", help="info, warning or error.")],
+    place: Annotated[
+        str | None,
+        typer.Option("--region", "-r", metavar="NAME", help="Whose log [default: the region that runs here]."),
+    ] = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Change what a running daemon logs of one part, until it starts again. For good: [log] level in run.toml.
+
+    \b
+    diloco-node log-level rounds warning --region us-east
+    """
+    folder = _folder(place, config)
+    levels = order(folder, "log-level", {"part": part, "level": level})["levels"]
+    if as_json:
+        typer.echo(json.dumps({"region": folder.name, "levels": levels}))
+    else:
+        typer.echo(f"{folder.name}: " + ", ".join(f"{name} {one}" for name, one in levels.items()))
 
 
 def order(folder: Path, path: str, document: dict[str, Any]) -> dict[str, Any]:

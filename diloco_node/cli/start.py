@@ -72,6 +72,13 @@ def start(
         bool,
         typer.Option("--serve", help="A finished run, without a learner: for regions that lack its end."),
     ] = False,
+    log_level: Annotated[
+        str | None, typer.Option("--log-level", metavar="info|warning|error", help="Of the daemon's log in logs/.")
+    ] = None,
+    log_format: Annotated[
+        str | None, typer.Option("--log-format", metavar="logfmt|json", help="key=value, or an object a line.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the daemon's log here, too.")] = False,
     assignments: SetOption = None,
 ) -> None:
     """Run one region: a daemon and its learner, restarted when they die. Ends with the run, or at SIGTERM."""
@@ -85,6 +92,8 @@ def start(
         "data.paths": ("--data", data),
         "learner.preload": ("--preload", preload),
         "learner.on_spike": ("--on-spike", on_spike),
+        "log.level": ("--log-level", log_level),
+        "log.format": ("--log-format", log_format),
     }
     # A name with a dot would become a key of its own; the check names the regions there are.
     resolved = load(config, named if "." not in region else {}, assignments)
@@ -98,8 +107,9 @@ def start(
     if not command and not serve:
         check_data(resolved)
         check_model(resolved)
+    check_trackers(resolved)
     check_start(resolved, region, command or ())
-    spec = prepare(resolved, region, command or ())
+    spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
     if serve:
         spec = dataclasses.replace(spec, learner_command=None, preload=())
     for line in (*warnings(resolved), *changes):
@@ -141,6 +151,14 @@ def check_model(config: NodeConfig) -> None:
         raise ConfigError(f"model.hf: {path} ({origin}) does not exist; name a config.json, or a folder with one")
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError(f"model.hf ({origin}) needs transformers: pip install 'diloco-node[hf]'")
+
+
+def check_trackers(config: NodeConfig) -> None:
+    """Refuse a tracker whose library is not installed."""
+    for name in config.history.to:
+        if importlib.util.find_spec(name) is None:
+            origin = config.origin("history.to")
+            raise ConfigError(f"history.to ({origin}) needs {name}: pip install 'diloco-node[{name}]', or leave it out")
 
 
 def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None:
@@ -220,12 +238,14 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
         learner_command=list(command) or trainer_command(config.model.ranks),
+        tracker_command=tracker_command(config, region, folder),
         env={
             TRAINER_VARIABLE: str(trainer_file),
             ON_SPIKE_VARIABLE: config.learner.on_spike,
             PLACE_VARIABLE: f"{sorted(config.regions).index(region)}/{len(config.regions)}",
         },
         hang_s=config.learner.hang.ns / 1e9,
+        log_format=config.log.format,
         preload=preloaded(config, command),
     )
 
@@ -236,6 +256,14 @@ def trainer_command(ranks: int) -> list[str]:
         return [sys.executable, "-m", "diloco_node.learner"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [sys.executable, *launcher, "-m", "diloco_node.learner"]
+
+
+def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] | None:
+    """What hands the run history on; None if nothing is to get it."""
+    if not config.history.to:
+        return None
+    words = (str(folder), region, config.run.id, *config.history.to)
+    return [sys.executable, "-m", "diloco_node.daemon.trackers", *words]
 
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
@@ -267,6 +295,9 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         admin_port=config.regions[region].admin_port,
         admin_host=config.regions[region].admin_host,
         payload_archive=config.regions[region].payload_archive,
+        log_level=config.log.level,
+        log_format=config.log.format,
+        history_every_s=config.history.every.ns / 1e9,
         budget=config.budget_plan(region),
         config_file=config.path.resolve(),
         learner_socket=socket_path(folder, DAEMON_SOCKET),

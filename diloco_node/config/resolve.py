@@ -23,7 +23,9 @@ from diloco_node.config.schema import (
     NAME_PATTERN,
     REGIONS_MAX,
     DataSection,
+    HistorySection,
     LearnerSection,
+    LogSection,
     ModelSection,
     RegionSection,
     RoundsSection,
@@ -50,7 +52,7 @@ class NodeConfig:
     """Everything that is set, checked as a whole.
 
     Attributes:
-        run, model, rounds, data, learner: the sections.
+        run, model, rounds, data, learner, log, history: the sections.
         budget: bandwidth; see `budget_plan`.
         regions: by name, sorted.
         path: run.toml.
@@ -63,6 +65,8 @@ class NodeConfig:
     data: DataSection
     learner: LearnerSection
     budget: BudgetSection
+    log: LogSection
+    history: HistorySection
     regions: Mapping[str, RegionSection]
     origins: Mapping[Key, str]
     path: Path
@@ -137,6 +141,8 @@ class NodeConfig:
             "rounds": self.rounds.model_copy(update=used),
             "data": self.data,
             "learner": self.learner,
+            "log": self.log,
+            "history": self.history,
         }
         for name, section in sections.items():
             yield from self._section_rows(name, section)
@@ -180,6 +186,8 @@ def load_config(path: Path | None, flags: Sequence[Flag] = ()) -> NodeConfig:
         rounds=tree.rounds,
         data=tree.data,
         learner=tree.learner,
+        log=tree.log,
+        history=tree.history,
         budget=tree.budget,
         regions=dict(sorted(tree.regions.items())),
         origins=sources.origins,

@@ -91,6 +91,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
 AdminHost = Annotated[str, BeforeValidator(_admin_host), Field(examples=["172.20.0.2"])]
+TrackerName = Literal["tensorboard", "trackio", "wandb"]
 HostPort = Annotated[str, BeforeValidator(_host_port)]
 
 
@@ -240,6 +241,32 @@ class LearnerSection(Section):
     ] = None
 
 
+class LogSection(Section):
+    """`[log]`: the daemon's log in `logs/`; may differ between regions.
+
+    Attributes:
+        level: lines from this one on; `log-level` changes it while the region runs. format: one fact a line, as
+            key=value (`logfmt`) or as an object (`json`).
+    """
+
+    level: Literal["info", "warning", "error"] = "info"
+    format: Literal["logfmt", "json"] = "logfmt"
+
+
+class HistorySection(Section):
+    """`[history]`: how the run went, in `history.jsonl` of each region's folder; may differ between regions.
+
+    Attributes:
+        every: between two rows. The file keeps the whole run, so rows of a long one are further apart.
+        to: what gets the rows beside the file; each needs the extra of its name.
+    """
+
+    every: Annotated[Span, Field(examples=["10s"])] = Duration(2_000_000_000)
+    to: Annotated[
+        tuple[TrackerName, ...], NoDecode, BeforeValidator(_modules), Field(max_length=3, examples=[("tensorboard",)])
+    ] = ()
+
+
 class RegionSection(Section):
     """`[regions.NAME]`: one region.
 
@@ -283,6 +310,8 @@ class Tree(BaseSettings):
     data: DataSection = DataSection()
     learner: LearnerSection = LearnerSection()
     budget: BudgetSection = BudgetSection()
+    log: LogSection = LogSection()
+    history: HistorySection = HistorySection()
     regions: dict[str, RegionSection]
 
     @classmethod

@@ -53,6 +53,12 @@ class ChildExited:
     code: int
 
 
+def show(data: bytes) -> None:
+    """On the supervisor's own standard error; never fails."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, data)
+
+
 class ChildLog:
     """A process's log file with a size limit. Written by one reader thread at a time."""
 
@@ -75,8 +81,7 @@ class ChildLog:
                 self._file.write(data)
                 self._size_bytes += len(data)
             if self._is_echoing:
-                with contextlib.suppress(OSError, ValueError):
-                    os.write(2, data)
+                show(data)
 
     def _rotate(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # renamed already, by a try that went no further
@@ -92,9 +97,24 @@ class ChildLog:
 
 
 class Child:
-    """One of the two processes, through all its lives."""
+    """One of the processes, through all its lives.
 
-    def __init__(self, name: str, command: list[str], death_signal: int, spec: SupervisorSpec) -> None:
+    Args:
+        death_signal: what it gets when the supervisor dies.
+        logs_errors_only: what it writes to standard output is for people: it is shown, and is not in its log. What it
+            writes to standard error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        death_signal: int,
+        spec: SupervisorSpec,
+        *,
+        logs_errors_only: bool = False,
+        is_shown: bool = True,
+    ) -> None:
         self.name = name
         self.starts = 0
         self.restart_at_s: float | None = None
@@ -102,10 +122,12 @@ class Child:
         self._command = command
         self._death_signal = death_signal
         self._spec = spec
-        self.log = ChildLog(spec.state_dir / "logs" / f"{name}.log", spec.is_echoing)
+        self._logs_errors_only = logs_errors_only
+        is_echoing = spec.is_echoing and (spec.is_verbose or is_shown)
+        self.log = ChildLog(spec.state_dir / "logs" / f"{name}.log", is_echoing)
         self.forks: ForkServer | None = None
         self._process: subprocess.Popen[bytes] | Forked | None = None
-        self._reader: threading.Thread | None = None
+        self._readers: list[threading.Thread] = []
         self._started_s = 0.0
         self._backoff_s = spec.backoff_min_s
         self._marks: list[bytes] = []
@@ -139,8 +161,9 @@ class Child:
         self._started_s = time.monotonic()
         self.restart_at_s = None
         assert process.stdout is not None
-        self._reader = threading.Thread(target=self._copy_output, args=(process.stdout,), daemon=True)
-        self._reader.start()
+        self._readers = [self._reader(process.stdout, self._show if self._logs_errors_only else self.log.write)]
+        if isinstance(process, subprocess.Popen) and process.stderr is not None:
+            self._readers.append(self._reader(process.stderr, self.log.write))
         threading.Thread(target=self._watch, args=(process, report), daemon=True).start()
 
     def marked(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -153,15 +176,25 @@ class Child:
             [*become, *self._command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE if self._logs_errors_only else subprocess.STDOUT,
             env=env,
             process_group=0,
         )
 
-    def _copy_output(self, pipe: IO[bytes]) -> None:
-        with pipe:
-            while data := os.read(pipe.fileno(), 65536):
-                self.log.write(data)
+    def _show(self, data: bytes) -> None:
+        if self._spec.is_echoing:
+            show(data)
+
+    @staticmethod
+    def _reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.Thread:
+        def copy() -> None:
+            with pipe:
+                while data := os.read(pipe.fileno(), 65536):
+                    write(data)
+
+        thread = threading.Thread(target=copy, daemon=True)
+        thread.start()
+        return thread
 
     def _watch(self, process: subprocess.Popen[bytes] | Forked, report: Callable[[ChildExited], None]) -> None:
         # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what
@@ -175,8 +208,8 @@ class Child:
         """Note the end of this life, and clear up after it. Returns how long it was, in seconds."""
         self._process = None
         self._kill_left_behind(signal.SIGKILL)
-        if self._reader is not None:
-            self._reader.join(1.0)
+        for reader in self._readers:
+            reader.join(1.0)
         return time.monotonic() - self._started_s
 
     def schedule_restart(self, lived_s: float, *, ran_well: bool = False) -> float:

@@ -27,9 +27,12 @@ from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.status import NoteBook, write_report
 from diloco_node.daemon.budget import changed_plan, plan_of_file
+from diloco_node.daemon.console import LOOK_S, Console, console_line
+from diloco_node.daemon.history import RunHistory
 from diloco_node.daemon.learner.admission import Admission
 from diloco_node.daemon.learner.process_file import read_process
 from diloco_node.daemon.learner.server import LearnerServer
+from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
 from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
@@ -58,9 +61,11 @@ log = structlog.get_logger()
 class Daemon:
     """Owns everything in the process; `run` is its life."""
 
-    def __init__(self, spec: NodeSpec) -> None:
+    def __init__(self, spec: NodeSpec, log_levels: PartLevels | None = None) -> None:
         self.spec = spec
-        self.notes = NoteBook(spec.region, time.monotonic_ns)
+        self.notes = NoteBook(spec.region, time.monotonic_ns, lambda text: console_line(spec.region, f"ALARM: {text}"))
+        self._log_levels = log_levels or PartLevels()
+        self._console = Console(spec.run_id, spec.state_dir, spec.settings, now_s=time.monotonic())
         self.learner_server = LearnerServer(spec.learner_socket, self)
         self._threads = Threads.start()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -72,7 +77,7 @@ class Daemon:
         self._admission = Admission(spec.state_dir, self._threads.disk)
         self._waiting_attach: Attach | None = None
         self._learner_process: dict[str, Any] = {}
-        self._history = RunHistory(spec.state_dir)
+        self._history = RunHistory(spec.state_dir, sample_s=spec.history_every_s)
 
     async def run(self) -> int:
         """Start, serve, stop; the exit code.
@@ -97,6 +102,7 @@ class Daemon:
                 measure=self._measure,
                 lift_quarantine=self._lift_quarantine,
                 start_learner=self._start_learner,
+                set_log_level=self._set_log_level,
             ),
             registry,
             port=self.spec.admin_port,
@@ -113,6 +119,7 @@ class Daemon:
             await in_thread(self._threads.pool, warm_up)
             await self.learner_server.start()
             self.spawn(self._watch_learner_process(), "learner process")
+            self.spawn(self._watch_run(), "console")
             self.spawn(self._keep_history(), "history")
             manifest, damage = recover_manifest(self.spec.state_dir)
             if damage:
@@ -130,6 +137,9 @@ class Daemon:
         if self._node is not None:
             if is_clean:  # else nobody knows what state the core is in
                 await self._node.drain()
+            self._look_at_run()
+            if self._history.take(self.status()):
+                await in_thread(self._threads.background, self._history.save)
             try:
                 if not (self._was_finished and has_final_report(self.spec.state_dir)):
                     write_report(self.spec.state_dir, self.status())
@@ -328,6 +338,27 @@ class Daemon:
                 self.notes.add(Note("learner", f"the learner's process {verb}: {fault[0]}", is_alarm=True))
             told = fault
             await asyncio.sleep(PROCESS_LOOK_S)
+
+    async def _watch_run(self) -> None:
+        """What is shown and kept of the run while it goes on."""
+        while True:
+            self._look_at_run()
+            await asyncio.sleep(LOOK_S)
+
+    def _look_at_run(self) -> None:
+        for line in self._console.look(self.status(), self._not_ready_reason(), now_s=time.monotonic()):
+            console_line(self.spec.region, line)
+
+    async def _keep_history(self) -> None:
+        while True:
+            await asyncio.sleep(self._history.period_s)
+            if self._history.take(self.status()):
+                await in_thread(self._threads.background, self._history.save)
+
+    def _set_log_level(self, part: str, level: str) -> Mapping[str, str]:
+        """Log lines of a part from this level on, until the daemon starts again. Raises ConfigError."""
+        self._log_levels.change(part, level)
+        return self._log_levels.shown()
 
     def _start_learner(self) -> str:
         """Have the supervisor start a learner that it has stopped, or that waits. Raises ConfigError."""

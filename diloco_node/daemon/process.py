@@ -1,26 +1,15 @@
-"""Set-up of a daemon process, once and before anything else: memory of the C library, open files, and the log.
+"""Set-up of a daemon process, once and before anything else: memory of the C library, and open files.
 
 What one round frees stays in the process for the next one. A round takes and frees tens of megabytes: stripes, frames
 of 1 MiB, gRPC's slices. By default glibc gives blocks of that size back to the kernel, which clears every page again
 when the next round asks. In a transfer over TLS that was a seventh of the CPU time; page faults fell to a seventh.
-
-Log lines hold one fact each, key=value, and go to standard error; the supervisor keeps them in logs/. Lines about a
-peer that repeat themselves are counted instead (`Repeats`).
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import resource
-import sys
-import time
-from typing import Any, Final
-
-import structlog
-
-from diloco_node.daemon.repeats import Repeats, numberless
-from diloco_node.escaping import escaped
+from typing import Final
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_TOP_PAD: Final = -2
@@ -43,12 +32,6 @@ some systems allow a billion, and there are programs that walk through all of th
 
 DESCRIPTORS_LOW: Final = 512
 """Below so many a warning: half of them are for incoming connections, some for each peer and each open file."""
-
-PEERS_MAX: Final = 1024
-"""Peers whose log lines are counted; a run has fewer."""
-
-PEER_CAUSES_MAX: Final = 10
-"""Different reasons for one event that are told of one peer within a window."""
 
 
 def keep_freed_memory() -> bool:
@@ -85,59 +68,3 @@ def raise_descriptor_limit() -> int:
         except (OSError, ValueError):
             return soft
     return wanted
-
-
-def set_up_logs(level: str = "info") -> None:
-    """Configure structlog for this process. What is not printable is escaped (names and reasons come from outside)."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            PeerLines(),
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            escape_values,
-            structlog.processors.LogfmtRenderer(
-                key_order=["timestamp", "level", "event", "region", "peer", "fragment", "version"],
-                drop_missing=True,
-                bool_as_flag=False,
-            ),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=True,
-    )
-
-
-class PeerLines:
-    """A processor of structlog: lines with a `peer` that say the same as one of a moment ago are held back.
-
-    The next line about that peer says how many of each event there were. A link that comes and goes, or a peer that is
-    refused again and again, costs a line in ten seconds.
-    """
-
-    def __init__(self) -> None:
-        self._repeats: dict[str, Repeats] = {}
-
-    def __call__(self, _: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        """Part of structlog's interface."""
-        peer = event.get("peer")
-        if peer is None:
-            return event
-        repeats = self._repeats.get(peer)
-        if repeats is None:
-            # Names of peers are those of certificates of the run; a fault of ours must not grow this without bound.
-            if len(self._repeats) >= PEERS_MAX:
-                self._repeats.clear()
-            repeats = self._repeats[peer] = Repeats(time.monotonic_ns, causes_max=PEER_CAUSES_MAX)
-        held = repeats.ended()
-        if not repeats.is_new(event["event"], numberless(str(event.get("reason", event.get("error", ""))))):
-            raise structlog.DropEvent
-        if held:
-            event["held_back"] = ",".join(f"{kind}:{count}" for kind, count in held)
-        return event
-
-
-def escape_values(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """A processor of structlog: texts as they may be shown."""
-    plain = (bool, int, float, type(None))
-    return {key: value if isinstance(value, plain) else escaped(str(value)) for key, value in event.items()}

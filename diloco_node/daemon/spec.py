@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
+from diloco_node.daemon.logs import LogFormat
 from diloco_node.errors import ConfigError
 
 NODE_FILE: Final = "node.json"
@@ -41,6 +42,8 @@ class NodeSpec:
         seed: of everything random in the daemon (election timeouts, back-off).
         settings_shown: (key, value, where it was set) of all settings, for people.
         payload_archive: the folder keeps what `replay` needs.
+        log_level, log_format: of its log, as `logs.set_up_logs` takes them.
+        history_every_s: between two rows of the run history.
     """
 
     region: str
@@ -65,6 +68,9 @@ class NodeSpec:
     payload_archive: bool = False
     settings_shown: tuple[tuple[str, ...], ...] = ()
     shared_settings: tuple[str, ...] = ()
+    log_level: str = "info"
+    log_format: LogFormat = "logfmt"
+    history_every_s: float = 2.0
 
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""

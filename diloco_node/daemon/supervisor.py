@@ -29,8 +29,10 @@ later, where a fork can't be had, it is started as a new process.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import queue
+import re
 import signal
 import time
 from collections.abc import Mapping
@@ -39,10 +41,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from diloco_node.daemon.child import Child, ChildExited, ChildLog
+from diloco_node.daemon.child import Child, ChildExited, ChildLog, show
 from diloco_node.daemon.learner.process_file import write_process
 from diloco_node.daemon.learner.watch import COUNTERS_AREA, FROM_OUTSIDE, Action, LearnerWatch
 from diloco_node.daemon.preload import ForkServer, ServerEnded, ServerReady, forkable_command
+from diloco_node.daemon.service_manager import NOTIFY_VARIABLES, ServiceManager
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.unix_sockets import socket_path
@@ -61,6 +64,12 @@ USAGE_CODE: Final = 2
 LOOK_S: Final = 1.0
 """Between two looks at the learner's counters."""
 
+READY_LOOK_S: Final = 0.25
+"""Between two looks whether the daemon is up, until it is."""
+
+ADMIN_PORT_NAME: Final = "admin.port"
+"""The daemon writes it when its admin port is bound; as `daemon.daemon` calls it."""
+
 LEDGER_NAME: Final = "ledger.log"
 """As `storage.ledger_files` calls it, which needs more than the standard library."""
 
@@ -77,13 +86,16 @@ class SupervisorSpec:
         state_dir: the region's folder; logs go to `logs/daemon.log` and `logs/learner.log` in it.
         daemon_command, learner_command: argument lists; no learner command: the region is a witness, or its learner
             is started by someone else.
+        tracker_command: follows the run history, until the daemon has ended; restarted whatever it does.
         env: added to the children's environment, beside DILOCO_SOCKET, DILOCO_SUPERVISOR and DILOCO_STATE.
         backoff_min_s, backoff_max_s: wait before the first and the later restarts.
         healthy_s: a child that lived so long begins again with backoff_min_s.
-        learner_stop_s, daemon_stop_s: from SIGTERM to SIGKILL.
+        learner_stop_s, daemon_stop_s, tracker_stop_s: from SIGTERM to SIGKILL.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
         hang_s: a learner that makes no step for so long may hang; 0: it never does.
-        is_echoing: children's output also goes to the supervisor's own standard error.
+        is_echoing: what people read also goes to the supervisor's own standard error: what the learner prints, and
+            short lines about the region. is_verbose: and so does the daemon's log.
+        log_format: of the supervisor's own log, "logfmt" or "json".
         preload: modules that the process imports from which the learner is forked; none: it is never forked.
     """
 
@@ -91,16 +103,27 @@ class SupervisorSpec:
     state_dir: Path
     daemon_command: list[str]
     learner_command: list[str] | None
+    tracker_command: list[str] | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     backoff_min_s: float = 0.2
     backoff_max_s: float = 30.0
     healthy_s: float = 30.0
     learner_stop_s: float = 10.0
     daemon_stop_s: float = 15.0
+    tracker_stop_s: float = 10.0
     finish_s: float = 30.0
     hang_s: float = 300.0
     is_echoing: bool = True
+    is_verbose: bool = False
+    log_format: str = "logfmt"
     preload: tuple[str, ...] = ()
+
+
+def logfmt(fact: Mapping[str, str]) -> str:
+    """key=value, quoted where needed, as the daemon's log."""
+    needs_quotes = re.compile(r'[\s="]')
+    plain = ((key, value.replace('"', r"\"").replace("\n", r"\n")) for key, value in fact.items())
+    return " ".join(f'{key}="{value}"' if needs_quotes.search(value) else f"{key}={value}" for key, value in plain)
 
 
 _Event = ChildExited | ServerReady | ServerEnded | int
@@ -117,8 +140,10 @@ class _Supervisor:
         self._env = env
         # SimpleQueue.put is safe in a signal handler; Queue.put is not.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", spec.is_echoing)
-        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec)
+        self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", is_echoing=False)
+        self._manager = ServiceManager(os.environ, os.getpid())
+        self._is_ready = False
+        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True, is_shown=False)
         self._children = [self._daemon]
         self._learner: Child | None = None
         if spec.learner_command is not None:
@@ -126,6 +151,10 @@ class _Supervisor:
             self._learner = Child("learner", spec.learner_command, signal.SIGTERM, spec)
             self._children.append(self._learner)
             self._learner.forks = self._fork_server(spec.learner_command, self._learner)
+        self._tracker: Child | None = None
+        if spec.tracker_command is not None:
+            self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
+            self._children.append(self._tracker)
         self._forks = self._learner.forks if self._learner is not None else None
 
     def _fork_server(self, command: list[str], learner: Child) -> ForkServer | None:
@@ -147,13 +176,21 @@ class _Supervisor:
         )
 
     def say(self, text: str) -> None:
-        stamp = time.strftime("%H:%M:%S")
-        self._log.write(f"{stamp} supervisor region={self._spec.region} {text}\n".encode())
+        """One fact: for the log, for people, and for the service manager."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        fact = {"timestamp": stamp, "level": "info", "event": text, "region": self._spec.region, "part": "supervisor"}
+        shown = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
+        self._log.write(f"{shown}\n".encode())
+        if self._spec.is_echoing:
+            show(f"{stamp} {self._spec.region}: {text}\n".encode())
+        self._manager.tell(text)
 
     def run(self) -> int:
         try:
             if self._learner is not None:
                 write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
+            # One that lies there is that of a daemon before, and would say that this one is up.
+            (self._spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
             self._start_fork_server()
             for child in self._children:
                 self._start(child)
@@ -162,6 +199,7 @@ class _Supervisor:
                 code = self._turn()
             return code
         finally:
+            self._manager.stopping()
             self._stop_all()
             for log in (self._log, *(child.log for child in self._children)):
                 log.close()
@@ -208,6 +246,7 @@ class _Supervisor:
             waiting.append(self._forks.restart_at_s)
             if waiting[-1] <= now_s:
                 self._start_fork_server()
+        waiting += self._tell_manager(now_s)
         try:
             event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
@@ -225,6 +264,16 @@ class _Supervisor:
             self._fork_server_changed(event)
             return None
         return self._child_exited(event.child, event.code)
+
+    def _tell_manager(self, now_s: float) -> list[float]:
+        """That the daemon is up, once, and that this process lives. When to come again."""
+        if not self._is_ready and (self._spec.state_dir / ADMIN_PORT_NAME).exists():
+            self._is_ready = True
+            self._manager.ready()
+        every_s = self._manager.alive_every_s
+        if every_s:
+            self._manager.alive()
+        return ([now_s + every_s] if every_s else []) + ([] if self._is_ready else [now_s + READY_LOOK_S])
 
     def _look_at(self, learner: Child) -> None:
         """Whether the learner makes steps."""
@@ -281,6 +330,8 @@ class _Supervisor:
             if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s and not self._has_run:
                 return STORAGE_CODE
             return None
+        if child is self._tracker:
+            return None
         child.is_done = code == 0
         # A learner that never came up and says that its settings are wrong would say so for ever.
         return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
@@ -302,10 +353,11 @@ class _Supervisor:
         return True
 
     def _stop_all(self) -> None:
-        """Learner first, so that its last contribution and counters find a living daemon."""
+        """Learner first, so that its last contribution and counters find a living daemon; the tracker last."""
         if self._forks is not None:
             self._forks.close()
         stops = [(self._learner, self._spec.learner_stop_s), (self._daemon, self._spec.daemon_stop_s)]
+        stops.append((self._tracker, self._spec.tracker_stop_s))
         for child, deadline_s in stops:
             if child is None or not child.is_running:
                 continue
@@ -342,7 +394,7 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             ) from error
         memory_path = socket_path(spec.state_dir, MEMORY_SOCKET)
         env = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in NOTIFY_VARIABLES},
             **spec.env,
             "DILOCO_SOCKET": str(socket_path(spec.state_dir, DAEMON_SOCKET)),
             "DILOCO_SUPERVISOR": str(memory_path),

@@ -49,7 +49,7 @@ from diloco_node.wire.envelope import (
     encode_joined,
 )
 
-_log = structlog.get_logger(__name__)
+_log = structlog.get_logger(part="transport")
 
 
 class LinkState(StrEnum):

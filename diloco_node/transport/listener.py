@@ -20,7 +20,7 @@ from diloco_node.transport.kernel.tcp_info import is_listening, listening_socket
 from diloco_node.transport.streams import Serve, Server, make_server
 from diloco_node.wire.envelope import Lane
 
-_log = structlog.get_logger(__name__)
+_log = structlog.get_logger(part="transport")
 
 LOOK_S: Final = 0.2
 """For so long, and the making of a server, no new link can be accepted; it costs microseconds."""

@@ -28,7 +28,7 @@ from diloco_node.transport.pacing.token_bucket import NS_PER_S
 from diloco_node.transport.streams import DialedStream, Stream
 from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control_lane
 
-_log = structlog.get_logger(__name__)
+_log = structlog.get_logger(part="transport")
 
 BEGIN_KIND: Final = bytes([KIND_BEGIN])
 

@@ -64,7 +64,7 @@ from diloco_node.wire.envelope import (
 )
 from diloco_node.wire.tables import BULK_LANES, PROTOCOL_VERSION, BudgetLane, ControlMessage, TransferHeader
 
-_log = structlog.get_logger(__name__)
+_log = structlog.get_logger(part="transport")
 
 GIVE_WAY_S: Final = 2.0
 """What a measurement waits for rounds and recovery on other links, each time."""

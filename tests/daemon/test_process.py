@@ -1,4 +1,4 @@
-"""The allocator's settings, and the log: in a process of its own, for they hold for the whole process."""
+"""The allocator's settings and open files: in a process of its own, for they hold for the whole process."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import subprocess
 import sys
 
 import pytest
-import structlog
 
-from diloco_node.daemon import process
-from diloco_node.daemon.process import HEAP_BLOCK_BYTES_MAX, PEER_CAUSES_MAX
+from diloco_node.daemon.process import HEAP_BLOCK_BYTES_MAX
 
 PROBE = """
 import ctypes, resource, sys
@@ -50,53 +48,6 @@ def test_a_block_that_was_freed_is_used_again_without_asking_the_kernel() -> Non
 def test_larger_blocks_go_back_to_the_kernel() -> None:
     size_bytes = 2 * HEAP_BLOCK_BYTES_MAX
     assert faults_of_a_block("kept", size_bytes) >= 16
-
-
-LINES = """
-import structlog
-from diloco_node.daemon.process import set_up_logs
-set_up_logs()
-log = structlog.get_logger()
-for number in range(1000):
-    log.warning("no link", peer="b", reason=f"eu at 1.2.3.4:{number}: the peer ended the stream")
-    log.info("link up", peer="b")
-log.warning("no link", peer="c", reason="\\x1b[31mred\\x1b[0m\\nlevel=error event=forged \\u202e")
-log.error("ends", region="a", error=ValueError("\\x1b]0;x\\x07"))
-for number in range(5000):
-    log.warning("no link", peer="d", reason=f"w{number}")
-"""
-
-
-def test_log_lines_of_a_peer_are_bounded_and_escaped() -> None:
-    done = subprocess.run([sys.executable, "-c", LINES], capture_output=True, text=True, check=True, timeout=240)
-    lines = done.stderr.splitlines()
-    of_b = [line for line in lines if "peer=b" in line]
-    assert len(of_b) == 2, "one of each event"
-    assert len([line for line in lines if "peer=d" in line]) == PEER_CAUSES_MAX
-    (of_c,) = [line for line in lines if "peer=c" in line]
-    assert "\\x1b[31mred" in of_c
-    assert "forged" in of_c, "no line of its own"
-    assert all(line.isprintable() for line in lines)
-    assert len(lines) == 4 + PEER_CAUSES_MAX
-
-
-def test_the_next_line_about_a_peer_says_how_many_were_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    now_ns = [0]
-    monkeypatch.setattr(process.time, "monotonic_ns", lambda: now_ns[0])
-    lines = process.PeerLines()
-
-    def told() -> dict | None:
-        try:
-            return dict(lines(None, "", {"event": "no link", "peer": "b", "reason": "gone"}))
-        except structlog.DropEvent:
-            return None
-
-    assert [told() is not None for _ in range(5)] == [True, False, False, False, False]
-    now_ns[0] = 10**10
-    again = told()
-    assert again is not None
-    assert again["held_back"] == "no link:4"
-    assert lines(None, "", {"event": "started"}) == {"event": "started"}
 
 
 LIMITS = """

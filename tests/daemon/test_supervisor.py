@@ -2,9 +2,11 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from diloco_node.daemon import child
 from diloco_node.daemon.learner import watch
 from diloco_node.daemon.learner.process_file import read_process, write_process
-from diloco_node.daemon.supervisor import DISK_CODE, LEDGER_NAME, SupervisorSpec, run_supervisor
+from diloco_node.daemon.supervisor import DISK_CODE, LEDGER_NAME, SupervisorSpec, logfmt, run_supervisor
 from diloco_node.errors import StorageError
 from diloco_node.shared_memory import request_area
 from diloco_node.storage import ledger_files
@@ -69,7 +71,7 @@ def wait_until(state):
 
 
 def test_daemon_that_finishes_ends_the_region_with_zero(tmp_path: Path) -> None:
-    assert run_supervisor(spec(tmp_path, "print('merged')", "print('trained')")) == 0
+    assert run_supervisor(spec(tmp_path, "import sys; print('merged', file=sys.stderr)", "print('trained')")) == 0
     assert (tmp_path / "logs" / "daemon.log").read_text() == "merged\n"
     assert (tmp_path / "logs" / "learner.log").read_text() == "trained\n"
 
@@ -270,7 +272,7 @@ def test_memory_outlives_both_children(tmp_path: Path) -> None:
             "if note('daemon') == 1:\n"
             "    area[7:11] = b'here'\n"
             "    os.kill(os.getpid(), 9)\n"
-            "print(bytes(area[7:11]).decode(), os.environ['DILOCO_STATE'] == str(place.resolve()))\n"
+            "print(bytes(area[7:11]).decode(), os.environ['DILOCO_STATE'] == str(place.resolve()), file=sys.stderr)\n"
         )
     )
     assert run_supervisor(spec(tmp_path, daemon, None)) == 0
@@ -450,3 +452,66 @@ def test_a_learner_that_was_killed_after_steps_ran_well(tmp_path: Path, monkeypa
     assert run_supervisor(spec(tmp_path, NOTE + "wait_for('learner', 4)", learner)) == 0
     # Killed before a step, killed after one, ended by itself after one, done.
     assert seen == [False, True, False]
+
+
+def test_what_the_daemon_says_to_people_is_shown_and_its_log_only_when_asked_for(tmp_path: Path) -> None:
+    for is_verbose, shown in ((False, {"for people", "steps"}), (True, {"for people", "steps", "a fact"})):
+        place = tmp_path / str(is_verbose)
+        program = (
+            "import sys\nfrom pathlib import Path\n"
+            "from diloco_node.daemon.supervisor import SupervisorSpec, run_supervisor\n"
+            "daemon = [sys.executable, '-c', 'import sys; print(\"for people\"); print(\"a fact\", file=sys.stderr)']\n"
+            "learner = [sys.executable, '-c', 'print(\"steps\")']\n"
+            f"spec = SupervisorSpec('us', Path({str(place)!r}), daemon, learner, is_verbose={is_verbose}, "
+            "log_format='json')\n"
+            "sys.exit(run_supervisor(spec))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
+        lines = done.stderr.splitlines()
+        assert {line for line in lines if "us: " not in line} == shown
+        assert any(line.endswith("Z us: daemon started, start=1") for line in lines)
+        assert (place / "logs" / "daemon.log").read_text() == "a fact\n"
+        said = [json.loads(line) for line in (place / "logs" / "supervisor.log").read_text().splitlines()]
+        assert "daemon started, start=1" in [fact["event"] for fact in said]
+
+
+def test_the_supervisor_s_log_is_key_value_whatever_stands_in_it() -> None:
+    fact = {"level": "info", "event": 'say "x"\nand a=b', "region": "us"}
+    assert logfmt(fact) == r'level=info event="say \"x\"\nand a=b" region=us'
+
+
+def test_the_service_manager_is_told_when_the_region_is_up_lives_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        manager.settimeout(PATIENCE_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "20000")
+        state = tmp_path / "us"
+        state.mkdir()
+        (state / "admin.port").write_text("of a daemon that was killed")
+        daemon = (
+            "import os, time, pathlib\nplace = pathlib.Path(os.environ['PLACE'])\n"
+            "assert not (place / 'admin.port').exists()\nassert 'NOTIFY_SOCKET' not in os.environ\n"
+            "time.sleep(0.1)\n(place / 'admin.port').write_text('7401')\n"
+            "while not (place / 'go').exists(): time.sleep(0.01)\n"
+        )
+        thread = threading.Thread(target=lambda: (heard_ready.wait(PATIENCE_S), (state / "go").touch()))
+        heard_ready = threading.Event()
+        told: list[str] = []
+
+        def listen() -> None:
+            while "STOPPING=1" not in told:
+                told.append(manager.recv(4096).decode())
+                if "READY=1" in told and told.count("WATCHDOG=1") >= 3:
+                    heard_ready.set()
+
+        listener = threading.Thread(target=listen)
+        thread.start()
+        listener.start()
+        assert run_supervisor(spec(state, daemon, None)) == 0
+        listener.join(PATIENCE_S)
+        thread.join(PATIENCE_S)
+    assert told.index("STATUS=daemon started, start=1") < told.index("READY=1") < told.index("STOPPING=1")
+    assert told.count("READY=1") == 1

@@ -172,7 +172,7 @@ async def serve(
     Raises:
         BindError: the port is taken.
     """
-    from diloco_node.daemon.process import set_up_logs
+    from diloco_node.daemon.logs import set_up_logs
     from diloco_node.measure.ends import Dialer, measuring_end
 
     set_up_logs()

@@ -15,6 +15,7 @@ import structlog
 from diloco_node.core.events import Note
 from diloco_node.core.view import PeerView, RegionView, RoundView
 from diloco_node.daemon.learner.proxy import LearnerProxy
+from diloco_node.daemon.logs import part_of
 from diloco_node.daemon.repeats import Repeats, numberless
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.storage.durable import replace_file
@@ -35,17 +36,20 @@ class NoteBook:
     and not repeated (`Repeats`), and one kind never pushes the last ones of another kind out of the status.
 
     Args:
-        region: for the log. now_ns: monotonic.
+        region: for the log. now_ns: monotonic. on_alarm: called with the text of each alarm that is told.
 
     Attributes:
         last: as the status shows them, `count` with each: how often it came. alarms: how many there were.
     """
 
-    def __init__(self, region: str, now_ns: Callable[[], int]) -> None:
+    def __init__(
+        self, region: str, now_ns: Callable[[], int], on_alarm: Callable[[str], None] = lambda text: None
+    ) -> None:
         self.last: list[dict[str, Any]] = []
         self.alarms = 0
         self._region = region
         self._now_ns = now_ns
+        self._on_alarm = on_alarm
         self._repeats = Repeats(now_ns)
         self._recent: dict[Hashable, dict[str, Any]] = {}
 
@@ -53,7 +57,7 @@ class NoteBook:
         """Take one."""
         self.alarms += note.is_alarm
         for kind, count in self._repeats.ended():
-            log.info("held back", region=self._region, kind=kind, count=count)
+            log.info("held back", region=self._region, part=part_of(kind), kind=kind, count=count)
             self._recent.clear()
         text = escaped(note.text)
         cause = _cause(note, text)
@@ -63,7 +67,9 @@ class NoteBook:
             return
         write = log.warning if note.is_alarm else log.info
         where = {} if note.fragment < 0 else {"fragment": note.fragment, "version": note.version}
-        write(note.kind, region=self._region, **where, reason=text)
+        if note.is_alarm:
+            self._on_alarm(text)
+        write(note.kind, region=self._region, part=part_of(note.kind), **where, reason=text)
         shown = {"at_ns": self._now_ns(), **dataclasses.asdict(note), "text": text, "count": 1}
         self._recent[note.kind, cause] = shown
         self.last.append(shown)

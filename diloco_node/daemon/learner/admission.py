@@ -21,7 +21,7 @@ from diloco_node.wire.learner_link import NEW_PROCESS, Attach
 
 HOLDER_NAME: Final = "learner.process"
 
-log = structlog.get_logger()
+log = structlog.get_logger(part="learner")
 
 
 class Admission:

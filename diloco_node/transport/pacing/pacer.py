@@ -24,7 +24,7 @@ from diloco_node.transport.pacing.token_bucket import LATE_NS, NS_PER_S, PIECE_B
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted, LinkMessage
 from diloco_node.wire.tables import BudgetLane, ControlMessage
 
-_log = structlog.get_logger(__name__)
+_log = structlog.get_logger(part="transport")
 
 SAMPLE_IDLE_S: Final = 1.0
 SAMPLE_BUSY_S: Final = 0.1

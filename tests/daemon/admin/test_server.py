@@ -56,6 +56,11 @@ class Region:
             raise ConfigError("the learner runs already")
         return "stopped"
 
+    def set_log_level(self, part: str, level: str) -> dict[str, str]:
+        if part == "wire":
+            raise ConfigError("the log has no part 'wire'")
+        return {part: level}
+
     def handlers(self) -> AdminHandlers:
         return AdminHandlers(
             status=lambda: {"region": "us-east", "step": 3},
@@ -66,6 +71,7 @@ class Region:
             measure=self.measure,
             lift_quarantine=self.lift_quarantine,
             start_learner=self.start_learner,
+            set_log_level=self.set_log_level,
         )
 
 
@@ -325,6 +331,16 @@ STRANGERS: dict[str, tuple[str, list[str], int]] = {
         405,
     ),
 }
+
+
+async def test_a_log_level_is_set_with_the_token_and_refused_with_a_reason(served, tmp_path: Path) -> None:
+    _, _, session = served
+    url, wanted = "/api/v1/log-level", {"part": "transport", "level": "error"}
+    assert (await session.post(url, json=wanted)).status == 401
+    answer = await session.post(url, json=wanted, headers=token(tmp_path))
+    assert (answer.status, await answer.json()) == (200, {"levels": {"transport": "error"}})
+    for wrong in ({}, {"part": "transport"}, {"part": 3, "level": "info"}, {"part": "wire", "level": "info"}):
+        assert (await session.post(url, json=wrong, headers=token(tmp_path))).status == 400
 
 
 async def answer_to(port: int, lines: list[str]) -> int:

@@ -1,0 +1,1 @@
+"""`diloco-node deploy`: a run brought to other machines and started there."""

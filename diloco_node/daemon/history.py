@@ -1,0 +1,179 @@
+"""How a run went, as one region saw it: a bounded row of points, kept in its folder as JSON lines.
+
+A point comes every `period_s`. When POINTS_MAX are there, each two become one and the period doubles. So the file keeps
+the whole run, and a run of two hours has as few points as one of half an hour. The page draws its curves from them,
+and `daemon.trackers` hands them on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from diloco_node.errors import StorageError
+from diloco_node.storage.durable import replace_file
+
+HISTORY_NAME: Final = "history.jsonl"
+SAMPLE_S: Final = 2.0
+POINTS_MAX: Final = 1024
+FILE_BYTES_MAX: Final = 4 * 2**20
+
+COLUMNS: Final = ("unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in")
+"""Of a point: seconds since 1970, the learner's steps and tokens since the run began, loss of its training, held-out
+loss of the merged model, tokens per second, bytes on the wire since this daemon started."""
+
+MORE_COLUMNS: Final = ("val_loss", "step_seconds", "rounds", "tokens_merged", "participation")
+"""Held-out loss of this region's own parameters, seconds of a step, rounds committed and tokens merged of the run, part
+of the rounds that included this region. In the file, and not on the page."""
+
+ALL_COLUMNS: Final = COLUMNS + MORE_COLUMNS
+
+MEANS: Final = frozenset({"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"})
+"""What is averaged when two points become one; of everything else the later value stays."""
+
+Point = list[float | None]
+"""Values in the order of ALL_COLUMNS."""
+
+log = structlog.get_logger(part="disk")
+
+
+def point_of(status: Mapping[str, Any], unix: float) -> Point | None:
+    """The point that a status document makes; None as long as there is no learner."""
+    learner = status.get("learner")
+    if not isinstance(learner, Mapping):
+        return None
+    facts = {
+        "unix": round(unix, 1),
+        "step": status.get("inner_steps"),
+        "tokens": status.get("tokens"),
+        "loss": learner.get("loss"),
+        "loss_merged": learner.get("val_loss_global"),
+        "tokens_per_second": learner.get("current_tokens_per_second", learner.get("tokens_per_second")),
+        "bytes_out": status.get("wire_bytes_out"),
+        "bytes_in": status.get("wire_bytes_in"),
+        "val_loss": learner.get("val_loss"),
+        "step_seconds": learner.get("step_seconds"),
+        "rounds": status.get("rounds_committed"),
+        "tokens_merged": status.get("tokens_merged"),
+        "participation": status.get("participation"),
+    }
+    return [_number(facts[name]) for name in ALL_COLUMNS]
+
+
+def halved(points: Sequence[Point]) -> list[Point]:
+    """Each two points made one; a last one without a partner stays."""
+    pairs = [_joined(points[at], points[at + 1]) for at in range(0, len(points) - 1, 2)]
+    return pairs + list(points[len(pairs) * 2 :])
+
+
+def _joined(first: Point, second: Point) -> Point:
+    return [
+        _mean(before, after) if name in MEANS else after
+        for name, before, after in zip(ALL_COLUMNS, first, second, strict=True)
+    ]
+
+
+def _mean(first: float | None, second: float | None) -> float | None:
+    known = [one for one in (first, second) if one is not None]
+    return round(sum(known) / len(known), 6) if known else None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; None for everything else, also for what a file of this name may hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        return None
+    return value if isinstance(value, int) else round(value, 6)
+
+
+class RunHistory:
+    """The points of one region, and their file.
+
+    Args:
+        folder: the region's. sample_s: between two points of a short run. points_max: how many are kept, at least 2.
+
+    Attributes:
+        period_s: between two points; doubles when they are too many.
+    """
+
+    def __init__(self, folder: Path, *, sample_s: float = SAMPLE_S, points_max: int = POINTS_MAX) -> None:
+        self.period_s, self._points = read_history(folder, sample_s=sample_s)
+        self._path = folder / HISTORY_NAME
+        self._points_max = points_max
+        # What is not in the file yet. What an earlier daemon left may end in the middle of a line: it is written anew.
+        self._unwritten: list[Point] = []
+        self._is_whole = False
+
+    def take(self, status: Mapping[str, Any]) -> bool:
+        """Take the point that a status document makes, if there is one; make each two one when there are too many."""
+        point = point_of(status, time.time())  # noqa: TID251 - shown to people, decides nothing
+        if point is None:
+            return False
+        self._points.append(point)
+        self._unwritten.append(point)
+        if len(self._points) >= self._points_max:
+            self._points = halved(self._points)
+            self.period_s *= 2
+            self._is_whole = False
+        return True
+
+    def document(self, since_unix: float | None = None) -> dict[str, Any]:
+        """All points, or those after a time, ready for JSON; without MORE_COLUMNS."""
+        chosen = [one[: len(COLUMNS)] for one in self._points if since_unix is None or (one[0] or 0) > since_unix]
+        return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": chosen}
+
+    def save(self) -> None:
+        """Bring the file up to date, not at the same time as `take`.
+
+        A power cut may cost the last points, and a disk that refuses is no reason to stop training.
+        """
+        fresh, self._unwritten = self._unwritten, []
+        try:
+            if self._is_whole:
+                with self._path.open("a") as file:
+                    file.write("".join(f"{row_of(point)}\n" for point in fresh))
+            else:
+                head = json.dumps({"period_s": self.period_s})
+                replace_file(self._path, ["\n".join([head, *map(row_of, self._points), ""]).encode()])
+            self._is_whole = True
+        except (OSError, StorageError) as error:
+            self._is_whole = False
+            log.info("no history", reason=str(error))
+
+
+def row_of(point: Point) -> str:
+    """A line of the file: one JSON object, its keys as in ALL_COLUMNS; what is not known is left out."""
+    return json.dumps({name: value for name, value in zip(ALL_COLUMNS, point, strict=True) if value is not None})
+
+
+def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, list[Point]]:
+    """(period, points) of a region's file; a file that is missing, damaged or of another form has none.
+
+    Lines that are no points are left out: the last one may have been cut off.
+    """
+    path = folder / HISTORY_NAME
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            return sample_s, []
+        lines = path.read_bytes().split(b"\n")
+        period_s = _number(json.loads(lines[0])["period_s"])
+        if period_s is None or period_s <= 0:
+            return sample_s, []
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return sample_s, []
+    points = (_point(line) for line in lines[1:])
+    return max(period_s, sample_s), [point for point in points if point is not None][-POINTS_MAX:]
+
+
+def _point(line: bytes) -> Point | None:
+    with contextlib.suppress(ValueError, RecursionError):
+        row = json.loads(line)
+        if isinstance(row, dict) and _number(row.get("unix")) is not None:
+            return [_number(row.get(name)) for name in ALL_COLUMNS]
+    return None

@@ -1,0 +1,59 @@
+"""What systemd, or whatever started a region with NOTIFY_SOCKET, is told: that it is up, that it stops, that it lives.
+
+Standard library only, for the supervisor. The protocol is sd_notify(3): one datagram of KEY=VALUE lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Mapping
+from typing import Final
+
+NOTIFY_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
+"""They are the supervisor's alone: its children get none of them."""
+
+US_PER_S: Final = 1_000_000
+
+
+class ServiceManager:
+    """The service manager that an environment names, or none: then nothing is said.
+
+    Args:
+        env: of this process. pid: of this process; a watchdog that is meant for another one is left alone.
+
+    Attributes:
+        alive_every_s: between two calls of `alive`, half of what the manager allows; 0: it has no watchdog.
+    """
+
+    def __init__(self, env: Mapping[str, str], pid: int) -> None:
+        place = env.get("NOTIFY_SOCKET", "")
+        # "@" stands for the zero byte of an abstract name.
+        self._address = "\0" + place[1:] if place.startswith("@") else place
+        period_us = env.get("WATCHDOG_USEC", "")
+        is_meant = env.get("WATCHDOG_PID", str(pid)) == str(pid)
+        self.alive_every_s = int(period_us) / US_PER_S / 2 if period_us.isdecimal() and is_meant else 0.0
+
+    def ready(self) -> None:
+        """The region serves."""
+        self._send("READY=1")
+
+    def stopping(self) -> None:
+        """It ends."""
+        self._send("STOPPING=1")
+
+    def alive(self) -> None:
+        """The watchdog begins anew."""
+        self._send("WATCHDOG=1")
+
+    def tell(self, text: str) -> None:
+        """One line for `systemctl status`."""
+        self._send(f"STATUS={text}")
+
+    def _send(self, text: str) -> None:
+        if not self._address:
+            return
+        # Nothing depends on whether somebody listens.
+        with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+            sock.setblocking(False)
+            sock.sendto(text.encode(), self._address)

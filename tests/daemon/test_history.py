@@ -1,0 +1,104 @@
+"""The run history: bounded, whole after whatever the disk did, and readable while it is written."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_node.daemon.history import ALL_COLUMNS, COLUMNS, HISTORY_NAME, RunHistory, point_of, read_history
+
+
+def status(step: int, **learner: Any) -> dict[str, Any]:
+    return {
+        "learner": {"loss": 2.0, "val_loss": 3.0, "val_loss_global": None, "step_seconds": 0.5, **learner},
+        "inner_steps": step,
+        "tokens": 10 * step,
+        "tokens_merged": 25 * step,
+        "rounds_committed": step // 4,
+        "participation": 0.75,
+        "wire_bytes_out": 7,
+        "wire_bytes_in": 8,
+    }
+
+
+def test_a_row_says_what_the_status_said(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path)
+    assert history.take(status(8, current_tokens_per_second=5.0))
+    history.save()
+    head, row = (json.loads(line) for line in (tmp_path / HISTORY_NAME).read_text().splitlines())
+    assert head == {"period_s": 2.0}
+    assert row.pop("unix") > 1_700_000_000
+    assert row == {
+        "step": 8, "tokens": 80, "loss": 2.0, "tokens_per_second": 5.0, "bytes_out": 7, "bytes_in": 8, "val_loss": 3.0,
+        "step_seconds": 0.5, "rounds": 2, "tokens_merged": 200, "participation": 0.75,
+    }  # fmt: skip
+    shown = history.document()
+    assert (shown["columns"], len(shown["rows"][0])) == (list(COLUMNS), len(COLUMNS))
+    assert history.document(since_unix=math.inf)["rows"] == []
+
+
+def test_without_a_learner_there_is_no_point_and_no_number_is_none() -> None:
+    assert point_of({"learner": None}, 1.0) is None
+    point = point_of(status(1, loss=math.nan, val_loss="3"), 1.0)
+    assert point is not None
+    assert (point[ALL_COLUMNS.index("loss")], point[ALL_COLUMNS.index("val_loss")]) == (None, None)
+
+
+def test_a_long_run_is_kept_whole_in_a_bounded_file(tmp_path: Path) -> None:
+    history = RunHistory(tmp_path, points_max=8)
+    for step in range(1, 101):
+        if 2 * step % history.period_s:
+            continue
+        assert history.take(status(step))
+        history.save()
+        period_s, points = read_history(tmp_path)
+        assert len(points) <= 8
+        assert period_s == history.period_s
+        assert points[-1][ALL_COLUMNS.index("step")] == step, "its end is there"
+    steps = [point[ALL_COLUMNS.index("step")] for point in points]
+    assert steps[0] == period_s / 2, "the run's beginning is there"
+    assert steps == sorted(steps)
+    assert len(points) >= 4
+
+
+def test_the_next_daemon_goes_on_where_the_last_one_was_cut_off(tmp_path: Path) -> None:
+    first = RunHistory(tmp_path, sample_s=1.0)
+    for step in (1, 2):
+        first.take(status(step))
+        first.save()
+    with (tmp_path / HISTORY_NAME).open("a") as file:
+        file.write('{"unix": 17')
+    second = RunHistory(tmp_path, sample_s=1.0)
+    second.take(status(3))
+    second.save()
+    steps = [point[ALL_COLUMNS.index("step")] for point in read_history(tmp_path, sample_s=1.0)[1]]
+    assert steps == [1, 2, 3]
+
+
+def test_a_disk_that_refuses_costs_points_and_no_more(tmp_path: Path) -> None:
+    folder = tmp_path / "us"
+    history = RunHistory(folder)
+    history.take(status(1))
+    history.save()
+    folder.mkdir()
+    history.take(status(2))
+    history.save()
+    assert len(read_history(folder)[1]) == 2
+
+
+@given(st.binary(max_size=200))
+def test_whatever_lies_there_is_read_as_points_or_as_nothing(
+    tmp_path_factory: pytest.TempPathFactory, tail: bytes
+) -> None:
+    folder = tmp_path_factory.mktemp("history")
+    for head in (b"", b'{"period_s": 4}\n'):
+        (folder / HISTORY_NAME).write_bytes(head + tail)
+        period_s, points = read_history(folder)
+        assert period_s > 0
+        assert all(len(point) == len(ALL_COLUMNS) for point in points)

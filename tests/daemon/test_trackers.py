@@ -1,0 +1,101 @@
+"""The run history in the hands of the libraries that draw it: each is the real one, and writes to this machine only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco_node.daemon.history import HISTORY_NAME, row_of
+from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, Follower, opened
+
+
+def write_history(folder: Path, steps: range) -> None:
+    """A point a second; 10 tokens a step."""
+    columns = (1_700_000_000.0, 0, 0, 2.5, 2.25, 40.0, 7, 8, None, 0.25, 3, 90, 1.0)
+    points = ([columns[0] + step, step, 10 * step, columns[3] - step / 100, *columns[4:]] for step in steps)
+    lines = [json.dumps({"period_s": 1.0}), *(row_of(point) for point in points)]
+    (folder / HISTORY_NAME).write_text("\n".join(lines) + "\n")
+
+
+@dataclasses.dataclass
+class Recorder:
+    """A tracker that keeps what it gets."""
+
+    points: list[tuple[int, float, dict[str, float]]] = dataclasses.field(default_factory=list)
+
+    def log(self, values: dict[str, float], *, tokens: int, unix: float) -> None:
+        self.points.append((tokens, unix, dict(values)))
+
+    def close(self) -> None: ...
+
+
+def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) -> None:
+    first = Recorder()
+    follower = Follower(tmp_path, {"tensorboard": first})
+    assert follower.look() == 0, "there is no history yet"
+    write_history(tmp_path, range(1, 4))
+    assert (follower.look(), follower.look()) == (3, 0)
+    tokens, unix, values = first.points[0]
+    assert (tokens, unix) == (10, 1_700_000_001.0)
+    assert values["train/loss"] == 2.49
+    assert set(values) == set(KEYS.values()) - {"train/val_loss"}, "what is not known is no point"
+    write_history(tmp_path, range(1, 6))
+    again, other = Recorder(), Recorder()
+    assert Follower(tmp_path, {"tensorboard": again, "wandb": other}).look() == 2 + 5
+    assert [point[0] for point in again.points] == [40, 50]
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"tensorboard": "x"}', b"\xff"])
+def test_a_damaged_memory_costs_a_repetition(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / TRACKED_NAME).write_bytes(damage)
+    write_history(tmp_path, range(1, 3))
+    assert Follower(tmp_path, {"tensorboard": Recorder()}).look() == 2
+
+
+def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed: NOT TESTED")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_history(tmp_path, range(1, 4))
+    with opened(tmp_path, "us-east", "run1", ["tensorboard"]) as trackers:
+        assert Follower(tmp_path, trackers).look() == 3
+    drawn = EventAccumulator(str(tmp_path / "tensorboard" / "run1" / "us-east"))
+    drawn.Reload()
+    assert set(drawn.Tags()["tensors"]) == set(KEYS.values()) - {"train/val_loss"}
+    events = drawn.Tensors("train/loss")
+    assert [event.step for event in events] == [10, 20, 30]
+    assert events[0].tensor_proto.float_val[0] == pytest.approx(2.49)
+    assert events[0].wall_time == 1_700_000_001.0
+
+
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.mark.parametrize("name", sorted(TRACKERS))
+def test_the_process_follows_until_it_is_told_to_stop_and_hands_on_the_rest(tmp_path: Path, name: str) -> None:
+    pytest.importorskip(name, reason=f"the extra `{name}` is not installed: NOT TESTED")
+    write_history(tmp_path, range(1, 4))
+    env = {**os.environ, **OFFLINE, "TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
+    words = [sys.executable, "-m", "diloco_node.daemon.trackers", str(tmp_path), "us-east", "run1", name]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        deadline_s = time.monotonic() + 240
+        while not (tmp_path / TRACKED_NAME).exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        write_history(tmp_path, range(1, 6))
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said
+    assert json.loads((tmp_path / TRACKED_NAME).read_text()) == {name: 1_700_000_005.0}
+    left = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    expected = {"tensorboard": ".0", "trackio": ".db", "wandb": ".wandb"}[name]
+    assert expected in left, sorted(map(str, tmp_path.rglob("*")))

@@ -1,0 +1,70 @@
+"""What is released: wheel and sdist, built from the checkout, installed where nothing else is, and run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.kit.repository import ROOT
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """wheel and sdist of a copy of the checkout, as `make dist` builds them: the wheel from the sdist."""
+    pytest.importorskip("build", reason="the package `build` is not installed: NOT TESTED")
+    source, out = tmp_path_factory.mktemp("source") / "diloco", tmp_path_factory.mktemp("dist")
+    aside = shutil.ignore_patterns(".git", ".venv", "*.egg-info", "build", "runs", "site", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, source, ignore=aside)
+    run(sys.executable, "-m", "build", "--outdir", str(out), str(source), cwd=out)
+    return out
+
+
+def run(*words: str, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=800)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_wheel_and_sdist_hold_the_whole_package_and_nothing_else(dist: Path) -> None:
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+    package = ROOT / "diloco_node"
+    files = {
+        str(path.relative_to(ROOT)) for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert inside == files
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert files <= names
+    assert {"LICENSE", "README.md", "pyproject.toml"} <= names
+
+
+def test_the_wheel_runs_where_nothing_else_is_installed(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    run(sys.executable, "-m", "venv", str(tmp_path / "venv"), cwd=tmp_path)
+    programs = tmp_path / "venv" / "bin"
+    pip = [str(programs / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    # torch with its version, or pip would look at builds that bring gigabytes of CUDA.
+    run(*pip, "--constraint", str(ROOT / "constraints.txt"), "torch==2.13.0", str(wheel), cwd=tmp_path)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "DILOCO_"))}
+    node = str(programs / "diloco-node")
+    assert "start" in run(node, "--help", cwd=tmp_path, env=env)
+    where = run(
+        str(programs / "python"), "-c", "import diloco_node; print(diloco_node.__file__)", cwd=tmp_path, env=env
+    )
+    assert where.startswith(str(tmp_path)), "the installed one, not the checkout"
+    report = json.loads(run(node, "demo", "--regions", "2", "--seconds", "5", "--json", cwd=tmp_path, env=env))
+    assert report["equal_digests"]
+    assert report["rounds_committed"] > 0
+    assert len(report["regions"]) == 2
