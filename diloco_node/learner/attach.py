@@ -244,7 +244,7 @@ class Diloco:
         self.global_step, self.progress = agreed.global_step, agreed.part
         asked = f"{'the process' if self._terminate.is_set else 'rank 0, or another,'} was asked to stop"
         self._stop_if(agreed.is_stopping, (self._session and self._session.stop_reason) or asked)
-        if agreed.orders.wants_checkpoint and agreed.is_idle:
+        if agreed.wants_checkpoint and agreed.is_idle:
             self._checkpoints.save(self._progress())
         return agreed
 
@@ -304,7 +304,7 @@ class Diloco:
         it, only rank 0 may: the others keep no copy of the global parameters.
 
         Raises:
-            LearnerError: on another rank.
+            LearnerError: on another rank, or not called by all that have to.
         """
         return self._state_dict(lambda fragments: fragments.global_vectors())
 
@@ -325,6 +325,8 @@ class Diloco:
             return {name: value.detach().clone() for name, value in self._tensors.model.state_dict().items()}
         if fragments.shards.is_first_whole and not self._ranks.is_first:
             raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
+        if not fragments.shards.is_first_whole:
+            self._ranks.meet("global_state_dict() of a model in parts")
         whole = fragments.gathered(vectors_of(fragments))
         rest = self._tensors.rest_of_state()
         return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, rest)
@@ -333,6 +335,9 @@ class Diloco:
         """Go on taking versions for some time without stepping; after the loop, to end on the run's last versions.
 
         All ranks call it.
+
+        Raises:
+            LearnerError: some rank does not.
         """
         if self._boundaries is not None and not self._is_closed:
             for agreed in self._boundaries.settle(seconds):

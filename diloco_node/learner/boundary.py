@@ -47,20 +47,25 @@ class StepBoundaries:
         Raises:
             LearnerError: parameters are not finite, the optimizer undid a version, or the daemon refuses this learner.
         """
-        fragments, session = self.fragments, self.session
+        fragments, session, count = self.fragments, self.session, len(self.fragments.positions)
         fragments.verify()
-        with session.boundary() if session is not None else contextlib.nullcontext(NO_ORDERS) as orders:
-            agreed = self.ranks.agree(self._brought(tokens, orders), fragments=len(fragments.positions))
+        has_orders = session is not None and session.hear()
+        # Without the link's lock: another rank may take its time, and the daemon may be a new one then.
+        agreed = self.ranks.agree(self._brought(tokens, has_orders=has_orders), fragments=count)
+        with session.boundary() if session is not None else contextlib.nullcontext():
+            orders = session.orders() if session is not None and agreed.has_orders else NO_ORDERS
+            if agreed.has_orders:
+                orders = self.ranks.share_orders(orders, fragments=count)
             if is_step:
                 fragments.step += 1
                 fragments.tokens += agreed.tokens
                 if session is not None:
                     session.count()
-            self._carry_out(agreed)
+            self._carry_out(agreed, orders)
         self.checkpoints.all_wrote(agreed.written_step)
         return agreed
 
-    def _brought(self, tokens: int, orders: Orders) -> Boundary:
+    def _brought(self, tokens: int, *, has_orders: bool) -> Boundary:
         """What this rank brings."""
         fragments, session = self.fragments, self.session
         own = Boundary(
@@ -75,20 +80,21 @@ class StepBoundaries:
         return replace(
             own,
             is_stopping=own.is_stopping or session.stop_reason is not None,
-            orders=replace(orders, wants_checkpoint=self.checkpoints.is_due and fragments.is_placed),
+            has_orders=has_orders,
+            wants_checkpoint=self.checkpoints.is_due and fragments.is_placed,
             global_step=session.run_clock.global_step,
             part=session.run_clock.part,
         )
 
-    def _carry_out(self, agreed: Boundary) -> None:
+    def _carry_out(self, agreed: Boundary, orders: Orders) -> None:
         fragments, session = self.fragments, self.session
-        if agreed.orders.wants_initial_state:
+        if orders.wants_initial_state:
             fragments.write_initial_state()
             if session is not None:
                 session.initial_state_written()
-        for offer in agreed.orders.offers:
+        for offer in orders.offers:
             fragments.take(offer)
-        for request in agreed.orders.requests:
+        for request in orders.requests:
             answer = fragments.snapshot(request)
             if answer is not None and session is not None:
                 session.reply(answer)
@@ -111,7 +117,8 @@ class StepBoundaries:
                 log.info("waiting for the first version of all fragments")
 
     def settle(self, seconds: float) -> Iterator[Boundary]:
-        """Boundaries for some time, by rank 0's clock."""
+        """Boundaries for some time, by rank 0's clock. Raises LearnerError: other ranks are not in it."""
+        self.ranks.meet("settle()")
         deadline_s = time.monotonic() + seconds
         while True:
             left_s = deadline_s - time.monotonic()

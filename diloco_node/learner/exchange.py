@@ -2,7 +2,7 @@
 
 Every rank calls the same methods in the same order, from one thread of its own, on a Gloo group that nothing else uses.
 So no message says what it is. Nothing here is larger than one fragment, and nothing is broadcast: each rank gets what
-it holds.
+it holds. Each raises LearnerError when another rank is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.learner.layouts.shard_map import LocalFragment, ShardMap, Slab
 from diloco_node.learner.layouts.tensors import host_values
+from diloco_node.learner.ranks import among_ranks
 
 
 class RankExchange:
@@ -35,6 +36,7 @@ class RankExchange:
         # By fragment, then (owner, follower): the same slabs as the two see them.
         self._pairs = [_pairs(shards, *parts) for parts in zip(self._owned, self._followed, strict=True)]
 
+    @among_ranks()
     def gather(self, index: int, own: Tensor) -> Tensor | None:
         """Rank 0 gets the whole fragment.
 
@@ -77,6 +79,7 @@ class RankExchange:
             packed.append(values)
         return packed
 
+    @among_ranks()
     def scatter(self, index: int, whole: Tensor | None) -> tuple[Tensor, Tensor]:
         """Every rank gets its part of a fragment.
 
@@ -97,6 +100,7 @@ class RankExchange:
                 dist.recv(own, 0, group=self._group)
         return own[: owned.size], own[owned.size :]
 
+    @among_ranks()
     def share_anchor(self, index: int, own: Tensor) -> Tensor:
         """Followers get from owners what their own steps are measured from.
 

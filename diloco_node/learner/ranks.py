@@ -1,15 +1,18 @@
 """Several ranks in one region: rank 0 talks to the daemon, all ranks do the same at the same boundary.
 
 Each step the ranks add up one small vector of integers: tokens and stop requests of all of them, which transfers have
-arrived everywhere, and (nonzero in rank 0 only) where the run is and what the daemon has asked for. A sum rather than a
-broadcast, because tokens are wanted anyway: it costs the same. A group of its own on Gloo carries it, so that no GPU is
-waited for. Nothing is pickled.
+arrived everywhere, and (nonzero in rank 0 only) where the run is and whether the daemon has asked for something. Only
+then, when all ranks are known to be at the boundary, rank 0 says what it is. A group of its own on Gloo carries it, so
+that no GPU is waited for. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Final
 
 import torch
@@ -20,10 +23,14 @@ from diloco_node.wire.learner_link import SnapshotRequested, VersionOffered
 
 PART_UNITS: Final = 1 << 32
 
+MEET_S: Final = 300.0
+"""For ranks that go into one call, each when it is done with what it did before: evaluations, files."""
 
 _HEAD: Final = 8
-_PER_FRAGMENT: Final = 6
-"""Integers of the vector: first those of the whole boundary, then those of each fragment."""
+"""Integers of the vector before those of each fragment."""
+
+_ORDERS_HEAD: Final = 1
+_ORDERS_PER_FRAGMENT: Final = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +39,11 @@ class Orders:
 
     Attributes:
         requests, offers: by fragment, ascending. wants_initial_state: Theta_0 of this learner.
-        wants_checkpoint: it is time for one; rank 0 says so, not the daemon.
     """
 
     requests: tuple[SnapshotRequested, ...] = ()
     offers: tuple[VersionOffered, ...] = ()
     wants_initial_state: bool = False
-    wants_checkpoint: bool = False
 
 
 NO_ORDERS: Final = Orders()
@@ -50,7 +55,8 @@ class Boundary:
 
     Attributes:
         tokens: of this step, over all ranks. is_stopping: some rank, or the daemon, wants to stop.
-        orders: what all ranks carry out now. arrived: fragments, ascending, whose new values every rank has.
+        has_orders: rank 0 has something that all ranks are to carry out now. wants_checkpoint: it is time for one.
+        arrived: fragments, ascending, whose new values every rank has.
         global_step, part: where the run is, as rank 0 knows (`learner.run_clock`).
         is_idle: every rank could write a checkpoint now.
         written_step: of the last checkpoint, when this rank and all others have written it; else -1.
@@ -58,12 +64,30 @@ class Boundary:
 
     tokens: int
     is_stopping: bool
-    orders: Orders = NO_ORDERS
+    has_orders: bool = False
+    wants_checkpoint: bool = False
     arrived: tuple[int, ...] = ()
     global_step: int = 0
     part: float | None = None
     is_idle: bool = True
     written_step: int = -1
+
+
+@contextmanager
+def among_ranks() -> Iterator[None]:
+    """Torch's errors within it are LearnerErrors that say what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LearnerError(
+            f"another rank of this region has ended or does not answer ({first_line(error)}). Its own log says why; "
+            "the launcher and the supervisor start all ranks again"
+        ) from error
+
+
+def first_line(error: RuntimeError) -> str:
+    """What Gloo says, without its stack."""
+    return str(error).partition("\n")[0][:300]
 
 
 class Ranks:
@@ -98,17 +122,46 @@ class Ranks:
             own: `tokens`, `is_stopping`, `arrived`, `is_idle` and `written_step` of this rank. The rest is what rank 0
                 says; nothing elsewhere.
             fragments: P.
+
+        Raises:
+            LearnerError: another rank is gone.
         """
         if self.size == 1:
             return own
-        orders = own.orders
-        values = torch.zeros(_HEAD + _PER_FRAGMENT * fragments, dtype=torch.int64, device="cpu")
         # Whole numbers are added up without rounding; 0 stands for None.
         part = 0 if own.part is None else 1 + round(own.part * PART_UNITS)
-        asked = (orders.wants_initial_state, orders.wants_checkpoint)
+        asked = (own.has_orders, own.wants_checkpoint)
         head = (own.tokens, own.is_stopping, own.global_step, part, *asked, own.is_idle, 1 + own.written_step)
-        values[:_HEAD] = torch.tensor([int(value) for value in head], device="cpu")
-        marks = values[_HEAD:].view(fragments, _PER_FRAGMENT)
+        values = torch.tensor([int(value) for value in head] + [0] * fragments, device="cpu")
+        for index in own.arrived:
+            values[_HEAD + index] = 1
+        with among_ranks():
+            dist.all_reduce(values, group=self._group)
+        said = values.tolist()
+        tokens, stops, global_step, part, has_orders, wants_checkpoint, idle, written = said[:_HEAD]
+        return Boundary(
+            tokens,
+            stops > 0,
+            has_orders > 0,
+            wants_checkpoint > 0,
+            tuple(f for f, count in enumerate(said[_HEAD:]) if count == self.size),
+            global_step,
+            (part - 1) / PART_UNITS if part else None,
+            idle == self.size,
+            own.written_step if written == self.size * (1 + own.written_step) else -1,
+        )
+
+    def share_orders(self, orders: Orders, *, fragments: int) -> Orders:
+        """Those of rank 0, on every rank; the others' are ignored. All ranks have agreed that there are some.
+
+        Raises:
+            LearnerError: another rank is gone.
+        """
+        if self.size == 1:
+            return orders
+        values = torch.zeros(_ORDERS_HEAD + _ORDERS_PER_FRAGMENT * fragments, dtype=torch.int64, device="cpu")
+        values[0] = int(orders.wants_initial_state)
+        marks = values[_ORDERS_HEAD:].view(fragments, _ORDERS_PER_FRAGMENT)
         for request in orders.requests:
             marks[request.fragment, 0] = 1 + request.version
             marks[request.fragment, 1] = 1 + request.base_version
@@ -116,38 +169,46 @@ class Ranks:
             marks[offer.fragment, 2] = 1 + offer.version
             marks[offer.fragment, 3] = 2 + offer.included_snapshot  # NO_SNAPSHOT is -1
             marks[offer.fragment, 4] = int(offer.is_last)
-        for index in own.arrived:
-            marks[index, 5] = 1
-        dist.all_reduce(values, group=self._group)
-        tokens, stops, global_step, part, wants_initial_state, wants_checkpoint, idle, written = values[:_HEAD].tolist()
+        with among_ranks():
+            dist.broadcast(values, 0, group=self._group)
         said = marks.tolist()
-        return Boundary(
-            tokens,
-            stops > 0,
-            Orders(
-                tuple(SnapshotRequested(f, one[0] - 1, one[1] - 1) for f, one in enumerate(said) if one[0]),
-                tuple(VersionOffered(f, one[2] - 1, one[3] - 2, one[4] > 0) for f, one in enumerate(said) if one[2]),
-                wants_initial_state > 0,
-                wants_checkpoint > 0,
-            ),
-            tuple(f for f, one in enumerate(said) if one[5] == self.size),
-            global_step,
-            (part - 1) / PART_UNITS if part else None,
-            idle == self.size,
-            own.written_step if written == self.size * (1 + own.written_step) else -1,
+        return Orders(
+            tuple(SnapshotRequested(f, one[0] - 1, one[1] - 1) for f, one in enumerate(said) if one[0]),
+            tuple(VersionOffered(f, one[2] - 1, one[3] - 2, one[4] > 0) for f, one in enumerate(said) if one[2]),
+            bool(values[0]),
         )
+
+    def meet(self, call: str) -> None:
+        """Wait for all ranks to come to the same call, for a bounded time.
+
+        Args:
+            call: as the loop writes it.
+
+        Raises:
+            LearnerError: a rank does not come.
+        """
+        if self.size == 1:
+            return
+        try:
+            dist.monitored_barrier(self._group, timedelta(seconds=MEET_S), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise LearnerError(
+                f"{call} waits for all ranks of the region, and not all of them came to it within {MEET_S:.0f} s: call "
+                f"it on every rank, not on rank 0 alone. Torch says: {first_line(error)}"
+            ) from error
 
     def all_bytes(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, on every rank."""
         return [self.share_bytes(data, source=rank) for rank in range(self.size)]
 
     def share_bytes(self, data: bytes, *, source: int = 0) -> bytes:
-        """The bytes of one rank, on every rank; the others' are ignored."""
+        """The bytes of one rank, on every rank; the others' are ignored. Raises LearnerError: a rank is gone."""
         if self.size == 1:
             return data
         is_source = self.rank == source
         length = torch.tensor([len(data)], device="cpu")
-        dist.broadcast(length, source, group=self._group)
+        with among_ranks():
+            dist.broadcast(length, source, group=self._group)
         count = int(length.item())
         if count == 0:
             return b""
@@ -156,7 +217,8 @@ class Ranks:
             if is_source
             else torch.empty(count, dtype=torch.uint8, device="cpu")
         )
-        dist.broadcast(body, source, group=self._group)
+        with among_ranks():
+            dist.broadcast(body, source, group=self._group)
         return data if is_source else body.numpy().tobytes()
 
     def close(self) -> None:

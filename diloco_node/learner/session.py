@@ -132,14 +132,7 @@ class LearnerSession:
         """
         noted_s = time.monotonic()
         while True:
-            with self._link.lock:
-                later = []
-                for command in list(self._link.commands()):
-                    if isinstance(command, SnapshotRequested | VersionOffered):
-                        later.append(command)
-                    else:
-                        self._take_news(command)
-                self._link.put_back(*later)
+            self.hear()
             if self.welcome is not None:
                 return self.welcome
             if is_stopping() or self.stop_reason is not None:
@@ -148,6 +141,22 @@ class LearnerSession:
             if time.monotonic() - noted_s > NOTE_EVERY_S:
                 noted_s = time.monotonic()
                 log.info("waiting for the daemon")
+
+    def hear(self) -> bool:
+        """Take in what the daemon has told: `stop_reason`, `run_clock`. Returns whether it has asked for something.
+
+        Raises:
+            LearnerError: the daemon refuses this learner.
+        """
+        with self._link.lock:
+            asked = []
+            for command in list(self._link.commands()):
+                if isinstance(command, SnapshotRequested | VersionOffered):
+                    asked.append(command)
+                else:
+                    self._take_news(command)
+            self._link.put_back(*asked)
+        return bool(asked) or self._wants_initial_state
 
     def _make_attach(self) -> Attach:
         """In the link's thread, with its lock held."""
@@ -213,23 +222,26 @@ class LearnerSession:
         self._counter.write(self.fragments.step, self.fragments.tokens)
 
     @contextlib.contextmanager
-    def boundary(self) -> Iterator[Orders]:
-        """What the daemon asks for at this boundary. While it is carried out the link does not describe the learner.
-
-        `stop_reason` is known and `run_clock` was told when the block begins.
+    def boundary(self) -> Iterator[None]:
+        """Within it `orders` are taken and carried out: the link does not describe the learner meanwhile.
 
         Raises:
-            LearnerError: the daemon refuses this learner, or parameters are not finite.
+            LearnerError: parameters are not finite.
         """
         with self._link.lock:
-            yield self._orders()
+            yield
         if self._denied is not None:
             raise LearnerError(
                 f"fragment {self._denied.fragment}: {self._denied.reason}. The next start takes the global parameters"
             )
 
-    def _orders(self) -> Orders:
-        """At most one order for a fragment; what can't be carried out yet, and what comes behind it, waits."""
+    def orders(self) -> Orders:
+        """What the daemon asks for, within `boundary`: at most one order for a fragment. What can't be carried out yet,
+        and what comes behind it, waits.
+
+        Raises:
+            LearnerError: the daemon refuses this learner.
+        """
         requests: dict[int, SnapshotRequested] = {}
         offers: dict[int, VersionOffered] = {}
         waiting: set[int] = set()

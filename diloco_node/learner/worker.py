@@ -54,6 +54,8 @@ class BackgroundWorker:
 
     def check(self) -> None:
         """Raise, in the training thread, what ended the worker."""
+        if isinstance(self._failure, LearnerError):
+            raise LearnerError(str(self._failure)) from self._failure
         if self._failure is not None:
             raise LearnerError(f"the encoder thread ended: {self._failure!r}") from self._failure
 

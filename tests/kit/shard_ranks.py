@@ -62,19 +62,30 @@ class Ranks:
         return self.answers()
 
     def tell(self, **command: Any) -> None:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(command) + "\n")
-            process.stdin.flush()
+        for rank in range(len(self.processes)):
+            self.tell_one(rank, **command)
 
     def answers(self) -> list[dict[str, Any]]:
-        found = []
-        for rank, process in enumerate(self.processes):
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line, f"rank {rank} ended with {process.wait(PATIENCE_S)}"
-            found.append(json.loads(line))
-        return found
+        return [self._answer(rank) for rank in range(len(self.processes))]
+
+    def ask_one(self, rank: int, **command: Any) -> dict[str, Any]:
+        """Have one rank do something; its answer."""
+        self.tell_one(rank, **command)
+        return self._answer(rank)
+
+    def tell_one(self, rank: int, **command: Any) -> None:
+        stdin = self.processes[rank].stdin
+        assert stdin is not None
+        stdin.write(json.dumps(command) + "\n")
+        stdin.flush()
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        process = self.processes[rank]
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, f"rank {rank} ended with {process.wait(PATIENCE_S)}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def attach(self, layout: str, folder: Path, *, optimizer: bool = False) -> None:
         """Build the model, cut it, and join the daemon of `folder`."""
@@ -240,6 +251,18 @@ class Rank:
 
     def settle(self) -> None:
         self.diloco.settle(SETTLE_S)
+
+    def fail(self, at: str, meet_s: float = 300.0, **command: Any) -> dict[str, str]:
+        """Do what must raise; how it does."""
+        import diloco_node.learner.ranks
+        from diloco_node.errors import LearnerError
+
+        diloco_node.learner.ranks.MEET_S = meet_s  # type: ignore[misc]
+        try:
+            getattr(self, at)(**command)
+        except LearnerError as error:
+            return {"error": str(error)}
+        return {"error": ""}
 
     def state(self) -> dict[str, str]:
         from diloco_node.learner.layouts.tensors import is_sharded

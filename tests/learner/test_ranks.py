@@ -114,8 +114,11 @@ def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ranks = Ranks()
     assert (ranks.size, ranks.is_first) == (1, True)
-    own = Boundary(5, True, Orders(offers=(VersionOffered(2, 7, -1),)), (3,), 8, 0.5)
+    own = Boundary(5, True, has_orders=True, arrived=(3,), global_step=8, part=0.5)
     assert ranks.agree(own, fragments=4) == own
+    orders = Orders(offers=(VersionOffered(2, 7, -1),))
+    assert ranks.share_orders(orders, fragments=4) == orders
+    ranks.meet("settle()")
     assert ranks.all_bytes(b"welcome") == [b"welcome"]
     assert ranks.share_bytes(b"welcome") == b"welcome"
     ranks.close()

@@ -5,6 +5,8 @@ Real ranks over Gloo, with PyTorch's own ways to cut a model, under one fake dae
 
 from __future__ import annotations
 
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +162,40 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
         first.stdin.write('{"do": "step", "count": 1}\n')
         first.stdin.flush()
         assert first.wait(120) == 1, "for torchrun to start all of them again"
+
+
+def test_a_rank_that_loses_another_one_says_so(tmp_path: Path) -> None:
+    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path):
+        ranks.attach("fsdp", tmp_path)
+        ranks.ask(do="step", count=1)
+        ranks.processes[1].kill()
+        ranks.processes[1].wait()
+        error = ranks.ask_one(0, do="fail", at="step", count=1)["error"]
+        assert "another rank of this region has ended" in error
+        assert "Its own log says why" in error
+
+
+@pytest.mark.parametrize(
+    ("call", "named"), [("settle", r"settle\(\) waits for all ranks"), ("state", "of a model in parts")]
+)
+def test_what_all_ranks_have_to_call_is_not_waited_for_without_end(call: str, named: str, tmp_path: Path) -> None:
+    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path):
+        ranks.attach("pipeline", tmp_path)
+        error = ranks.ask_one(0, do="fail", at=call, meet_s=1.0)["error"]
+        assert re.search(named, error), error
+        assert "Ranks 1 failed" in error, "which one is missing"
+
+
+def test_a_daemon_that_comes_back_while_ranks_wait_for_one_another_is_answered(tmp_path: Path) -> None:
+    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"):
+        with FakeDaemon(tmp_path) as daemon:
+            ranks.attach("ddp", tmp_path)
+            ranks.ask(do="step", count=2)
+            ranks.tell_one(0, do="step", count=1)
+            time.sleep(0.3)  # it waits for rank 1, which is elsewhere
+        with FakeDaemon(tmp_path, theta=daemon.theta, versions=daemon.versions) as daemon:
+            assert daemon.wait_attached().step == 2
+            ranks.tell_one(1, do="step", count=1)
+            ranks.answers()
+            assert ranks.merged(daemon, 2) == 2, "and what it asks for is done"
+            ranks.ask(do="close")
