@@ -78,11 +78,7 @@ def show_budget(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with demand and use by lane.")] = False,
 ) -> None:
-    """What a running region may send and receive, in all and with each peer.
-
-    \b
-    diloco-node budget show us-east
-    """
+    """What a running region may send and receive, in all and with each peer."""
     folder = _folder(place, config)
     document = ask(find_targets(str(folder))[0])
     found = document.get("budget")
@@ -155,17 +151,15 @@ def finish(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """End the run in all regions: one last round per fragment, then each writes final.safetensors and exits 0.
-
-    \b
-    diloco-node finish us-east --reason "the loss is flat"
-    """
+    """End the run in all regions: one last round per fragment, then each writes final.safetensors and exits 0."""
     folder = _folder(place, config)
     order(folder, "finish", {"reason": reason})
     if as_json:
         typer.echo(json.dumps({"region": folder.name, "accepted": True}))
     else:
         typer.echo(f"{folder.name} asks the leader to end the run; `diloco-node status` shows how far it is")
+
+
 def log_level(
     *,
     part: Annotated[
@@ -179,11 +173,7 @@ def log_level(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Change what a running daemon logs of one part, until it starts again. For good: [log] level in run.toml.
-
-    \b
-    diloco-node log-level rounds warning --region us-east
-    """
+    """Change what a running daemon logs of one part, until it starts again. For good: [log] level in run.toml."""
     folder = _folder(place, config)
     levels = order(folder, "log-level", {"part": part, "level": level})["levels"]
     if as_json:

@@ -22,7 +22,6 @@ from diloco_node.codec.kernels import warm_up
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
-from diloco_node.daemon.admin.history import RunHistory
 from diloco_node.daemon.admin.metrics import StatusCollector
 from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.status import NoteBook, write_report
@@ -308,12 +307,6 @@ class Daemon:
             "history": self._history.document(since_unix),
             "settings": escaped_document(self.spec.settings_shown),
         }
-
-    async def _keep_history(self) -> None:
-        while True:
-            await asyncio.sleep(self._history.period_s)
-            if self._history.take(self.status()):
-                await in_thread(self._threads.background, self._history.save)
 
     def _not_ready_reason(self) -> str:
         """The learner first: what it does not do is often why the rest waits."""

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.daemon.history import ALL_COLUMNS, COLUMNS, HISTORY_NAME, RunHistory, point_of, read_history
+from diloco_node.daemon import history as module
+from diloco_node.daemon.history import ALL_COLUMNS, COLUMNS, HISTORY_NAME, RunHistory, halved, point_of, read_history
 
 
 def status(step: int, **learner: Any) -> dict[str, Any]:
@@ -102,3 +103,24 @@ def test_whatever_lies_there_is_read_as_points_or_as_nothing(
         period_s, points = read_history(folder)
         assert period_s > 0
         assert all(len(point) == len(ALL_COLUMNS) for point in points)
+
+
+@given(st.lists(st.lists(st.one_of(st.none(), st.floats(0, 1e6)), min_size=13, max_size=13), max_size=40))
+def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> None:
+    half = halved(points)
+    assert len(half) == math.ceil(len(points) / 2)
+    if points:
+        assert half[-1][0] == points[-1][0]
+    for at in range(len(ALL_COLUMNS)):
+        before = [point[at] for point in points if point[at] is not None]
+        for value in (point[at] for point in half if point[at] is not None):
+            assert min(before) - 1e-6 <= value <= max(before) + 1e-6
+
+
+def test_only_what_a_viewer_has_not_seen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = RunHistory(tmp_path)
+    for unix in (10.0, 20.0, 30.0):
+        monkeypatch.setattr(module.time, "time", lambda unix=unix: unix)
+        kept.take(status(1))
+    assert [row[0] for row in kept.document(20.0)["rows"]] == [30.0]
+    assert kept.document(20.0)["columns"] == list(COLUMNS)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from diloco_node.cli.demo.report import check_folder, learner_status, longest_ledger, read_region_report
 from diloco_node.core.types import RoundBody
-from diloco_node.daemon.admin.history import COLUMNS
+from diloco_node.daemon.history import COLUMNS
 from diloco_node.daemon.manifest_file import load_manifest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]

@@ -41,9 +41,6 @@ def deploy_ssh(
     """Copy run.toml and certificates to each region's machine, install a unit of its user, start it, show the status.
 
     A region that runs already gets the new files and goes on; --restart has it read them.
-
-    \b
-    diloco-node deploy ssh hosts.toml --dry-run
     """
     from diloco_node.cli.deploy.remote import Remote
 

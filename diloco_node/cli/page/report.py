@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from diloco_node.cli.page.merged import SNAPSHOT_PATH
 from diloco_node.cli.status import ask, find_targets
-from diloco_node.daemon.admin.history import COLUMNS, read_history
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.admin.status import REPORT_NAME
+from diloco_node.daemon.history import page_history, read_history
 from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped_document
@@ -71,8 +71,7 @@ def _region(folder: Path) -> dict[str, Any] | None:
     status = _read_object(folder / REPORT_NAME)
     if "region" not in status:
         return None
-    period_s, rows = read_history(folder)
-    history = {"columns": list(COLUMNS), "period_s": period_s, "rows": rows}
+    history = page_history(*read_history(folder))
     settings = _read_object(folder / NODE_FILE).get("settings_shown") or []
     return {"status": status, "history": history, "settings": settings}
 

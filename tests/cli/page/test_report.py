@@ -9,7 +9,7 @@ import pytest
 
 from diloco_node.cli.main import main
 from diloco_node.cli.page.report import run_snapshot
-from diloco_node.daemon.admin.history import COLUMNS, HISTORY_NAME
+from diloco_node.daemon.history import COLUMNS, HISTORY_NAME
 from diloco_node.errors import ConfigError, StorageError
 from tests.kit.page_kit import NAMES, SETTINGS, history, status
 
@@ -23,7 +23,8 @@ def finished_run(folder: Path, *, names: tuple[str, ...] = NAMES) -> None:
         (folder / name / "report.json").write_text(json.dumps(status(TWO_HOURS, name)))
         (folder / name / "node.json").write_text(json.dumps({"region": name, "settings_shown": SETTINGS}))
         document = history(TWO_HOURS, name)
-        lines = [{"columns": list(COLUMNS), "period_s": document["period_s"]}, *document["rows"]]
+        rows = (dict(zip(COLUMNS, row, strict=True)) for row in document["rows"])
+        lines = [{"period_s": document["period_s"]}, *rows]
         (folder / name / HISTORY_NAME).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
