@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime as dt
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -162,25 +163,23 @@ def _bind_error(host: str, number: int, setting: str) -> str:
 
 def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
     """Each peer: dialled with the run's certificate, and as our daemon has it."""
-    from diloco_node.cli.doctor.peer_probes import ask_all_peers, probe_mtu
+    from diloco_node.cli.doctor.peer_probes import SENT_BYTES, look_at_peers
 
     addresses = patient.addresses
-    answers = asyncio.run(ask_all_peers(identity, addresses))
+    found = asyncio.run(look_at_peers(identity, addresses))
     digest = patient.config.settings_digest()
     for peer in patient.config.regions:
         if peer == patient.region:
             continue
-        answer = answers.get(peer)
-        if answer is None:
+        if peer not in found:
             yield network.peer_undialled(peer)
-        elif isinstance(answer, PeerError):
-            yield network.peer_refused(peer, addresses[peer], str(answer))
         else:
-            yield from _answered(peer, addresses[peer], answer, digest)
-            mtu = probe_mtu(identity, peer, addresses[peer])
+            answer, mtu = found[peer].answer, found[peer].mtu
+            if isinstance(answer, PeerError):
+                yield network.peer_refused(peer, addresses[peer], str(answer))
+            else:
+                yield from _answered(peer, addresses[peer], answer, digest)
             if mtu is not None:
-                from diloco_node.cli.doctor.peer_probes import SENT_BYTES
-
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
         yield from _link(patient, peer)
 
@@ -209,15 +208,17 @@ def _link(patient: Patient, peer: str) -> Iterator[Finding]:
             yield network.peer_link(entry, is_inbound=is_inbound)
 
 
-def examine_learner(patient: Patient, has_command: bool) -> Iterator[Finding]:
-    """What its process needs. has_command: it is a training command of the user's, not the built-in trainer."""
+def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
+    """What its process needs. command: the user's own; empty: the built-in trainer."""
     config = patient.config
-    modules = start.preloaded(config, ["python"] if has_command else ())
+    modules = start.preloaded(config, command)
     yield membership.preload(modules, probes.missing_modules(modules))
     errors = []
+    if command and shutil.which(command[0]) is None:
+        errors.append(f"command {command[0]!r} is not found on PATH")
     if config.run.init is not None and not config.run.init.is_file():
         errors.append(f"run.init: {config.run.init} does not exist")
-    checks: tuple[Callable[[NodeConfig], None], ...] = () if has_command else (start.check_data, start.check_model)
+    checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
     for check in checks:
         try:
             check(config)

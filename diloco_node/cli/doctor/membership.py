@@ -100,5 +100,5 @@ def preload(modules: Sequence[str], missing: Mapping[str, str]) -> Finding:
 def learner_files(errors: Sequence[str]) -> Finding:
     """What the learner reads at its start."""
     if errors:
-        return FILES.failed("; ".join(errors), "correct the path in run.toml, or copy the files here")
-    return FILES.ok("first parameters, data and model are where run.toml says")
+        return FILES.failed("; ".join(errors), "correct the path in run.toml or behind --, or copy the files here")
+    return FILES.ok("what the learner is started with is there")

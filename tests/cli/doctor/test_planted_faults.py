@@ -218,6 +218,13 @@ def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: 
     assert "sync_every was 24, is 16" in one["text"]
 
 
+def test_a_training_command_that_is_not_there(ward: Ward) -> None:
+    ward.certify()
+    one = ward.examine("no-such-program", "train.py").one("learner-files")
+    assert (one["mark"], one["text"]) == ("failed", "command 'no-such-program' is not found on PATH")
+    assert ward.examine("sh", "train.sh").one("learner-files")["mark"] == "ok"
+
+
 # ---- peers that answer -----------------------------------------------------------------------------------------------
 
 
