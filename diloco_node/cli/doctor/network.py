@@ -18,7 +18,10 @@ PACE = Topic("run", "pace")
 ALERT = Topic("run", "alert")
 
 _HINTS: Final = (
-    ("(connection refused)", "start {peer}, or correct regions.{peer}.address; {address} is what was dialled"),
+    (
+        "(connection refused)",
+        "start {peer}, which listens when its learner has attached; or correct regions.{peer}.address",
+    ),
     ("can't be resolved", "correct the name in regions.{peer}.address, or the resolver of this machine"),
     ("another region or run", "correct regions.{peer}.address: another region answers at {address}"),
     ("signed by another run's authority", "give all regions certificates of one diloco-node certs init"),
@@ -80,11 +83,12 @@ def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
 
 def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> Finding:
     """Whether full packets come through, when nobody may split them."""
+    size = min(mtu, sent)
     if not is_through:
         hint = "lower the MTU of this machine's interface (ip link set dev eth0 mtu 1400), or let ICMP through"
-        return MTU.failed(f"packets of {mtu} bytes do not reach {peer}: {sent} bytes sent, not acknowledged", hint)
+        return MTU.failed(f"packets of {size} bytes do not reach {peer}: {sent} bytes sent, not acknowledged", hint)
     note = " (a tunnel on the way)" if mtu < MTU_USUAL else ""
-    return MTU.ok(f"packets of {mtu} bytes reach {peer} whole{note}")
+    return MTU.ok(f"packets of {size} bytes reach {peer} whole{note}")
 
 
 def daemon(region: str, status: Mapping[str, Any] | None) -> Finding:
