@@ -15,7 +15,7 @@ from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.cli.doctor.examine import Patient
-    from diloco_node.cli.doctor.finding import Finding
+    from diloco_node.cli.doctor.finding import CheckResult
 
 FAILED_CODE: Final = 1
 
@@ -48,7 +48,7 @@ def doctor(
 
 def examination(
     config: Path | None, region: str | None, assignments: list[str], *, command: Sequence[str]
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """All findings, category by category. What needs run.toml or a certificate is left out when that is wrong."""
     import datetime as dt
 
