@@ -57,7 +57,7 @@ def examination(
     try:
         patient = _patient(config, region, assignments)
     except ConfigError as error:
-        path, hint = str(config or "run.toml"), "correct it, or write one: diloco-node init"
+        path, hint = str(config or "run.toml"), "do what it says, or write a new one: diloco-node init"
         yield membership.settings_read(path, str(error), hint)
         yield from examine.examine_machine(None)
         return
