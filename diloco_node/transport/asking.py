@@ -20,6 +20,11 @@ from diloco_node.wire.tables import PROTOCOL_VERSION
 
 CLOCK_KEY: Final = "diloco-clock"
 _CLOCK_DIGITS_MAX: Final = 20
+TRIES: Final = 5
+_WORDS_LOST: Final = "Internal error from Core"
+"""What grpc.aio says where the peer refused before our hello was out, instead of the peer's words. Another try may be
+slower than the peer, or faster.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,16 @@ async def ask_peer(identity: Identity, peer: str, address: str, *, timeout_s: fl
         LinkLost: nothing there takes our certificate and speaks the protocol in time; says at which stage it failed.
         PeerIncompatible, ProtocolViolation: it answers with another version's hello, or with none.
     """
+    for _ in range(TRIES - 1):
+        try:
+            return await _ask_once(identity, peer, address, timeout_s)
+        except LinkLost as error:
+            if _WORDS_LOST not in str(error):
+                raise
+    return await _ask_once(identity, peer, address, timeout_s)
+
+
+async def _ask_once(identity: Identity, peer: str, address: str, timeout_s: float) -> PeerAnswer:
     stream = await dial(identity, peer, address, Lane.CONTROL, timeout_s=timeout_s)
     try:
         async with asyncio.timeout(timeout_s):

@@ -65,11 +65,11 @@ class Ward:
     def arguments(self) -> list[str]:
         return ["doctor", "--config", str(self.config), "--region", OWN, "--json"]
 
-    def examine(self) -> Sheet:
-        """Run the doctor."""
+    def examine(self, *command: str) -> Sheet:
+        """Run the doctor, with a training command or without."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            code = main(self.arguments())
+            code = main([*self.arguments(), *(("--", *command) if command else ())])
         return Sheet(code, out.getvalue())
 
     async def examine_beside(self) -> Sheet:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.errors import LinkLost, PeerCertificateRefused
+from diloco_node.errors import LinkLost, PeerCertificateRefused, ProtocolViolation
 from diloco_node.transport.asking import ask_peer
 from diloco_node.wire.envelope import LinkRole
 from diloco_node.wire.tables import PROTOCOL_VERSION
@@ -46,3 +46,14 @@ async def test_nobody_there(tmp_path: Path) -> None:
     async with meshed(tmp_path) as mesh:
         with pytest.raises(LinkLost, match="connection refused"):
             await ask_peer(mesh.identity("a"), "b", "127.0.0.1:1", timeout_s=DEADLINE_S)
+
+
+async def test_who_shuts_us_out_says_why_each_time(tmp_path: Path) -> None:
+    """It refuses before it has read our hello: whichever comes first, its words are heard."""
+    async with meshed(tmp_path) as mesh:
+        b, _ = await mesh.start("b", {"a": None})
+        for _ in range(3):
+            b.reject("a", ProtocolViolation("planted"))
+        for _ in range(20):
+            with pytest.raises(LinkLost, match="in quarantine"):
+                await ask_peer(mesh.identity("a"), "b", address(b), timeout_s=DEADLINE_S)

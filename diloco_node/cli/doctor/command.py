@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -15,7 +15,7 @@ from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.cli.doctor.examine import Patient
-    from diloco_node.cli.doctor.finding import Finding
+    from diloco_node.cli.doctor.finding import CheckResult
 
 FAILED_CODE: Final = 1
 
@@ -37,7 +37,7 @@ def doctor(
     """Find what keeps a region from running well, before and during a run. Exit code 1 if a check failed."""
     from diloco_node.cli.doctor.finding import finding_document, finding_lines, has_failed
 
-    findings = list(examination(config, region, assignments or [], has_command=bool(command)))
+    findings = list(examination(config, region, assignments or [], command=command or ()))
     if as_json:
         typer.echo(json.dumps(finding_document(findings), indent=1))
     else:
@@ -47,8 +47,8 @@ def doctor(
 
 
 def examination(
-    config: Path | None, region: str | None, assignments: list[str], *, has_command: bool
-) -> Iterator[Finding]:
+    config: Path | None, region: str | None, assignments: list[str], *, command: Sequence[str]
+) -> Iterator[CheckResult]:
     """All findings, category by category. What needs run.toml or a certificate is left out when that is wrong."""
     import datetime as dt
 
@@ -57,7 +57,7 @@ def examination(
     try:
         patient = _patient(config, region, assignments)
     except ConfigError as error:
-        path, hint = str(config or "run.toml"), "correct it, or write one: diloco-node init"
+        path, hint = str(config or "run.toml"), "do what it says, or write a new one: diloco-node init"
         yield membership.settings_read(path, str(error), hint)
         yield from examine.examine_machine(None)
         return
@@ -68,7 +68,7 @@ def examination(
     yield from examine.examine_ports(patient)
     if identity is not None:
         yield from examine.examine_peers(patient, identity)
-    yield from examine.examine_learner(patient, has_command)
+    yield from examine.examine_learner(patient, command)
     yield from examine.examine_run(patient)
 
 

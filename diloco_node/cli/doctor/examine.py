@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import datetime as dt
+import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from diloco_node import __version__
 from diloco_node.cli import start
 from diloco_node.cli.doctor import machine, membership, network, probes
-from diloco_node.cli.doctor.finding import Finding
+from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Patient:
         return storage(Workload(sizes, source.regions, settings, step_time_ns=1))
 
 
-def examine_machine(patient: Patient | None) -> Iterator[Finding]:
+def examine_machine(patient: Patient | None) -> Iterator[CheckResult]:
     """Versions, kernel, disk, memory, clock and GPU; what depends on run.toml only where there is one."""
     from diloco_node.wire.tables import PROTOCOL_VERSION
 
@@ -76,7 +77,7 @@ def examine_machine(patient: Patient | None) -> Iterator[Finding]:
     yield machine.clock_sync(probes.is_clock_synced())
 
 
-def _kernel() -> Iterator[Finding]:
+def _kernel() -> Iterator[CheckResult]:
     from diloco_node.daemon.process import DESCRIPTORS_LOW
     from diloco_node.transport.kernel.congestion import own_congestion_controls
 
@@ -88,7 +89,7 @@ def _kernel() -> Iterator[Finding]:
     yield machine.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
 
 
-def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
+def _disk_and_memory(patient: Patient) -> Iterator[CheckResult]:
     needs = patient.storage()
     folder = probes.nearest_folder(patient.folder.resolve())
     free, error = probes.free_bytes(folder)
@@ -105,7 +106,7 @@ def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     yield machine.memory(probes.available_memory(), needed, is_taken=patient.status is not None)
 
 
-def examine_settings(patient: Patient) -> Iterator[Finding]:
+def examine_settings(patient: Patient) -> Iterator[CheckResult]:
     """run.toml here, beside what each region that has run on this machine was started with."""
     from diloco_node.daemon.spec import NodeSpec
 
@@ -124,7 +125,7 @@ def _plain(settings: Any) -> dict[str, Any]:
     return dataclasses.asdict(settings)
 
 
-def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding], Identity | None]:
+def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[CheckResult], Identity | None]:
     """The region's certificate, and what it is good for; None: nothing."""
     from diloco_node.transport.certs import load_identity
 
@@ -142,7 +143,7 @@ def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding],
     return findings, identity
 
 
-def examine_ports(patient: Patient) -> Iterator[Finding]:
+def examine_ports(patient: Patient) -> Iterator[CheckResult]:
     """The region's own: for peers, and for status and metrics."""
     own, is_own = patient.config.regions[patient.region], patient.status is not None
     host, number = patient.config.listen(patient.region)
@@ -160,32 +161,30 @@ def _bind_error(host: str, number: int, setting: str) -> str:
     return ""
 
 
-def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
+def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]:
     """Each peer: dialled with the run's certificate, and as our daemon has it."""
-    from diloco_node.cli.doctor.peer_probes import ask_all_peers, probe_mtu
+    from diloco_node.cli.doctor.peer_probes import SENT_BYTES, look_at_peers
 
     addresses = patient.addresses
-    answers = asyncio.run(ask_all_peers(identity, addresses))
+    found = asyncio.run(look_at_peers(identity, addresses))
     digest = patient.config.settings_digest()
     for peer in patient.config.regions:
         if peer == patient.region:
             continue
-        answer = answers.get(peer)
-        if answer is None:
+        if peer not in found:
             yield network.peer_undialled(peer)
-        elif isinstance(answer, PeerError):
-            yield network.peer_refused(peer, addresses[peer], str(answer))
         else:
-            yield from _answered(peer, addresses[peer], answer, digest)
-            mtu = probe_mtu(identity, peer, addresses[peer])
+            answer, mtu = found[peer].answer, found[peer].mtu
+            if isinstance(answer, PeerError):
+                yield network.peer_refused(peer, addresses[peer], str(answer))
+            else:
+                yield from _answered(peer, addresses[peer], answer, digest)
             if mtu is not None:
-                from diloco_node.cli.doctor.peer_probes import SENT_BYTES
-
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
         yield from _link(patient, peer)
 
 
-def _answered(peer: str, address: str, answer: PeerAnswer, digest: str) -> Iterator[Finding]:
+def _answered(peer: str, address: str, answer: PeerAnswer, digest: str) -> Iterator[CheckResult]:
     from diloco_node.wire.envelope import LinkRole
     from diloco_node.wire.tables import PROTOCOL_VERSION
 
@@ -197,7 +196,7 @@ def _answered(peer: str, address: str, answer: PeerAnswer, digest: str) -> Itera
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 
 
-def _link(patient: Patient, peer: str) -> Iterator[Finding]:
+def _link(patient: Patient, peer: str) -> Iterator[CheckResult]:
     """As our own daemon has it, where one runs."""
     from diloco_node.cli.doctor.peer_probes import hosts_of, inbound_hosts
 
@@ -209,15 +208,17 @@ def _link(patient: Patient, peer: str) -> Iterator[Finding]:
             yield network.peer_link(entry, is_inbound=is_inbound)
 
 
-def examine_learner(patient: Patient, has_command: bool) -> Iterator[Finding]:
-    """What its process needs. has_command: it is a training command of the user's, not the built-in trainer."""
+def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[CheckResult]:
+    """What its process needs. command: the user's own; empty: the built-in trainer."""
     config = patient.config
-    modules = start.preloaded(config, ["python"] if has_command else ())
+    modules = start.preloaded(config, command)
     yield membership.preload(modules, probes.missing_modules(modules))
     errors = []
+    if command and shutil.which(command[0]) is None:
+        errors.append(f"command {command[0]!r} is not found on PATH")
     if config.run.init is not None and not config.run.init.is_file():
         errors.append(f"run.init: {config.run.init} does not exist")
-    checks: tuple[Callable[[NodeConfig], None], ...] = () if has_command else (start.check_data, start.check_model)
+    checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
     for check in checks:
         try:
             check(config)
@@ -227,7 +228,7 @@ def examine_learner(patient: Patient, has_command: bool) -> Iterator[Finding]:
     yield machine.gpus(probes.gpu_names(), probes.has_gpu_device())
 
 
-def examine_run(patient: Patient) -> Iterator[Finding]:
+def examine_run(patient: Patient) -> Iterator[CheckResult]:
     """What the region's daemon says, where one runs."""
     yield network.daemon(patient.region, patient.status)
     if patient.status is None:
@@ -238,7 +239,7 @@ def examine_run(patient: Patient) -> Iterator[Finding]:
     yield from network.alerts(_entries(patient.status.get("health"), "alerts"))
 
 
-def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
+def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
     """The plan at the round trip and the step time that the daemon has measured; None: there is no step yet."""
     from diloco_node.cli.plan.inputs import source_of_config
     from diloco_node.planning.plan import Network, Workload, make_plan

@@ -28,7 +28,7 @@ PLAIN_SIGNS: Final = {Mark.OK: "ok", Mark.WARNING: "!!", Mark.FAILED: "xx", Mark
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """What one check found.
 
     Attributes:
@@ -55,24 +55,24 @@ class Topic:
     category: str
     check: str
 
-    def ok(self, text: str) -> Finding:
+    def ok(self, text: str) -> CheckResult:
         """Nothing is to be done."""
-        return Finding(self.category, self.check, Mark.OK, escaped(text))
+        return CheckResult(self.category, self.check, Mark.OK, escaped(text))
 
-    def warning(self, text: str, hint: str) -> Finding:
+    def warning(self, text: str, hint: str) -> CheckResult:
         """The run goes on, worse than it could."""
-        return Finding(self.category, self.check, Mark.WARNING, escaped(text), hint)
+        return CheckResult(self.category, self.check, Mark.WARNING, escaped(text), hint)
 
-    def failed(self, text: str, hint: str) -> Finding:
+    def failed(self, text: str, hint: str) -> CheckResult:
         """The region does not start, or takes no part."""
-        return Finding(self.category, self.check, Mark.FAILED, escaped(text), hint)
+        return CheckResult(self.category, self.check, Mark.FAILED, escaped(text), hint)
 
-    def unknown(self, text: str) -> Finding:
+    def unknown(self, text: str) -> CheckResult:
         """It could not be looked at, or does not apply."""
-        return Finding(self.category, self.check, Mark.UNKNOWN, escaped(text))
+        return CheckResult(self.category, self.check, Mark.UNKNOWN, escaped(text))
 
 
-def finding_lines(findings: Sequence[Finding], *, encoding: str) -> Iterator[str]:
+def finding_lines(findings: Sequence[CheckResult], *, encoding: str) -> Iterator[str]:
     """Categories in the order in which they come first, one line each finding, the remedy and its page below.
 
     Args:
@@ -90,7 +90,7 @@ def finding_lines(findings: Sequence[Finding], *, encoding: str) -> Iterator[str
     yield conclusion(findings)
 
 
-def conclusion(findings: Sequence[Finding]) -> str:
+def conclusion(findings: Sequence[CheckResult]) -> str:
     """The last line."""
     failed, warnings = (sum(one.mark is mark for one in findings) for mark in (Mark.FAILED, Mark.WARNING))
     if failed:
@@ -106,7 +106,7 @@ def _is_shown(text: str, encoding: str) -> bool:
     return True
 
 
-def finding_document(findings: Sequence[Finding]) -> dict[str, Any]:
+def finding_document(findings: Sequence[CheckResult]) -> dict[str, Any]:
     """For `--json`."""
     return {
         "healthy": not has_failed(findings),
@@ -114,6 +114,6 @@ def finding_document(findings: Sequence[Finding]) -> dict[str, Any]:
     }
 
 
-def has_failed(findings: Sequence[Finding]) -> bool:
+def has_failed(findings: Sequence[CheckResult]) -> bool:
     """Whether the exit code says so."""
     return any(one.mark is Mark.FAILED for one in findings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from diloco_node.cli.doctor.finding import Finding, Topic
+from diloco_node.cli.doctor.finding import CheckResult, Topic
 from diloco_node.cli.tables import human_bytes
 
 PYTHON_MIN: Final = (3, 11)
@@ -34,7 +34,7 @@ AGREES = Topic("clock", "clock-peers")
 GPU = Topic("learner", "gpu")
 
 
-def python_version(found: tuple[int, int, int]) -> Finding:
+def python_version(found: tuple[int, int, int]) -> CheckResult:
     """Whether this Python runs the program."""
     text = ".".join(map(str, found))
     if found[:2] < PYTHON_MIN:
@@ -42,12 +42,12 @@ def python_version(found: tuple[int, int, int]) -> Finding:
     return PYTHON.ok(f"Python {text}")
 
 
-def program_version(version: str, protocol: int) -> Finding:
+def program_version(version: str, protocol: int) -> CheckResult:
     """Shown, to be compared by eye where a peer does not answer."""
     return PROGRAM.ok(f"diloco-node {version}, protocol {protocol}")
 
 
-def torch_version(version: str | None) -> Finding:
+def torch_version(version: str | None) -> CheckResult:
     """Only the learner needs it; a command of its own may have an environment of its own."""
     if version is None:
         hint = "pip install 'torch>=2.5' where the learner runs; a command in another environment needs it there"
@@ -55,7 +55,7 @@ def torch_version(version: str | None) -> Finding:
     return TORCH.ok(f"torch {version}")
 
 
-def congestion_control(usual: str, long_rtt: str) -> Finding:
+def congestion_control(usual: str, long_rtt: str) -> CheckResult:
     """Of sockets with a long round trip."""
     if long_rtt == "bbr":
         return BBR.ok("BBR for long round trips")
@@ -63,7 +63,7 @@ def congestion_control(usual: str, long_rtt: str) -> Finding:
     return BBR.warning(f"no BBR: long links go by {usual}, which loses most of its rate to 1 % loss", hint)
 
 
-def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> Finding:
+def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> CheckResult:
     """Largest buffers in bytes; None: the kernel does not say."""
     if rmem_max is None or wmem_max is None:
         return BUFFERS.unknown("this kernel does not say how large TCP's buffers may grow")
@@ -76,14 +76,14 @@ def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> Finding:
     return BUFFERS.warning(f"{text}: at most {at_100_ms}/s a connection over 100 ms", hint)
 
 
-def shared_memory(error: str) -> Finding:
+def shared_memory(error: str) -> CheckResult:
     """Between daemon and learner. `error`: why none could be made; empty when it could."""
     if error:
         return MEMFD.failed(f"no memfd ({error})", "allow memfd_create: a seccomp profile or an old kernel forbids it")
     return MEMFD.ok("memfd can be made and sealed")
 
 
-def descriptors(hard: int, needed: int) -> Finding:
+def descriptors(hard: int, needed: int) -> CheckResult:
     """The hard limit of open files, to which the daemon raises its own."""
     if hard < needed:
         hint = f"raise it to {needed} or more: ulimit -Hn, LimitNOFILE= of the unit, --ulimit nofile= of the container"
@@ -91,7 +91,7 @@ def descriptors(hard: int, needed: int) -> Finding:
     return DESCRIPTORS.ok(f"{hard} open files allowed")
 
 
-def disk_space(folder: str, *, free: int | None, used: int, needed: int | None, error: str) -> Finding:
+def disk_space(folder: str, *, free: int | None, used: int, needed: int | None, error: str) -> CheckResult:
     """Room for the state folder.
 
     Args:
@@ -113,7 +113,7 @@ def disk_space(folder: str, *, free: int | None, used: int, needed: int | None, 
     return SPACE.ok(text)
 
 
-def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
+def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> CheckResult:
     """How long small durable writes took."""
     if not seconds:
         return FSYNC.unknown("not measured: nothing can be written there")
@@ -125,7 +125,7 @@ def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
     return FSYNC.ok(text)
 
 
-def memory(available: int | None, needed: int | None, *, is_taken: bool) -> Finding:
+def memory(available: int | None, needed: int | None, *, is_taken: bool) -> CheckResult:
     """Room for the daemon, beside the learner's own model and optimizer. Bytes. is_taken: it runs, and has its part."""
     if available is not None and is_taken:
         return MEMORY.ok(f"{human_bytes(available)} available beside the daemon, which runs")
@@ -138,7 +138,7 @@ def memory(available: int | None, needed: int | None, *, is_taken: bool) -> Find
     return MEMORY.ok(text)
 
 
-def clock_sync(is_synced: bool | None) -> Finding:
+def clock_sync(is_synced: bool | None) -> CheckResult:
     """Whether the kernel says that something keeps its clock right."""
     if is_synced is None:
         return SYNCED.unknown("this kernel does not say whether its clock is kept right")
@@ -147,7 +147,7 @@ def clock_sync(is_synced: bool | None) -> Finding:
     return SYNCED.ok("the clock is kept right (NTP)")
 
 
-def clock_of_peer(peer: str, ahead_s: float) -> Finding:
+def clock_of_peer(peer: str, ahead_s: float) -> CheckResult:
     """A peer's wall clock beside ours."""
     text = f"{peer}'s clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} ours"
     hint = f"set the clocks: install chrony here and in {peer}; logs, certificates and restarts go by them"
@@ -158,7 +158,7 @@ def clock_of_peer(peer: str, ahead_s: float) -> Finding:
     return AGREES.ok(text)
 
 
-def gpus(names: Sequence[str] | None, has_device: bool) -> Finding:
+def gpus(names: Sequence[str] | None, has_device: bool) -> CheckResult:
     """As nvidia-smi lists them; None: there is no nvidia-smi, or it fails. has_device: the kernel shows one."""
     if names:
         return GPU.ok(f"{len(names)} visible: {', '.join(dict.fromkeys(names))}")

@@ -6,7 +6,7 @@ import datetime as dt
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from diloco_node.cli.doctor.finding import Finding, Topic
+from diloco_node.cli.doctor.finding import CheckResult, Topic
 
 DAYS_WARNING: Final = 30
 DIGEST_CHARACTERS: Final = 16
@@ -23,12 +23,12 @@ PRELOAD = Topic("learner", "preload")
 FILES = Topic("learner", "learner-files")
 
 
-def settings_read(path: str, error: str, hint: str) -> Finding:
+def settings_read(path: str, error: str, hint: str) -> CheckResult:
     """Whether run.toml is there and right."""
     return RUN_TOML.failed(error, hint) if error else RUN_TOML.ok(f"{path} is right")
 
 
-def settings_kept(region: str, started: Mapping[str, Any], now: Mapping[str, Any]) -> Finding:
+def settings_kept(region: str, started: Mapping[str, Any], now: Mapping[str, Any]) -> CheckResult:
     """What regions must agree on, as this one was started last and as run.toml has it now."""
     changed = differences(started, now)
     if not changed:
@@ -44,7 +44,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return "; ".join(shown) + (f"; {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
-def settings_equal(peer: str, ours: str, theirs: str) -> Finding:
+def settings_equal(peer: str, ours: str, theirs: str) -> CheckResult:
     """Digests (hex), as run.toml has it here and as the peer's daemon announces it."""
     if ours == theirs:
         return EQUAL.ok(f"{peer} has the same settings, {ours[:DIGEST_CHARACTERS]}")
@@ -53,14 +53,14 @@ def settings_equal(peer: str, ours: str, theirs: str) -> Finding:
     return EQUAL.failed(text, hint)
 
 
-def certificate(name: str, error: str) -> Finding:
+def certificate(name: str, error: str) -> CheckResult:
     """Whether it will be accepted. `error`: why not, with the remedy behind a colon; empty when it will."""
     if not error:
         return CERTIFICATE.ok(f"{name}, signed by the run's authority")
     return CERTIFICATE.failed(error, "copy the region's whole folder from where diloco-node certs init made it")
 
 
-def certificate_expiry(not_after: dt.datetime, now: dt.datetime) -> Finding:
+def certificate_expiry(not_after: dt.datetime, now: dt.datetime) -> CheckResult:
     """How long it is good for."""
     days = (not_after - now).days
     text = f"valid until {not_after:%Y-%m-%d}, {days} days more"
@@ -70,14 +70,14 @@ def certificate_expiry(not_after: dt.datetime, now: dt.datetime) -> Finding:
     return EXPIRY.ok(text)
 
 
-def key_mode(path: str, mode: int) -> Finding:
+def key_mode(path: str, mode: int) -> CheckResult:
     """Who else may read the key."""
     if mode & 0o077:
         return KEY_MODE.warning(f"{path} can be read by others (mode {mode & 0o777:o})", f"chmod 600 {path}")
     return KEY_MODE.ok(f"{path} is for its owner only")
 
 
-def port(what: str, error: str, is_own: bool) -> Finding:
+def port(what: str, error: str, is_own: bool) -> CheckResult:
     """Whether it is free, or held by this region's own daemon. `error`: why it can't be bound."""
     if not error:
         return PORT.ok(f"{what} is free")
@@ -86,7 +86,7 @@ def port(what: str, error: str, is_own: bool) -> Finding:
     return PORT.failed(f"{what}: {error}", "see who has it: ss -ltnp; end that, or set another port in run.toml")
 
 
-def preload(modules: Sequence[str], missing: Mapping[str, str]) -> Finding:
+def preload(modules: Sequence[str], missing: Mapping[str, str]) -> CheckResult:
     """Modules of `learner.preload`, and why some can't be imported."""
     if missing:
         why = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
@@ -97,8 +97,8 @@ def preload(modules: Sequence[str], missing: Mapping[str, str]) -> Finding:
     return PRELOAD.ok(f"{', '.join(modules)} can be imported" if modules else "nothing is preloaded")
 
 
-def learner_files(errors: Sequence[str]) -> Finding:
+def learner_files(errors: Sequence[str]) -> CheckResult:
     """What the learner reads at its start."""
     if errors:
-        return FILES.failed("; ".join(errors), "correct the path in run.toml, or copy the files here")
-    return FILES.ok("first parameters, data and model are where run.toml says")
+        return FILES.failed("; ".join(errors), "correct the path in run.toml or behind --, or copy the files here")
+    return FILES.ok("what the learner is started with is there")

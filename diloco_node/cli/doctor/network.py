@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from diloco_node.cli.doctor.finding import Finding, Topic
+from diloco_node.cli.doctor.finding import CheckResult, Topic
 
 MTU_USUAL: Final = 1500
 
@@ -18,7 +18,10 @@ PACE = Topic("run", "pace")
 ALERT = Topic("run", "alert")
 
 _HINTS: Final = (
-    ("(connection refused)", "start {peer}, or correct regions.{peer}.address; {address} is what was dialled"),
+    (
+        "(connection refused)",
+        "start {peer}, which listens when its learner has attached; or correct regions.{peer}.address",
+    ),
     ("can't be resolved", "correct the name in regions.{peer}.address, or the resolver of this machine"),
     ("another region or run", "correct regions.{peer}.address: another region answers at {address}"),
     ("signed by another run's authority", "give all regions certificates of one diloco-node certs init"),
@@ -34,13 +37,13 @@ _HINTS: Final = (
 )
 
 
-def peer_refused(peer: str, address: str, error: str) -> Finding:
+def peer_refused(peer: str, address: str, error: str) -> CheckResult:
     """Nobody at the address takes our certificate and speaks the protocol."""
     hint = next(hint for part, hint in _HINTS if part in error)
     return REACHABLE.failed(error, hint.format(peer=peer, address=address))
 
 
-def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> Finding:
+def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> CheckResult:
     """It was dialled, took our certificate, and showed that of its name."""
     if role != "training":
         text = f"diloco-node measure of {peer} answers at {address}, not its daemon"
@@ -48,7 +51,7 @@ def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> Finding:
     return REACHABLE.ok(f"{peer} answers at {address} in {1e3 * rtt_s:.0f} ms")
 
 
-def peer_version(peer: str, theirs: int, ours: int) -> Finding:
+def peer_version(peer: str, theirs: int, ours: int) -> CheckResult:
     """Of the protocol."""
     if theirs != ours:
         hint = f"install the same version of diloco-node here and in {peer}"
@@ -56,12 +59,12 @@ def peer_version(peer: str, theirs: int, ours: int) -> Finding:
     return VERSION.ok(f"{peer} speaks protocol {theirs}, as we do")
 
 
-def peer_undialled(peer: str) -> Finding:
+def peer_undialled(peer: str) -> CheckResult:
     """run.toml has no address of it."""
     return REACHABLE.unknown(f"{peer} has no address, so it dials us")
 
 
-def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
+def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> CheckResult:
     """The link as our own daemon has it.
 
     Args:
@@ -78,23 +81,24 @@ def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
     return LINK.failed(f"the link to {name}{where} is {link}: {error}", hint)
 
 
-def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> Finding:
+def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> CheckResult:
     """Whether full packets come through, when nobody may split them."""
+    size = min(mtu, sent)
     if not is_through:
         hint = "lower the MTU of this machine's interface (ip link set dev eth0 mtu 1400), or let ICMP through"
-        return MTU.failed(f"packets of {mtu} bytes do not reach {peer}: {sent} bytes sent, not acknowledged", hint)
+        return MTU.failed(f"packets of {size} bytes do not reach {peer}: {sent} bytes sent, not acknowledged", hint)
     note = " (a tunnel on the way)" if mtu < MTU_USUAL else ""
-    return MTU.ok(f"packets of {mtu} bytes reach {peer} whole{note}")
+    return MTU.ok(f"packets of {size} bytes reach {peer} whole{note}")
 
 
-def daemon(region: str, status: Mapping[str, Any] | None) -> Finding:
+def daemon(region: str, status: Mapping[str, Any] | None) -> CheckResult:
     """What our own daemon does."""
     if status is None:
         return DAEMON.unknown(f"no daemon of {region} runs here, so nothing is known about links that are up")
     return DAEMON.ok(f"{region} is {status.get('role', status.get('state', 'starting'))}: {status.get('reason', '')}")
 
 
-def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_warning: str) -> Finding:
+def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_warning: str) -> CheckResult:
     """Whether each fragment gets its round every H steps, at the round trip and the step time that are measured.
 
     Args:
@@ -107,7 +111,7 @@ def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_wa
     return PACE.ok(text)
 
 
-def alerts(found: Collection[Mapping[str, Any]]) -> list[Finding]:
+def alerts(found: Collection[Mapping[str, Any]]) -> list[CheckResult]:
     """What our daemon alerts of, as the status document has it."""
     made = []
     for one in found:

@@ -6,32 +6,29 @@ import asyncio
 import fcntl
 import ipaddress
 import socket
-import ssl
 import struct
-import tempfile
 import termios
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from diloco_node.errors import PeerError
 from diloco_node.transport.asking import PeerAnswer, ask_peer
-from diloco_node.transport.certs import Identity, tls_name
+from diloco_node.transport.certs import Identity
 
 TIMEOUT_S: Final = 5.0
 SENT_BYTES: Final = 16_000
-"""More than a packet of any usual network holds, so that full ones are sent; less than a frame of HTTP/2 may have."""
+"""More than a packet of any usual network holds, so that full ones are sent; less than a record of TLS may have."""
 
 _IP_MTU_DISCOVER: Final = 10
 _IP_PMTUDISC_DO: Final = 2
 _IP_MTU: Final = 14
 _IPV6_MTU_DISCOVER: Final = 23
 _IPV6_MTU: Final = 24
-_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_SETTINGS: Final = b"\0\0\0\4\0\0\0\0\0"
-_UNKNOWN_FRAME: Final = 0xBE
-"""RFC 9113, 4.1: who does not know a type passes over the frame."""
+_RECORD: Final = b"\x16\x03\x01\x40\x00"
+"""Head of a TLS record of 16384 bytes: who serves TLS waits for all of it, and closes when it does not come."""
 
 _ESTABLISHED: Final = "01"
 
@@ -44,53 +41,42 @@ class MtuFound:
     is_through: bool
 
 
-async def ask_all_peers(identity: Identity, addresses: dict[str, str]) -> dict[str, PeerAnswer | PeerError]:
-    """Of each peer its answer, or why there is none; all at once."""
+@dataclass(frozen=True, slots=True)
+class PeerFound:
+    """answer: of what listens at the address, or why there is none. mtu: None where nothing takes a connection."""
 
-    async def ask(peer: str) -> PeerAnswer | PeerError:
+    answer: PeerAnswer | PeerError
+    mtu: MtuFound | None
+
+
+async def look_at_peers(identity: Identity, addresses: Mapping[str, str]) -> dict[str, PeerFound]:
+    """All at once, each within some seconds."""
+
+    async def look_at(peer: str) -> PeerFound:
+        mtu = asyncio.create_task(asyncio.to_thread(probe_mtu, addresses[peer]))
         try:
-            return await ask_peer(identity, peer, addresses[peer], timeout_s=TIMEOUT_S)
+            answer: PeerAnswer | PeerError = await ask_peer(identity, peer, addresses[peer], timeout_s=TIMEOUT_S)
         except PeerError as error:
-            return error
+            answer = error
+        return PeerFound(answer, await mtu)
 
-    answers = await asyncio.gather(*(ask(peer) for peer in addresses))
-    return dict(zip(addresses, answers, strict=True))
+    found = await asyncio.gather(*(look_at(peer) for peer in addresses))
+    return dict(zip(addresses, found, strict=True))
 
 
-def probe_mtu(identity: Identity, peer: str, address: str) -> MtuFound | None:
-    """Send full packets that nobody may split over a TLS connection to a peer; None: there is no connection."""
+def probe_mtu(address: str) -> MtuFound | None:
+    """Send full packets that nobody may split; None: nothing takes a connection there."""
     host, _, port = address.rpartition(":")
     try:
-        with (
-            socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S) as plain,
-            _context(identity).wrap_socket(plain, server_hostname=tls_name(peer, identity.run_id)) as secure,
-        ):
-            is_six = secure.family is socket.AF_INET6 and not _is_mapped(secure.getpeername()[0])
+        with socket.create_connection((host.strip("[]"), int(port)), TIMEOUT_S) as sock:
+            is_six = sock.family is socket.AF_INET6
             level = socket.IPPROTO_IPV6 if is_six else socket.IPPROTO_IP
-            secure.setsockopt(level, _IPV6_MTU_DISCOVER if is_six else _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
-            secure.sendall(_PREFACE + _SETTINGS + _frame(SENT_BYTES))
-            is_through = _is_acknowledged(secure)
-            return MtuFound(secure.getsockopt(level, _IPV6_MTU if is_six else _IP_MTU), is_through)
+            sock.setsockopt(level, _IPV6_MTU_DISCOVER if is_six else _IP_MTU_DISCOVER, _IP_PMTUDISC_DO)
+            sock.sendall(_RECORD + bytes(SENT_BYTES))
+            is_through = _is_acknowledged(sock)
+            return MtuFound(sock.getsockopt(level, _IPV6_MTU if is_six else _IP_MTU), is_through)
     except (OSError, ValueError):
         return None
-
-
-def _is_mapped(host: str) -> bool:
-    return ipaddress.IPv6Address(host.partition("%")[0]).ipv4_mapped is not None
-
-
-def _frame(size_bytes: int) -> bytes:
-    return struct.pack(">I", size_bytes)[1:] + bytes([_UNKNOWN_FRAME, 0, 0, 0, 0, 0]) + bytes(size_bytes)
-
-
-def _context(identity: Identity) -> ssl.SSLContext:
-    context = ssl.create_default_context(cadata=identity.ca_pem.decode())
-    context.set_alpn_protocols(["h2"])
-    with tempfile.NamedTemporaryFile(suffix=".pem") as file:  # the ssl module takes keys from files only; mode 0600
-        file.write(identity.cert_pem + identity.key_pem)
-        file.flush()
-        context.load_cert_chain(file.name)
-    return context
 
 
 def _is_acknowledged(sock: socket.socket) -> bool:

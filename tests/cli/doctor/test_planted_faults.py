@@ -131,9 +131,9 @@ def no_such_name(ward: Ward) -> None:
         (wrong_key, "certificate", "failed", "is not the key of", "folder"),
         (no_certificate, "certificate", "failed", "is missing", "folder"),
         (open_key, "key-mode", "warning", "can be read by others (mode 644)", "chmod 600"),
-        (unknown_setting, "run-toml", "failed", "rounds.sync_evry", "correct it"),
-        (misspelt_setting, "run-toml", "failed", "did you mean sync_every?", "correct it"),
-        (another_region, "run-toml", "failed", f"'{OWN}' is not in [regions]", "correct it"),
+        (unknown_setting, "run-toml", "failed", "rounds.sync_evry", "do what it says"),
+        (misspelt_setting, "run-toml", "failed", "did you mean sync_every?", "do what it says"),
+        (another_region, "run-toml", "failed", f"'{OWN}' is not in [regions]", "do what it says"),
         (unknown_preload, "preload", "failed", "no_such_module_of_mine: there is no such module", "preload"),
         (missing_data, "learner-files", "failed", "no-such-folder", "correct the path"),
         (missing_init, "learner-files", "failed", "no-such.safetensors", "correct the path"),
@@ -216,6 +216,13 @@ def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: 
     one = ward.examine().one("settings-changed")
     assert one["mark"] == "warning"
     assert "sync_every was 24, is 16" in one["text"]
+
+
+def test_a_training_command_that_is_not_there(ward: Ward) -> None:
+    ward.certify()
+    one = ward.examine("no-such-program", "train.py").one("learner-files")
+    assert (one["mark"], one["text"]) == ("failed", "command 'no-such-program' is not found on PATH")
+    assert ward.examine("sh", "train.sh").one("learner-files")["mark"] == "ok"
 
 
 # ---- peers that answer -----------------------------------------------------------------------------------------------

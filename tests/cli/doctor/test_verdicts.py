@@ -7,7 +7,7 @@ import re
 import pytest
 
 from diloco_node.cli.doctor import machine, membership, network
-from diloco_node.cli.doctor.finding import Finding, Mark, Topic, finding_lines, has_failed
+from diloco_node.cli.doctor.finding import CheckResult, Mark, Topic, finding_lines, has_failed
 from tests.kit.repository import ROOT
 
 BAD = (Mark.WARNING, Mark.FAILED)
@@ -60,7 +60,7 @@ BAD = (Mark.WARNING, Mark.FAILED)
         (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
     ],
 )
-def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding, mark: Mark, text: str) -> None:
+def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: CheckResult, mark: Mark, text: str) -> None:
     assert finding.mark is mark
     assert text in finding.text
     assert bool(finding.hint) is (mark in BAD)
