@@ -12,6 +12,7 @@ import typer
 
 from diloco_node import errors
 from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.health.alert_kinds import ALERT_KINDS
 
 PAGE: Final = "docs/errors.md"
 
@@ -34,7 +35,7 @@ class Explanation:
 
 def explanations() -> dict[str, Explanation]:
     """All that `help` knows, by code."""
-    return {one.code: one for one in sorted(_of_errors(), key=lambda one: one.code)}
+    return {one.code: one for one in sorted((*_of_errors(), *_of_alerts()), key=lambda one: one.code)}
 
 
 def _of_errors() -> Iterator[Explanation]:
@@ -42,6 +43,11 @@ def _of_errors() -> Iterator[Explanation]:
         if issubclass(kind, DilocoError):
             meaning = inspect.getdoc(kind) or kind.__name__
             yield Explanation(kind.code, meaning, kind.exit_code, kind.remedy, f"{PAGE}#{kind.code.lower()}")
+
+
+def _of_alerts() -> Iterator[Explanation]:
+    for kind in ALERT_KINDS:
+        yield Explanation(kind.code, kind.meaning, None, kind.hint, "docs/alerts.md")
 
 
 def explain(

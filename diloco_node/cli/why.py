@@ -27,10 +27,7 @@ def why(
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Say where the time of the last rounds went, what waits for what, and what would help.
-
-    Example: diloco-node why us-east
-    """
+    """Say where the time of the last rounds went, what waits for what, and what would help."""
     documents = ask_all(targets_of(places or (), config))
     answered = [one for one in documents if "error" not in one]
     if not answered:

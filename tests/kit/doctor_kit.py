@@ -95,6 +95,7 @@ class Ward:
                 "epoch": 0,
                 "settings_digest": config.settings_digest(),
                 "manifest_digest": "manifest",
+                "settings": tuple(f"{key}={value}" for key, value in config.shared_settings().items()),
                 "identity": load_identity((certs or self.certs) / region),
                 "listen": ("127.0.0.1", self.peer_port),
                 "peers": {OWN: None} if region != OWN else {PEER: None},

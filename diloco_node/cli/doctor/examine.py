@@ -167,7 +167,6 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]
 
     addresses = patient.addresses
     found = asyncio.run(look_at_peers(identity, addresses))
-    digest = patient.config.settings_digest()
     for peer in patient.config.regions:
         if peer == patient.region:
             continue
@@ -178,20 +177,22 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]
             if isinstance(answer, PeerError):
                 yield network.peer_refused(peer, addresses[peer], str(answer))
             else:
-                yield from _answered(peer, addresses[peer], answer, digest)
+                yield from _answered(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
         yield from _link(patient, peer)
 
 
-def _answered(peer: str, address: str, answer: PeerAnswer, digest: str) -> Iterator[CheckResult]:
-    from diloco_node.wire.envelope import LinkRole
+def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[CheckResult]:
+    from diloco_node.wire.envelope import LinkRole, settings_difference
     from diloco_node.wire.tables import PROTOCOL_VERSION
 
     yield network.peer_answered(peer, address, answer.rtt_s, answer.hello.role)
     yield network.peer_version(peer, answer.hello.protocol_version, PROTOCOL_VERSION)
     if answer.hello.role is LinkRole.TRAINING:
-        yield membership.settings_equal(peer, digest, answer.hello.settings_digest)
+        shared = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
+        difference = settings_difference(shared, answer.hello.settings)
+        yield membership.settings_equal(peer, config.settings_digest(), answer.hello.settings_digest, difference)
     if answer.clock_ahead_s is not None:
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 

@@ -44,11 +44,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     return "; ".join(shown) + (f"; {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 
-def settings_equal(peer: str, ours: str, theirs: str) -> CheckResult:
-    """Digests (hex), as run.toml has it here and as the peer's daemon announces it."""
+def settings_equal(peer: str, ours: str, theirs: str, difference: str) -> CheckResult:
+    """Digests (hex), as run.toml has it here and as the peer's daemon announces it; difference: what it names."""
     if ours == theirs:
         return EQUAL.ok(f"{peer} has the same settings, {ours[:DIGEST_CHARACTERS]}")
     hint = f"compare diloco-node config show here and in {peer}: [rounds], run.steps and run.tokens must be the same"
+    if difference:
+        return EQUAL.failed(f"{peer} runs with other settings: {difference}", hint)
     text = f"{peer} runs with other settings: digest {theirs[:DIGEST_CHARACTERS]}, ours {ours[:DIGEST_CHARACTERS]}"
     return EQUAL.failed(text, hint)
 
