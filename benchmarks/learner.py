@@ -3,7 +3,7 @@
 With P = H one round per inner step is the most that pacing allows, so a step has at most one snapshot and one apply.
 Run alone:
 
-    python benchmarks/learner.py [--json] [--threads N] [--steps N]
+    python benchmarks/learner.py [--json] [--threads N] [--steps N] [--device cuda]
 """
 
 from __future__ import annotations
@@ -31,20 +31,27 @@ SHAPE = ModelSettings(layers=10, dim=640, heads=10, context=64)
 BATCH = 8
 
 
+def now_s() -> float:
+    """When everything that was begun is done, on the device too."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def timed(work: Callable[[], object]) -> float:
     """Seconds."""
-    start = time.perf_counter()
+    start = now_s()
     work()
-    return time.perf_counter() - start
+    return now_s() - start
 
 
 class Bench:
     """A 50 M model with its optimizer, and its fragments."""
 
-    def __init__(self) -> None:
-        self.model = ByteGPT(SHAPE)
+    def __init__(self, device: str) -> None:
+        self.model = ByteGPT(SHAPE).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.windows = torch.randint(0, 256, (BATCH, SHAPE.context + 1))
+        self.windows = torch.randint(0, 256, (BATCH, SHAPE.context + 1), device=device)
         tensors = ModelTensors(self.model)
         self.manifest = build_manifest(tensors.specs, FRAGMENTS)
         version_area_bytes, contributions_bytes = area_sizes(self.manifest, Codec.INT4)
@@ -74,9 +81,9 @@ class Bench:
     def round(self, index: int, version: int) -> tuple[float, float, float]:
         """Seconds that the snapshot and the apply took the training thread, and until the contribution was encoded."""
         wanted = SnapshotRequested(index, version, version - 1)
-        start = time.perf_counter()
+        start = now_s()
         self.fragments.snapshot(wanted)
-        snapshot_s = time.perf_counter() - start
+        snapshot_s = now_s() - start
         answer = self.answers.get(timeout=60)
         encoded_s = time.perf_counter() - start
         assert isinstance(answer, SnapshotReady), answer
@@ -84,9 +91,9 @@ class Bench:
         return snapshot_s, timed(lambda: self.fragments.apply(offered)), encoded_s
 
 
-def measure(steps: int) -> dict[str, float]:
+def measure(steps: int, device: str) -> dict[str, float]:
     """Medians over `steps` inner steps, each followed by one round of the next fragment."""
-    bench = Bench()
+    bench = Bench(device)
     bench.inner_step()
     for index in range(FRAGMENTS):
         bench.round(index, 1)  # touches every page once, as a run's first cycle does
@@ -115,10 +122,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as cores")
     parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     given = parser.parse_args()
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA device: NOTHING is measured")
     if given.threads:
         torch.set_num_threads(given.threads)
-    found = measure(given.steps)
+    found = measure(given.steps, given.device)
     if given.json:
         print(json.dumps(found))
         return

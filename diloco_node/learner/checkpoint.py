@@ -327,8 +327,8 @@ def write_checkpoint(
         if old not in stays:
             (folder / old.text).unlink()
     oldest = whole or (stays[-1].age if stays else None)
-    if place.rank == 0 and oldest is not None:
-        # Of a layout before this one: nobody begins with those any more.
+    if oldest is not None:
+        # Of a layout before this one: nobody begins with those any more. Every rank looks, for each host has its disk.
         for old in names:
             if old.place.ranks != place.ranks and old.age < oldest:
                 (folder / old.text).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ moments that it had. Values that have not a parameter's shape, such as a count o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,8 @@ class OptimizerParts:
         """What this rank keeps now; not copies.
 
         Raises:
-            LearnerError: the state holds what is neither tensor nor JSON.
+            LearnerError: the state holds what is neither tensor nor JSON, or a DTensor of another shape than its
+                parameter's.
         """
         state = self._optimizer.state_dict()
         tensors: dict[str, Tensor] = {}
@@ -97,6 +98,7 @@ class OptimizerParts:
             if box is None and self._names[index]:  # an empty shard: its state is of the parameter's kind all the same
                 box = Box((0,) * len(shape), tuple(shape))
             for name in [f"{prefix}.{key}" for key, value in values.items() if isinstance(value, Tensor)]:
+                _check_state(f"{name} of {self._names[index]!r}", tensors[name], self._parameters[index])
                 local = tensors[name] = local_part(tensors[name])
                 if box is not None and local.shape == shape:
                     boxes[name] = box
@@ -131,40 +133,38 @@ class OptimizerParts:
             if not is_named and len(group["params"]) != len(mine["params"]):
                 raise ValueError("another number of parameters was kept")
             group["params"] = mine["params"]
-        state = {index: one for index in range(len(self._parameters)) if (one := self._state_of(index, kept))}
+        views = [_ByParameter(one) for one in kept]
+        state = {index: one for index in range(len(self._parameters)) if (one := self._state_of(index, views))}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def missing(self, documents: Mapping[int, Kept], first: int) -> set[int]:
         """Of which ranks the parts are needed, by what they say that they have; besides those of rank `first`."""
         needed: set[int] = set()
+        views = {rank: _ByParameter(kept) for rank, kept in documents.items()}
         for name, box in zip(self._names, self._boxes, strict=True):
-            having = {rank: parts for rank, kept in documents.items() if (parts := _parts_of(kept, name))}
+            having = {rank: boxes for rank, view in views.items() if (boxes := view.boxes_of(name))}
             if box is None:  # an empty shard: only what there is of a state
                 needed.update(() if first in having else sorted(having)[:1])
                 continue
-            for rank, parts in having.items():
-                if any(box.meets(documents[rank].boxes[part]) for part in parts):
-                    needed.add(rank)
+            needed.update(rank for rank, boxes in having.items() if any(map(box.meets, boxes)))
         return needed
 
-    def _state_of(self, index: int, kept: Sequence[Kept]) -> Json:
+    def _state_of(self, index: int, views: Sequence[_ByParameter]) -> Json:
         """The state of one parameter."""
         name, box, parameter = self._names[index], self._boxes[index], self._parameters[index]
         values: Json = {}
         cut: dict[str, list[tuple[Box, Tensor]]] = {}
-        for one in kept:
-            at = _index_of(name, index, one)
-            if at is None or str(at) not in one.rest["state"]:
+        for view in views:
+            kept, at = view.kept, view.place_of(name, index)
+            if at is None or str(at) not in kept.rest["state"]:
                 continue
-            values = {**one.rest["state"][str(at)], **values}
-            prefix = f"state.{at}."
-            for part, tensor in one.tensors.items():
-                if part.startswith(prefix):
-                    key = part.removeprefix(prefix)
-                    if part in one.boxes:
-                        cut.setdefault(key, []).append((one.boxes[part], tensor))
-                    else:
-                        values.setdefault(key, tensor)
+            values = {**kept.rest["state"][str(at)], **values}
+            for part in view.tensors.get(str(at), ()):
+                key = part.removeprefix(f"state.{at}.")
+                if part in kept.boxes:
+                    cut.setdefault(key, []).append((kept.boxes[part], kept.tensors[part]))
+                else:
+                    values.setdefault(key, kept.tensors[part])
         for key, parts in cut.items():
             if box is None:  # nothing of it lies here
                 local = parts[0][1].new_empty(local_part(parameter).shape)
@@ -174,18 +174,46 @@ class OptimizerParts:
         return values
 
 
-def _index_of(name: str, index: int, kept: Kept) -> int | None:
-    """Where a parameter was among those of the rank; one that is not merged has no name, only its place."""
-    if name:
-        return kept.names.index(name) if name in kept.names else None
-    return index if kept.names[index : index + 1] in ([], [""]) else None
+class _ByParameter:
+    """What one rank has kept, found by parameter without a look at everything.
+
+    Attributes:
+        tensors: names of the state's tensors, by the index of their parameter, as text.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
+        self.tensors = _by_index(kept.tensors)
+        self._boxes = _by_index(kept.boxes)
+        self._places = {name: at for at, name in enumerate(kept.names) if name}
+
+    def place_of(self, name: str, index: int) -> int | None:
+        """Where a parameter was among those of the rank; one that is not merged has no name, only its place."""
+        if name:
+            return self._places.get(name)
+        return index if self.kept.names[index : index + 1] in ([], [""]) else None
+
+    def boxes_of(self, name: str) -> list[Box]:
+        """Of a parameter's state."""
+        return [self.kept.boxes[part] for part in self._boxes.get(str(self._places.get(name)), ())]
 
 
-def _parts_of(kept: Kept, name: str) -> list[str]:
-    if not name or name not in kept.names:
-        return []
-    prefix = f"state.{kept.names.index(name)}."
-    return [part for part in kept.boxes if part.startswith(prefix)]
+def _by_index(names: Iterable[str]) -> dict[str, list[str]]:
+    """Those of `state.INDEX.KEY`, by INDEX."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        kind, _, tail = name.partition(".")
+        if kind == "state":
+            found.setdefault(tail.partition(".")[0], []).append(name)
+    return found
+
+
+def _check_state(what: str, value: Tensor, parameter: Tensor) -> None:
+    if is_sharded(value) and value.shape != parameter.shape:
+        raise LearnerError(
+            f"optimizer {what} is cut over ranks and has the shape {tuple(value.shape)}, its parameter has "
+            f"{tuple(parameter.shape)}: only what has its parameter's shape can be cut again for other ranks"
+        )
 
 
 def _joined(what: str, box: Box, parts: Sequence[tuple[Box, Tensor]]) -> Tensor:

@@ -279,6 +279,18 @@ def test_the_newest_checkpoint_that_all_ranks_have_stays(tmp_path: Path) -> None
     assert [(name.step, name.place.rank) for name in newest_first(tmp_path)] == [(4, 0), (1, 0), (1, 1)]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_files_of_a_layout_before_go_on_every_host(rank: int, tmp_path: Path) -> None:
+    """Rank 0 is on one host only."""
+    for old in (2, 3):
+        write_checkpoint(tmp_path, checkpoint(1), RankPlace(old, 4))
+    for step in (2, 3):
+        write_checkpoint(tmp_path, checkpoint(step), RankPlace(rank, 2), whole=(1, 1))
+    assert [name.step for name in newest_first(tmp_path) if name.place.ranks == 4] == [1, 1], "the last whole one"
+    write_checkpoint(tmp_path, checkpoint(4), RankPlace(rank, 2), whole=(1, 2))
+    assert [name.place for name in newest_first(tmp_path)] == [RankPlace(rank, 2)] * 2
+
+
 def test_what_was_just_written_stays_beside_files_of_another_run(tmp_path: Path) -> None:
     """A rank's host may have kept the files of a run that was begun anew elsewhere."""
     for step in (1, 2):

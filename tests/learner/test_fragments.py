@@ -154,6 +154,42 @@ def test_included_snapshot_carries_what_came_after_it() -> None:
     assert bench.decoded() == [1.5]
 
 
+ON_A_DEVICE = [
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="no CUDA device: snapshot and apply on a GPU are NOT tested"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("device", ON_A_DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_on_a_device_comes_to_the_bits_of_one_on_the_cpu(device: str, dtype: torch.dtype) -> None:
+    """And stays where it lies: CUDA graphs keep addresses."""
+    found = []
+    for place in ("cpu", device):
+        generator = torch.Generator().manual_seed(SEED)
+        model = nn.Linear(33, 17).to(place, dtype)
+        bench = Bench(model, fragments=2, codec=Codec.INT4)
+        addresses = [one.data_ptr() for one in model.parameters()]
+        size = bench.starts[-1]
+        whole = torch.randn(3, size, generator=generator).numpy()
+        for index in range(2):
+            bench.offer(index, 0, whole[0, bench.starts[index] : bench.starts[index + 1]])
+        for version in (1, 2):
+            bench.step(-0.25)
+            for index in range(2):
+                snapshot = bench.ready(version, fragment=index).contribution.snapshot
+                part = whole[version, bench.starts[index] : bench.starts[index + 1]]
+                bench.offer(index, version, part, included=snapshot)
+        assert [one.data_ptr() for one in model.parameters()] == addresses
+        held = b"".join(one.detach().float().cpu().numpy().tobytes() for one in model.parameters())
+        found.append((held, bench.contribution_area.tobytes()))
+    assert found[0] == found[1]
+
+
 def test_not_included_carries_half_of_what_was_done_since_the_base() -> None:
     bench = Bench(one_value())
     bench.offer(0, 0, 10.0)

@@ -103,6 +103,59 @@ def test_an_empty_shard_gets_its_state_where_the_rank_had_none_before() -> None:
     step(model, optimizer)
 
 
+def test_a_state_that_is_cut_in_another_shape_is_not_kept() -> None:
+    """As of an optimizer that keeps a mean of each row."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer)
+    for parameter, state in optimizer.state.items():
+        sharded_parameter: Any = parameter
+        if parameter.dim() == 2:
+            rows = sharded_parameter.to_local()[:, :1].clone()
+            state["row_mean"] = DTensor.from_local(
+                rows,
+                sharded_parameter.device_mesh,
+                sharded_parameter.placements,
+                shape=(parameter.shape[0], 1),
+                stride=(1, 1),
+            )
+    with pytest.raises(LearnerError, match=r"row_mean of '0.weight' is cut over ranks and has the shape \(3, 1\)"):
+        OptimizerParts(optimizer, ModelTensors(model)).keep()
+
+
+def test_a_parameter_is_found_without_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what is compared, not by the clock: 300 parameters of which two ranks keep parts."""
+    looked = 0
+
+    def meets(box: Box, other: Box) -> bool:
+        nonlocal looked
+        looked += 1
+        return box == other
+
+    monkeypatch.setattr(Box, "meets", meets)
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2, 2)) for _ in range(300)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    names: list[str] = []
+
+    class Counted(str):
+        def __eq__(self, other: object) -> bool:
+            names.append(self)
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    parts = OptimizerParts(optimizer, ModelTensors(model))
+    kept = read_again(parts.keep())
+    counted = Kept(kept.tensors, kept.rest, [Counted(name) for name in kept.names], kept.boxes)
+    assert parts.missing({0: counted, 1: counted}, 0) == {0, 1}
+    parts.restore([counted])
+    assert looked <= 2 * 300
+    assert len(names) <= 10 * 300, "names compared with one another"
+
+
 def test_what_has_no_name_does_not_take_the_state_of_what_has_one() -> None:
     model = nn.Linear(2, 2)
     extra = nn.Parameter(torch.zeros(7))

@@ -92,7 +92,10 @@ def _adamw8bit(trained: Sequence[nn.Parameter]) -> Callable[..., torch.optim.Opt
             made: Callable[..., torch.optim.Optimizer] = module.AdamW8bit
             return made
     wanted = "bitsandbytes or torchao" if is_cuda else "torchao (bitsandbytes' needs a GPU)"
-    raise ConfigError(f"trainer.optimizer adamw8bit needs {wanted}, which is not installed: install it, or use adamw")
+    raise ConfigError(
+        f"trainer.optimizer adamw8bit needs {wanted}, which is not installed: "
+        "pip install 'diloco-node[adamw8bit]', or use adamw"
+    )
 
 
 def _in_8_bit_again(optimizer: torch.optim.Optimizer) -> None:

@@ -18,6 +18,7 @@ from diloco_node.learner.checkpoint import Checkpoint, CheckpointWriter, Trainin
 from diloco_node.learner.optimizer_parts import OptimizerParts
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
+WIDE = ModelSettings(layers=1, dim=64, heads=2, context=16)
 BETAS = (0.9, 0.99)
 
 
@@ -79,6 +80,12 @@ def test_a_rate_that_is_set_on_all_groups_is_used_by_each() -> None:
     assert not any(torch.equal(a, b) for a, b in zip(before, stepped(model, optimizer, 1), strict=True))
 
 
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None,
+    reason="torchao is not installed: adamw8bit is NOT tested (pip install 'diloco-node[adamw8bit]')",
+)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_checkpoint_on_disk_brings_it_back(kind: str, tmp_path: Path) -> None:
     model = ByteGPT(TINY, seed=0)
@@ -97,6 +104,41 @@ def test_a_checkpoint_on_disk_brings_it_back(kind: str, tmp_path: Path) -> None:
     found.restore(OptimizerParts(fresh), {}, rng=False)
     set_rate(fresh, 0.01)
     assert all(torch.equal(a, b) for a, b in zip(expected, stepped(other, fresh, 2), strict=True))
+
+
+@needs_torchao
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_8_bit_moments_come_back_as_8_bit_moments(tmp_path: Path) -> None:
+    """Of 4096 values on: torchao keeps smaller tensors as they are."""
+    model = ByteGPT(WIDE, seed=0)
+    optimizer = made(model, "adamw8bit")
+    before = [one.detach().clone() for one in model.parameters()]
+    stepped(model, optimizer, 3)
+    assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    moments = [state["exp_avg"] for state in optimizer.state.values() if state["exp_avg"].numel() >= 4096]
+    assert moments
+    assert all(type(one) is not torch.Tensor for one in moments)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(TrainingProgress("digest", 1, 3, 3, 30), OptimizerParts(optimizer), {})
+    writer.wait()
+    values = {name: one.detach().clone() for name, one in model.named_parameters()}
+    other = ByteGPT(WIDE, seed=9)
+    other.load_state_dict(values, strict=False)
+    fresh = made(other, "adamw8bit")
+    found = read_newest(tmp_path, "digest")
+    assert isinstance(found, Checkpoint)
+    found.restore(OptimizerParts(fresh), {}, rng=False)
+    again = [state["exp_avg"] for state in fresh.state.values() if state["exp_avg"].numel() >= 4096]
+    assert [type(one) for one in again] == [type(one) for one in moments]
+    for one, two in zip(map(plain_values, moments), map(plain_values, again), strict=True):
+        # torchao makes 8 bits of what it made of 8 bits with an error of one step of its scale.
+        assert torch.allclose(one, two, rtol=0.0, atol=float(one.abs().max()) / 100)
+    for one, two in zip(stepped(model, optimizer, 2), stepped(other, fresh, 2), strict=True):
+        assert torch.allclose(one, two, atol=0.1 * 0.01), "two steps of at most 0.01 each"
+
+
+def plain_values(moments: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(moments.shape).copy_(moments)
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -363,3 +365,19 @@ def test_what_is_compiled_is_the_loss(monkeypatch: pytest.MonkeyPatch):
     one = Trainer(settings_with(compile=True), corpus=corpus_of_words(), say=lambda line: None)
     assert compiled == [one.model.loss]
     one.run(FakeRun(1).attach)
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of its compiler
+@pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None,
+    reason="no C++ compiler: [model] compile is NOT tested (apt-get install g++)",
+)
+def test_a_compiled_loss_makes_the_steps_of_the_plain_one():
+    """The first step waits for the compiler."""
+    plain, compiled = FakeRun(3), FakeRun(3)
+    trained(settings_with(), plain)
+    trained(settings_with(compile=True), compiled)
+    assert [tokens for tokens, _ in compiled.steps] == [64, 64, 64]
+    assert [loss for _, loss in compiled.steps] == pytest.approx([loss for _, loss in plain.steps], rel=1e-4)
