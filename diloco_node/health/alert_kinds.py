@@ -48,7 +48,7 @@ PEER_DOWN: Final = AlertKind(
     WARNING,
     "This region has no link to a peer, or hears nothing from it.",
     "If the region does not run, start it on its machine. If it runs, look at the address, the firewall and its log.",
-    "diloco-node start {region}",
+    "diloco-node start --region {region}",
 )
 NO_COMMIT: Final = AlertKind(
     "A-NO-COMMIT",
@@ -82,7 +82,7 @@ LEARNER_ENDED: Final = AlertKind(
     "A-LEARNER-ENDED",
     CRITICAL,
     "The training script ended although the run goes on.",
-    "Have the loop repeat its data until step() says that the run is over, then start the learner again.",
+    "Have the loop repeat its data until `should_stop` is true, then start the learner again.",
     "diloco-node learner start {region}",
 )
 LEARNER_CRASHES: Final = AlertKind(
@@ -106,11 +106,18 @@ LEARNER_MISSING: Final = AlertKind(
     "Right after a start it still imports and builds the model. Later, read {log}.",
     "tail -n 40 {log}",
 )
-LOSS_ODD: Final = AlertKind(
-    "A-LOSS-ODD",
+LOSS_NAN: Final = AlertKind(
+    "A-LOSS-NAN",
     WARNING,
-    "Loss or gradient norm was NaN, infinite, or far out of its range within the last ten minutes.",
-    "Look at the loss of all regions and at the data of this one. Three in a row start the learner again.",
+    "The learner failed within the last ten minutes, as it does after three losses that are NaN or infinite.",
+    "It starts again from the merged parameters. If it comes again, look at the data and the learning rate here.",
+    "tail -n 40 {log}",
+)
+LOSS_SPIKE: Final = AlertKind(
+    "A-LOSS-SPIKE",
+    INFO,
+    "Loss or gradient norm was far out of its range within the last ten minutes.",
+    "Compare the loss of all regions. One that goes back by itself needs nothing.",
     "tail -n 40 {log}",
 )
 BUDGET_SMALL: Final = AlertKind(
@@ -118,7 +125,7 @@ BUDGET_SMALL: Final = AlertKind(
     WARNING,
     "The schedule can't be kept within the bandwidth budget, so merges come late.",
     "Set one of the values that the line names.",
-    "diloco-node budget set {region} --egress none",
+    "diloco-node plan --config run.toml",
 )
 DISK_REFUSED: Final = AlertKind(
     "A-DISK-REFUSED",
@@ -174,7 +181,8 @@ ALERT_KINDS: Final = (
     LEARNER_CRASHES,
     LEARNER_SILENT,
     LEARNER_MISSING,
-    LOSS_ODD,
+    LOSS_NAN,
+    LOSS_SPIKE,
     BUDGET_SMALL,
     DISK_REFUSED,
     DISK_LOW,
