@@ -120,9 +120,7 @@ def _rounds(document: Document) -> Iterator[Alert]:
     age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
     is_late = age_s is not None and usual_s is not None and age_s > max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s)
     if is_late and has_majority(document) and text(document, "state") != "finished":
-        what = (
-            f"no round was committed for {duration(age_s or 0.0)}; usually {duration(usual_s or 0.0)} lie between two"
-        )
+        what = f"no round was committed for {duration(age_s or 0.0)}, usually one every {duration(usual_s or 0.0)}"
         yield _make(kinds.NO_COMMIT, document, what)
     differences = number(document, "digest_differences")
     if differences:

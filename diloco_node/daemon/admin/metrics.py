@@ -42,7 +42,7 @@ _GAUGES: Final = (
     ("diloco_stripes_buffered_bytes", "of stripes in the daemon's memory", ("buffered_bytes",)),
     ("diloco_daemon_tasks", "running in the daemon's event loop", ("tasks",)),
     ("diloco_disk_free_bytes", "where the state folder is", ("disk", "free_bytes")),
-    ("diloco_certificate_days", "until this region's certificate ends", ("certificate", "days_left")),
+    ("diloco_certificate_end_timestamp_seconds", "when this region's ends", ("certificate", "expires_unix")),
 )
 _COUNTERS: Final = (
     ("diloco_learner_steps", "inner steps of this region's learner in all its lives", ("inner_steps",)),
