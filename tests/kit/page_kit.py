@@ -199,21 +199,23 @@ class ShownRun:
     """A run whose seconds pass with every status that is asked for.
 
     Attributes:
-        at: the second. has_lost: whether a region is lost now. asked: how often a status was made.
+        at: the second. region: whose document it is. has_lost: whether a region is lost now.
+        asked: how often a status was made.
     """
 
-    def __init__(self, at: int = 1_200) -> None:
+    def __init__(self, at: int = 1_200, region: str = "us-east") -> None:
         self.at = at
+        self.region = region
         self.has_lost = False
         self.asked = 0
 
     def status(self) -> dict[str, Any]:
         self.at += 1
         self.asked += 1
-        return status(self.at, has_lost=self.has_lost)
+        return status(self.at, self.region, has_lost=self.has_lost)
 
     def snapshot(self, since_unix: float | None) -> dict[str, Any]:
-        document = snapshot(self.at, has_lost=self.has_lost)
+        document = snapshot(self.at, self.region, has_lost=self.has_lost)
         rows = [row for row in document["history"]["rows"] if since_unix is None or row[0] > since_unix]
         return document | {"history": document["history"] | {"rows": rows}}
 

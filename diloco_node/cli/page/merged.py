@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import typer
@@ -16,9 +17,14 @@ from diloco_node.cli.status import Target, ask
 from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.daemon.admin.server import LOOPBACK, names_loopback
+from diloco_node.daemon.work import in_thread
 from diloco_node.errors import BindError, DilocoError
 
 REGIONS_MAX: Final = 64
+THREADS: Final = 32
+ANSWER_S: Final = 4.0
+"""A region that hangs holds up the others no longer."""
+
 SNAPSHOT_PATH: Final = "/api/v1/snapshot"
 
 
@@ -48,6 +54,8 @@ class MergedRegions:
         self._find = find
         self._targets: dict[str, Target] = {}
         self._names: dict[str, str] = {}
+        # Each may wait for a region that hangs, and the others' answers must not.
+        self._threads = ThreadPoolExecutor(THREADS, "ask")
 
     def find(self) -> None:
         """Look for regions. Raises DilocoError: there are none, or a place is none."""
@@ -66,11 +74,14 @@ class MergedRegions:
 
     async def _ask_all(self, path: str) -> list[dict[str, Any]]:
         with contextlib.suppress(DilocoError, OSError):
-            await asyncio.to_thread(self.find)
+            await in_thread(self._threads, self.find)
         return await asyncio.gather(*(self._ask(target, path) for target in list(self._targets.values())))
 
     async def _ask(self, target: Target, path: str) -> dict[str, Any]:
-        document = await asyncio.to_thread(ask, target, path)
+        try:
+            document = await asyncio.wait_for(in_thread(self._threads, ask, target, path), ANSWER_S)
+        except TimeoutError:
+            document = {"error": f"no answer from 127.0.0.1:{target.port} within {ANSWER_S:.0f} s"}
         if "error" in document:
             return {"region": self._names.get(target.name, target.name), "error": document["error"]}
         status = document.get("status", document)

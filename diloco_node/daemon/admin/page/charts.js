@@ -12,7 +12,8 @@ const SPEED = 5;
 const charts = new Map();
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
-export const styleOf = (at) => ({ colour: `--c${at % COLOURS}`, dash: DASHES[at % DASHES.length] });
+// A colour that comes again comes with other dashes.
+const styleOf = (at) => ({ colour: `--c${at % COLOURS}`, dash: DASHES[(at + Math.floor(at / COLOURS)) % DASHES.length] });
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // A line of the legend: what it looks like, whose it is, the last value.

@@ -15,19 +15,20 @@ const ORDER = ["no answer", "stalled", "degraded", "starting", "healthy", "finis
 const SEVERITIES = { critical: ["✕", "severe", "bad"], warning: ["!", "warning", "warn"], info: ["i", "hint", "calm"] };
 const SEVERITY_ORDER = ["critical", "warning", "info"];
 const CARDS_MAX = 24;
-const STALE_MS = 6000;
+const STALE_MS = 8000;
 
 // Where the cause of an alert is shown, by a word of its code.
 const PLACES = [["BUDGET", "bandwidth"], ["COMMIT", "rounds"], ["MAJORITY", "regions"], ["LEFT-OUT", "rounds"], ["SETTINGS", "settings"], ["LOSS", "loss"], ["DIGEST", "fragments"]];
 
 export const isStale = () => !store.isReport && store.heard !== null && performance.now() - store.heard > STALE_MS;
 
-const stateOf = (region) => (region.answered === false ? "no answer" : table(region.status.health).state || null);
+const stateOf = (region) => table(region.status.health).state || null;
+const answering = () => byName().filter((one) => one.answered !== false);
 
-// The one word for the run: the worst of its regions.
+// The one word for the run: the worst of the regions that answer. One that does not is among the alerts.
 function worst() {
-  const states = byName().map(stateOf).filter(Boolean);
-  if (isStale()) return "no answer";
+  const states = answering().map(stateOf).filter(Boolean);
+  if (isStale() || (store.regions.size && !answering().length)) return "no answer";
   return states.sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b))[0] || null;
 }
 
@@ -44,9 +45,9 @@ function alerts() {
       continue;
     }
     for (const one of tables(table(region.status.health).alerts)) {
-      const key = `${one.code} ${one.region}`; // several regions say the same of one in other words
-      const by = found.has(key) ? [...found.get(key).by, region.name] : [region.name];
-      found.set(key, { ...one, by });
+      // Several regions say the same: of one region in other words, or each of itself.
+      const isKnown = [...found.values()].some((other) => other.code === one.code && (other.region === one.region || other.text === one.text));
+      if (!isKnown) found.set(`${one.code} ${one.region}`, one);
     }
   }
   return [...found.values()].sort((a, b) => SEVERITY_ORDER.indexOf(a.severity) - SEVERITY_ORDER.indexOf(b.severity));
@@ -86,7 +87,7 @@ export function drawAlerts() {
 }
 
 function tolerance() {
-  const all = byName().map((one) => table(one.status.health).failure_tolerance).filter(isNumber);
+  const all = answering().map((one) => table(one.status.health).failure_tolerance).filter(isNumber);
   if (!all.length) return ["Failure tolerance: no data", "quiet"];
   const least = Math.min(...all);
   if (least <= 0) return ["No region may fail", "warn"];
@@ -103,8 +104,9 @@ function freshness() {
 function line() {
   if (isStale()) return "The connection is lost; it is tried again by itself.";
   const state = worst();
-  const source = byName().find((one) => stateOf(one) === state);
-  return (source && (table(source.status.health).line || source.status.error || source.status.reason)) || NO_DATA;
+  if (state === "no answer") return "No region answers.";
+  const source = answering().find((one) => stateOf(one) === state);
+  return (source && (table(source.status.health).line || source.status.reason)) || NO_DATA;
 }
 
 export function drawTop() {
