@@ -151,6 +151,7 @@ async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) ->
     async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
         await tab.until("document.querySelectorAll('#loss .legend li').length === 4")
         assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
+        assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
         assert "behind" in await tab.evaluate("document.querySelector('#fragments svg').getAttribute('aria-label')")
         assert await overflow(tab) <= 0
         assert await violations(tab) == []

@@ -86,7 +86,8 @@ export function drawAlerts() {
   );
 }
 
-function tolerance() {
+function tolerance(state) {
+  if (state === "finished") return ["", "quiet"];
   const all = answering().map((one) => table(one.status.health).failure_tolerance).filter(isNumber);
   if (!all.length) return ["Failure tolerance: no data", "quiet"];
   const least = Math.min(...all);
@@ -112,7 +113,7 @@ function line() {
 export function drawTop() {
   const state = worst();
   const [mark, tone] = STATES[state] || ["?", "calm"];
-  const [tolerates, toleranceTone] = tolerance();
+  const [tolerates, toleranceTone] = tolerance(state);
   const run = byName().map((one) => one.status.run_id).find(Boolean);
   patch(
     document.getElementById("top"),
@@ -150,7 +151,7 @@ export function drawFigures() {
       figure("tokens/s", count(sum(learners.map((one) => speedOf(one.status)))), isSeenByOne ? "this region" : ""),
       figure("merged loss", loss(greatest(merged) ?? merged[0])),
       figure("rounds merged", whole(greatest(regions.map((one) => one.status.rounds_committed)))),
-      figure("time left", seconds(furthest(regions, "eta_seconds"))),
+      figure("time left", worst() === "finished" ? "none" : seconds(furthest(regions, "eta_seconds"))),
       figure("regions", isSeenByOne ? `${members}` : `${up} of ${members}`, isSeenByOne ? `seen by ${regions[0].name}` : "answer"),
       figure("leader", known(leader)),
     ),

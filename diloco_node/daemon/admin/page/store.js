@@ -86,10 +86,18 @@ function countersOf(status) {
 
 // Bytes per second of a counter over the last seconds; null if not known.
 export function rateOf(region, name) {
+  if (store.isReport) return meanRate(region, COLUMNS.indexOf(`bytes_${name}`));
   const [first, last] = [region.counters[0], region.counters.at(-1)];
   if (!first || last[0] - first[0] < 0.5) return null;
   const used = last[1][name] - first[1][name];
   return isNumber(used) && used >= 0 ? used / (last[0] - first[0]) : null;
+}
+
+// Over the run as far as it is known, for what is over.
+function meanRate(region, column) {
+  const rows = region.rows.filter((row) => isNumber(row[column]));
+  const [first, last] = [rows[0], rows.at(-1)];
+  return rows.length > 1 && last[column] >= first[column] ? (last[column] - first[column]) / (last[0] - first[0]) : null;
 }
 
 export const byName = () => [...store.regions.values()].sort((a, b) => (a.name < b.name ? -1 : 1));
