@@ -55,7 +55,7 @@ def why_lines(answer: dict[str, Any]) -> list[str]:
     for one in answer["findings"]:
         saves = one["saves_seconds"]
         saved = f" Saves {duration(saves)} of a round." if saves else ""
-        change = f" -> {one['change']}." if one["change"] else ""
+        change = f" -> {one['change'].rstrip('.')}." if one["change"] else ""
         basis = f" ({one['basis']})" if one["basis"] else ""
         lines.append(f"{one['topic']}: {one['text']}{basis}.{change}{saved}")
     if not answer["findings"]:

@@ -320,7 +320,7 @@ class Node:
             case learner_link.Done():
                 self.learner.finished(message)
             case learner_link.Failed():
-                self.learner.warned(f"the learner failed: {message.reason}")
+                self.learner.warned(f"the learner failed: {message.reason}", has_failed=True)
                 self._note(ev.Note("learner", f"the learner failed: {message.reason}", is_alarm=True))
             case learner_link.Warned():
                 self.learner.warned(message.text)

@@ -106,11 +106,18 @@ LEARNER_MISSING: Final = AlertKind(
     "Right after a start it still imports and builds the model. Later, read {log}.",
     "tail -n 40 {log}",
 )
-LOSS_ODD: Final = AlertKind(
-    "A-LOSS-ODD",
+LOSS_NAN: Final = AlertKind(
+    "A-LOSS-NAN",
     WARNING,
-    "Loss or gradient norm was NaN, infinite, or far out of its range within the last ten minutes.",
-    "Look at the loss of all regions and at the data of this one. Three in a row start the learner again.",
+    "The learner failed within the last ten minutes, as it does after three losses that are NaN or infinite.",
+    "It starts again from the merged parameters. If it comes again, look at the data and the learning rate here.",
+    "tail -n 40 {log}",
+)
+LOSS_SPIKE: Final = AlertKind(
+    "A-LOSS-SPIKE",
+    INFO,
+    "Loss or gradient norm was far out of its range within the last ten minutes.",
+    "Compare the loss of all regions. One that goes back by itself needs nothing.",
     "tail -n 40 {log}",
 )
 BUDGET_SMALL: Final = AlertKind(
@@ -174,7 +181,8 @@ ALERT_KINDS: Final = (
     LEARNER_CRASHES,
     LEARNER_SILENT,
     LEARNER_MISSING,
-    LOSS_ODD,
+    LOSS_NAN,
+    LOSS_SPIKE,
     BUDGET_SMALL,
     DISK_REFUSED,
     DISK_LOW,

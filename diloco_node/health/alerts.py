@@ -20,7 +20,7 @@ SILENT_STEPS: Final = 10.0
 """Times a step: evaluations and checkpoints are pauses, too."""
 
 SILENT_MIN_S: Final = 20.0
-LOSS_ODD_S: Final = 600.0
+LOSS_SHOWN_S: Final = 600.0
 """So long a warning of the learner is shown."""
 
 DISK_LOW_PART: Final = 0.03
@@ -133,8 +133,9 @@ def _rounds(document: Document) -> Iterator[Alert]:
 def _learner(document: Document) -> Iterator[Alert]:
     warning = part(document, "learner_warning")
     age_s = number(warning, "age_seconds")
-    if age_s is not None and age_s < LOSS_ODD_S:
-        yield _make(kinds.LOSS_ODD, document, f"{text(warning, 'text')} ({duration(age_s)} ago)")
+    if age_s is not None and age_s < LOSS_SHOWN_S:
+        kind = kinds.LOSS_NAN if warning.get("is_failure") is True else kinds.LOSS_SPIKE
+        yield _make(kind, document, f"{text(warning, 'text')} ({duration(age_s)} ago)")
     fault = learner_fault(document)
     if fault is not None:
         yield _make(fault[0], document, fault[1])

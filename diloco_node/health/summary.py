@@ -73,9 +73,10 @@ def _state(document: Document, alerts: Sequence[Document]) -> str:
 def _line(document: Document, state: str, alerts: Sequence[Document]) -> str:
     if state == "finished":
         return text(document, "reason") or "finished"
-    if alerts:
-        first = alerts[0]
-        more = f" (and {len(alerts) - 1} more)" if len(alerts) > 1 else ""
+    grave = [one for one in alerts if one["severity"] != kinds.INFO]
+    if grave:
+        first = grave[0]
+        more = f" (and {len(grave) - 1} more)" if len(grave) > 1 else ""
         about = "" if first["region"] in first["text"] else f"{first['region']}: "
         return f"{state}: {about}{first['text']}{more}"
     if state == "starting":

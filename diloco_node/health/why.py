@@ -21,6 +21,9 @@ TRIPS: Final = 4
 SLOWER: Final = 1.25
 """A learner is slow when its steps take so many times the median of the others."""
 
+COSTS: Final = 0.05
+"""A wait that costs less of a round is said without a remedy."""
+
 BEHIND_STEPS: Final = 0.9
 BEHIND_ENTRIES: Final = 4
 JOINED_LOW: Final = 0.9
@@ -56,8 +59,9 @@ def explain(documents: Sequence[Document], region: str = "") -> dict[str, Any]:
     found += _behind(known)
     if region:
         found = [one for one in found if not one.regions or region in one.regions]
+    own = [one for one in known if text(one, "region") == region]
     return {
-        "line": text(joint_health(known), "line"),
+        "line": text(joint_health(own or known), "line"),
         "region": region,
         "critical_path": None if path is None else dataclasses.asdict(path),
         "findings": [dataclasses.asdict(one) for one in found],
@@ -102,7 +106,9 @@ def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterato
     cost_s = cost_of(log, region, phase)
     basis = "" if cost_s is None else f"median of {phase} in the rounds that waited for {region}, against the others"
     what = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
-    yield Finding("rounds", (region,), what, _HELPS.get(phase, _HELPS[""]).format(region=region), cost_s, basis)
+    is_dear = cost_s is None or cost_s > COSTS * path.seconds
+    change = _HELPS.get(phase, _HELPS[""]).format(region=region) if is_dear else ""
+    yield Finding("rounds", (region,), what, change, cost_s, basis)
 
 
 _HELPS: Final = {

@@ -103,10 +103,16 @@ CASES = [
     (kinds.LEARNER_SILENT, changed(learner={"report_age_seconds": 75.0}), "no step for 75 s; a step takes 200 ms", ""),
     (kinds.LEARNER_MISSING, changed(learner=None), "no learner is attached", ""),
     (
-        kinds.LOSS_ODD,
-        changed(learner_warning={"text": "the loss is nan", "age_seconds": 30.0}),
+        kinds.LOSS_NAN,
+        changed(learner_warning={"text": "the loss is nan", "age_seconds": 30.0, "is_failure": True}),
         "the loss is nan (30 s ago)",
-        "",
+        "tail -n 40 /s/us/logs/learner.log",
+    ),
+    (
+        kinds.LOSS_SPIKE,
+        changed(learner_warning={"text": "the loss is 9.1", "age_seconds": 30.0, "is_failure": False}),
+        "the loss is 9.1 (30 s ago)",
+        "tail -n 40 /s/us/logs/learner.log",
     ),
     (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node budget set us"),
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
@@ -178,6 +184,13 @@ def test_a_run_that_is_over_has_no_missing_learners_and_peers() -> None:
     assert health_of(over)["line"] == "finished: enough steps"
     ending = changed(state="finishing", learner=None, learner_process={"state": "done"})
     assert find_alerts(ending) == []
+
+
+def test_a_spike_is_shown_but_the_run_is_healthy() -> None:
+    health = health_of(changed(learner_warning={"text": "the loss is 9.1", "age_seconds": 30.0}))
+    assert (health["state"], len(health["alerts"])) == ("healthy", 1)
+    assert health["line"].startswith("healthy: 3 of 3 regions")
+    assert health_of(changed(learner_warning={"text": "old", "age_seconds": 700.0}))["alerts"] == []
 
 
 def test_a_region_that_has_no_learner_by_design_raises_nothing() -> None:

@@ -126,7 +126,7 @@ class RunFacts:
         if not facts.last_warning_ns:
             return None
         age_s = (self._now_ns() - facts.last_warning_ns) / NS_PER_S
-        return {"text": facts.last_warning, "age_seconds": age_s}
+        return {"text": facts.last_warning, "age_seconds": age_s, "is_failure": facts.has_failed}
 
 
 def disk_space(folder: Path) -> dict[str, Any]:

@@ -41,8 +41,8 @@ HOST_ALLOWED: Final = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})
 """The whole of a Host header. What is no more than a name and a port can't hide another name."""
 
 LOOPBACK_ONLY: Final = (
-    "this port answers to loopback names only. From another machine forward it: ssh -L 7401:127.0.0.1:7401 HOST, then ask "
-    "localhost:7401. Or run the scraper on this machine, or a proxy here that sends 'Host: localhost' (docs/operate.md)"
+    "this port answers to loopback names only. From another machine forward it: ssh -L 7401:127.0.0.1:7401 HOST, and "
+    "ask localhost:7401. Or run the scraper on this machine, or a proxy here that sends 'Host: localhost' (docs/operate.md)"
 )
 
 CONNECTIONS_MAX: Final = 64

@@ -52,7 +52,7 @@ class LearnerFacts:
         tokens_at_first_report: of its incarnation.
         warnings: losses and gradient norms that were out of their range, and were told.
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
-        last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed; 0: none.
+        last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed (`has_failed`); 0: none.
         tokens: how fast they are made now.
     """
 
@@ -68,6 +68,7 @@ class LearnerFacts:
     warnings: int = 0
     last_warning: str = ""
     last_warning_ns: int = 0
+    has_failed: bool = False
     tokens: SlidingRate = field(default_factory=lambda: SlidingRate(RATE_WINDOW_S))
 
 
@@ -344,9 +345,10 @@ class LearnerProxy:
             with contextlib.suppress(BufferError):
                 area.close()
 
-    def warned(self, text: str) -> None:
+    def warned(self, text: str, *, has_failed: bool = False) -> None:
         """It says that a loss or a norm is out of its range, or why it fails."""
-        self.facts.warnings += 1
+        self.facts.warnings += not has_failed
+        self.facts.has_failed = has_failed
         self.facts.last_warning, self.facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()
 
     def silence(self) -> str:
