@@ -82,7 +82,7 @@ LEARNER_ENDED: Final = AlertKind(
     "A-LEARNER-ENDED",
     CRITICAL,
     "The training script ended although the run goes on.",
-    "Have the loop repeat its data until step() says that the run is over, then start the learner again.",
+    "Have the loop repeat its data until `should_stop` is true, then start the learner again.",
     "diloco-node learner start {region}",
 )
 LEARNER_CRASHES: Final = AlertKind(

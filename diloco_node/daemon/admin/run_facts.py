@@ -50,6 +50,7 @@ class RunFacts:
         self._refusals = refusals
         self._now_ns = now_ns
         self._part = SlidingRate(ETA_WINDOW_S)
+        self._marked = -1.0
         self._disk: dict[str, Any] = {}
         self._phases = PhaseTimes()
         self.rounds = RoundLog(
@@ -69,7 +70,8 @@ class RunFacts:
         """Remember how far the run is now."""
         now_ns = self._now_ns()
         part = self._core.leader.progress.position(now_ns=now_ns).part
-        if part is not None:
+        if part is not None and part > self._marked:  # what stands still has no time that is left
+            self._marked = part
             self._part.add(part, now_ns=now_ns)
 
     def document(self, learner: LearnerProxy) -> dict[str, Any]:

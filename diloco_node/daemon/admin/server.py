@@ -42,7 +42,7 @@ HOST_ALLOWED: Final = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})
 
 LOOPBACK_ONLY: Final = (
     "this port answers to loopback names only. From another machine forward it: ssh -L 7401:127.0.0.1:7401 HOST, and "
-    "ask localhost:7401. Or run the scraper on this machine, or a proxy here that sends 'Host: localhost' (docs/operate.md)"
+    "ask localhost:7401. Or run the scraper here, or a proxy here that sends 'Host: localhost' (docs/operate.md)"
 )
 
 CONNECTIONS_MAX: Final = 64

@@ -128,7 +128,9 @@ async def test_a_budget_is_set_with_the_token_and_refused_with_a_reason(served, 
 
 async def test_a_foreign_host_header_is_refused(served) -> None:
     _, _, session = served
-    assert (await session.get("/api/v1/status", headers={"Host": "evil.example"})).status == 403
+    refused = await session.get("/api/v1/status", headers={"Host": "evil.example"})
+    assert refused.status == 403
+    assert "ssh -L" in (await refused.json())["error"], "it says how to ask from elsewhere"
     assert (await session.get("/api/v1/status", headers={"Host": "localhost:1"})).status == 200
 
 

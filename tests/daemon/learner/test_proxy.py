@@ -130,6 +130,32 @@ def test_reports_reach_the_core_with_what_was_measured(bench: Bench) -> None:
     assert (bench.side.facts.loss_first, bench.side.facts.loss_last) == (2.5, 1.5)
 
 
+def test_a_learner_that_stands_still_is_silent_and_has_no_rate(bench: Bench) -> None:
+    bench.side.attached(attach(), 3, ())
+    bench.now_ns = 100 * SECOND
+    assert bench.side.silence() == "", "it has reported nothing yet: it may wait for the others"
+    for step in range(1, 101):
+        bench.now_ns += SECOND // 20
+        bench.side.reported(report(step, 100 * step))
+    assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) == pytest.approx(2000)
+    bench.now_ns += 75 * SECOND
+    assert bench.side.silence() == "the learner has reported no step for 75 s; a step takes 50 ms"
+    assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) == 0.0
+    bench.side.attached(attach(), 4, ())
+    assert bench.side.silence() == "", "the next one has not begun"
+    assert bench.side.facts.tokens.per_second(now_ns=bench.now_ns) is None
+
+
+def test_the_last_warning_and_a_failure_are_kept_apart(bench: Bench) -> None:
+    bench.now_ns = 5 * SECOND
+    bench.side.warned("the loss is 9.1 \x1b[2J")
+    facts = bench.side.facts
+    assert (facts.last_warning, facts.warnings, facts.has_failed) == ("the loss is 9.1 \\x1b[2J", 1, False)
+    bench.side.warned("nan", has_failed=True)
+    assert (facts.last_warning, facts.warnings, facts.has_failed) == ("nan", 1, True)
+    assert facts.last_warning_ns == 5 * SECOND
+
+
 def test_fast_steps_are_told_only_now_and_then_unless_they_change_something(bench: Bench) -> None:
     bench.side.attached(attach(), 3, ())
     position = FragmentPosition(0, 0, 0, 0)

@@ -1,0 +1,91 @@
+"""Disk, certificate and the time that is left, in the status document."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco_node.core.rounds.progress import RunPosition
+from diloco_node.core.types import RunSettings
+from diloco_node.daemon.admin.run_facts import RunFacts, disk_space
+from diloco_node.daemon.learner.proxy import LearnerFacts
+
+SECOND = 1_000_000_000
+ACCOUNT: Any = SimpleNamespace(
+    merged_tokens=lambda _: 900, totals=lambda _: ((600, 800), (4, 6)), covered_tokens=lambda _region, _: 700
+)
+
+
+class Scripted:
+    """A core that is as far as the test says, and the clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_ns = 0
+        self.part: float | None = 0.0
+        self.refusals: dict[str, str] = {}
+        self.history = SimpleNamespace(rounds_committed=0, versions=[0, 0], account=ACCOUNT, finished=None)
+        progress = SimpleNamespace(
+            position=lambda now_ns: RunPosition(int(250 * (self.part or 0.0)), self.part),
+            steps_of=lambda name: len(name),
+        )
+        self.leader = SimpleNamespace(progress=progress)
+        spec: Any = SimpleNamespace(
+            region="us", regions=("eu", "us"), run_id="try", settings=RunSettings(steps_max=250), state_dir=folder
+        )
+        core: Any = self
+        expires = datetime.now(UTC) + timedelta(days=12)
+        self.facts = RunFacts(core, spec, expires=expires, refusals=lambda: self.refusals, now_ns=lambda: self.now_ns)
+
+    def document(self, **facts: Any) -> dict[str, Any]:
+        learner: Any = SimpleNamespace(facts=LearnerFacts(**facts), tokens_total=1000)
+        return self.facts.document(learner)
+
+
+@pytest.fixture
+def scripted(tmp_path: Path) -> Scripted:
+    return Scripted(tmp_path)
+
+
+def test_the_time_that_is_left_follows_the_pace(scripted: Scripted) -> None:
+    assert scripted.document()["run"]["eta_seconds"] is None, "one look is no pace"
+    for at in range(11):
+        scripted.now_ns, scripted.part = at * 2 * SECOND, 0.01 * at
+        scripted.facts.mark()
+    run = scripted.document()["run"]
+    assert run["eta_seconds"] == pytest.approx(0.9 / 0.005)
+    assert (run["id"], run["step"], run["total_steps"], run["tokens"]) == ("try", 25, 250, 900)
+    for _ in range(300):  # nothing moves any more
+        scripted.now_ns += 2 * SECOND
+        scripted.facts.mark()
+    assert scripted.document()["run"]["eta_seconds"] is None or scripted.document()["run"]["eta_seconds"] > 4000
+
+
+def test_a_run_without_an_end_has_none(scripted: Scripted) -> None:
+    scripted.part = None
+    scripted.facts.mark()
+    assert scripted.document()["run"]["eta_seconds"] is None
+    scripted.history.finished = SimpleNamespace(reason="enough")
+    assert scripted.document()["run"]["eta_seconds"] == 0.0
+
+
+def test_disk_certificate_and_tokens_are_shown(scripted: Scripted, tmp_path: Path) -> None:
+    scripted.facts.look()
+    scripted.refusals["ledger"] = "No space left on device"
+    document = scripted.document()
+    assert document["disk"]["refused"] == "ledger: No space left on device"
+    assert 0 < document["disk"]["free_bytes"] < document["disk"]["total_bytes"]
+    assert document["certificate"]["days_left"] == pytest.approx(12, abs=0.1)
+    assert document["token_account"] == {"trained": 1000, "carried": 300, "run_merged": 700, "run_discarded": 5}
+    assert document["steps_of"] == {"eu": 2, "us": 2}
+    assert disk_space(tmp_path / "gone") == {}
+
+
+def test_a_warning_of_the_learner_has_its_age(scripted: Scripted) -> None:
+    assert scripted.document()["learner_warning"] is None
+    scripted.now_ns = 40 * SECOND
+    shown = scripted.document(last_warning="nan", last_warning_ns=10 * SECOND, has_failed=True)["learner_warning"]
+    assert shown == {"text": "nan", "age_seconds": 30.0, "is_failure": True}
