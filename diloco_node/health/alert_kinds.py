@@ -48,7 +48,7 @@ PEER_DOWN: Final = AlertKind(
     WARNING,
     "This region has no link to a peer, or hears nothing from it.",
     "If the region does not run, start it on its machine. If it runs, look at the address, the firewall and its log.",
-    "diloco-node start {region}",
+    "diloco-node start --region {region}",
 )
 NO_COMMIT: Final = AlertKind(
     "A-NO-COMMIT",
@@ -125,7 +125,7 @@ BUDGET_SMALL: Final = AlertKind(
     WARNING,
     "The schedule can't be kept within the bandwidth budget, so merges come late.",
     "Set one of the values that the line names.",
-    "diloco-node budget set {region} --egress none",
+    "diloco-node plan --config run.toml",
 )
 DISK_REFUSED: Final = AlertKind(
     "A-DISK-REFUSED",

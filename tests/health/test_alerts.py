@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 from copy import deepcopy
 from typing import Any
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco_node.cli.main import app
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
 from diloco_node.health.summary import STATES, health_of, joint_health
@@ -59,7 +62,12 @@ def peers(**by_name: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 CASES = [
-    (kinds.PEER_DOWN, changed(peers=peers(ap=DOWN)), "ap (ap:1) is down: Connection refused", "diloco-node start ap"),
+    (
+        kinds.PEER_DOWN,
+        changed(peers=peers(ap=DOWN)),
+        "ap (ap:1) is down: Connection refused",
+        "diloco-node start --region ap",
+    ),
     (kinds.LAST_MAJORITY, changed(peers=peers(ap=DOWN)), "2 of 3 regions are left", ""),
     (kinds.NO_MAJORITY, changed(peers=peers(ap=DOWN, eu=DOWN)), "1 of 3 regions are left, 2 are needed", ""),
     (kinds.NO_COMMIT, changed(commit_age_seconds=41.0), "for 41 s, usually one every 4.0 s", "diloco-node why us"),
@@ -114,7 +122,7 @@ CASES = [
         "the loss is 9.1 (30 s ago)",
         "tail -n 40 /s/us/logs/learner.log",
     ),
-    (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node budget set us"),
+    (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node plan"),
     (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
     (kinds.DISK_LOW, changed(disk={"free_bytes": 2e9}), "2.0 GB of 100.0 GB are free", "df -h /s/us"),
     (kinds.DISK_LOW, changed(parameters=4_000_000_000), "50.0 GB of 100.0 GB are free", "df -h /s/us"),
@@ -237,6 +245,17 @@ def test_documents_of_other_versions_break_nothing(junk: dict[str, Any], data: s
     health = health_of(document)
     joint_health([document, document | {"health": data.draw(JUNK)}])
     assert health["state"] in STATES
+
+
+@pytest.mark.parametrize("kind", [kind for kind in kinds.ALERT_KINDS if "diloco-node" in kind.command], ids=str)
+def test_a_command_to_copy_is_one_that_there_is(kind: kinds.AlertKind) -> None:
+    """Its arguments are parsed as they would be; nothing is carried out."""
+    words = shlex.split(kind.command.format(region="us", own="eu", log="l", state="s"))[1:]
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands") and words and not words[0].startswith("-"):
+        command = command.commands[words.pop(0)]
+    if not {"--help", "--version"} & set(words):
+        command.make_context(command.name, words)
 
 
 def test_the_page_has_each_alert_once() -> None:
