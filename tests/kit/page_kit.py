@@ -54,7 +54,7 @@ ALERT = {
     "severity": "critical",
     "code": "A-PEER-DOWN",
     "region": LOST,
-    "text": f"{LOST} has not been heard for 75 s: connection refused",
+    "text": f"{LOST} has not been heard for SECONDS: connection refused",
     "hint": "Its machine, its daemon, or the way there is down. The others go on without it.",
     "command": f"diloco-node doctor --peer {LOST}",
 }
@@ -68,12 +68,12 @@ WARNING = {
 }
 
 
-def health(*, has_lost: bool) -> dict[str, Any]:
+def health(at: int, *, has_lost: bool) -> dict[str, Any]:
     return {
         "state": "degraded" if has_lost else "healthy",
         "line": f"{LOST} is down; the other two go on" if has_lost else "all 3 regions merge",
         "failure_tolerance": 0 if has_lost else 1,
-        "alerts": [ALERT, WARNING] if has_lost else [],
+        "alerts": [{**ALERT, "text": ALERT["text"].replace("SECONDS", f"{at} s")}, WARNING] if has_lost else [],
     }
 
 
@@ -160,7 +160,7 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "clock": {"unix": UNIX + at, "monotonic_ns": at * 10**9},
         "manifest_digest": "8a5a7d8703b2",
         "parameters": 133_000,
-        "health": health(has_lost=has_lost),
+        "health": health(at, has_lost=has_lost),
         "run": {
             "id": "shown",
             "step": at,

@@ -19,6 +19,7 @@ from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.daemon.admin.server import LOOPBACK, names_loopback
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import BindError, DilocoError
+from diloco_node.health.summary import joint_health
 
 REGIONS_MAX: Final = 64
 THREADS: Final = 32
@@ -64,13 +65,15 @@ class MergedRegions:
                 self._targets[target.name] = target
 
     async def snapshot(self, since_unix: float | None) -> dict[str, Any]:
-        """Status, history and settings of each (see `LiveEvents`)."""
+        """Status, history and settings of each (see `LiveEvents`), and the health of all together."""
         answers = await self._ask_all(SNAPSHOT_PATH)
-        return {"regions": [_since(one, since_unix) if "status" in one else {"status": one} for one in answers]}
+        regions = [_since(one, since_unix) if "status" in one else {"status": one} for one in answers]
+        return {"regions": regions, "health": joint_health([one["status"] for one in regions])}
 
     async def status(self) -> dict[str, Any]:
-        """The status of each."""
-        return {"regions": await self._ask_all("/api/v1/status")}
+        """The status of each, and the health of all together."""
+        documents = await self._ask_all("/api/v1/status")
+        return {"regions": documents, "health": joint_health(documents)}
 
     async def _ask_all(self, path: str) -> list[dict[str, Any]]:
         with contextlib.suppress(DilocoError, OSError):

@@ -7,12 +7,14 @@ const RATE_WINDOW_S = 8;
 const MEANS = new Set(["loss", "loss_merged", "tokens_per_second"]);
 const COLUMNS = ["unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in"];
 
+// health: of all regions together, where the server joins them; else each region has its own.
 // regions: name -> {status, rows, period, settings, counters}. heard: when anything came, in ms of the browser's clock.
-export const store = { regions: new Map(), summary: null, isReport: false, heard: null, isOpen: false, unix: null };
+export const store = { regions: new Map(), health: null, summary: null, isReport: false, heard: null, isOpen: false, unix: null };
 
 // A `snapshot` event, or what a report holds.
 export function begin(document) {
   store.summary = document.summary || null;
+  store.health = document.health || null;
   for (const one of tables(document.regions)) {
     const [status, history] = [table(one.status), table(one.history)];
     const region = regionOf(status);
