@@ -151,6 +151,7 @@ async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) ->
     async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
         await tab.until("document.querySelectorAll('#loss .legend li').length === 4")
         assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
+        assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
         assert "behind" in await tab.evaluate("document.querySelector('#fragments svg').getAttribute('aria-label')")
         assert await overflow(tab) <= 0
         assert await violations(tab) == []
@@ -178,18 +179,29 @@ async def test_what_is_not_known_is_never_zero(tmp_path: Path) -> None:
 
 
 async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Path) -> None:
-    async with shown(ShownRun(), tmp_path) as server:
-        port = int(server.rpartition(":")[2])
-    regions = MergedRegions(lambda: [Target("a", port)])
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    async with shown(ShownRun(), tmp_path / "a") as first, shown(ShownRun(), tmp_path / "b") as second:
+        ports = [int(url.rpartition(":")[2]) for url in (first, second)]
+    regions = MergedRegions(lambda: [Target(str(port), port) for port in ports])
+    east, west = ShownRun(), ShownRun(region="eu-west")
     async with dashboard_server(regions, 0) as url, chromium(tmp_path) as browser:
         tab = await browser.tab()
-        async with shown(ShownRun(), tmp_path, port=port):
-            await tab.open(url)
-            await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
-        await tab.until("document.querySelector('.card.bad')?.innerText.includes('us-east does not answer')")
-        assert "no answer" in await tab.evaluate("document.querySelector('.pill').innerText")
-        step = await tab.evaluate("document.querySelector('#region-us-east [data-label=step]').innerText")
-        assert step != "no data", "what was last known stays"
-        async with shown(ShownRun(), tmp_path, port=port):
-            await tab.until("!document.querySelector('.card')")
+        async with shown(east, tmp_path / "a", port=ports[0]):
+            async with shown(west, tmp_path / "b", port=ports[1]):
+                await tab.open(url)
+                await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
+                assert "2 of 3" in await tab.evaluate("document.getElementById('figures').innerText")
+                east.has_lost = west.has_lost = True
+                await tab.until("document.querySelectorAll('.card').length === 2")
+                cards = await tab.evaluate("document.getElementById('alerts').innerText")
+                assert cards.count("A-PEER-DOWN") == 1, "what both say is said once"
+            east.has_lost = False
+            await tab.until("document.querySelector('.card.bad')?.innerText.includes('eu-west does not answer')")
+            assert "healthy" in await tab.evaluate("document.querySelector('.pill').innerText")
+            step = await tab.evaluate("document.querySelector('#region-eu-west [data-label=step]').innerText")
+            assert step != "no data", "what was last known stays"
+        await tab.until("document.querySelector('.pill').innerText.includes('no answer')")
+        async with shown(east, tmp_path / "a", port=ports[0]):
+            await tab.until("document.querySelectorAll('.card').length === 1")
         assert tab.errors == []

@@ -54,7 +54,7 @@ ALERT = {
     "severity": "critical",
     "code": "A-PEER-DOWN",
     "region": LOST,
-    "text": f"{LOST} has not been heard for 75 s: connection refused",
+    "text": f"{LOST} has not been heard for SECONDS: connection refused",
     "hint": "Its machine, its daemon, or the way there is down. The others go on without it.",
     "command": f"diloco-node doctor --peer {LOST}",
 }
@@ -68,12 +68,12 @@ WARNING = {
 }
 
 
-def health(*, has_lost: bool) -> dict[str, Any]:
+def health(at: int, *, has_lost: bool) -> dict[str, Any]:
     return {
         "state": "degraded" if has_lost else "healthy",
         "line": f"{LOST} is down; the other two go on" if has_lost else "all 3 regions merge",
         "failure_tolerance": 0 if has_lost else 1,
-        "alerts": [ALERT, WARNING] if has_lost else [],
+        "alerts": [{**ALERT, "text": ALERT["text"].replace("SECONDS", f"{at} s")}, WARNING] if has_lost else [],
     }
 
 
@@ -160,7 +160,7 @@ def status(at: int, region: str = "us-east", *, has_lost: bool = False) -> dict[
         "clock": {"unix": UNIX + at, "monotonic_ns": at * 10**9},
         "manifest_digest": "8a5a7d8703b2",
         "parameters": 133_000,
-        "health": health(has_lost=has_lost),
+        "health": health(at, has_lost=has_lost),
         "run": {
             "id": "shown",
             "step": at,
@@ -199,21 +199,23 @@ class ShownRun:
     """A run whose seconds pass with every status that is asked for.
 
     Attributes:
-        at: the second. has_lost: whether a region is lost now. asked: how often a status was made.
+        at: the second. region: whose document it is. has_lost: whether a region is lost now.
+        asked: how often a status was made.
     """
 
-    def __init__(self, at: int = 1_200) -> None:
+    def __init__(self, at: int = 1_200, region: str = "us-east") -> None:
         self.at = at
+        self.region = region
         self.has_lost = False
         self.asked = 0
 
     def status(self) -> dict[str, Any]:
         self.at += 1
         self.asked += 1
-        return status(self.at, has_lost=self.has_lost)
+        return status(self.at, self.region, has_lost=self.has_lost)
 
     def snapshot(self, since_unix: float | None) -> dict[str, Any]:
-        document = snapshot(self.at, has_lost=self.has_lost)
+        document = snapshot(self.at, self.region, has_lost=self.has_lost)
         rows = [row for row in document["history"]["rows"] if since_unix is None or row[0] > since_unix]
         return document | {"history": document["history"] | {"rows": rows}}
 

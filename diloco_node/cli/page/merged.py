@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import typer
@@ -16,9 +17,15 @@ from diloco_node.cli.status import Target, ask
 from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.daemon.admin.server import LOOPBACK, names_loopback
+from diloco_node.daemon.work import in_thread
 from diloco_node.errors import BindError, DilocoError
+from diloco_node.health.summary import joint_health
 
 REGIONS_MAX: Final = 64
+THREADS: Final = 32
+ANSWER_S: Final = 4.0
+"""A region that hangs holds up the others no longer."""
+
 SNAPSHOT_PATH: Final = "/api/v1/snapshot"
 
 
@@ -48,6 +55,8 @@ class MergedRegions:
         self._find = find
         self._targets: dict[str, Target] = {}
         self._names: dict[str, str] = {}
+        # Each may wait for a region that hangs, and the others' answers must not.
+        self._threads = ThreadPoolExecutor(THREADS, "ask")
 
     def find(self) -> None:
         """Look for regions. Raises DilocoError: there are none, or a place is none."""
@@ -56,21 +65,26 @@ class MergedRegions:
                 self._targets[target.name] = target
 
     async def snapshot(self, since_unix: float | None) -> dict[str, Any]:
-        """Status, history and settings of each (see `LiveEvents`)."""
+        """Status, history and settings of each (see `LiveEvents`), and the health of all together."""
         answers = await self._ask_all(SNAPSHOT_PATH)
-        return {"regions": [_since(one, since_unix) if "status" in one else {"status": one} for one in answers]}
+        regions = [_since(one, since_unix) if "status" in one else {"status": one} for one in answers]
+        return {"regions": regions, "health": joint_health([one["status"] for one in regions])}
 
     async def status(self) -> dict[str, Any]:
-        """The status of each."""
-        return {"regions": await self._ask_all("/api/v1/status")}
+        """The status of each, and the health of all together."""
+        documents = await self._ask_all("/api/v1/status")
+        return {"regions": documents, "health": joint_health(documents)}
 
     async def _ask_all(self, path: str) -> list[dict[str, Any]]:
         with contextlib.suppress(DilocoError, OSError):
-            await asyncio.to_thread(self.find)
+            await in_thread(self._threads, self.find)
         return await asyncio.gather(*(self._ask(target, path) for target in list(self._targets.values())))
 
     async def _ask(self, target: Target, path: str) -> dict[str, Any]:
-        document = await asyncio.to_thread(ask, target, path)
+        try:
+            document = await asyncio.wait_for(in_thread(self._threads, ask, target, path), ANSWER_S)
+        except TimeoutError:
+            document = {"error": f"no answer from 127.0.0.1:{target.port} within {ANSWER_S:.0f} s"}
         if "error" in document:
             return {"region": self._names.get(target.name, target.name), "error": document["error"]}
         status = document.get("status", document)

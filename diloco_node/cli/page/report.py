@@ -15,6 +15,7 @@ from diloco_node.daemon.history import page_history, read_history
 from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped_document
+from diloco_node.health.summary import joint_health
 
 PAGE_NAME: Final = "report.html"
 DOCUMENT_BYTES_MAX: Final = 16 * 2**20
@@ -49,7 +50,8 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
     summary = _read_object(folder / REPORT_NAME)
     # A region's own report.json is its status, and no summary.
     tokens = summary.get("tokens") if "regions" in summary else None
-    snapshot: dict[str, Any] = escaped_document({"regions": regions, "summary": {"tokens": tokens}})
+    health = joint_health([one["status"] for one in regions])
+    snapshot: dict[str, Any] = escaped_document({"regions": regions, "health": health, "summary": {"tokens": tokens}})
     return snapshot
 
 

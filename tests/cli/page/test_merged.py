@@ -1,12 +1,15 @@
 """One page for several regions: what is asked, and what stays of a region that is gone."""
 
 import contextlib
+import socket
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from diloco_node.cli import status
 from diloco_node.cli.main import main
+from diloco_node.cli.page import merged
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.status import Target, find_targets
 from diloco_node.errors import BindError, ConfigError
@@ -31,6 +34,7 @@ async def test_regions_are_asked_and_one_that_is_gone_stays_with_the_reason(tmp_
         assert [one["status"]["region"] for one in first["regions"]] == ["us-east"]
         assert len(first["regions"][0]["history"]["rows"]) > 100
         assert [one["region"] for one in (await regions.status())["regions"]] == ["us-east"]
+        assert first["health"]["failure_tolerance"] == 1
         since = await regions.snapshot(UNIX + 1_000)
         assert min(row[0] for row in since["regions"][0]["history"]["rows"]) > UNIX + 1_000
     gone = await regions.status()
@@ -39,6 +43,15 @@ async def test_regions_are_asked_and_one_that_is_gone_stays_with_the_reason(tmp_
     assert (await regions.snapshot(None))["regions"][0]["status"]["error"]
     async with region(tmp_path / "a-folder"):  # with another port
         assert "error" not in (await regions.status())["regions"][0]
+
+
+async def test_a_region_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged, "ANSWER_S", 0.2)
+    monkeypatch.setattr(status, "TIMEOUT_S", 5.0)
+    with socket.create_server(("127.0.0.1", 0)) as hangs:
+        port = hangs.getsockname()[1]
+        document = await MergedRegions(lambda: [Target("x", port)]).status()
+    assert document["regions"] == [{"region": "x", "error": f"no answer from 127.0.0.1:{port} within 0 s"}]
 
 
 async def test_the_page_is_served_on_loopback_to_loopback_names(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ const SPEED = 5;
 const charts = new Map();
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
-export const styleOf = (at) => ({ colour: `--c${at % COLOURS}`, dash: DASHES[at % DASHES.length] });
+// A colour that comes again comes with other dashes.
+const styleOf = (at) => ({ colour: `--c${at % COLOURS}`, dash: DASHES[(at + Math.floor(at / COLOURS)) % DASHES.length] });
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // A line of the legend: what it looks like, whose it is, the last value.
@@ -97,7 +98,7 @@ function options(lines, axes, size) {
     cursor: { show: false },
     scales: { x: { time: false }, y: { range: (plot, low, high) => axes.range(low, high) } },
     axes: [
-      { ...axis, size: 26, space: 70, values: (plot, ticks) => ticks.map(axes.x) },
+      { ...axis, size: 26, space: 70, values: (plot, ticks) => ticks.map((tick) => axes.x(tick, ticks[1] - ticks[0])) },
       { ...axis, size: 48, space: 34, values: (plot, ticks) => ticks.map(axes.tick) },
     ],
     series: [{}, ...series],
@@ -111,6 +112,6 @@ const padded = (low, high) => {
 
 export function drawCharts() {
   const regions = byName();
-  draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), mergedLine()], { x: count, y: loss, tick: (value) => value.toFixed(2), range: padded });
-  draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => lineOf(one, at, 0, SPEED)), { x: (value) => clock(value).slice(0, 5), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] });
+  draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), mergedLine()], { x: (value) => count(value), y: loss, tick: (value) => value.toFixed(2), range: padded });
+  draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => lineOf(one, at, 0, SPEED)), { x: (value, step) => (step < 60 ? clock(value) : clock(value).slice(0, 5)), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] });
 }

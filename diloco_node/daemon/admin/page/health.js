@@ -11,24 +11,24 @@ const STATES = {
   stalled: ["✕", "bad"],
   "no answer": ["✕", "bad"],
 };
-const ORDER = ["no answer", "stalled", "degraded", "starting", "healthy", "finished"];
 const SEVERITIES = { critical: ["✕", "severe", "bad"], warning: ["!", "warning", "warn"], info: ["i", "hint", "calm"] };
 const SEVERITY_ORDER = ["critical", "warning", "info"];
 const CARDS_MAX = 24;
-const STALE_MS = 6000;
+const STALE_MS = 8000;
 
 // Where the cause of an alert is shown, by a word of its code.
 const PLACES = [["BUDGET", "bandwidth"], ["COMMIT", "rounds"], ["MAJORITY", "regions"], ["LEFT-OUT", "rounds"], ["SETTINGS", "settings"], ["LOSS", "loss"], ["DIGEST", "fragments"]];
 
 export const isStale = () => !store.isReport && store.heard !== null && performance.now() - store.heard > STALE_MS;
 
-const stateOf = (region) => (region.answered === false ? "no answer" : table(region.status.health).state || null);
+const answering = () => byName().filter((one) => one.answered !== false);
 
-// The one word for the run: the worst of its regions.
-function worst() {
-  const states = byName().map(stateOf).filter(Boolean);
-  if (isStale()) return "no answer";
-  return states.sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b))[0] || null;
+// Of the regions that answer, as the daemons and the dashboard's server judge it. One that does not is among the alerts.
+const health = () => table(store.health || answering()[0]?.status.health);
+
+function runState() {
+  if (isStale() || (store.regions.size && !answering().length)) return "no answer";
+  return health().state || null;
 }
 
 function alerts() {
@@ -38,17 +38,12 @@ function alerts() {
     found.set("stale", { severity: "critical", code: "", region: "", text, hint: "Is the daemon still running?", command: "diloco-node status", place: "regions" });
   }
   for (const region of byName()) {
-    if (region.answered === false) {
-      const hint = "It has ended, or its machine is away. What stands below is the last that was known.";
-      found.set(`gone ${region.name}`, { severity: "critical", code: "", region: region.name, text: `${region.name} does not answer: ${region.status.error}`, hint, command: "diloco-node status" });
-      continue;
-    }
-    for (const one of tables(table(region.status.health).alerts)) {
-      const key = `${one.code} ${one.region}`; // several regions say the same of one in other words
-      const by = found.has(key) ? [...found.get(key).by, region.name] : [region.name];
-      found.set(key, { ...one, by });
-    }
+    if (region.answered !== false) continue;
+    const hint = "It has ended, or its machine is away. What stands below is the last that was known.";
+    found.set(`gone ${region.name}`, { severity: "critical", code: "", region: region.name, text: `${region.name} does not answer: ${region.status.error}`, hint, command: "diloco-node status" });
   }
+  // Several regions may say the same, each of itself.
+  for (const one of answering().length ? tables(health().alerts) : []) if (!found.has(`${one.code} ${one.text}`)) found.set(`${one.code} ${one.text}`, one);
   return [...found.values()].sort((a, b) => SEVERITY_ORDER.indexOf(a.severity) - SEVERITY_ORDER.indexOf(b.severity));
 }
 
@@ -61,7 +56,7 @@ function card(alert) {
   const [mark, word, tone] = SEVERITIES[alert.severity] || SEVERITIES.info;
   return h(
     "li",
-    { class: `card ${tone}`, "data-key": `${alert.code} ${alert.region} ${alert.text}` },
+    { class: `card ${tone}`, "data-key": `${alert.code} ${alert.region}` },
     h("p", { class: "what" }, h("span", { class: "mark", "aria-hidden": "true" }, mark), h("b", {}, word), alert.region ? ` ${alert.region}` : "", alert.code ? h("span", { class: "code" }, String(alert.code)) : null),
     h("p", {}, known(alert.text)),
     alert.hint ? h("p", { class: "hint" }, String(alert.hint)) : null,
@@ -85,10 +80,10 @@ export function drawAlerts() {
   );
 }
 
-function tolerance() {
-  const all = byName().map((one) => table(one.status.health).failure_tolerance).filter(isNumber);
-  if (!all.length) return ["Failure tolerance: no data", "quiet"];
-  const least = Math.min(...all);
+function tolerance(state) {
+  if (state === "finished") return ["", "quiet"];
+  const least = health().failure_tolerance;
+  if (!isNumber(least)) return ["Failure tolerance: no data", "quiet"];
   if (least <= 0) return ["No region may fail", "warn"];
   return [`${least} more region${least > 1 ? "s" : ""} may fail`, "good"];
 }
@@ -102,15 +97,14 @@ function freshness() {
 
 function line() {
   if (isStale()) return "The connection is lost; it is tried again by itself.";
-  const state = worst();
-  const source = byName().find((one) => stateOf(one) === state);
-  return (source && (table(source.status.health).line || source.status.error || source.status.reason)) || NO_DATA;
+  if (runState() === "no answer") return "No region answers.";
+  return health().line || answering()[0]?.status.reason || NO_DATA;
 }
 
 export function drawTop() {
-  const state = worst();
+  const state = runState();
   const [mark, tone] = STATES[state] || ["?", "calm"];
-  const [tolerates, toleranceTone] = tolerance();
+  const [tolerates, toleranceTone] = tolerance(state);
   const run = byName().map((one) => one.status.run_id).find(Boolean);
   patch(
     document.getElementById("top"),
@@ -148,7 +142,7 @@ export function drawFigures() {
       figure("tokens/s", count(sum(learners.map((one) => speedOf(one.status)))), isSeenByOne ? "this region" : ""),
       figure("merged loss", loss(greatest(merged) ?? merged[0])),
       figure("rounds merged", whole(greatest(regions.map((one) => one.status.rounds_committed)))),
-      figure("time left", seconds(furthest(regions, "eta_seconds"))),
+      figure("time left", runState() === "finished" ? "none" : seconds(furthest(regions, "eta_seconds"))),
       figure("regions", isSeenByOne ? `${members}` : `${up} of ${members}`, isSeenByOne ? `seen by ${regions[0].name}` : "answer"),
       figure("leader", known(leader)),
     ),

@@ -45,7 +45,10 @@ export function receive(kind, document) {
   store.heard = performance.now();
   store.isOpen = true;
   if (kind === "snapshot") begin(document);
-  else for (const status of tables(document.regions)) take(status);
+  else {
+    store.health = document.health || null;
+    for (const status of tables(document.regions)) take(status);
+  }
   soon();
 }
 

@@ -7,12 +7,14 @@ const RATE_WINDOW_S = 8;
 const MEANS = new Set(["loss", "loss_merged", "tokens_per_second"]);
 const COLUMNS = ["unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in"];
 
+// health: of all regions together, where the server joins them; else each region has its own.
 // regions: name -> {status, rows, period, settings, counters}. heard: when anything came, in ms of the browser's clock.
-export const store = { regions: new Map(), summary: null, isReport: false, heard: null, isOpen: false, unix: null };
+export const store = { regions: new Map(), health: null, summary: null, isReport: false, heard: null, isOpen: false, unix: null };
 
 // A `snapshot` event, or what a report holds.
 export function begin(document) {
   store.summary = document.summary || null;
+  store.health = document.health || null;
   for (const one of tables(document.regions)) {
     const [status, history] = [table(one.status), table(one.history)];
     const region = regionOf(status);
@@ -86,10 +88,18 @@ function countersOf(status) {
 
 // Bytes per second of a counter over the last seconds; null if not known.
 export function rateOf(region, name) {
+  if (store.isReport) return meanRate(region, COLUMNS.indexOf(`bytes_${name}`));
   const [first, last] = [region.counters[0], region.counters.at(-1)];
   if (!first || last[0] - first[0] < 0.5) return null;
   const used = last[1][name] - first[1][name];
   return isNumber(used) && used >= 0 ? used / (last[0] - first[0]) : null;
+}
+
+// Over the run as far as it is known, for what is over.
+function meanRate(region, column) {
+  const rows = region.rows.filter((row) => isNumber(row[column]));
+  const [first, last] = [rows[0], rows.at(-1)];
+  return rows.length > 1 && last[column] >= first[column] ? (last[column] - first[column]) / (last[0] - first[0]) : null;
 }
 
 export const byName = () => [...store.regions.values()].sort((a, b) => (a.name < b.name ? -1 : 1));

@@ -99,7 +99,7 @@ export function drawBandwidth(region) {
   const peers = Object.entries(table(budget.peers));
   const ceilings = [["egress", "out", "wire_bytes_out"], ["ingress", "in", "wire_bytes_in"]].map(([direction, counter, total]) => {
     const limit = budget[`${direction}_bytes_per_s`];
-    return h("p", { class: "ceiling", "data-key": direction }, h("b", {}, direction), ` ${rate(region && rateOf(region, counter))} `, laneBar([[direction, region && rateOf(region, counter)]], limit), isNumber(limit) ? ` of ${rate(limit)}` : " no limit", ` · ${bytes(region?.status[total])} since the start`);
+    return h("p", { class: "ceiling", "data-key": direction }, h("b", {}, direction), ` ${rate(region && rateOf(region, counter))} `, laneBar([[direction, region && rateOf(region, counter)]], limit), isNumber(limit) ? ` of ${rate(limit)}` : " no limit", store.isReport ? " · on average" : "", ` · ${bytes(region?.status[total])} since the start`);
   });
   const busy = isNumber(budget.share_used) ? h("p", { class: "note" }, `${percent(budget.share_used)} of the egress budget was used while there was something to send`) : null;
   panel(
