@@ -70,7 +70,7 @@ def start(
     ] = None,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="A finished run, without a learner: for regions that lack its end."),
+        typer.Option("--serve", help="A finished run, without a learner: until no other region lacks its end."),
     ] = False,
     assignments: SetOption = None,
 ) -> None:
@@ -101,7 +101,7 @@ def start(
     check_start(resolved, region, command or ())
     spec = prepare(resolved, region, command or ())
     if serve:
-        spec = dataclasses.replace(spec, learner_command=None, preload=())
+        spec = serving(spec)
     for line in (*warnings(resolved), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.daemon.supervisor import run_supervisor
@@ -228,6 +228,15 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         hang_s=config.learner.hang.ns / 1e9,
         preload=preloaded(config, command),
     )
+
+
+def serving(spec: SupervisorSpec) -> SupervisorSpec:
+    """The same region without a learner, and with a daemon that waits for regions that lack the end of the run."""
+    from diloco_node.daemon.spec import NodeSpec
+
+    node_file = spec.state_dir / NODE_FILE
+    dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
+    return dataclasses.replace(spec, learner_command=None, preload=())
 
 
 def trainer_command(ranks: int) -> list[str]:

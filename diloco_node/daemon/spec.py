@@ -40,6 +40,7 @@ class NodeSpec:
         init: a safetensors file with Theta_0, or None: the first leader's learner decides.
         seed: of everything random in the daemon (election timeouts, back-off).
         payload_archive: the folder keeps what `replay` needs.
+        is_serving: the run is finished here; the region is there for others until all have its end.
     """
 
     region: str
@@ -63,6 +64,7 @@ class NodeSpec:
     config_file: Path | None = None
     payload_archive: bool = False
     shared_settings: tuple[str, ...] = ()
+    is_serving: bool = False
 
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""
