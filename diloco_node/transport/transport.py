@@ -388,7 +388,8 @@ class GrpcTransport:
                 ours = replace(self._hello, lane=lane, dial=hello.dial, connection=connection)
                 try:
                     check_hello(ours, hello, certificate_region=who.region)
-                except PeerIncompatible:
+                except PeerIncompatible as error:
+                    link.turned_away(error)
                     await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
                     raise
         except TimeoutError:
