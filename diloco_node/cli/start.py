@@ -70,7 +70,7 @@ def start(
     ] = None,
     serve: Annotated[
         bool,
-        typer.Option("--serve", help="A finished run, without a learner: for regions that lack its end."),
+        typer.Option("--serve", help="A finished run, without a learner: until no other region lacks its end."),
     ] = False,
     log_level: Annotated[
         str | None, typer.Option("--log-level", metavar="info|warning|error", help="Of the daemon's log in logs/.")
@@ -111,7 +111,7 @@ def start(
     check_start(resolved, region, command or ())
     spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
     if serve:
-        spec = dataclasses.replace(spec, learner_command=None, preload=())
+        spec = serving(spec)
     for line in (*warnings(resolved), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.daemon.supervisor import run_supervisor
@@ -248,6 +248,15 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         log_format=config.log.format,
         preload=preloaded(config, command),
     )
+
+
+def serving(spec: SupervisorSpec) -> SupervisorSpec:
+    """The same region without a learner, and with a daemon that waits for regions that lack the end of the run."""
+    from diloco_node.daemon.spec import NodeSpec
+
+    node_file = spec.state_dir / NODE_FILE
+    dataclasses.replace(NodeSpec.load(node_file), is_serving=True).save(node_file)
+    return dataclasses.replace(spec, learner_command=None, preload=())
 
 
 def trainer_command(ranks: int) -> list[str]:

@@ -239,7 +239,7 @@ class Node:
     async def _linger(self) -> None:
         """Stay until the learner has said its last figures and no other region needs this one."""
         loop = asyncio.get_running_loop()
-        linger = Linger(self.view().applied_index, now_s=loop.time())
+        linger = Linger(self.view().applied_index, now_s=loop.time(), is_patient=self._spec.is_serving)
         while not linger.is_over(  # noqa: ASYNC110 - most of what it looks at announces no change
             [peer.applied_index for peer in self.view().peers],
             learner_is_done=self.learner.status is None or self.learner.done is not None,

@@ -50,8 +50,12 @@ def write_final(state_dir: Path, tensors: dict[str, npt.NDArray[np.float32]]) ->
 class Linger:
     """Decides when a finished region may go. Times are seconds on one monotonic clock."""
 
-    def __init__(self, needed_index: int, *, now_s: float) -> None:
-        """Every other region needs the ledger up to `needed_index` applied, which holds the end of the run."""
+    def __init__(self, needed_index: int, *, now_s: float, is_patient: bool = False) -> None:
+        """Every other region needs the ledger up to `needed_index` applied, which holds the end of the run.
+
+        With `is_patient` regions that lag are waited for without end.
+        """
+        self._is_patient = is_patient
         self._needed_index = needed_index
         self._started_s = now_s
         self._progress_s = now_s
@@ -68,6 +72,8 @@ class Linger:
         lacking = tuple(index for index in applied if index < self._needed_index)
         if learner_is_done and not lacking:
             return True
+        if self._is_patient:
+            return False
         seen = (learner_is_done, lacking)
         if serves or seen != self._seen:
             self._seen, self._progress_s = seen, now_s

@@ -44,6 +44,7 @@ class NodeSpec:
         payload_archive: the folder keeps what `replay` needs.
         log_level, log_format: of its log, as `logs.set_up_logs` takes them.
         history_every_s: between two rows of the run history.
+        is_serving: the run is finished here; the region is there for others until all have its end.
     """
 
     region: str
@@ -71,6 +72,7 @@ class NodeSpec:
     log_level: str = "info"
     log_format: LogFormat = "logfmt"
     history_every_s: float = 2.0
+    is_serving: bool = False
 
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""

@@ -145,6 +145,11 @@ class PeerLink:
         if self._session is not None:
             self._session.drop(reason)
 
+    def turned_away(self, error: PeerIncompatible) -> None:
+        """The peer called, and does not belong here. That is why there is no link, where it is the one that dials."""
+        if self._session is None:
+            self._error = str(error)
+
     # ---- dialing -----------------------------------------------------------------------------------------------------
 
     async def run_dialer(self) -> None:

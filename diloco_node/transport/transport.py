@@ -392,10 +392,10 @@ class GrpcTransport:
                 except PeerIncompatible as error:
                     await stream.send_metadata(clock_metadata())
                     await stream.write(encode_hello(ours))  # so that the other side can say what differs, too
-                    if (
-                        hello.role is not ours.role
-                    ):  # a person asks (`doctor`, `measure`): nothing is wrong with the peer
+                    if hello.role is not ours.role:
+                        # A person asks (`doctor`, `measure`): nothing is wrong with the peer.
                         raise LinkLost(str(error)) from None
+                    link.turned_away(error)
                     raise
         except TimeoutError:
             raise LinkLost(f"{who.region}: no hello within {self._times.hello_s:.0f} s") from None

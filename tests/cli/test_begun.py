@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.cli.main import main
+from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import SupervisorSpec
 from diloco_node.storage.ledger_files import LEDGER_NAME
 from diloco_node.transport.certs import init_run
@@ -77,6 +78,7 @@ def test_a_finished_run_is_served_without_a_learner_when_that_is_wanted(
     begin_run(tmp_path / "state" / "us-west", "new", REGIONS, finished="asked")
     assert start("--serve") == 0
     assert [(spec.learner_command, spec.preload) for spec in supervised] == [(None, ())]
+    assert NodeSpec.load(tmp_path / "state" / "us-west" / "node.json").is_serving
 
 
 def test_a_setting_that_may_change_is_named_with_both_values(

@@ -87,6 +87,14 @@ def test_the_only_region_of_run_toml_here_is_meant(region: Region, capsys: pytes
     assert region.plan.limits.egress == 250_000_000
 
 
+def test_help_of_an_order_is_about_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["quarantine", "lift"], ["budget", "show"], ["finish"], ["learner", "start"]):
+        assert main([*words, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert "measure" not in text
+        assert f"diloco-node {' '.join(words)} " in text, "an example"
+
+
 def test_a_run_is_ended_with_a_reason(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["finish"]) == 0
     assert "eu asks the leader to end the run" in capsys.readouterr().out

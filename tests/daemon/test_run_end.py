@@ -99,3 +99,10 @@ def test_entries_after_the_end_are_no_reason_to_stay() -> None:
     """Leaders change while regions go: who has left can't apply what came after."""
     linger = Linger(10, now_s=0.0)
     assert linger.is_over([10, 11], learner_is_done=True, serves=0, now_s=0.0)
+
+
+def test_a_region_that_serves_waits_without_end_for_those_that_lag() -> None:
+    linger = Linger(10, now_s=0.0, is_patient=True)
+    for now_s in (0.0, LINGER_S, 2 * LINGER_MAX_S, 1e9):
+        assert not linger.is_over([10, 9], learner_is_done=True, serves=0, now_s=now_s)
+    assert linger.is_over([10, 10], learner_is_done=True, serves=0, now_s=1e9)

@@ -97,6 +97,7 @@ class Mesh:
             "run_id": RUN,
             "epoch": 0,
             "settings_digest": "settings",
+            "settings": ("rounds.sync_every=24",),
             "manifest_digest": "manifest",
             "identity": self.identity(region),
             "listen": ("127.0.0.1", 0),

@@ -303,3 +303,22 @@ def test_each_rank_reads_its_own_file_where_it_sees_it() -> None:
     assert _groups([names] * 4) == [dict(zip(names, range(4), strict=True))]
     assert _groups([names] * 2) == [dict(zip(names, (0, 1, 0, 1), strict=True))]
     assert _groups([names[:1], names[1:]]) == [dict(zip(names, (0, 1, 1, 1), strict=True))]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_state_on_a_gpu_is_copied_as_it_was_when_the_loop_goes_on_at_once(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(1 << 24, device="cuda"))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    writer = CheckpointWriter(tmp_path)
+    for step in (1, 2):
+        moment = optimizer.state[parameter]["momentum_buffer"]
+        before = float(moment[0])
+        writer.save(progress(step), OptimizerParts(optimizer), {})
+        moment.fill_(-7.0 * step)  # ordered behind the copy, which nobody has waited for
+        writer.wait()
+        kept = read_newest(tmp_path, progress(step).manifest_digest)
+        assert kept is not None
+        assert set(kept.tensors["state.0.momentum_buffer"].tolist()) == {before}
+    assert all(tensor.is_pinned() for name, tensor in writer._copies.items() if name.startswith("state."))

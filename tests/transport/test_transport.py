@@ -435,6 +435,10 @@ async def status_of(transport: GrpcTransport, peer: str, text: str) -> str:
     [
         ({"epoch": 1}, "epoch: ours 1, theirs 0"),
         ({"settings_digest": "other"}, "settings_digest: ours 'other', theirs 'settings'"),
+        (
+            {"settings_digest": "other", "settings": ("rounds.sync_every=16",)},
+            "rounds.sync_every is 16 here, 24 there: run.toml must say the same in all regions",
+        ),
         ({"manifest_digest": "other"}, "manifest_digest: ours 'other', theirs 'manifest'"),
     ],
 )
@@ -445,6 +449,8 @@ async def test_a_mismatch_is_named_field_by_field_on_both_sides(
     a, at_a = await mesh.start("a", {"b": address(b)}, **changes)
     assert error in await status_of(a, "b", error)
     await eventually(lambda: b.rejections["a", "incompatible"])
+    what = error.split(":", maxsplit=1)[0].split(" is ", maxsplit=1)[0]
+    assert what in await status_of(b, "a", what), "it can't dial, and says so all the same"
     assert a.rejections["b", "incompatible"] >= 1
     assert at_a.changes == at_b.changes == []
 
