@@ -1,4 +1,4 @@
-"""`diloco-node budget set`, `quarantine lift` and `learner start` against a real admin socket."""
+"""`diloco-node budget set`, `quarantine lift`, `learner start` and `log-level` against a real admin socket."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from diloco_node.cli.main import main
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.daemon.admin.server import TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.daemon.budget import changed_plan
+from diloco_node.daemon.logs import PartLevels
 from diloco_node.errors import ConfigError
 
 RUN_TOML = """
@@ -36,11 +37,12 @@ class Region:
 
     def __init__(self, folder: Path) -> None:
         self.plan = BudgetPlan()
+        self.levels = PartLevels()
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         handlers = AdminHandlers(  # type: ignore[arg-type]
-            dict, str, lambda _: None, self._set, None, self._lift, lambda: "stopped"
+            dict, str, lambda _: None, self._set, None, self._lift, lambda: "stopped", self._set_level
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 
@@ -52,6 +54,10 @@ class Region:
         if peer not in ("asia", "us"):
             raise ConfigError(f"{peer!r} is none of this region's peers: asia, us")
         return peer == "us"
+
+    def _set_level(self, part: str, level: str) -> Mapping[str, str]:
+        self.levels.change(part, level)
+        return self.levels.shown()
 
     def start(self) -> None:
         self._thread.start()
@@ -148,3 +154,13 @@ def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys:
     (tmp_path / "state" / "eu" / TOKEN_FILE).write_text("another")
     assert main(["quarantine", "lift", "us"]) == 2
     assert "missing or wrong bearer token" in capsys.readouterr().err
+
+
+def test_a_log_level_is_changed_while_the_region_runs(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["log-level", "rounds", "warning"]) == 0
+    assert "eu: daemon info, disk info, learner info, ledger info, rounds warning" in capsys.readouterr().out
+    assert main(["log-level", "all", "error", "--region", "eu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"region": "eu", "levels": region.levels.shown()}
+    assert set(region.levels.shown().values()) == {"error"}
+    assert main(["log-level", "wire", "info"]) == 2
+    assert "name one of all, daemon" in capsys.readouterr().err

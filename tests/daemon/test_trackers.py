@@ -79,6 +79,7 @@ def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path)
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", sorted(TRACKERS))
 def test_the_process_follows_until_it_is_told_to_stop_and_hands_on_the_rest(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name, reason=f"the extra `{name}` is not installed: NOT TESTED")
