@@ -13,11 +13,12 @@ from typing import Annotated
 import typer
 
 from diloco_node import __version__
-from diloco_node.cli import certs, chaos, config, ledger, orders, replay, simulate, start, status
+from diloco_node.cli import certs, chaos, config, ledger, orders, replay, simulate, start, status, why
 from diloco_node.cli.demo.command import demo
 from diloco_node.cli.deploy import command as deploy_cmd
 from diloco_node.cli.export.command import export
 from diloco_node.cli.measure import command as measure_cmd
+from diloco_node.cli.page.command import dashboard, report
 from diloco_node.cli.plan.command import plan
 from diloco_node.cli.wan.command import app as wan
 from diloco_node.errors import DilocoError
@@ -38,6 +39,9 @@ app = typer.Typer(
 app.command("start")(start.start)
 app.command("demo")(demo)
 app.command("status")(status.status)
+app.command("why")(why.why)
+app.command("dashboard")(dashboard)
+app.command("report")(report)
 app.command("plan")(plan)
 app.command("ledger")(ledger.ledger)
 app.command("replay")(replay.replay)

@@ -291,6 +291,7 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
         supervisor_socket=socket_path(folder, MEMORY_SOCKET),
         settings=config.run_settings(),
         settings_digest=config.settings_digest(),
+        settings_shown=tuple(config.rows()),
         init=config.run.init.resolve() if config.run.init is not None else None,
         # Regions must draw different election timeouts from one seed of the run.
         seed=int.from_bytes(hashlib.sha256(f"{config.run.seed}/{region}".encode()).digest()[:4], "big"),

@@ -12,12 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
 
 from diloco_node.cli.options import ConfigOption, load
+from diloco_node.cli.status_view import status_lines
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.unix_sockets import socket_path
@@ -45,14 +47,17 @@ def status(
     *,
     places: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PORT|FOLDER]...", help="Admin ports, state folders, or a demo's folder."),
+        typer.Argument(
+            metavar="[REGION|PORT|FOLDER]...",
+            help="Regions of run.toml, admin ports, state folders, a demo's folder.",
+        ),
     ] = None,
     config: ConfigOption = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Every second, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Every second; keys sort and choose, q ends.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object (a line each with --watch).")] = False,
 ) -> None:
     """Show the regions on this machine: of the places given, else of run.toml."""
-    targets = [target for place in places for target in find_targets(place)] if places else _targets_of_run(config)
+    targets = targets_of(places or (), config)
     if watch:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(targets, as_json)
@@ -72,6 +77,23 @@ def status(
         )
 
 
+def targets_of(places: Sequence[str], config: Path | None) -> list[Target]:
+    """The regions behind some arguments, which may also be names of run.toml; without any all of run.toml's.
+
+    Raises:
+        ConfigError: it is none of them. PeersUnreachable: none of the run's regions has run here.
+    """
+    if not places:
+        return _targets_of_run(config)
+    found = []
+    for place in places:
+        is_place = place.isdigit() or Path(place).exists()
+        has_run = config is not None or Path("run.toml").exists()
+        named = [] if is_place or not has_run else [one for one in _targets_of_run(config) if one.name == place]
+        found += named or find_targets(place)
+    return found
+
+
 def find_targets(place: str) -> list[Target]:
     """The regions behind an argument: a port, a region's folder, or a folder of regions.
 
@@ -84,8 +106,8 @@ def find_targets(place: str) -> list[Target]:
     files = [file for pattern in (PORT_FILE, f"*/{PORT_FILE}", f"*/*/{PORT_FILE}") for file in folder.glob(pattern)]
     if not files:
         raise ConfigError(
-            f"{place!r} is neither a port nor a folder with {PORT_FILE}: give an admin port, a region's state folder, "
-            "or a folder of regions; a region writes the file when it starts"
+            f"{place!r} is neither a port nor a folder with {PORT_FILE}, nor a region of run.toml that runs here: "
+            "give a port, a region's state folder, or a folder of regions; a region writes the file when it starts"
         )
     return [_target(file) for file in sorted(files)]
 
@@ -115,11 +137,11 @@ def _targets_of_run(config: Path | None) -> list[Target]:
     return targets
 
 
-def ask(target: Target) -> dict[str, Any]:
-    """The status document of one region, or {"region", "error"} when it does not answer."""
+def ask(target: Target, path: str = "/api/v1/status") -> dict[str, Any]:
+    """The status document of one region, or another one; {"region", "error"} when it does not answer."""
     try:
         with contextlib.closing(connect(target)) as connection:
-            connection.request("GET", "/api/v1/status")
+            connection.request("GET", path)
             document = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))
         if not isinstance(document, dict):
             raise ValueError("the answer is no JSON object")
@@ -161,63 +183,14 @@ def _watch(targets: Sequence[Target], as_json: bool) -> None:
         while True:
             typer.echo(json.dumps({"regions": ask_all(targets)}))
             time.sleep(PERIOD_S)
-    from rich.live import Live
-    from rich.text import Text
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from diloco_node.cli.watch import run_screen
 
-    with Live(auto_refresh=False) as live:
-        while True:
-            lines = status_lines(ask_all(targets), live.console.width)
-            live.update(Text("\n".join(lines)), refresh=True)
-            time.sleep(PERIOD_S)
-
-
-def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
-    """All regions with what each waits for, and below them open rounds, links that are down, and the last alarm.
-
-    Args:
-        documents: as `ask` returns them. width: of the output in characters; None: no line is wrapped.
-    """
-    from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrapped
-
-    rows = [
-        [document["region"], "down", *[""] * (len(COLUMNS) - 3), document["error"]]
-        if "error" in document
-        else region_cells(document["region"], document)
-        for document in documents
-    ]
-    details = [line for document in documents for line in detail_lines(document)]
-    return region_lines(rows, width) + [line for detail in details for line in wrapped(detail, width)]
-
-
-def detail_lines(document: dict[str, Any]) -> list[str]:
-    """What a row has no room for: each open round and what it waits for, each link that is not up, and so on."""
-    region = document["region"]
-    lines = []
-    for entry in _tables(document, "rounds"):
-        what = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
-        ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
-        lines.append(f"{region}: {what}{ballot}: {entry.get('reason') or 'open'}")
-    if document.get("role") == "leader":
-        # Every region knows it from the ballots; once is enough.
-        for one in _tables(document, "left_out"):
-            what = f"{one.get('region', '?')} is left out as {one.get('part', '?')}"
-            lines.append(f"{region}: {what}: {one.get('reason') or 'no reason'}")
-    for peer in _tables(document, "peers"):
-        if peer.get("link", "up") != "up":
-            error = f": {peer['error']}" if peer.get("error") else ""
-            where = peer.get("address") or "no address"
-            lines.append(f"{region}: link to {peer.get('name', '?')} ({where}) is {peer['link']}{error}")
-    process = document.get("learner_process")
-    if isinstance(process, dict) and process.get("state") in ("stopped", "waiting") and process.get("reason"):
-        lines.append(f"{region}: the learner is {process['state']}: {process['reason']}")
-    if document.get("budget_warning"):
-        lines.append(f"{region}: {document['budget_warning']}")
-    alarms = [note for note in _tables(document, "notes") if note.get("is_alarm")]
-    if alarms:
-        lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")
-    return lines
-
-
-def _tables(document: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The entries of a list that are objects; a daemon of another version may have other things there."""
-    return [entry for entry in document.get(key) or [] if isinstance(entry, dict)]
+        run_screen(partial(ask_all, targets))
+        return
+    width = shutil.get_terminal_size().columns
+    while True:  # nobody can press a key: a block of lines each time
+        for line in status_lines(ask_all(targets), width):
+            typer.echo(line)
+        typer.echo("")
+        time.sleep(PERIOD_S)

@@ -55,15 +55,18 @@ def human_bytes(count: float) -> str:
 
 
 def region_cells(name: str, status: dict[str, Any]) -> list[str]:
-    """One region's row: name, role, step, loss, tokens/s, rounds, versions, sent, received, what it waits for."""
+    """One region's row: name, role, step, loss, tokens/s, rounds, versions, sent, received, what it waits for.
+
+    `step` counts all lives of its learner, and tokens/s is the rate now: a learner that stands still has none.
+    """
     learner = status.get("learner") or {}
     versions = status.get("versions") or []
     loss = learner.get("loss")
-    rate = learner.get("tokens_per_second")
+    rate = learner.get("current_tokens_per_second", learner.get("tokens_per_second"))
     return [
         name,
         str(status.get("role", status.get("state", "starting"))),
-        str(learner.get("step", "-")),
+        str(status.get("inner_steps", learner.get("step", "-"))),
         "-" if loss is None else f"{loss:.3f}",
         "-" if rate is None else f"{rate:,.0f}",
         str(status.get("rounds_committed", "-")),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.messages import LeftOut
 from diloco_node.core.rounds.leader import RoundLeader
 from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
+
+PHASES: Final = ("gather", "reduce", "commit", "apply")
+"""Of a round: contributions are named; merged and on the disks of a majority; in the ledger; applied here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ from diloco_node.daemon.stopping import StopDeadline
 from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
 from diloco_node.escaping import escaped_document
+from diloco_node.health.alerts import learner_fault
+from diloco_node.health.summary import health_of
 from diloco_node.measure.documents import OnPartial
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
@@ -90,6 +92,7 @@ class Daemon:
         admin = AdminServer(
             AdminHandlers(
                 status=self.status,
+                snapshot=self._snapshot,
                 not_ready_reason=self._not_ready_reason,
                 finish=self._finish,
                 set_budget=self._set_budget,
@@ -272,23 +275,46 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """The status document (docs/operate.md); also what report.json holds at the end."""
+        document = self._facts()
+        return {**document, "health": health_of(document)}
+
+    def _facts(self) -> dict[str, Any]:
         process = escaped_document(self._learner_process)
+        # What a note's time (`at_ns`) is for people, who may read it on another machine.
+        clock = {"unix": time.time(), "monotonic_ns": time.monotonic_ns()}  # noqa: TID251 - shown, decides nothing
         if self._node is not None:
-            return {**self._node.status(), "learner_process": process}
-        reason = self._not_ready_reason()
+            return {**self._node.status(), "learner_process": process, "clock": clock}
         return {
             "region": self.spec.region,
             "run_id": self.spec.run_id,
             "state": "starting",
-            "reason": reason,
+            "reason": "waits for the learner to list its tensors",
+            "state_dir": str(self.spec.state_dir.resolve()),
             "learner_process": process,
+            "clock": clock,
         }
 
+    def _snapshot(self, since_unix: float | None) -> dict[str, Any]:
+        return {
+            "status": self.status(),
+            "history": self._history.document(since_unix),
+            "settings": escaped_document(self.spec.settings_shown),
+        }
+
+    async def _keep_history(self) -> None:
+        while True:
+            await asyncio.sleep(self._history.period_s)
+            if self._history.take(self.status()):
+                await in_thread(self._threads.background, self._history.save)
+
     def _not_ready_reason(self) -> str:
-        reason = "waits for the learner to list its tensors" if self._node is None else self._node.not_ready_reason()
-        if reason and self._learner_process.get("state") == "stopped":
-            return f"{reason}; the learner is stopped: {self._learner_process['reason']}"
-        return reason
+        """The learner first: what it does not do is often why the rest waits."""
+        document = self._facts()
+        fault = learner_fault(document)
+        reason = str(document["reason"]) if self._node is None else self._node.not_ready_reason()
+        if fault is None or fault[1] == reason:
+            return reason
+        return f"{fault[1]}; {reason}" if reason else fault[1]
 
     async def _watch_learner_process(self) -> None:
         """What the supervisor finds wrong with the learner's process is told here, and shown."""
@@ -314,12 +340,6 @@ class Daemon:
     def _look_at_run(self) -> None:
         for line in self._console.look(self.status(), self._not_ready_reason(), now_s=time.monotonic()):
             console_line(self.spec.region, line)
-
-    async def _keep_history(self) -> None:
-        while True:
-            await asyncio.sleep(self._history.period_s)
-            if self._history.take(self.status()):
-                await in_thread(self._threads.background, self._history.save)
 
     def _set_log_level(self, part: str, level: str) -> Mapping[str, str]:
         """Log lines of a part from this level on, until the daemon starts again. Raises ConfigError."""
@@ -377,14 +397,14 @@ class Daemon:
     ) -> Mapping[str, Any]:
         """Measure links over themselves. Raises DilocoError."""
         if self._node is None:
-            raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._not_ready_reason()}")
+            raise PeersUnreachable(f"{self.spec.region} has no links yet: it {self._facts()['reason']}")
         return await self._node.measure(document, on_progress, on_partial)
 
     def _finish(self, reason: str) -> None:
         """Raises ConfigError: nothing has begun that could end."""
         if self._node is None:
             raise ConfigError(
-                f"there is no run to finish yet: {self.spec.region} {self._not_ready_reason()}. Ask again when it is "
+                f"there is no run to finish yet: {self.spec.region} {self._facts()['reason']}. Ask again when it is "
                 "there, or stop the region"
             )
         self._node.finish(reason)

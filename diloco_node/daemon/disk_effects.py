@@ -42,6 +42,9 @@ class DiskEffects:
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
         save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
         pool: for everything but the ledger. disk: one thread, for the ledger.
+
+    Attributes:
+        refusals: what the disk does not take at this moment, and why.
     """
 
     init: Path | None
@@ -56,6 +59,7 @@ class DiskEffects:
     disk: Executor
     post: Callable[[ev.Event], None]
     note: Callable[[ev.Note], None]
+    refusals: dict[str, str] = field(default_factory=dict, init=False)
     _ledger_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _is_ledger_broken: bool = field(default=False, init=False)
     _initial_lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -142,8 +146,10 @@ class DiskEffects:
                 if tries % STORAGE_RETRIES_SILENT == 0:
                     self.note(ev.Note("disk", f"{what} not written, trying again: {error}", is_alarm=True))
                 tries += 1
+                self.refusals[what] = str(error)
                 await asyncio.sleep(STORAGE_RETRY_S)
                 continue
             if tries:
+                self.refusals.pop(what, None)
                 self.note(ev.Note("disk", f"{what} written after {tries + 1} tries"))
             return written

@@ -18,6 +18,7 @@ from diloco_node.core.region import RegionCore
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
 from diloco_node.core.view import RegionView
+from diloco_node.daemon.admin.run_facts import RunFacts
 from diloco_node.daemon.admin.status import NoteBook, region_status
 from diloco_node.daemon.budget import LOOK_S, BudgetWatch
 from diloco_node.daemon.effects import build_effects
@@ -108,13 +109,14 @@ class Node:
             region=spec.region,
             note=self._note,
         )
+        identity = load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id)
         self.transport = GrpcTransport(
             region=spec.region,
             run_id=spec.run_id,
             epoch=0,
             settings_digest=spec.settings_digest,
             manifest_digest=manifest.digest,
-            identity=load_identity(spec.identity_dir, region=spec.region, run_id=spec.run_id),
+            identity=identity,
             listen=(spec.listen_host, spec.listen_port),
             peers=spec.peers,
             handler=self,
@@ -155,7 +157,10 @@ class Node:
             write_final_file=partial(write_final, spec.state_dir),
             save_counter_file=partial(save_trained, spec.state_dir),
         )
-        self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end)
+        refusals = self.effects.disk.refusals
+        self._facts = RunFacts(self.core, spec, expires=identity.not_after, refusals=lambda: refusals, now_ns=now_ns)
+        observe = self._facts.rounds.observe
+        self._pump = Pump(self.core, self.effects.perform, now_ns, on_fault=runtime.end, observe=observe)
         self._budget_watch = BudgetWatch(manifest, spec.settings)
         self._posted_limits = NO_LIMITS
         self._is_lingering = False
@@ -223,6 +228,8 @@ class Node:
         while True:
             await asyncio.sleep(LOOK_S)
             self._post_limits()
+            self._facts.mark()
+            await in_thread(self._runtime.threads.background, self._facts.look)
             look, budget = self._budget_watch.look, self.transport.budget_status()
             note = await in_thread(self._runtime.threads.background, look, self.view(), budget)
             if note is not None:
@@ -313,9 +320,10 @@ class Node:
             case learner_link.Done():
                 self.learner.finished(message)
             case learner_link.Failed():
+                self.learner.warned(f"the learner failed: {message.reason}")
                 self._note(ev.Note("learner", f"the learner failed: {message.reason}", is_alarm=True))
             case learner_link.Warned():
-                self.learner.facts.warnings += 1
+                self.learner.warned(message.text)
                 self._note(ev.Note("learner", f"the learner warns: {message.text}", is_alarm=True))
             case _:
                 assert_never(message)
@@ -435,8 +443,8 @@ class Node:
     def not_ready_reason(self) -> str:
         """Empty when this region trains in step with a leader, or has finished; else why not."""
         view = self.view()
-        if view.is_final:
-            return ""
+        if view.is_final or (silence := self.learner.silence()):
+            return "" if view.is_final else silence
         if not view.leader or (self._waiting_attach is not None and not self.core.may_allot_incarnation):
             return view.ledger_reason
         if min(view.versions) < 0:
@@ -445,6 +453,7 @@ class Node:
 
     def status(self) -> dict[str, Any]:
         """The status document."""
+        facts = self._facts.document(self.learner)
         return region_status(
             self.view(),
             run_id=self._spec.run_id,
@@ -461,7 +470,9 @@ class Node:
                 "events": self._pump.events_total,
                 "tasks": len(asyncio.all_tasks()),
                 "manifest_digest": self._manifest.digest,
-                "disk": {
+                **facts,
+                "disk": facts["disk"]
+                | {
                     "files_set_aside": len(self._runtime.store.set_aside),
                     "ledger_cut_bytes": self._runtime.store.cut_bytes,
                 },

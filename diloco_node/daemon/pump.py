@@ -25,6 +25,7 @@ class Pump:
         perform: starts an effect. now_ns: monotonic, what the core's times are on.
         on_fault: called with anything that core or `perform` raise but a PeerError. Half of what an event asks for may
             not have been done then: the pump is closed, and who owns it should end.
+        observe: called with each event and its effects before these are performed; it changes nothing.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Pump:
         now_ns: Callable[[], int],
         *,
         on_fault: Callable[[Exception], None] = lambda _: None,
+        observe: Callable[[Event, list[Effect]], None] = lambda _event, _effects: None,
     ) -> None:
         self._core = core
         self._perform = perform
         self._now_ns = now_ns
         self._on_fault = on_fault
+        self._observe = observe
         self._events: deque[Event] = deque()
         self._is_running = False
         self._timer: asyncio.TimerHandle | None = None
@@ -61,7 +64,9 @@ class Pump:
             while self._events:
                 event = self._events.popleft()
                 self.events_total += 1
-                for effect in self._core.handle(event, now_ns=self._now_ns()):
+                effects = self._core.handle(event, now_ns=self._now_ns())
+                self._observe(event, effects)
+                for effect in effects:
                     self._perform(effect)
         except PeerError:
             raise

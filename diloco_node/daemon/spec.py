@@ -39,6 +39,7 @@ class NodeSpec:
         settings_digest: hex; must be equal on all regions.
         init: a safetensors file with Theta_0, or None: the first leader's learner decides.
         seed: of everything random in the daemon (election timeouts, back-off).
+        settings_shown: (key, value, where it was set) of all settings, for people.
         payload_archive: the folder keeps what `replay` needs.
         log_level, log_format: of its log, as `logs.set_up_logs` takes them.
         history_every_s: between two rows of the run history.
@@ -67,6 +68,7 @@ class NodeSpec:
     log_level: str = "info"
     log_format: LogFormat = "logfmt"
     history_every_s: float = 2.0
+    settings_shown: tuple[tuple[str, ...], ...] = ()
 
     def save(self, path: Path) -> None:
         """Write as JSON; under its name only when whole."""
@@ -96,6 +98,7 @@ class NodeSpec:
             document |= {
                 "settings": RunSettings(**settings),
                 "regions": tuple(document["regions"]),
+                "settings_shown": tuple(tuple(row) for row in document.get("settings_shown", ())),
                 "init": None if document["init"] is None else Path(document["init"]),
                 "budget": BudgetPlan.from_plain(document["budget"]),
                 "config_file": None if document["config_file"] is None else Path(document["config_file"]),

@@ -134,7 +134,7 @@ class _Supervisor:
     def __init__(self, spec: SupervisorSpec, env: Mapping[str, str], memory: MemoryStore) -> None:
         self._spec = spec
         self._memory = memory
-        self._watch = LearnerWatch(spec.hang_s)
+        self._watch = LearnerWatch(spec.hang_s, log=str(spec.state_dir.resolve() / "logs" / "learner.log"))
         self._counters: bytes | None = None
         self._has_run = (spec.state_dir / LEDGER_NAME).exists()
         self._env = env

@@ -9,7 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.tensor_files import read_header, write_state
 from tests.kit.node_kit import MANIFEST
-from tests.kit.node_world import MemoryTransport, Network, Region, VirtualLoop
+from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
 
 NAMES = ("a", "b", "c")
 SETTINGS = RunSettings(
@@ -70,7 +69,7 @@ def trained() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_module, "GrpcTransport", MemoryTransport)
-        patch.setattr(node_module, "load_identity", lambda *_, **__: SimpleNamespace())
+        patch.setattr(node_module, "load_identity", lambda *_, **__: SOME_IDENTITY)
         train(folder)
     yield folder
     shutil.rmtree(folder)

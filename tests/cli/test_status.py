@@ -10,8 +10,10 @@ import pytest
 
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.main import main
-from diloco_node.cli.status import Target, ask, detail_lines, find_targets, status_lines
+from diloco_node.cli.status import Target, ask, find_targets
+from diloco_node.cli.status_view import detail_lines, run_line, status_lines
 from diloco_node.errors import ConfigError
+from tests.health.test_alerts import DOWN, changed, peers
 
 DOCUMENT: dict[str, Any] = {
     "region": "eu",
@@ -171,8 +173,10 @@ def test_watch_asks_again_until_ctrl_c(
 
 def test_a_starting_region_and_markup_are_shown_as_they_are() -> None:
     lines = status_lines([{"region": "eu", "run_id": "try", "state": "starting", "reason": "[red]x[/red]"}], 80)
-    assert "starting" in lines[1]
-    assert lines[2] == "  [red]x[/red]"
+    assert lines[0] == "starting: [red]x[/red]"
+    assert lines[1] == "run try"
+    assert "starting" in lines[3]
+    assert lines[4] == "  [red]x[/red]"
 
 
 LONG_REASON = "grace: 120 ms left for us-east, whose link has been down for 12 s (connection refused)"
@@ -184,7 +188,7 @@ def test_reasons_are_wrapped_below_their_rows(width: int) -> None:
     lines = status_lines([DOCUMENT, other, {"region": "us", "error": "no status from 127.0.0.1:1"}], width)
     assert max(len(line) for line in lines) <= width
     starts = [line.split()[0] for line in lines if not line.startswith(" ")]
-    assert starts == ["region", "eu", "ap-southeast", "us", "eu:"]
+    assert starts == ["healthy:", "run", "region", "eu", "ap-southeast", "us", "eu:"]
     first, last = lines.index("  all 3 due") + 2, next(at for at, line in enumerate(lines) if line.startswith("us "))
     assert " ".join(line.strip() for line in lines[first:last]) == LONG_REASON
     assert lines[last + 1] == "  no status from 127.0.0.1:1"
@@ -197,44 +201,62 @@ def test_piped_lines_are_whole(admin: int, monkeypatch: pytest.MonkeyPatch, caps
     assert f"  {3 * LONG_REASON}\n" in capsys.readouterr().out
 
 
-def test_details_name_links_that_are_down_and_the_last_alarm() -> None:
+def test_details_name_open_rounds_and_the_last_alarm() -> None:
     document = {
         "region": "eu",
-        "peers": [
-            {"name": "us", "link": "up", "address": "a:1", "error": ""},
-            {"name": "ap", "link": "dialling", "address": "b:2", "error": "Connection refused"},
-            {"name": "sa", "link": "waiting", "address": None, "error": ""},
-        ],
         "alarms": 7,
         "notes": [
             {"text": "first", "is_alarm": True},
             {"text": "digest differs", "is_alarm": True},
             {"text": "fine", "is_alarm": False},
         ],
+        "rounds": [{"fragment": 0, "version": 1}, "junk"],
     }
-    assert detail_lines(document) == [
-        "eu: link to ap (b:2) is dialling: Connection refused",
-        "eu: link to sa (no address) is waiting",
-        "eu: 7 alarms, the last: digest differs",
-    ]
+    assert detail_lines(document) == ["eu: fragment 0 to version 1: open", "eu: 7 alarms, the last: digest differs"]
+    assert detail_lines({"region": "eu", "peers": None}) == []
 
 
-def test_details_read_only_what_is_there() -> None:
-    left_out = [{"region": "ap", "part": "reducer", "reason": "its merged stripe did not reach sa"}, "junk"]
-    assert detail_lines({"region": "eu", "role": "leader", "left_out": left_out}) == [
-        "eu: ap is left out as reducer: its merged stripe did not reach sa"
-    ]
-    assert detail_lines({"region": "eu", "role": "follower", "left_out": left_out}) == [], "the leader says it once"
-    assert detail_lines({"region": "eu"}) == []
-    assert detail_lines({"region": "eu", "budget_warning": "too small"}) == ["eu: too small"]
-    process = {"state": "stopped", "reason": "crashed 10 times in 2 min"}
-    said = ["eu: the learner is stopped: crashed 10 times in 2 min"]
-    assert detail_lines({"region": "eu", "learner_process": process}) == said
-    assert detail_lines({"region": "eu", "learner_process": process | {"state": "running"}}) == []
-    assert detail_lines({"region": "eu", "learner_process": "stopped"}) == []
-    assert detail_lines({"region": "eu", "rounds": [{"fragment": 0, "version": 1}, "junk"], "peers": None}) == [
-        "eu: fragment 0 to version 1: open"
-    ]
+def test_alerts_are_shown_with_what_helps() -> None:
+    lines = status_lines([changed(learner=None, learner_process={"state": "done", "exit_code": 0})], None)
+    assert lines[0] == "degraded: us: the learner ended at step 64 of 250"
+    at = lines.index("critical A-LEARNER-ENDED us: the learner ended at step 64 of 250")
+    assert lines[at + 1].startswith("-> Have the loop repeat its data")
+    assert lines[at + 1].endswith("`diloco-node learner start us`")
+
+
+def test_all_regions_of_the_run_are_shown_from_one() -> None:
+    seen = {"steps_of": {"eu": 60, "ap": 12}, "participation_of": {"eu": 0.98}, "leader": "eu", "role": "follower"}
+    one_way = {"applied_index": 40, "rtt_seconds": 0.09}
+    document = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 7})) | seen
+    lines = status_lines([document], 80)
+    assert max(map(len, lines)) <= 80
+    eu, ap = (next(at for at, line in enumerate(lines) if line.startswith(name)) for name in ("eu*", "ap*"))
+    assert lines[eu].split()[:3] == ["eu*", "leader", "60"]
+    assert lines[eu + 1] == "  90 ms away, in 98 % of the merges"
+    assert lines[ap].split()[:3] == ["ap*", "down", "12"]
+    assert lines[ap + 1] == "  33 ledger entries behind, Connection refused"
+    assert "* as seen from us" in lines
+    other = changed() | {"region": "eu"}
+    assert not any(line.startswith("eu*") for line in status_lines([document, other], 80)), "it was asked itself"
+
+
+def test_the_run_has_its_name_its_end_and_the_time_that_is_left() -> None:
+    run = {"id": "try", "step": 64, "total_steps": 250, "tokens": 1_200_000, "tokens_total": None, "eta_seconds": 720.0}
+    assert run_line([{"run": run}]) == "run try: step 64 of 250, 1,200,000 tokens merged, 12 min left"
+    assert run_line([{"run_id": "try"}, {}]) == "run try"
+    assert run_line([]) == ""
+
+
+def test_a_region_of_run_toml_is_a_place(admin: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    regions = "".join(f'[regions.{name}]\naddress = "{name}:1"\n' for name in ("eu", "us"))
+    (tmp_path / "run.toml").write_text(f'run.id = "try"\n{regions}')
+    for name, port in (("eu", admin), ("us", closed_port())):
+        (tmp_path / "state" / name).mkdir(parents=True)
+        (tmp_path / "state" / name / "admin.port").write_text(f"{port}\n")
+    assert main(["status", "eu", "--json"]) == 0
+    assert [one["region"] for one in json.loads(capsys.readouterr().out)["regions"]] == ["eu"]
+    assert main(["status", "mars"]) == 2
+    assert "nor a region of run.toml that runs here" in capsys.readouterr().err
 
 
 def test_what_a_peer_wrote_reaches_no_terminal_as_it_is(admin: int, capsys: pytest.CaptureFixture[str]) -> None:

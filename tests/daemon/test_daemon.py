@@ -469,7 +469,8 @@ async def test_what_recovery_found_damaged_is_an_alarm_and_in_the_status(
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
     await until(lambda: "disk" in daemon.status())
-    assert daemon.status()["disk"] == {"files_set_aside": 1, "ledger_cut_bytes": 4}
+    disk = daemon.status()["disk"]
+    assert (disk["files_set_aside"], disk["ledger_cut_bytes"], disk["refused"]) == (1, 4, "")
     told = [note for note in daemon.notes.last if note["kind"] == "disk"]
     assert [note["is_alarm"] for note in told] == [True, True, False]
     assert f"{damaged.name}.damaged" in told[0]["text"]
@@ -527,7 +528,8 @@ async def test_what_the_supervisor_finds_wrong_with_the_learner_is_told_and_show
     write_process(spec.state_dir, {"state": "stopped", "reason": "crashed \x1b[2J", "crashes": 10, "hangs": 1})
     await until(lambda: len(daemon.notes.last) == 2)
     assert daemon.notes.last[1]["text"] == "the learner's process is stopped: crashed \\x1b[2J"
-    assert daemon._not_ready_reason().endswith("; the learner is stopped: crashed \x1b[2J")
+    blamed = "the learner is stopped: crashed \\x1b[2J; "
+    assert daemon._not_ready_reason().startswith(blamed), "the learner comes first"
     assert daemon.status()["learner_process"]["reason"] == "crashed \\x1b[2J"
     assert await end(daemon, running) == 0
 

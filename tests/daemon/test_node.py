@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
 from diloco_node.storage.trained import read_trained
 from tests.kit.node_kit import MANIFEST, NO_BUDGET
-from tests.kit.node_world import MemoryTransport, Network, Region, VirtualLoop
+from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
 
 MS = 1_000_000
 SHM = Path("/dev/shm")
@@ -118,7 +117,7 @@ Play = Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Iterator[Play]:
     monkeypatch.setattr(node_module, "GrpcTransport", MemoryTransport)
-    monkeypatch.setattr(node_module, "load_identity", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(node_module, "load_identity", lambda *_, **__: SOME_IDENTITY)
     # In memory where possible: an fsync on a busy disk takes longer than everything else here.
     folder = Path(tempfile.mkdtemp(prefix="dl-", dir=SHM if SHM.is_dir() else None))
 

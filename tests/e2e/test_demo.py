@@ -7,6 +7,7 @@ what the kernel counted on the interface of a network namespace that holds this 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors.numpy import load_file
 
 from diloco_node.cli.demo.report import check_folder, learner_status, longest_ledger, read_region_report
 from diloco_node.core.types import RoundBody
+from diloco_node.daemon.history import COLUMNS
 from diloco_node.daemon.manifest_file import load_manifest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
@@ -108,6 +110,22 @@ def test_rounds_go_on_with_the_steps_and_everybody_takes_part(demo: DemoRun) -> 
         assert included >= 0.5 * len(rounds), (name, included, len(rounds))
     assert all(region["participation"] >= 0.5 for region in demo.report["regions"])
     assert 1 <= demo.report["rounds_in_flight_max"] <= settings["rounds_in_flight_max"]
+
+
+def test_the_page_of_the_run_lies_beside_it(demo: DemoRun) -> None:
+    page = demo.folder / "report.html"
+    assert demo.report["page"] == str(page.resolve())
+    found = re.search(r'id="snapshot">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert found is not None
+    shown = json.loads(found[1])
+    assert [one["status"]["region"] for one in shown["regions"]] == demo.names
+    assert shown["summary"]["tokens"] == demo.report["tokens"]
+    for one in shown["regions"]:
+        tokens = [row[COLUMNS.index("tokens")] for row in one["history"]["rows"]]
+        assert len(tokens) > 1
+        assert tokens == sorted(tokens)
+        assert one["status"]["round_log"]
+        assert ["rounds.sync_every", "16"] in [row[:2] for row in one["settings"]]
 
 
 def test_wire_bytes_are_what_the_interface_carried(demo: DemoRun) -> None:

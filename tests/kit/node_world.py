@@ -11,6 +11,7 @@ import contextlib
 import selectors
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,9 @@ from diloco_node.wire.learner_link import (
 from tests.kit.node_kit import MANIFEST, NO_BUDGET, InlineExecutor
 
 F32 = np.ndarray
+SOME_IDENTITY = SimpleNamespace(not_after=datetime(2100, 1, 1, tzinfo=UTC))
+"""Nobody checks it: links are in memory."""
+
 DELAY_S = 0.02
 RATE_BYTES_PER_S = 500_000
 

@@ -28,6 +28,9 @@ from diloco_node.cli.demo.storm import POLL_S as STORM_POLL_S
 from diloco_node.cli.demo.storm import DemoStorm, comparable, storm_lines
 from diloco_node.cli.demo.wan import DemoOutage, DemoWan, wan_lines
 from diloco_node.cli.options import parsed
+from diloco_node.cli.page.merged import MergedRegions, dashboard_server
+from diloco_node.cli.page.report import PAGE_NAME, write_page
+from diloco_node.cli.status import find_targets
 from diloco_node.cli.tables import human_bytes, region_cells
 from diloco_node.config.budget import parse_ceiling
 from diloco_node.errors import ConfigError, DilocoError
@@ -137,7 +140,9 @@ class Demo:
                 if self.wan is not None:
                     await self.wan.up(view.line)
                 self._prepare()
-                await self._train(view)
+                async with dashboard_server(MergedRegions(lambda: find_targets(str(self.folder))), 0) as url:
+                    view.line(f"dashboard {url}")
+                    await self._train(view)
             finally:
                 try:
                     if self.keeper is not None:
@@ -155,7 +160,9 @@ class Demo:
             outage=self.outage.document if self.outage is not None else None,
         )
         self._add_course(report)
+        report["page"] = str((self.folder / PAGE_NAME).resolve())
         (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_page(self.folder, self.folder / PAGE_NAME)
         if self.options.is_json:
             sys.stdout.write(json.dumps(report) + "\n")
         else:
@@ -374,6 +381,7 @@ def print_report(report: dict[str, Any]) -> None:
         for line in storm_lines(report):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(f"folder             {report['folder']}")
+    console.print(f"page               {report['page']}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _loss(value: float | None) -> str:

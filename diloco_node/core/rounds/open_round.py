@@ -207,6 +207,22 @@ class OpenRound:
         known, name = self.received.get(learner, {}), (offered.incarnation, offered.snapshot)
         return all(known.get(index) == name for index in needed)
 
+    @property
+    def phase(self) -> str:
+        """Which of `view.PHASES` it is in."""
+        if self.decision is None:
+            return "gather"
+        return "commit" if self.is_proposed else "reduce"
+
+    def late_regions(self, regions: Sequence[str]) -> tuple[str, ...]:
+        """Whom it waits for. Args: regions: of the run."""
+        if self.decision is None:
+            return self.missing_members()
+        if self.is_merged:
+            return tuple(name for name in regions if name not in self.holders)
+        unheld = tuple(one.learner for one in self.decision.contributions if not self.is_received(one.learner))
+        return unheld or self.late_reducers()
+
     def waiting(self) -> str:
         """What the round waits for, in words."""
         if self.is_proposed:

@@ -98,6 +98,20 @@ class RoundParticipant:
                 found.append((fragment, one.version, one.part.ballot, self._waits_for(one, one.part)))
         return found
 
+    def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
+        """(version, ballot, phase, whom it waits for) of a fragment's open round as far as this region sees it."""
+        one = self._fragments[fragment]
+        if one.part is None or one.version <= self._history.versions[fragment]:
+            return None
+        version, part = one.version, one.part
+        if part.digest:
+            return version, part.ballot, "commit", ()
+        if self._region in part.opened.members and not part.has_contributed and not part.declined:
+            return version, part.ballot, "gather", (self._region,)
+        if part.decision is None and part.own_stripes(self._region):
+            return version, part.ballot, "gather", ()
+        return version, part.ballot, "reduce", part.lacking_reducers()
+
     def _waits_for(self, one: FollowedRound, part: FollowedBallot) -> str:
         if part.digest:
             return "waits for the commit" if self._is_stored(one, part) else "writes the payload"

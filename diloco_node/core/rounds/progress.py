@@ -64,7 +64,7 @@ class RunProgress:
         """
         every, recent = [], []
         for name in self._regions:
-            steps = self._steps_of(name)
+            steps = self.steps_of(name)
             if steps == 0 and self._liveness.learner(name) is None:
                 continue  # it was never there: the run does not stand at its start for it
             known, grew_ns = self._grew.get(name, (-1, now_ns))
@@ -86,8 +86,8 @@ class RunProgress:
             parts.append(self._history.account.merged_tokens(self._fragments) / settings.tokens_max)
         return RunPosition(steps, min(1.0, max(parts)) if parts else None)
 
-    def _steps_of(self, name: str) -> int:
-        """By its last report; without one, and of older incarnations, by the ledger."""
+    def steps_of(self, name: str) -> int:
+        """Of a region's learner, in all its lives: by its last report; without one, and before it, by the ledger."""
         in_ledger = self._history.steps_before(name, INCARNATION_MAX + 1)
         status = self._liveness.learner(name)
         if status is None:

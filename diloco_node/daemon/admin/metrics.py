@@ -1,15 +1,69 @@
-"""Prometheus metrics, made from the status document."""
+"""Prometheus metrics, made from the status document.
+
+Names: `diloco_`, base units last, counters end in `_total`, ratios in `_ratio`. What is not known has no sample. Labels
+are peers, fragments, lanes, phases and such: bounded by the run. A sum over regions makes sense, but where HELP says
+that every region has the same.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from diloco_node import __version__
+from diloco_node.health.reading import Document, number, part, rows, text
 
 _SHARE: Final = ("peer", "direction")
 _LANE: Final = ("peer", "lane")
+_SAME: Final = "; the same in every region, so take max and not sum"
+
+# (name, help, where in the document); without its last part `_total` for counters, as the library adds it.
+_GAUGES: Final = (
+    ("diloco_commit_age_seconds", "since this region last saw a round committed", ("commit_age_seconds",)),
+    ("diloco_failure_tolerance", "regions that may still fail before merging stops", ("health", "failure_tolerance")),
+    ("diloco_run_step", f"steps of the run: those of its median learner{_SAME}", ("run", "step")),
+    (
+        "diloco_run_eta_seconds",
+        f"until the run's end at the pace of the last ten minutes{_SAME}",
+        ("run", "eta_seconds"),
+    ),
+    ("diloco_participation_ratio", "part of the merges that included this region's learner", ("participation",)),
+    ("diloco_learner_step_seconds", "time of an inner step", ("learner", "step_seconds")),
+    ("diloco_learner_loss", "training loss of the last report that had one", ("learner", "loss")),
+    ("diloco_learner_tokens_per_second", "in the last half minute", ("learner", "current_tokens_per_second")),
+    ("diloco_learner_report_age_seconds", "since the learner last reported a step", ("learner", "report_age_seconds")),
+    ("diloco_learner_tokens_carried", "trained, neither merged nor discarded yet", ("token_account", "carried")),
+    ("diloco_ledger_term", f"how many elections there were{_SAME}", ("term",)),
+    ("diloco_ledger_commit_index", f"entries that a majority has{_SAME}", ("commit_index",)),
+    ("diloco_ledger_applied_index", "entries that this region has applied", ("applied_index",)),
+    ("diloco_stripes_buffered_bytes", "of stripes in the daemon's memory", ("buffered_bytes",)),
+    ("diloco_daemon_tasks", "running in the daemon's event loop", ("tasks",)),
+    ("diloco_disk_free_bytes", "where the state folder is", ("disk", "free_bytes")),
+    ("diloco_certificate_end_timestamp_seconds", "when this region's ends", ("certificate", "expires_unix")),
+)
+_COUNTERS: Final = (
+    ("diloco_learner_steps", "inner steps of this region's learner in all its lives", ("inner_steps",)),
+    ("diloco_learner_tokens", "trained by this region's learner in all its lives", ("tokens",)),
+    ("diloco_learner_blocked_seconds", "that training loops spent inside step()", ("learner_blocked_seconds",)),
+    ("diloco_learner_restarts", "lives of the learner's process but the first", ("learner_process", "restarts")),
+    ("diloco_learner_crashes", "ends of the learner's process with an error", ("learner_process", "crashes")),
+    ("diloco_rounds_committed", f"rounds in the ledger{_SAME}", ("rounds_committed",)),
+    ("diloco_digest_differences", "unequal bytes at equal versions; must stay 0", ("digest_differences",)),
+    ("diloco_alarms", "notes of the daemon that are alarms", ("alarms",)),
+    ("diloco_events", "events that the daemon's core has handled", ("events",)),
+)
+_PEER_GAUGES: Final = (
+    ("diloco_peer_rtt_seconds", "round trip of the control lane", "rtt_seconds"),
+    ("diloco_peer_bulk_connections", "connections that carry bulk to this peer", "bulk_connections"),
+    ("diloco_peer_applied_index", "ledger entries that the peer says it has applied", "applied_index"),
+)
+_PEER_COUNTERS: Final = (
+    ("diloco_peer_wire_sent_bytes", "on the wire to this peer, with all overhead", "wire_bytes_out"),
+    ("diloco_peer_wire_received_bytes", "on the wire from this peer, with all overhead", "wire_bytes_in"),
+)
 
 
 class StatusCollector(Collector):
@@ -19,66 +73,114 @@ class StatusCollector(Collector):
         self._status = status
 
     def collect(self) -> Iterable[Metric]:
-        """One sample per fact; labels are peers and fragments only."""
+        """One sample per fact that is known."""
         status = self._status()
+        yield _build(status)
+        yield _alerts(status)
+        yield from _single(GaugeMetricFamily, _GAUGES, status)
+        yield from _single(CounterMetricFamily, _COUNTERS, status)
         if status["state"] == "starting":
             return
-        learner = status["learner"]
-        yield from _families(
-            GaugeMetricFamily,
-            {
-                "diloco_learner_attached": learner is not None,
-                "diloco_learner_inner_steps": learner["step"] if learner else 0,
-                "diloco_learner_tokens": learner["tokens"] if learner else 0,
-                "diloco_learner_blocked_seconds": learner["blocked_seconds"] if learner else 0.0,
-                "diloco_ledger_term": status["term"],
-                "diloco_ledger_commit_index": status["commit_index"],
-                "diloco_ledger_applied_index": status["applied_index"],
-                "diloco_ledger_is_leader": status["role"] == "leader",
-                "diloco_rounds_open": len(status["rounds"]),
-                "diloco_participation_ratio": status["participation"],
-                "diloco_stripes_buffered_bytes": status["buffered_bytes"],
-                "diloco_daemon_tasks": status["tasks"],
-            },
-        )
-        yield from _families(
-            CounterMetricFamily,
-            {
-                "diloco_rounds_committed": status["rounds_committed"],
-                "diloco_alarms": status["alarms"],
-                "diloco_events": status["events"],
-            },
-        )
-        yield _per_peer("diloco_peer_wire_sent_bytes", status["peers"], "wire_bytes_out")
-        yield _per_peer("diloco_peer_wire_received_bytes", status["peers"], "wire_bytes_in")
-        yield _per_peer("diloco_peer_rtt_seconds", status["peers"], "rtt_seconds")
-        yield _per_peer("diloco_peer_bulk_connections", status["peers"], "bulk_connections")
+        yield _gauge("diloco_learner_attached", "1 while a learner is attached", status["learner"] is not None)
+        yield _gauge("diloco_ledger_is_leader", "1 in the region that leads", status["role"] == "leader")
+        yield _gauge("diloco_rounds_open", "rounds on their way, as seen here", len(status["rounds"]))
+        yield _tokens(part(status, "token_account"))
+        yield _phases(part(status, "phase_seconds"))
+        yield _fragments(status)
+        yield from _peers(rows(status, "peers"))
         yield from _budget(status["budget"])
-        versions = GaugeMetricFamily("diloco_fragment_version", "version applied", labels=["fragment"])
-        for index, version in enumerate(status["versions"]):
-            versions.add_metric([str(index)], version)
-        yield versions
-        rejections = CounterMetricFamily("diloco_rejections", "input refused", labels=["peer", "reason"])
+        rejections = CounterMetricFamily("diloco_rejections", "input that was refused", labels=["peer", "reason"])
         for row in status["rejections"]:
             rejections.add_metric([row["peer"], row["reason"]], row["count"])
         yield rejections
 
 
-def _families(family: Callable[..., Metric], values: Mapping[str, float]) -> Iterable[Metric]:
-    return [family(name, name.replace("_", " "), value=float(value)) for name, value in values.items()]
+def _build(status: Document) -> Metric:
+    info = GaugeMetricFamily("diloco_build_info", "always 1; what runs here", labels=["version", "region", "run"])
+    info.add_metric([__version__, text(status, "region"), text(status, "run_id")], 1.0)
+    return info
+
+
+def _alerts(status: Document) -> Metric:
+    family = GaugeMetricFamily("diloco_alerts", "alerts that hold now, see docs/alerts.md", labels=["code", "severity"])
+    counts: dict[tuple[str, str], int] = {}
+    for alert in rows(part(status, "health"), "alerts"):
+        key = text(alert, "code"), text(alert, "severity")
+        counts[key] = counts.get(key, 0) + 1
+    for (code, severity), count in sorted(counts.items()):
+        family.add_metric([code, severity], count)
+    return family
+
+
+def _single(
+    family: Callable[..., Metric], table: Sequence[tuple[str, str, tuple[str, ...]]], status: Document
+) -> Iterable[Metric]:
+    for name, meaning, (*folders, key) in table:
+        found = status
+        for folder in folders:
+            found = part(found, folder)
+        value = number(found, key)
+        if value is not None:
+            yield family(name, meaning, value=value)
+
+
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, meaning, value=float(value))
+
+
+def _tokens(account: Document) -> Metric:
+    family = CounterMetricFamily("diloco_run_tokens", f"in the ledger, of the whole run{_SAME}", labels=["state"])
+    for state in ("merged", "discarded"):
+        value = number(account, f"run_{state}")
+        if value is not None:
+            family.add_metric([state], value)
+    return family
+
+
+def _phases(document: Document) -> Metric:
+    meaning = "time that committed rounds spent in each phase, as this region saw it"
+    family = HistogramMetricFamily("diloco_round_phase_seconds", meaning, labels=["phase"])
+    for phase in document:
+        row = part(document, phase)
+        family.add_metric([phase], [(str(bound), count) for bound, count in row["buckets"]], row["sum_seconds"])
+    return family
+
+
+def _fragments(status: Document) -> Metric:
+    versions = GaugeMetricFamily("diloco_fragment_version", "version applied here", labels=["fragment"])
+    for index, version in enumerate(status["versions"]):
+        versions.add_metric([str(index)], version)
+    return versions
+
+
+def _peers(peers: Sequence[Document]) -> Iterable[Metric]:
+    up = GaugeMetricFamily("diloco_peer_link_up", "1 while both lanes to the peer are there", labels=["peer"])
+    alive = GaugeMetricFamily("diloco_peer_alive", "1 while the peer's heartbeats arrive", labels=["peer"])
+    for peer in peers:
+        up.add_metric([text(peer, "name")], float(text(peer, "link") == "up"))
+        alive.add_metric([text(peer, "name")], float(peer.get("is_alive") is True))
+    yield from (up, alive)
+    for family, table in ((GaugeMetricFamily, _PEER_GAUGES), (CounterMetricFamily, _PEER_COUNTERS)):
+        for name, meaning, key in table:
+            metric = family(name, meaning, labels=["peer"])
+            for peer in peers:
+                value = number(peer, key)
+                if value is not None:
+                    metric.add_metric([text(peer, "name")], value)
+            yield metric
 
 
 def _budget(budget: Mapping[str, Any]) -> Iterable[Metric]:
     """Ceilings (no sample: no limit), shares, and bytes wanted and used by peer and lane."""
-    ceilings = GaugeMetricFamily("diloco_budget_ceiling_bytes_per_second", "of the region", labels=["direction"])
+    meaning = "of the region, all peers together; no sample: no limit"
+    ceilings = GaugeMetricFamily("diloco_budget_ceiling_bytes_per_second", meaning, labels=["direction"])
     for direction in ("egress", "ingress"):
         if budget[f"{direction}_bytes_per_s"] is not None:
             ceilings.add_metric([direction], budget[f"{direction}_bytes_per_s"])
     yield ceilings
-    yield from _families(
-        CounterMetricFamily,
-        {"diloco_budget_allowed_bytes": budget["allowed_bytes"], "diloco_budget_used_bytes": budget["used_bytes"]},
-    )
+    allowed, used_of_it = budget["allowed_bytes"], budget["used_bytes"]
+    yield CounterMetricFamily("diloco_budget_allowed_bytes", "that the budget had room for", value=allowed)
+    yield CounterMetricFamily("diloco_budget_used_bytes", "sent under the budget", value=used_of_it)
     limits = GaugeMetricFamily("diloco_peer_budget_bytes_per_second", "what a peer may get or send", labels=_SHARE)
     wanted = CounterMetricFamily("diloco_lane_wanted_bytes", "asked to be sent, on the wire", labels=_LANE)
     used = CounterMetricFamily("diloco_lane_used_bytes", "sent, on the wire", labels=_LANE)
@@ -92,11 +194,3 @@ def _budget(budget: Mapping[str, Any]) -> Iterable[Metric]:
             wanted.add_metric([peer, lane], use["wanted_bytes"])
             used.add_metric([peer, lane], use["used_bytes"])
     yield from (limits, wanted, used, other)
-
-
-def _per_peer(name: str, peers: Iterable[Mapping[str, Any]], key: str) -> Metric:
-    family = GaugeMetricFamily(name, name.replace("_", " "), labels=["peer"])
-    for peer in peers:
-        if peer[key] is not None:
-            family.add_metric([peer["name"]], float(peer[key]))
-    return family

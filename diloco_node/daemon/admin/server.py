@@ -1,4 +1,4 @@
-"""The operator's HTTP port: health, metrics, status, and the few commands that change something.
+"""The operator's HTTP port: the page, health, metrics, status, and the few commands that change something.
 
 Bound to loopback, and to a Unix socket in the state folder (mode 0600): that one is reached by path also from another
 network namespace, where this loopback is not. A container adds the one address (`host`) at which a port published on
@@ -22,6 +22,8 @@ from typing import Any, Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from diloco_node.daemon.admin.live_events import LiveEvents
+from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.errors import BindError, ConfigError, DilocoError
 from diloco_node.escaping import escaped_document
 from diloco_node.unix_sockets import socket_path
@@ -38,6 +40,11 @@ PROGRESS_S: Final = 0.5
 HOST_ALLOWED: Final = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]{1,5})?", re.ASCII | re.IGNORECASE)
 """The whole of a Host header. What is no more than a name and a port can't hide another name."""
 
+LOOPBACK_ONLY: Final = (
+    "this port answers to loopback names only. From another machine forward it: ssh -L 7401:127.0.0.1:7401 HOST, then ask "
+    "localhost:7401. Or run the scraper on this machine, or a proxy here that sends 'Host: localhost' (docs/operate.md)"
+)
+
 CONNECTIONS_MAX: Final = 64
 """Over TCP at once: each is a file descriptor, and any user of this machine may open one."""
 
@@ -48,6 +55,8 @@ class AdminHandlers:
 
     Attributes:
         status: the status document, ready for JSON.
+        snapshot: what the page begins with: the status, the history after a time in seconds since 1970 (None: all of
+            it), and the settings with their origins.
         not_ready_reason: "" when the region trains (or has finished), else why not.
         finish: ask the run to end after one last round per fragment; the argument is the reason. Raises ConfigError.
         set_budget: change the bandwidth budget (`changed_plan`); returns the new one. Raises ConfigError.
@@ -60,6 +69,7 @@ class AdminHandlers:
     """
 
     status: Callable[[], Mapping[str, Any]]
+    snapshot: Callable[[float | None], Mapping[str, Any]]
     not_ready_reason: Callable[[], str]
     finish: Callable[[str], None]
     set_budget: Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -97,6 +107,7 @@ class AdminServer:
         self._token = ""
         self._runner: web.AppRunner | None = None
         self._listening: list[asyncio.Server] = []
+        self._live = LiveEvents(self._region_snapshot, self._region_status)
 
     @property
     def port(self) -> int:
@@ -113,6 +124,9 @@ class AdminServer:
         app = web.Application(middlewares=[self._check], client_max_size=BODY_BYTES_MAX)
         app.add_routes(
             [
+                *page_routes(),
+                web.get("/api/v1/events", self._live.serve, allow_head=False),
+                web.get("/api/v1/snapshot", self._snapshot),
                 web.get("/livez", self._livez),
                 web.get("/readyz", self._readyz),
                 web.get("/metrics", self._metrics),
@@ -164,6 +178,7 @@ class AdminServer:
         for server in self._listening:
             server.close()
         self._listening.clear()
+        await self._live.stop()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -182,6 +197,15 @@ class AdminServer:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(dict(self._handlers.status()))
+
+    async def _snapshot(self, request: web.Request) -> web.Response:
+        return web.json_response(dict(self._handlers.snapshot(None)))
+
+    async def _region_snapshot(self, since_unix: float | None) -> dict[str, Any]:
+        return {"regions": [dict(self._handlers.snapshot(since_unix))]}
+
+    async def _region_status(self) -> dict[str, Any]:
+        return {"regions": [dict(self._handlers.status())]}
 
     async def _finish(self, request: web.Request) -> web.Response:
         self._handlers.finish("asked by the operator")
@@ -234,10 +258,8 @@ class AdminServer:
     @web.middleware
     async def _check(self, request: web.Request, handler: Callable[[web.Request], Any]) -> web.StreamResponse:
         """Whether to answer at all; a request that makes no sense gets the reason."""
-        hosts = request.headers.getall("Host", [])  # none at all in HTTP/1.0: then nobody has named this machine
-        # A whole URL as the target names its host itself, whatever the header says.
-        if len(hosts) != 1 or not HOST_ALLOWED.fullmatch(hosts[0]) or not request.raw_path.startswith("/"):
-            return web.json_response({"error": "this port answers to loopback names only"}, status=403)
+        if not names_loopback(request):
+            return web.json_response({"error": LOOPBACK_ONLY}, status=403)
         if request.method not in ("GET", "HEAD") and not self._has_token(request):
             reason = f"missing or wrong bearer token; it is in {self._state_dir / TOKEN_FILE}"
             return web.json_response({"error": reason}, status=401)
@@ -251,6 +273,13 @@ class AdminServer:
         # aiohttp makes surrogates of bytes that are no UTF-8.
         given = [one.encode("utf-8", "surrogateescape") for one in request.headers.getall("Authorization", [])]
         return len(given) == 1 and hmac.compare_digest(given[0], f"Bearer {self._token}".encode())
+
+
+def names_loopback(request: web.Request) -> bool:
+    """Whether who asks meant this machine: not a page of another site whose name now leads here."""
+    hosts = request.headers.getall("Host", [])  # none at all in HTTP/1.0: then nobody has named this machine
+    # A whole URL as the target names its host itself, whatever the header says.
+    return len(hosts) == 1 and bool(HOST_ALLOWED.fullmatch(hosts[0])) and request.raw_path.startswith("/")
 
 
 class _HangUp(asyncio.Protocol):

@@ -36,6 +36,9 @@ def read_process(state_dir: Path) -> dict[str, Any]:
             "reason": str(found["reason"])[:REASON_CHARS_MAX],
             "crashes": int(found["crashes"]),
             "hangs": int(found["hangs"]),
+            "exit_code": None if found.get("exit_code") is None else int(found["exit_code"]),
+            "restarts": int(found.get("restarts", 0)),
+            "log": str(found.get("log", ""))[:REASON_CHARS_MAX],
         }
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return {}

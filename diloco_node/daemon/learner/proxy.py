@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Final
 
@@ -26,12 +26,18 @@ from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn
 from diloco_node.escaping import escaped
-from diloco_node.numeric import U8
+from diloco_node.health.alerts import learner_silence
+from diloco_node.health.rate import SlidingRate
+from diloco_node.numeric import NS_PER_S, U8
 from diloco_node.storage.trained import AREA_BYTES
 from diloco_node.wire import learner_link
 
 REPORT_EVERY_NS: Final = 20_000_000
 """The core gets steps that change nothing at most so often: each report costs it a fifth of a millisecond."""
+
+WARNING_CHARS_MAX: Final = 300
+RATE_WINDOW_S: Final = 30.0
+"""What the current rate of tokens looks at."""
 
 
 @dataclass(slots=True)
@@ -46,6 +52,8 @@ class LearnerFacts:
         tokens_at_first_report: of its incarnation.
         warnings: losses and gradient norms that were out of their range, and were told.
         discounted_versions: applied with part of the own steps thrown away, since they were too many.
+        last_warning, last_warning_ns: the newest of `warnings`, or why the learner failed; 0: none.
+        tokens: how fast they are made now.
     """
 
     loss_first: float | None = None
@@ -58,6 +66,9 @@ class LearnerFacts:
     tokens_at_first_report: int = 0
     discounted_versions: int = 0
     warnings: int = 0
+    last_warning: str = ""
+    last_warning_ns: int = 0
+    tokens: SlidingRate = field(default_factory=lambda: SlidingRate(RATE_WINDOW_S))
 
 
 class LearnerProxy:
@@ -156,7 +167,8 @@ class LearnerProxy:
             # Its counters begin at zero; so does what is measured by them.
             self._incarnation = incarnation
             self._blocked_before_ns = self.facts.blocked_ns
-            self.facts.first_report_ns = 0
+            self.facts.first_report_ns = self.facts.last_report_ns = 0
+            self.facts.tokens.reset()
         self.status = LearnerStatus(
             incarnation=incarnation,
             step=attach.step,
@@ -197,6 +209,7 @@ class LearnerProxy:
         if not facts.first_report_ns:
             facts.first_report_ns, facts.tokens_at_first_report = now_ns, report.tokens
         facts.last_report_ns = now_ns
+        facts.tokens.add(report.tokens, now_ns=now_ns)
         if report.loss is not None:
             facts.loss_last = report.loss
             if facts.loss_first is None:
@@ -330,6 +343,18 @@ class LearnerProxy:
             # A transfer may still read a slice of it; then it goes with the process.
             with contextlib.suppress(BufferError):
                 area.close()
+
+    def warned(self, text: str) -> None:
+        """It says that a loss or a norm is out of its range, or why it fails."""
+        self.facts.warnings += 1
+        self.facts.last_warning, self.facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()
+
+    def silence(self) -> str:
+        """Why an attached learner counts as silent; empty if it does not."""
+        status, last_ns = self.status, self.facts.last_report_ns
+        if status is None or status.finished or not last_ns:
+            return ""
+        return learner_silence((self._now_ns() - last_ns) / NS_PER_S, status.step_time_ns / NS_PER_S)
 
     def _ignore(self, what: str, fault: str) -> None:
         self._note(ev.Note("learner", f"process {self.pid}: {what} is ignored: {fault}", is_alarm=True))

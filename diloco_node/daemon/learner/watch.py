@@ -59,16 +59,21 @@ class LearnerWatch:
     """Decides about the lives of one learner.
 
     Args:
-        hang_s: no step for less than this is never a hang; 0: nothing is.
+        hang_s: no step for less than this is never a hang; 0: nothing is. log: where its output is, for the status.
 
     Attributes:
         state: "running", "waiting" for its next start, "stopped" (a crash loop) or "done".
         reason: the last fault, in words; empty if there was none.
         crashes, hangs: since the supervisor was started.
+        exit_code: of the last life that is over, negative for a signal; None before. restarts: lives but the first.
     """
 
-    def __init__(self, hang_s: float) -> None:
+    def __init__(self, hang_s: float, *, log: str = "") -> None:
         self.state = "waiting"
+        self.exit_code: int | None = None
+        self.restarts = 0
+        self._log = log
+        self._has_lived = False
         self.reason = ""
         self.crashes = 0
         self.hangs = 0
@@ -92,6 +97,7 @@ class LearnerWatch:
     def started(self, mark: bytes | None, *, now_s: float) -> None:
         """A life begins. `mark` is what the counters hold; None or zeros: no learner has written any."""
         self.state = "running"
+        self.restarts, self._has_lived = self.restarts + self._has_lived, True
         self._mark, self._looked_s = mark, now_s
         self._stepped_s = self._aborted_s = None
         self._last_action = Action.NOTHING
@@ -139,6 +145,7 @@ class LearnerWatch:
         Args:
             code: as in subprocess: negative for a signal.
         """
+        self.exit_code = code
         has_hung, self._aborted_s = self._aborted_s is not None, None
         if code == 0 and not has_hung:
             self.state = "done"
@@ -169,7 +176,15 @@ class LearnerWatch:
 
     def document(self) -> dict[str, Any]:
         """For the status."""
-        return {"state": self.state, "reason": self.reason, "crashes": self.crashes, "hangs": self.hangs}
+        return {
+            "state": self.state,
+            "reason": self.reason,
+            "crashes": self.crashes,
+            "hangs": self.hangs,
+            "exit_code": self.exit_code,
+            "restarts": self.restarts,
+            "log": self._log,
+        }
 
 
 def _in_words(code: int) -> str:

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +32,7 @@ from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
 from diloco_node.errors import ProtocolViolation, StorageError
 from diloco_node.storage.trained import allot_incarnation
 from tests.kit.node_kit import MANIFEST
-from tests.kit.node_world import MemoryTransport, Network, Region, VirtualLoop
+from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
 
 NAMES = ("a", "b", "c")
 SETTINGS = RunSettings(
@@ -70,7 +69,7 @@ def trained() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="dl-"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_module, "GrpcTransport", MemoryTransport)
-        patch.setattr(node_module, "load_identity", lambda *_, **__: SimpleNamespace())
+        patch.setattr(node_module, "load_identity", lambda *_, **__: SOME_IDENTITY)
         statuses = train(folder)
     for name, status in statuses.items():
         assert learner_status(read_region_report(folder / name)["learner"]) == status

@@ -63,6 +63,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs(tmp_path / "bin", {"ssh": SSH.format(place=tmp_path), "scp": SCP.format(place=tmp_path)})
     for name in ("m-eu", "m-us"):
         programs(tmp_path / name / "bin", {"systemctl": SYSTEMCTL, "diloco-node": NODE})
+        # A login shell sets PATH anew, and then reads this.
+        (tmp_path / name / ".profile").write_text(f"PATH={tmp_path / name / 'bin'}:/usr/bin:/bin\n")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     return tmp_path
 

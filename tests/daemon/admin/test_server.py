@@ -64,6 +64,7 @@ class Region:
     def handlers(self) -> AdminHandlers:
         return AdminHandlers(
             status=lambda: {"region": "us-east", "step": 3},
+            snapshot=lambda since: {"status": {"region": "us-east"}, "since": since},
             not_ready_reason=lambda: self.reason,
             finish=self.finished.append,
             set_budget=self.set_budget,

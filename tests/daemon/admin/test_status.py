@@ -153,6 +153,16 @@ def test_the_document_is_plain_json_with_times_in_seconds() -> None:
     assert document["inner_steps"] == 150
 
 
+def test_the_rate_is_of_now_and_the_age_of_the_last_report_is_shown() -> None:
+    view = view_of()
+    learner = learner_of(view.learner, first_report_ns=1 * SECOND, last_report_ns=3 * SECOND)
+    for at in range(5):
+        learner.facts.tokens.add(1000 * at, now_ns=SECOND + at * SECOND // 2)
+    shown = status_of(view, learner)["learner"]
+    assert shown["report_age_seconds"] == 2.0
+    assert shown["current_tokens_per_second"] == pytest.approx(4000 / 3.0), "a second late after two usual pauses"
+
+
 def test_a_digest_is_shown_when_every_fragment_has_been_hashed_at_its_version() -> None:
     view = view_of()
     assert status_of(view)["digest"] == model_digest([digest for _, digest in view.digests])
@@ -269,41 +279,6 @@ def texts(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for one in value:
             yield from texts(one)
-
-
-def test_metrics_say_what_the_document_says() -> None:
-    registry = CollectorRegistry()
-    document = status_of(view_of())
-    registry.register(StatusCollector(lambda: document))
-    lines = generate_latest(registry).decode().splitlines()
-    for line in (
-        "diloco_ledger_term 4.0",
-        "diloco_rounds_committed_total 6.0",
-        "diloco_ledger_is_leader 1.0",
-        "diloco_learner_inner_steps 50.0",
-        'diloco_peer_wire_sent_bytes{peer="eu"} 1000.0',
-        'diloco_peer_rtt_seconds{peer="eu"} 0.04',
-        'diloco_fragment_version{fragment="1"} 3.0',
-        'diloco_rejections_total{peer="eu",reason="corrupt"} 2.0',
-        'diloco_budget_ceiling_bytes_per_second{direction="egress"} 125000.0',
-        "diloco_budget_allowed_bytes_total 1000.0",
-        "diloco_budget_used_bytes_total 970.0",
-        'diloco_peer_budget_bytes_per_second{direction="egress",peer="eu"} 60000.0',
-        'diloco_lane_wanted_bytes_total{lane="rounds",peer="eu"} 9.0',
-        'diloco_lane_used_bytes_total{lane="rounds",peer="eu"} 8.0',
-        'diloco_peer_correction_bytes_total{peer="eu"} 31.0',
-    ):
-        assert line in lines
-    assert not any('direction="ingress"' in line for line in lines), "no limit, no sample"
-
-
-def test_metrics_before_the_model_is_known_and_without_a_learner() -> None:
-    registry = CollectorRegistry()
-    documents = [{"region": "us", "run_id": "run1", "state": "starting"}]
-    registry.register(StatusCollector(lambda: documents[-1]))
-    assert b"diloco" not in generate_latest(registry)
-    documents.append(status_of(view_of(learner=None), learner_of(None)))
-    assert b"diloco_learner_attached 0.0" in generate_latest(registry)
 
 
 def test_a_report_is_whole_or_the_old_one(tmp_path: Path) -> None:

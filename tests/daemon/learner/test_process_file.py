@@ -6,7 +6,15 @@ import pytest
 
 from diloco_node.daemon.learner.process_file import PROCESS_FILE, REASON_CHARS_MAX, read_process, write_process
 
-WORD = {"state": "stopped", "reason": "crashed 10 times in 2 min", "crashes": 10, "hangs": 0}
+WORD = {
+    "state": "stopped",
+    "reason": "crashed 10 times in 2 min",
+    "crashes": 10,
+    "hangs": 0,
+    "exit_code": -11,
+    "restarts": 9,
+    "log": "/state/us/logs/learner.log",
+}
 
 
 def test_what_was_written_is_read_and_replaced(tmp_path: Path) -> None:
@@ -14,6 +22,12 @@ def test_what_was_written_is_read_and_replaced(tmp_path: Path) -> None:
     write_process(tmp_path, WORD)
     assert read_process(tmp_path) == WORD
     assert [path.name for path in tmp_path.iterdir()] == [PROCESS_FILE]
+
+
+def test_the_word_of_an_older_supervisor_is_read(tmp_path: Path) -> None:
+    write_process(tmp_path, {"state": "running", "reason": "", "crashes": 0, "hangs": 0})
+    found = read_process(tmp_path)
+    assert (found["exit_code"], found["restarts"], found["log"]) == (None, 0, "")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ HANG_S = 60.0
 
 
 def running(now_s: float = 0.0) -> LearnerWatch:
-    watch = LearnerWatch(HANG_S)
+    watch = LearnerWatch(HANG_S, log="/logs/learner.log")
     watch.started(b"0", now_s=now_s)
     return watch
 
@@ -125,6 +125,9 @@ def test_a_crash_loop_stops_the_learner_and_says_how_to_go_on() -> None:
         "Look at logs/learner.log, then `diloco-node learner start`",
         "crashes": CRASHES_MAX,
         "hangs": 0,
+        "exit_code": 1,
+        "restarts": CRASHES_MAX,
+        "log": "/logs/learner.log",
     }
     watch.revived()
     watch.started(b"", now_s=200)
@@ -176,7 +179,15 @@ def test_who_wants_it_started_again_gives_it_the_first_limit() -> None:
 def test_one_that_ends_by_itself_is_done() -> None:
     watch = running()
     assert not watch.ended(0, lived_s=5.0, now_s=5)
-    assert watch.document() == {"state": "done", "reason": "", "crashes": 0, "hangs": 0}
+    assert watch.document() == {
+        "state": "done",
+        "reason": "",
+        "crashes": 0,
+        "hangs": 0,
+        "exit_code": 0,
+        "restarts": 0,
+        "log": "/logs/learner.log",
+    }
 
 
 def test_a_signal_that_python_does_not_know_has_its_number() -> None:

@@ -1,0 +1,124 @@
+"""The page's one stream: server-sent events, made once a second for all viewers, and only while there are viewers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final
+
+from aiohttp import web
+
+PERIOD_S: Final = 1.0
+KEEP_ALIVE_S: Final = 15.0
+"""What stands between the viewer and us may close a connection on which nothing comes."""
+
+VIEWERS_MAX: Final = 16
+QUEUE_MAX: Final = 4
+"""Events that wait for one viewer. Each has everything in it, so the oldest is dropped when another comes."""
+
+WRITE_S: Final = 30.0
+"""Who takes nothing for so long is gone."""
+
+Document = dict[str, Any]
+
+
+class LiveEvents:
+    """Two kinds of events: first a `snapshot`, then a `status` every `PERIOD_S`; ids are milliseconds since 1970.
+
+    Args:
+        snapshot: status, history and settings of all regions; history only of what is after a time in seconds since
+            1970, if one is given: what a viewer that comes back (`Last-Event-ID`) has not seen.
+        status: the status of all regions. Both may raise nothing.
+    """
+
+    def __init__(
+        self, snapshot: Callable[[float | None], Awaitable[Document]], status: Callable[[], Awaitable[Document]]
+    ) -> None:
+        self._snapshot = snapshot
+        self._status = status
+        self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._making: asyncio.Task[None] | None = None
+        self._last_id = 0
+
+    @property
+    def viewers(self) -> int:
+        """How many look on."""
+        return len(self._viewers)
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Answer one viewer until it goes, or `stop`."""
+        if len(self._viewers) >= VIEWERS_MAX:
+            return web.Response(status=503, text=f"{VIEWERS_MAX} pages look on already: close one\n")
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue(QUEUE_MAX)
+        self._viewers.add(queue)
+        if self._making is None or self._making.done():
+            self._making = asyncio.create_task(self._make(), name="live events")
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+        answer = web.StreamResponse(headers=headers)
+        try:
+            await answer.prepare(request)
+            seen = request.headers.get("Last-Event-ID", "")
+            since = int(seen) / 1e3 if seen.isascii() and seen.isdigit() and len(seen) < 16 else None
+            chunk: bytes | None = self._event("snapshot", await self._snapshot(since))
+            while chunk is not None:
+                await asyncio.wait_for(answer.write(chunk), WRITE_S)
+                chunk = await _next(queue)
+        except (ConnectionError, TimeoutError):
+            pass
+        finally:
+            self._viewers.discard(queue)
+        return answer
+
+    async def stop(self) -> None:
+        """End all streams, and make no more events."""
+        for queue in self._viewers:
+            _put(queue, None)
+        if self._making is not None:
+            self._making.cancel()
+            await asyncio.gather(self._making, return_exceptions=True)
+
+    async def _make(self) -> None:
+        while self._viewers:
+            await asyncio.sleep(PERIOD_S)
+            chunk = self._event("status", await self._status())
+            for queue in self._viewers:
+                _put(queue, chunk)
+
+    def _event(self, kind: str, document: Document) -> bytes:
+        # They increase, whatever the wall clock does.
+        self._last_id = max(self._last_id + 1, time.time_ns() // 10**6)  # noqa: TID251 - shown, decides nothing
+        return f"id: {self._last_id}\nevent: {kind}\ndata: {json_text(document)}\n\n".encode()
+
+
+async def _next(queue: asyncio.Queue[bytes | None]) -> bytes | None:
+    try:
+        return await asyncio.wait_for(queue.get(), KEEP_ALIVE_S)
+    except TimeoutError:
+        return b": keep-alive\n\n"
+
+
+def _put(queue: asyncio.Queue[bytes | None], chunk: bytes | None) -> None:
+    if queue.full():
+        queue.get_nowait()
+    queue.put_nowait(chunk)
+
+
+def json_text(document: Any) -> str:
+    """JSON on one line that browsers read: what is not finite, such as a loss that blew up, becomes a text."""
+    try:
+        return json.dumps(document, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(document), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return value

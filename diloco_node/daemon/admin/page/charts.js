@@ -1,0 +1,116 @@
+// Curves: loss over tokens, tokens per second over time. One line per region, told apart by colour and by dashes.
+import { h, panel } from "./dom.js";
+import { byName, store } from "./store.js";
+import { NO_DATA, clock, count, isNumber, loss } from "./text.js";
+
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [5, 5], [12, 4, 4, 4], [3, 6], [14, 3]];
+const COLOURS = 8;
+const TOKENS = 2;
+const LOSS = 3;
+const MERGED = 4;
+const SPEED = 5;
+const charts = new Map();
+const isDark = matchMedia("(prefers-color-scheme: dark)");
+
+export const styleOf = (at) => ({ colour: `--c${at % COLOURS}`, dash: DASHES[at % DASHES.length] });
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+// A line of the legend: what it looks like, whose it is, the last value.
+function legendItem(line, shown) {
+  const last = line.ys.findLast(isNumber);
+  return h(
+    "li",
+    { "data-key": line.name },
+    h("svg", { width: 28, height: 10, "aria-hidden": "true" }, h("line", { x1: 1, y1: 5, x2: 27, y2: 5, class: line.tone, "stroke-width": line.width + 0.5, "stroke-dasharray": line.dash.join(" ") || null })),
+    line.name,
+    " ",
+    h("b", {}, shown(last)),
+  );
+}
+
+function lineOf(region, at, x, y) {
+  const rows = region.rows.filter((row) => isNumber(row[x]));
+  const { dash } = styleOf(at);
+  return { name: region.name, xs: rows.map((row) => row[x]), ys: rows.map((row) => row[y]), tone: `c${at % COLOURS}`, colour: styleOf(at).colour, width: 1.5, dash };
+}
+
+// The merged model as the region that evaluates it most often saw it: over the tokens of that region.
+function mergedLine() {
+  const measured = (region) => region.rows.filter((row) => isNumber(row[MERGED]) && isNumber(row[TOKENS]));
+  const best = byName().sort((a, b) => measured(b).length - measured(a).length)[0];
+  const rows = best ? measured(best) : [];
+  return { name: "merged model, held out", xs: rows.map((row) => row[TOKENS]), ys: rows.map((row) => row[MERGED]), tone: "ink", colour: "--ink", width: 2.5, dash: [] };
+}
+
+// Each x at most once and increasing, as uPlot wants it: a learner that went back to a checkpoint counts again.
+function increasing(line) {
+  const [xs, ys] = [[], []];
+  line.xs.forEach((x, at) => {
+    while (xs.length && xs.at(-1) >= x) {
+      xs.pop();
+      ys.pop();
+    }
+    xs.push(x);
+    ys.push(line.ys[at]);
+  });
+  return [xs, ys];
+}
+
+function draw(id, title, note, lines, axes) {
+  const known = lines.filter((line) => line.ys.some(isNumber));
+  const what = known.map((line) => `${line.name} ${axes.y(line.ys.findLast(isNumber))}`).join(", ");
+  panel(
+    id,
+    title,
+    h("span", { class: "note" }, note),
+    h("ul", { class: "legend" }, lines.filter((line) => known.includes(line) || line.tone !== "ink").map((line) => legendItem(line, axes.y))),
+    h("div", { class: "chart", "data-foreign": "1", "data-key": "chart", role: "img", "aria-label": `${title}. Last: ${what || NO_DATA}` }),
+    known.length ? null : h("p", { class: "empty" }, NO_DATA),
+  );
+  const place = document.querySelector(`#${id} .chart`);
+  place.classList.toggle("hidden", !known.length);
+  if (known.length) plot(id, place, known, axes);
+}
+
+function plot(id, place, lines, axes) {
+  const data = uPlot.join(lines.map(increasing));
+  const kind = JSON.stringify([lines.map((line) => [line.name, line.tone]), isDark.matches]);
+  const size = { width: Math.max(200, place.clientWidth), height: place.clientHeight || 220 };
+  let chart = charts.get(id);
+  if (!chart || chart.kind !== kind || chart.place !== place) {
+    chart?.plot.destroy();
+    chart = { kind, place, plot: new uPlot(options(lines, axes, size), data, place) };
+    charts.set(id, chart);
+    return;
+  }
+  if (chart.plot.width !== size.width || chart.plot.height !== size.height) chart.plot.setSize(size);
+  chart.plot.setData(data);
+}
+
+function options(lines, axes, size) {
+  const [ink, grid] = [css("--quiet"), css("--rule")];
+  const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
+  const series = lines.map((line) => ({ stroke: css(line.colour), width: line.width, dash: line.dash, spanGaps: true, points: { show: line.xs.length < 3 } }));
+  return {
+    ...size,
+    legend: { show: false },
+    cursor: { show: false },
+    scales: { x: { time: false }, y: { range: (plot, low, high) => axes.range(low, high) } },
+    axes: [
+      { ...axis, size: 26, space: 70, values: (plot, ticks) => ticks.map(axes.x) },
+      { ...axis, size: 48, space: 34, values: (plot, ticks) => ticks.map(axes.tick) },
+    ],
+    series: [{}, ...series],
+  };
+}
+
+const padded = (low, high) => {
+  const room = (high - low || Math.abs(high) || 1) * 0.06;
+  return [low - room, high + room];
+};
+
+export function drawCharts() {
+  const regions = byName();
+  draw("loss", "Loss over tokens", "tokens of the region's learner", [...regions.map((one, at) => lineOf(one, at, TOKENS, LOSS)), mergedLine()], { x: count, y: loss, tick: (value) => value.toFixed(2), range: padded });
+  draw("speed", "Tokens per second", store.isReport ? "over the run" : "over time", regions.map((one, at) => lineOf(one, at, 0, SPEED)), { x: (value) => clock(value).slice(0, 5), y: count, tick: count, range: (low, high) => [0, padded(0, high)[1] || 1] });
+}

@@ -1,0 +1,156 @@
+// Is it healthy, and what to do: the header, the alert cards, the figures.
+import { h, patch } from "./dom.js";
+import { allNames, byName, now, speedOf, store } from "./store.js";
+import { NO_DATA, classOf, clock, count, day, greatest, isNumber, known, list, loss, seconds, table, tables, whole } from "./text.js";
+
+const STATES = {
+  healthy: ["✓", "good"],
+  finished: ["■", "good"],
+  starting: ["…", "calm"],
+  degraded: ["!", "warn"],
+  stalled: ["✕", "bad"],
+  "no answer": ["✕", "bad"],
+};
+const ORDER = ["no answer", "stalled", "degraded", "starting", "healthy", "finished"];
+const SEVERITIES = { critical: ["✕", "severe", "bad"], warning: ["!", "warning", "warn"], info: ["i", "hint", "calm"] };
+const SEVERITY_ORDER = ["critical", "warning", "info"];
+const CARDS_MAX = 24;
+const STALE_MS = 6000;
+
+// Where the cause of an alert is shown, by a word of its code.
+const PLACES = [["BUDGET", "bandwidth"], ["COMMIT", "rounds"], ["MAJORITY", "regions"], ["LEFT-OUT", "rounds"], ["SETTINGS", "settings"], ["LOSS", "loss"], ["DIGEST", "fragments"]];
+
+export const isStale = () => !store.isReport && store.heard !== null && performance.now() - store.heard > STALE_MS;
+
+const stateOf = (region) => (region.answered === false ? "no answer" : table(region.status.health).state || null);
+
+// The one word for the run: the worst of its regions.
+function worst() {
+  const states = byName().map(stateOf).filter(Boolean);
+  if (isStale()) return "no answer";
+  return states.sort((a, b) => ORDER.indexOf(a) - ORDER.indexOf(b))[0] || null;
+}
+
+function alerts() {
+  const found = new Map();
+  if (isStale()) {
+    const text = `Nothing has come for ${seconds((performance.now() - store.heard) / 1000)}. What stands below is the last that was known.`;
+    found.set("stale", { severity: "critical", code: "", region: "", text, hint: "Is the daemon still running?", command: "diloco-node status", place: "regions" });
+  }
+  for (const region of byName()) {
+    if (region.answered === false) {
+      const hint = "It has ended, or its machine is away. What stands below is the last that was known.";
+      found.set(`gone ${region.name}`, { severity: "critical", code: "", region: region.name, text: `${region.name} does not answer: ${region.status.error}`, hint, command: "diloco-node status" });
+      continue;
+    }
+    for (const one of tables(table(region.status.health).alerts)) {
+      const key = `${one.code} ${one.region}`; // several regions say the same of one in other words
+      const by = found.has(key) ? [...found.get(key).by, region.name] : [region.name];
+      found.set(key, { ...one, by });
+    }
+  }
+  return [...found.values()].sort((a, b) => SEVERITY_ORDER.indexOf(a.severity) - SEVERITY_ORDER.indexOf(b.severity));
+}
+
+function placeOf(alert) {
+  const found = alert.place || (PLACES.find(([word]) => String(alert.code).includes(word)) || [])[1];
+  return found || (alert.region && allNames().includes(alert.region) ? `region-${alert.region}` : "regions");
+}
+
+function card(alert) {
+  const [mark, word, tone] = SEVERITIES[alert.severity] || SEVERITIES.info;
+  return h(
+    "li",
+    { class: `card ${tone}`, "data-key": `${alert.code} ${alert.region} ${alert.text}` },
+    h("p", { class: "what" }, h("span", { class: "mark", "aria-hidden": "true" }, mark), h("b", {}, word), alert.region ? ` ${alert.region}` : "", alert.code ? h("span", { class: "code" }, String(alert.code)) : null),
+    h("p", {}, known(alert.text)),
+    alert.hint ? h("p", { class: "hint" }, String(alert.hint)) : null,
+    h(
+      "p",
+      { class: "acts" },
+      alert.command ? h("code", { tabindex: "0" }, String(alert.command)) : null,
+      alert.command ? h("button", { type: "button", "data-do": "copy", "data-text": String(alert.command), "aria-label": `Copy the command ${alert.command}` }, "Copy") : null,
+      h("a", { href: `#${placeOf(alert)}`, "data-do": "jump", "aria-label": `Show the cause: ${alert.code || word} ${alert.region || ""}` }, "Show the cause"),
+    ),
+  );
+}
+
+export function drawAlerts() {
+  const all = alerts();
+  patch(
+    document.getElementById("alerts"),
+    h("h2", { id: "alerts-title", class: all.length ? "" : "hidden" }, all.length ? `${all.length} alert${all.length > 1 ? "s" : ""}` : "No alerts"),
+    h("ul", { class: "cards" }, all.slice(0, CARDS_MAX).map(card)),
+    all.length > CARDS_MAX ? h("p", {}, `and ${all.length - CARDS_MAX} more: diloco-node status --json`) : null,
+  );
+}
+
+function tolerance() {
+  const all = byName().map((one) => table(one.status.health).failure_tolerance).filter(isNumber);
+  if (!all.length) return ["Failure tolerance: no data", "quiet"];
+  const least = Math.min(...all);
+  if (least <= 0) return ["No region may fail", "warn"];
+  return [`${least} more region${least > 1 ? "s" : ""} may fail`, "good"];
+}
+
+function freshness() {
+  if (store.isReport) return h("span", { class: "fresh" }, `report of ${day(now())}`);
+  if (store.heard === null) return h("span", { class: "fresh" }, "connecting");
+  const text = isStale() || !store.isOpen ? `last heard ${clock(now())}` : `live ${clock(now())}`;
+  return h("span", { class: "fresh" }, h("span", { class: isStale() ? "dot off" : "dot", "aria-hidden": "true" }), text);
+}
+
+function line() {
+  if (isStale()) return "The connection is lost; it is tried again by itself.";
+  const state = worst();
+  const source = byName().find((one) => stateOf(one) === state);
+  return (source && (table(source.status.health).line || source.status.error || source.status.reason)) || NO_DATA;
+}
+
+export function drawTop() {
+  const state = worst();
+  const [mark, tone] = STATES[state] || ["?", "calm"];
+  const [tolerates, toleranceTone] = tolerance();
+  const run = byName().map((one) => one.status.run_id).find(Boolean);
+  patch(
+    document.getElementById("top"),
+    h("h1", {}, h("span", { class: "brand" }, "diloco-node"), " ", h("span", { class: "run" }, run ? `run ${run}` : "")),
+    h("p", { class: "state", role: "status" }, h("span", { class: `pill ${tone}` }, h("span", { "aria-hidden": "true" }, `${mark} `), state || NO_DATA), h("span", { class: "tolerance", "data-tone": toleranceTone }, tolerates)),
+    freshness(),
+    h("p", { class: "line" }, line()),
+  );
+  document.title = `${state === "healthy" ? "" : `${mark} `}${run || "diloco-node"}${state ? `: ${state}` : ""}`;
+}
+
+const figure = (name, value, more) => h("div", { class: "figure" }, h("dt", {}, name), h("dd", { class: classOf(value) }, value, more ? h("small", {}, ` ${more}`) : null));
+
+const sum = (values) => (values.length && values.every(isNumber) ? values.reduce((a, b) => a + b, 0) : null);
+
+const furthest = (regions, key) => greatest(regions.map((one) => table(one.status.run)[key]));
+
+export function drawFigures() {
+  const regions = byName();
+  const learners = regions.filter((one) => one.answered !== false && one.status.learner);
+  const merged = learners.map((one) => one.status.learner.val_loss_global).filter((one) => one != null);
+  const step = furthest(regions, "step") ?? greatest(learners.map((one) => one.status.learner.step));
+  const steps = furthest(regions, "total_steps");
+  const leader = regions.map((one) => one.status.leader).find(Boolean);
+  const members = allNames().length;
+  const up = regions.filter((one) => one.answered !== false).length;
+  const isSeenByOne = up === 1 && members > 1;
+  patch(
+    document.getElementById("figures"),
+    h(
+      "dl",
+      {},
+      figure("step", whole(step), isNumber(steps) ? `of ${whole(steps)}` : ""),
+      figure("tokens merged", count(greatest(regions.map((one) => one.status.tokens_merged))), isNumber(furthest(regions, "tokens_total")) ? `of ${count(furthest(regions, "tokens_total"))}` : ""),
+      figure("tokens/s", count(sum(learners.map((one) => speedOf(one.status)))), isSeenByOne ? "this region" : ""),
+      figure("merged loss", loss(greatest(merged) ?? merged[0])),
+      figure("rounds merged", whole(greatest(regions.map((one) => one.status.rounds_committed)))),
+      figure("time left", seconds(furthest(regions, "eta_seconds"))),
+      figure("regions", isSeenByOne ? `${members}` : `${up} of ${members}`, isSeenByOne ? `seen by ${regions[0].name}` : "answer"),
+      figure("leader", known(leader)),
+    ),
+  );
+}

@@ -1,0 +1,112 @@
+// The page: one stream of events in, everything drawn from what is known, at most once a second.
+import { patch } from "./dom.js";
+import { begin, byName, store, take } from "./store.js";
+import { tables } from "./text.js";
+import { drawAlerts, drawFigures, drawTop } from "./health.js";
+import { drawCharts } from "./charts.js";
+import { drawMap, drawRounds } from "./rounds.js";
+import { drawAccount, drawBandwidth, drawEvents, drawFoot, drawRegions, drawSettings } from "./tables.js";
+
+const AGAIN_MS = 5000;
+const view = { region: null, onlyBad: false, allRounds: false, onlyAlarms: false, allSettings: false };
+const TOGGLES = { "only-bad": "onlyBad", "all-rounds": "allRounds", "only-alarms": "onlyAlarms", "all-settings": "allSettings" };
+let isDue = false;
+
+function chosen() {
+  const regions = byName();
+  return regions.find((one) => one.name === view.region) || regions.find((one) => one.status.role === "leader") || regions[0];
+}
+
+function drawAll() {
+  isDue = false;
+  const region = chosen();
+  drawTop();
+  drawAlerts();
+  drawFigures();
+  drawCharts();
+  drawRegions(region);
+  drawMap();
+  drawRounds(region, view);
+  drawBandwidth(region);
+  drawAccount();
+  drawEvents(region, view);
+  drawSettings(region, view);
+  patch(document.getElementById("foot"), ...drawFoot());
+}
+
+function soon() {
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(drawAll);
+}
+
+// An event of the stream: "snapshot" or "status", and its document.
+export function receive(kind, document) {
+  store.heard = performance.now();
+  store.isOpen = true;
+  if (kind === "snapshot") begin(document);
+  else for (const status of tables(document.regions)) take(status);
+  soon();
+}
+
+function connect() {
+  const stream = new EventSource("/api/v1/events");
+  for (const kind of ["snapshot", "status"]) stream.addEventListener(kind, (event) => receive(kind, JSON.parse(event.data)));
+  stream.addEventListener("error", () => {
+    store.isOpen = false;
+    soon();
+    // A server that refused (too many pages) is not asked again by the browser itself.
+    if (stream.readyState === EventSource.CLOSED) setTimeout(connect, AGAIN_MS);
+  });
+}
+
+const say = (text) => {
+  document.getElementById("said").textContent = text;
+};
+
+async function copy(button) {
+  try {
+    await navigator.clipboard.writeText(button.dataset.text);
+    say("Copied.");
+  } catch {
+    getSelection().selectAllChildren(button.previousElementSibling);
+    say("Selected: copy it with the keyboard.");
+  }
+}
+
+function jump(link) {
+  const place = document.getElementById(decodeURIComponent(link.hash.slice(1))) || document.getElementById("regions");
+  if (!place.hasAttribute("tabindex")) place.tabIndex = -1;
+  place.focus({ preventScroll: true });
+  place.scrollIntoView({ block: "center", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
+}
+
+document.addEventListener("click", (event) => {
+  const target = event.target.closest("[data-do]");
+  if (!target) return;
+  const action = target.dataset.do;
+  if (action === "copy") copy(target);
+  else if (action === "jump") {
+    event.preventDefault();
+    jump(target);
+  } else {
+    if (action === "region") view.region = target.dataset.name;
+    else view[TOGGLES[action]] = !view[TOGGLES[action]];
+    soon();
+  }
+});
+addEventListener("resize", soon);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", soon);
+
+const kept = document.getElementById("snapshot");
+if (kept) {
+  store.isReport = true;
+  begin(JSON.parse(kept.textContent));
+  soon();
+} else {
+  store.heard = performance.now();
+  connect();
+  // What has come is drawn as it comes; this is for what has not.
+  setInterval(() => document.hidden || soon(), 2000);
+}
+soon();

@@ -1,0 +1,138 @@
+"""Facts for the status that need a clock or a look at the machine: how far the run is, the last rounds, disk, dates."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.core.region import RegionCore
+from diloco_node.daemon.learner.proxy import LearnerFacts, LearnerProxy
+from diloco_node.daemon.round_log import RoundLog
+from diloco_node.daemon.spec import NodeSpec
+from diloco_node.health.phase_times import PhaseTimes
+from diloco_node.health.rate import SlidingRate
+from diloco_node.numeric import NS_PER_S
+
+ETA_WINDOW_S: Final = 600.0
+"""The time that is left is worked out from the progress of the last minutes."""
+
+DAY_S: Final = 86_400.0
+
+
+def wall_clock_s() -> float:
+    """Seconds since 1970, for people's eyes: nothing is decided by it."""
+    return time.time()  # noqa: TID251 - see above
+
+
+class RunFacts:
+    """Made with the node; give `rounds.observe` to its pump. Every few seconds call `mark`, and `look` in a thread.
+
+    Args:
+        expires: when the region's certificate ends. refusals: what the disk does not take now. now_ns: monotonic.
+    """
+
+    def __init__(
+        self,
+        core: RegionCore,
+        spec: NodeSpec,
+        *,
+        expires: datetime,
+        refusals: Callable[[], Mapping[str, str]],
+        now_ns: Callable[[], int],
+    ) -> None:
+        self._core = core
+        self._spec = spec
+        self._expires_unix = expires.timestamp()
+        self._refusals = refusals
+        self._now_ns = now_ns
+        self._part = SlidingRate(ETA_WINDOW_S)
+        self._disk: dict[str, Any] = {}
+        self._phases = PhaseTimes()
+        self.rounds = RoundLog(
+            core,
+            region=spec.region,
+            regions=spec.regions,
+            now_ns=now_ns,
+            unix_s=wall_clock_s,
+            on_committed=lambda row: self._phases.add(row["phases"]),
+        )
+
+    def look(self) -> None:
+        """At the disk."""
+        self._disk = disk_space(self._spec.state_dir)
+
+    def mark(self) -> None:
+        """Remember how far the run is now."""
+        now_ns = self._now_ns()
+        part = self._core.leader.progress.position(now_ns=now_ns).part
+        if part is not None:
+            self._part.add(part, now_ns=now_ns)
+
+    def document(self, learner: LearnerProxy) -> dict[str, Any]:
+        """The fields of the status document that come from here."""
+        refused = dict(self._refusals())
+        return {
+            "run": self._run(),
+            "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
+            "token_account": self._account(learner),
+            "phase_seconds": self._phases.document(),
+            "round_log": self.rounds.rows(),
+            "commit_age_seconds": self.rounds.commit_age_s(),
+            "usual_commit_seconds": self.rounds.usual_commit_s(),
+            "state_dir": str(self._spec.state_dir.resolve()),
+            "disk": {**self._disk, "refused": "; ".join(f"{what}: {why}" for what, why in sorted(refused.items()))},
+            "certificate": {
+                "expires_unix": self._expires_unix,
+                "days_left": (self._expires_unix - wall_clock_s()) / DAY_S,
+            },
+            "learner_warning": self._warning(learner.facts),
+        }
+
+    def _run(self) -> dict[str, Any]:
+        settings, history, now_ns = self._spec.settings, self._core.history, self._now_ns()
+        position = self._core.leader.progress.position(now_ns=now_ns)
+        rate = self._part.per_second(now_ns=now_ns)
+        eta_s = None
+        if history.finished is not None:
+            eta_s = 0.0
+        elif position.part is not None and rate:
+            eta_s = (1.0 - position.part) / rate
+        return {
+            "id": self._spec.run_id,
+            "step": position.steps,
+            "total_steps": settings.steps_max or None,
+            "tokens": history.account.merged_tokens(len(history.versions)),
+            "tokens_total": settings.tokens_max or None,
+            "eta_seconds": eta_s,
+        }
+
+    def _account(self, learner: LearnerProxy) -> dict[str, int]:
+        """Tokens of this region's learner, and of the run as the ledger has them; means over the fragments."""
+        account, fragments = self._core.history.account, len(self._core.history.versions)
+        merged, discarded = (sum(tokens) // fragments for tokens in account.totals(fragments))
+        booked = account.covered_tokens(self._spec.region, fragments)
+        return {
+            "trained": learner.tokens_total,
+            "carried": max(0, learner.tokens_total - booked),
+            "run_merged": merged,
+            "run_discarded": discarded,
+        }
+
+    def _warning(self, facts: LearnerFacts) -> dict[str, Any] | None:
+        if not facts.last_warning_ns:
+            return None
+        age_s = (self._now_ns() - facts.last_warning_ns) / NS_PER_S
+        return {"text": facts.last_warning, "age_seconds": age_s}
+
+
+def disk_space(folder: Path) -> dict[str, Any]:
+    """Free and total bytes where a folder lies; empty if it can't be asked."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return {}
+    return {"free_bytes": usage.free, "total_bytes": usage.total}

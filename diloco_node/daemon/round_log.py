@@ -1,0 +1,222 @@
+"""The last rounds as this region saw them: how long each phase took, and for whom it waited.
+
+Reads the core after each event and decides nothing: times of this machine's clock stay out of the core. The leader
+knows for whom a ballot waits; another region knows what it lacks itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+from diloco_node.core import events as ev
+from diloco_node.core.messages import BallotOpened, MergeDecided
+from diloco_node.core.region import RegionCore
+from diloco_node.core.types import Ballot
+from diloco_node.numeric import NS_PER_S
+
+ROUNDS_KEPT: Final = 128
+GAPS_KEPT: Final = 64
+"""Times between two commits, for the usual one."""
+
+REASON_CHARS_MAX: Final = 300
+
+
+@dataclass(slots=True)
+class TrackedRound:
+    """A round on its way.
+
+    Attributes:
+        phase: of `core.view.PHASES`, since `since_ns`. spent_ns: by phase, what is over. late: who is waited for now.
+        blame_ns: how long (region, phase) was waited for.
+    """
+
+    fragment: int
+    version: int
+    ballot: Ballot
+    members: tuple[str, ...]
+    opened_ns: int
+    since_ns: int
+    phase: str = "gather"
+    late: tuple[str, ...] = ()
+    spent_ns: dict[str, int] = field(default_factory=dict)
+    blame_ns: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def pass_time(self, phase: str, late: tuple[str, ...], *, now_ns: int) -> None:
+        """Book the time since the last look, then go on with what is so now."""
+        passed_ns = now_ns - self.since_ns
+        self.spent_ns[self.phase] = self.spent_ns.get(self.phase, 0) + passed_ns
+        for name in self.late:
+            self.blame_ns[name, self.phase] = self.blame_ns.get((name, self.phase), 0) + passed_ns
+        self.phase, self.late, self.since_ns = phase, late, now_ns
+
+    def waited_for(self) -> dict[str, str] | None:
+        """Region and phase of the longest wait; None when it is not known who took most of that phase."""
+        (region, phase), blamed_ns = max(sorted(self.blame_ns.items()), key=lambda one: one[1], default=(("", ""), 0))
+        is_known = blamed_ns > 0 and 2 * blamed_ns >= self.spent_ns[phase]
+        return {"region": region, "phase": phase} if is_known else None
+
+
+class RoundLog:
+    """Give it to the pump as `observe`.
+
+    Args:
+        region: this one. regions: of the run. now_ns: monotonic. unix_s: the wall clock, for people.
+        on_committed: called with each finished row, as `rows` has it.
+    """
+
+    def __init__(
+        self,
+        core: RegionCore,
+        *,
+        region: str,
+        regions: Sequence[str],
+        now_ns: Callable[[], int],
+        unix_s: Callable[[], float],
+        on_committed: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> None:
+        self._core = core
+        self._region = region
+        self._regions = tuple(sorted(regions))
+        self._now_ns = now_ns
+        self._unix_s = unix_s
+        self._on_committed = on_committed
+        self._rows: deque[dict[str, Any]] = deque(maxlen=ROUNDS_KEPT)
+        self._open: dict[int, TrackedRound] = {}
+        self._applying: dict[tuple[int, int], TrackedRound] = {}
+        self._merged: dict[tuple[int, int], tuple[str, ...]] = {}
+        self._reasons: dict[int, str] = {}
+        self._committed = core.history.rounds_committed
+        self._committed_ns: int | None = None
+        self._gaps_ns: deque[int] = deque(maxlen=GAPS_KEPT)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The last rounds that ended, oldest first, plain values."""
+        return list(self._rows)
+
+    def commit_age_s(self) -> float | None:
+        """Seconds since this region saw a round committed; None before the first since it started."""
+        return None if self._committed_ns is None else (self._now_ns() - self._committed_ns) / NS_PER_S
+
+    def usual_commit_s(self) -> float | None:
+        """Seconds that usually lie between two commits; None while fewer than three were seen."""
+        return median(self._gaps_ns) / NS_PER_S if len(self._gaps_ns) > 1 else None
+
+    def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
+        """After each event of the core."""
+        now_ns = self._now_ns()
+        for effect in effects:
+            if isinstance(effect, ev.ApplyVersion):
+                names = tuple(member.contribution.learner for member in effect.body.members)
+                self._merged[effect.body.fragment, effect.body.version] = names
+            elif isinstance(effect, ev.Note) and effect.kind in ("ballot", "abandoned"):
+                self._reasons[effect.fragment] = effect.text
+        if self._core.history.rounds_committed != self._committed:
+            self._note_commits(now_ns)
+        if self._core.leader.is_acting:
+            self._look_as_leader(now_ns)
+        elif (fragment := _fragment_of(event)) is not None:
+            self._look_at(fragment, now_ns)
+        if isinstance(event, ev.VersionApplied):
+            self._applied(event.fragment, event.version, now_ns)
+        self._reasons.clear()
+
+    def _note_commits(self, now_ns: int) -> None:
+        history = self._core.history
+        self._committed = history.rounds_committed
+        if self._committed_ns is not None:
+            self._gaps_ns.append(now_ns - self._committed_ns)
+        self._committed_ns = now_ns
+        for fragment, one in list(self._open.items()):
+            if history.versions[fragment] >= one.version:
+                del self._open[fragment]
+                one.pass_time("apply", (self._region,), now_ns=now_ns)
+                self._applying[fragment, one.version] = one
+
+    def _look_as_leader(self, now_ns: int) -> None:
+        rounds = self._core.leader.rounds
+        for fragment, one in rounds.items():
+            tracked = self._track(fragment, one.version, one.ballot, one.members, now_ns)
+            tracked.pass_time(one.phase, one.late_regions(self._regions), now_ns=now_ns)
+        for fragment in [known for known in self._open if known not in rounds]:
+            self._fail(fragment, now_ns)
+
+    def _look_at(self, fragment: int, now_ns: int) -> None:
+        if not 0 <= fragment < len(self._core.history.versions):
+            return  # a peer chose it
+        standing = self._core.participant.standing(fragment)
+        if standing is not None:
+            version, ballot, phase, late = standing
+            self._track(fragment, version, ballot, (), now_ns).pass_time(phase, late, now_ns=now_ns)
+
+    def _track(
+        self, fragment: int, version: int, ballot: Ballot, members: tuple[str, ...], now_ns: int
+    ) -> TrackedRound:
+        known = self._open.get(fragment)
+        if known is not None and (known.version, known.ballot) != (version, ballot):
+            self._fail(fragment, now_ns)
+            known = None
+        if known is None:
+            known = self._open[fragment] = TrackedRound(fragment, version, ballot, members, now_ns, now_ns)
+        return known
+
+    def _fail(self, fragment: int, now_ns: int) -> None:
+        one = self._open.pop(fragment)
+        late = one.late
+        one.pass_time(one.phase, (), now_ns=now_ns)
+        reason = self._reasons.get(fragment, "another ballot took its place")
+        self._add(one, "failed", now_ns, members=one.members, missing=late, reason=reason)
+
+    def _applied(self, fragment: int, version: int, now_ns: int) -> None:
+        for at in sorted(known for known in self._applying if known[0] == fragment and known[1] <= version):
+            one = self._applying.pop(at)
+            one.pass_time("apply", (), now_ns=now_ns)
+            members = self._merged.get(at, one.members)
+            missing = tuple(name for name in self._regions if name not in members) if members else ()
+            self._add(one, "committed", now_ns, members=members, missing=missing, reason="")
+        for at in [known for known in self._merged if known[0] == fragment and known[1] <= version]:
+            del self._merged[at]
+
+    def _add(
+        self,
+        one: TrackedRound,
+        outcome: str,
+        now_ns: int,
+        *,
+        members: tuple[str, ...],
+        missing: tuple[str, ...],
+        reason: str,
+    ) -> None:
+        self._rows.append(
+            {
+                "fragment": one.fragment,
+                "version": one.version,
+                "ballot": str(one.ballot),
+                "ended_unix": self._unix_s(),
+                "outcome": outcome,
+                "seconds": (now_ns - one.opened_ns) / NS_PER_S,
+                "phases": {phase: spent_ns / NS_PER_S for phase, spent_ns in one.spent_ns.items()},
+                "members": list(members),
+                "missing": list(missing),
+                "waited_for": one.waited_for(),
+                "reason": reason[:REASON_CHARS_MAX],
+            }
+        )
+        if outcome == "committed":
+            self._on_committed(self._rows[-1])
+
+
+def _fragment_of(event: ev.Event) -> int | None:
+    """The fragment whose round an event may have moved on."""
+    match event:
+        case ev.MessageArrived(message=BallotOpened() | MergeDecided() as message):
+            return message.fragment
+        case ev.SnapshotTaken() | ev.ContributionStripeArrived():
+            return event.contribution.fragment
+        case ev.SnapshotRefused() | ev.MergedStripeArrived() | ev.PayloadStored():
+            return event.fragment
+        case _:
+            return None

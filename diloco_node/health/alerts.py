@@ -1,0 +1,191 @@
+"""What is wrong, from one region's status document. Kinds are in `alert_kinds`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from diloco_node.health import alert_kinds as kinds
+from diloco_node.health.alert_kinds import AlertKind
+from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.tolerance import alive_count, failure_tolerance, has_majority, region_count
+
+COMMIT_LATE: Final = 10.0
+"""Times the usual time between two commits."""
+
+COMMIT_LATE_MIN_S: Final = 30.0
+SILENT_STEPS: Final = 10.0
+"""Times a step: evaluations and checkpoints are pauses, too."""
+
+SILENT_MIN_S: Final = 20.0
+LOSS_ODD_S: Final = 600.0
+"""So long a warning of the learner is shown."""
+
+DISK_LOW_PART: Final = 0.03
+STATES_FREE: Final = 2
+"""So many times parameters and momentum must fit on the disk."""
+
+STATE_BYTES: Final = 8
+"""Of a parameter and its momentum, float32."""
+
+CERTIFICATE_DAYS: Final = 30.0
+OVER: Final = frozenset({"finished", "finishing"})
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """One thing that is wrong. `region` is the one it is about, `text` says what is the case, `command` helps."""
+
+    severity: str
+    code: str
+    region: str
+    text: str
+    hint: str
+    command: str
+
+
+def find_alerts(document: Document) -> list[Alert]:
+    """All alerts of one region, the worst first; none of a document without a state (a region that is not asked)."""
+    if not text(document, "state"):
+        return []
+    found = [
+        *_majority(document),
+        *_peers(document),
+        *_rounds(document),
+        *_learner(document),
+        *_machine(document),
+    ]
+    return sorted(found, key=lambda one: kinds.SEVERITIES.index(one.severity))
+
+
+def learner_silence(report_age_s: float | None, step_s: float | None) -> str:
+    """Why an attached learner counts as silent; empty if it does not, or if it has reported nothing yet."""
+    limit_s = max(SILENT_MIN_S, SILENT_STEPS * (step_s or 0.0))
+    if report_age_s is None or report_age_s <= limit_s:
+        return ""
+    return f"the learner has reported no step for {duration(report_age_s)}; a step takes {duration(step_s or 0.0)}"
+
+
+def _make(kind: AlertKind, document: Document, what: str, *, region: str = "") -> Alert:
+    own = text(document, "region")
+    log = text(part(document, "learner_process"), "log") or f"state/{own}/logs/learner.log"
+    state = text(document, "state_dir") or f"state/{own}"
+    values = {"region": region or own, "own": own, "log": log, "state": state}
+    quoted = {name: shlex.quote(value) for name, value in values.items()}
+    hint, command = kind.hint.format(**values), kind.command.format(**quoted)
+    return Alert(kind.severity, kind.code, region or own, what, hint, command)
+
+
+def _majority(document: Document) -> Iterator[Alert]:
+    if text(document, "state") in (*OVER, "starting"):
+        return
+    alive, regions = alive_count(document), region_count(document)
+    if not has_majority(document):
+        what = f"{alive} of {regions} regions are left, {regions // 2 + 1} are needed to merge"
+        yield _make(kinds.NO_MAJORITY, document, what)
+    elif alive < regions and not failure_tolerance(document):
+        what = f"{alive} of {regions} regions are left: the next failure stops merging"
+        yield _make(kinds.LAST_MAJORITY, document, what)
+
+
+def _peers(document: Document) -> Iterator[Alert]:
+    if text(document, "state") == "finished":
+        return  # they may be gone
+    quarantine = part(document, "quarantine")
+    for name in sorted(quarantine):
+        what = f"{name} is shut out: {quarantine[name]}"
+        yield _make(kinds.QUARANTINE, document, what, region=name)
+    for peer in rows(document, "peers"):
+        name, error = text(peer, "name"), text(peer, "error")
+        is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
+        if is_up or name in quarantine:
+            continue
+        if "protocol_version" in error:
+            yield _make(kinds.VERSION_DIFFERS, document, f"{name}: {error}", region=name)
+        elif any(word in error for word in ("settings", "run_id", "manifest_digest")):
+            yield _make(kinds.SETTINGS_DIFFER, document, f"{name}: {error}", region=name)
+        else:
+            where = text(peer, "address") or "no address"
+            what = f"{name} ({where}) is down" + (f": {error}" if error else "")
+            yield _make(kinds.PEER_DOWN, document, what, region=name)
+
+
+def _rounds(document: Document) -> Iterator[Alert]:
+    if document.get("role") == "leader":  # every region knows it from the ballots; once is enough
+        for one in rows(document, "left_out"):
+            what = f"{text(one, 'region')} is left out as {text(one, 'part')}: {text(one, 'reason')}"
+            yield _make(kinds.LEFT_OUT, document, what, region=text(one, "region"))
+    age_s, usual_s = number(document, "commit_age_seconds"), number(document, "usual_commit_seconds")
+    is_late = age_s is not None and usual_s is not None and age_s > max(COMMIT_LATE_MIN_S, COMMIT_LATE * usual_s)
+    if is_late and has_majority(document) and text(document, "state") != "finished":
+        what = f"no round was committed for {duration(age_s or 0.0)}, usually one every {duration(usual_s or 0.0)}"
+        yield _make(kinds.NO_COMMIT, document, what)
+    differences = number(document, "digest_differences")
+    if differences:
+        what = f"{differences:.0f} digests differed between regions at the same version"
+        yield _make(kinds.DIGEST_DIFFERS, document, what)
+    if text(document, "budget_warning"):
+        yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
+
+
+def _learner(document: Document) -> Iterator[Alert]:
+    warning = part(document, "learner_warning")
+    age_s = number(warning, "age_seconds")
+    if age_s is not None and age_s < LOSS_ODD_S:
+        yield _make(kinds.LOSS_ODD, document, f"{text(warning, 'text')} ({duration(age_s)} ago)")
+    fault = learner_fault(document)
+    if fault is not None:
+        yield _make(fault[0], document, fault[1])
+
+
+def learner_fault(document: Document) -> tuple[AlertKind, str] | None:
+    """Why this region's learner does not train, and what kind of alert that is; None if it trains or need not."""
+    if text(document, "state") in OVER:
+        return None
+    learner = part(document, "learner")
+    if text(part(document, "learner_process"), "state") in ("stopped", "done") or not learner:
+        return _process_fault(document)
+    if learner.get("finished") is True:
+        return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
+    silence = learner_silence(number(learner, "report_age_seconds"), number(learner, "step_seconds"))
+    return (kinds.LEARNER_SILENT, silence) if silence else None
+
+
+def _process_fault(document: Document) -> tuple[AlertKind, str] | None:
+    process = part(document, "learner_process")
+    state, reason = text(process, "state"), text(process, "reason")
+    if state == "stopped":
+        return kinds.LEARNER_STOPPED, f"the learner is stopped: {reason}"
+    if state == "done":
+        return kinds.LEARNER_ENDED, f"the learner ended at step {_progress(document)}"
+    exit_code, restarts = number(process, "exit_code"), number(process, "restarts") or 0.0
+    if exit_code:
+        reason = reason or f"exit code {exit_code:.0f}"
+        return kinds.LEARNER_CRASHES, f"the learner's process ended: {reason}; {restarts:.0f} restarts"
+    is_perhaps_witness = not process and not number(document, "inner_steps")
+    if text(document, "state") == "starting" or is_perhaps_witness:
+        return None
+    return kinds.LEARNER_MISSING, "no learner is attached"
+
+
+def _progress(document: Document) -> str:
+    step, total = number(document, "inner_steps"), number(part(document, "run"), "total_steps")
+    return f"{step or 0:.0f}" + (f" of {total:.0f}" if total else "")
+
+
+def _machine(document: Document) -> Iterator[Alert]:
+    disk = part(document, "disk")
+    free, size = number(disk, "free_bytes"), number(disk, "total_bytes")
+    if text(disk, "refused"):
+        yield _make(kinds.DISK_REFUSED, document, f"the disk refuses: {text(disk, 'refused')}")
+    elif free is not None and size:
+        needed = STATES_FREE * STATE_BYTES * (number(document, "parameters") or 0.0)
+        if free < max(needed, DISK_LOW_PART * size):
+            what = f"{free / 1e9:.1f} GB of {size / 1e9:.1f} GB are free where the state folder is"
+            yield _make(kinds.DISK_LOW, document, what)
+    days = number(part(document, "certificate"), "days_left")
+    if days is not None and days < CERTIFICATE_DAYS:
+        what = f"the certificate ends in {days:.0f} days" if days > 0 else "the certificate has ended"
+        yield _make(kinds.CERTIFICATE_ENDS, document, what)

@@ -1,0 +1,38 @@
+"""A histogram of how long the phases of rounds take, as Prometheus wants it. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, Final
+
+BOUNDS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+"""Upper bounds; the last bucket has none."""
+
+
+class PhaseTimes:
+    """Counts seconds by phase and bucket."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}
+        self._sums_s: dict[str, float] = {}
+
+    def add(self, phases: Mapping[str, float]) -> None:
+        """A round is committed: seconds by phase, those that are known."""
+        for phase, seconds in phases.items():
+            counts = self._counts.setdefault(phase, [0] * (len(BOUNDS_S) + 1))
+            counts[bisect_left(BOUNDS_S, seconds)] += 1
+            self._sums_s[phase] = self._sums_s.get(phase, 0.0) + seconds
+
+    def document(self) -> dict[str, Any]:
+        """By phase: `buckets`, cumulative, as [upper bound or "+Inf", count], and `sum_seconds`."""
+        return {
+            phase: {"buckets": self._cumulative(phase), "sum_seconds": self._sums_s[phase]} for phase in self._counts
+        }
+
+    def _cumulative(self, phase: str) -> list[tuple[str, int]]:
+        counts, total, found = self._counts[phase], 0, []
+        for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), counts, strict=True):
+            total += count
+            found.append((bound, total))
+        return found

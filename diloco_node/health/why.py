@@ -1,0 +1,208 @@
+"""Why is it slow, why does nobody merge, why is this region behind: answered from status documents.
+
+Every figure is taken from a document or computed from such, and `basis` says how. What can't be computed is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from diloco_node.health.critical_path import CriticalPath, cost_of, critical_path
+from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.summary import joint_health
+
+TRIPS: Final = 4
+"""Round trips of control that a round takes: ballot, decision, merged stripes, entry."""
+
+SLOWER: Final = 1.25
+"""A learner is slow when its steps take so many times the median of the others."""
+
+BEHIND_STEPS: Final = 0.9
+BEHIND_ENTRIES: Final = 4
+JOINED_LOW: Final = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One cause.
+
+    Attributes:
+        topic: "merging", "rounds", "link", "budget", "learner" or "region". regions: whom it is about; none: all.
+        text: what is the case. change: what would help; "" if nothing is known to.
+        saves_seconds: of each round, where that can be computed. basis: how.
+    """
+
+    topic: str
+    regions: tuple[str, ...]
+    text: str
+    change: str = ""
+    saves_seconds: float | None = None
+    basis: str = ""
+
+
+def explain(documents: Sequence[Document], region: str = "") -> dict[str, Any]:
+    """The answer, ready for JSON: the health line, where rounds spend their time, and the causes, the gravest first.
+
+    Args:
+        documents: of the regions that answer. region: leave out what is about others.
+    """
+    known = [one for one in documents if text(one, "state")]
+    path = critical_path(known)
+    found = [*_merging(known), *_rounds(known, path), *_links(known, path), *_budget(known), *_learners(known)]
+    found += _behind(known)
+    if region:
+        found = [one for one in found if not one.regions or region in one.regions]
+    return {
+        "line": text(joint_health(known), "line"),
+        "region": region,
+        "critical_path": None if path is None else dataclasses.asdict(path),
+        "findings": [dataclasses.asdict(one) for one in found],
+    }
+
+
+def region_names(documents: Sequence[Document]) -> list[str]:
+    """Every region that the documents speak of, sorted."""
+    peers = {text(peer, "name") for one in documents for peer in rows(one, "peers")}
+    return sorted((peers | {text(one, "region") for one in documents}) - {""})
+
+
+def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
+    """Why no round commits, by the alerts that stop rounds, and by what open rounds wait for."""
+    for alert in rows(joint_health(documents), "alerts"):
+        if text(alert, "code") in ("A-NO-MAJORITY", "A-NO-COMMIT", "A-DISK-REFUSED"):
+            yield Finding("merging", (), text(alert, "text"), text(alert, "hint"))
+    for document in documents:
+        if document.get("role") != "leader":
+            continue
+        for one in rows(document, "rounds"):
+            what = f"fragment {one.get('fragment')} to version {one.get('version')} {text(one, 'reason')}"
+            yield Finding("merging", (), what, basis=f"open since {duration(number(one, 'open_seconds') or 0.0)}")
+        if not rows(document, "rounds") and text(document, "reason"):
+            yield Finding("merging", (), f"no round is open: {text(document, 'reason')}")
+
+
+def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
+    if path is None:
+        return
+    spent = [(phase, seconds) for phase, seconds in path.phases if seconds]
+    shares = ", ".join(
+        f"{phase} {duration(seconds)} ({100 * seconds / path.seconds:.0f} %)" for phase, seconds in spent
+    )
+    failed = f"; {path.failed} further ballots failed" if path.failed else ""
+    what = f"a round takes {duration(path.seconds)}: {shares}{failed}"
+    yield Finding("rounds", (), what, basis=f"mean of the last {path.rounds} rounds, as {path.seen_from} saw them")
+    if not path.waits:
+        return
+    (region, phase), count = path.waits[0]
+    log = next(rows(one, "round_log") for one in documents if text(one, "region") == path.seen_from)
+    cost_s = cost_of(log, region, phase)
+    basis = "" if cost_s is None else f"median of {phase} in the rounds that waited for {region}, against the others"
+    what = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
+    yield Finding("rounds", (region,), what, _HELPS.get(phase, _HELPS[""]).format(region=region), cost_s, basis)
+
+
+_HELPS: Final = {
+    "gather": "make {region} name its contribution sooner: shorter steps there, or more steps of overlap",
+    "reduce": "give {region} more bandwidth, or choose a smaller codec",
+    "commit": "look at the disk of {region} and its round trip",
+    "apply": "look at processor and disk of {region}",
+    "": "look at {region}",
+}
+
+
+def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
+    """The slowest pair by round trip, against the next one; and what waits to be sent."""
+    trips: dict[tuple[str, ...], float] = {}
+    for document in documents:
+        for peer in rows(document, "peers"):
+            rtt_s = number(peer, "rtt_seconds")
+            pair = tuple(sorted((text(document, "region"), text(peer, "name"))))
+            if rtt_s is not None and text(peer, "link") == "up":
+                trips[pair] = max(rtt_s, trips.get(pair, 0.0))
+    if trips:
+        pair, rtt_s = max(sorted(trips.items()), key=lambda one: one[1])
+        others = [one for other, one in trips.items() if other != pair]
+        saves_s = TRIPS * (rtt_s - max(others)) if others else None
+        of_round = "" if path is None else f" of {duration(path.seconds)} that a round takes"
+        what = f"the slowest link is {pair[0]} to {pair[1]}: {duration(rtt_s)} there and back, "
+        what += f"{duration(TRIPS * rtt_s)}{of_round}"
+        basis = f"{TRIPS} round trips for each round; saved if it were as fast as the next slower one" if others else ""
+        yield Finding("link", pair, what, saves_seconds=saves_s, basis=basis)
+    for document in documents:
+        yield from _backlog(document)
+
+
+def _backlog(document: Document) -> Iterator[Finding]:
+    peers = part(part(document, "budget"), "peers")
+    for name in sorted(peers):
+        row = part(peers, name)
+        lanes = part(row, "lanes")
+        wanted, used = (
+            sum(number(part(lanes, lane), key) or 0 for lane in lanes) for key in ("wanted_bytes", "used_bytes")
+        )
+        waiting = wanted - used
+        rate = number(row, "egress_bytes_per_s")
+        if rate and waiting > rate:  # more than a second's worth
+            what = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
+            basis = f"{duration(waiting / rate)} at the budget of {8 * rate / 1e6:.1f} Mbit/s"
+            change = "raise that budget, or choose a smaller codec or a longer H"
+            yield Finding("budget", (text(document, "region"), name), what, change, basis=basis)
+
+
+def _budget(documents: Sequence[Document]) -> Iterator[Finding]:
+    for document in documents:
+        warning = text(document, "budget_warning")
+        if warning:
+            yield Finding("budget", (text(document, "region"),), warning, "set one of the values in the line")
+
+
+def _learners(documents: Sequence[Document]) -> Iterator[Finding]:
+    for alert in rows(joint_health(documents), "alerts"):
+        if text(alert, "code").startswith(("A-LEARNER", "A-LOSS")):
+            yield Finding("learner", (text(alert, "region"),), text(alert, "text"), text(alert, "hint"))
+    steps = {text(one, "region"): number(part(one, "learner"), "step_seconds") for one in documents}
+    known = {name: step_s for name, step_s in steps.items() if step_s}
+    for name, step_s in sorted(known.items()):
+        others = [one for other, one in known.items() if other != name]
+        if others and step_s > SLOWER * median(others):
+            what = f"a step of {name} takes {duration(step_s)}, of the others {duration(median(others))}"
+            basis = "a contribution waits for a step boundary: half a step on average"
+            saves_s = (step_s - median(others)) / 2
+            yield Finding(
+                "learner", (name,), what, f"smaller steps in {name}: a smaller batch for each", saves_s, basis
+            )
+
+
+def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
+    """Regions that lack entries, versions, steps or merges, as far as one region knows all of that."""
+    if not documents:
+        return
+    witness = max(documents, key=lambda one: number(one, "applied_index") or 0.0)
+    applied = number(witness, "applied_index") or 0.0
+    for peer in rows(witness, "peers"):
+        behind = applied - (number(peer, "applied_index") or 0.0)
+        if behind > BEHIND_ENTRIES:
+            what = f"{text(peer, 'name')} has {behind:.0f} ledger entries still to apply"
+            yield Finding(
+                "region", (text(peer, "name"),), what, "its disk or its link is slow, or it has just come back"
+            )
+    for document in documents:
+        fetching = rows(document, "fetching")
+        if fetching:
+            what = f"{text(document, 'region')} fetches {len(fetching)} versions that it lacks"
+            yield Finding("region", (text(document, "region"),), what, "wait: it trains on meanwhile")
+    names = sorted(part(witness, "steps_of"))
+    steps = {name: number(part(witness, "steps_of"), name) or 0.0 for name in names}
+    middle = median(steps.values()) if steps else 0.0
+    for name in names:
+        if steps[name] < BEHIND_STEPS * middle:
+            what = f"{name} has made {steps[name]:.0f} steps, the median region {middle:.0f}"
+            yield Finding("region", (name,), what, "its steps are slower, or it was away; its steps count all the same")
+        joined = number(part(witness, "participation_of"), name)
+        if joined is not None and joined < JOINED_LOW:
+            what = f"{name} was in {100 * joined:.0f} % of the merges while its learner was there"
+            yield Finding("region", (name,), what, "a longer grace window, or a faster link or learner there")

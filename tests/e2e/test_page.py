@@ -1,0 +1,195 @@
+"""The page in a real headless Chromium: how it looks, what it says to those who can't see it, what outages do to it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_node.cli.page.merged import MergedRegions, dashboard_server
+from diloco_node.cli.status import Target
+from diloco_node.daemon.admin.page_files import page_with
+from tests.kit.browser import Tab, chromium, needs_chromium
+from tests.kit.page_kit import HOSTILE, LOST, NAMES, ShownRun, shown, snapshot, status
+from tests.kit.repository import ROOT
+from tests.kit.transport_kit import eventually
+
+pytestmark = [pytest.mark.e2e, needs_chromium]
+
+AXE = ROOT / "tests/kit/axe.min.js"
+LOOKS = [(width, scheme) for width in (400, 1280, 1920) for scheme in ("dark", "light")]
+TAB_KEY, ENTER_KEY = ("Tab", 9), ("Enter", 13)
+
+
+async def violations(tab: Tab) -> Any:
+    """What axe-core finds: rules of WCAG and good practice."""
+    await tab.evaluate(f"{AXE.read_text()};0")
+    found = "v => [v.id, v.nodes.slice(0, 3).map(n => n.html.slice(0, 200))]"
+    return await tab.evaluate(f"axe.run().then(r => r.violations.map({found}))")
+
+
+async def overflow(tab: Tab) -> int:
+    """Pixels by which the page is wider than its window."""
+    return int(await tab.evaluate("document.documentElement.scrollWidth - innerWidth"))
+
+
+@contextlib.asynccontextmanager
+async def tab_on(url: str, folder: Path, **look: Any) -> AsyncIterator[Tab]:
+    async with chromium(folder) as browser:
+        tab = await browser.tab()
+        await tab.look(**({"width": 1280} | look))
+        await tab.open(url)
+        yield tab
+
+
+async def test_it_looks_right_in_six_ways(tmp_path: Path) -> None:
+    run = ShownRun()
+    run.has_lost = True
+    async with shown(run, tmp_path) as url, tab_on(url, tmp_path) as tab:
+        await tab.until("document.querySelectorAll('.card').length === 2")
+        for width, scheme in LOOKS:
+            await tab.look(width=width, scheme=scheme)
+            await tab.until(f"innerWidth === {width} && document.querySelector('#loss canvas')")
+            picture = tmp_path / f"{width}-{scheme}.png"
+            await tab.screenshot(picture)
+            assert picture.stat().st_size > 20_000
+            assert await overflow(tab) <= 0, (width, scheme)
+            assert await violations(tab) == [], (width, scheme)
+        assert HOSTILE in await tab.evaluate("document.body.innerText")
+        assert tab.errors == []
+        assert {one[: len(url)] for one in tab.loaded} == {url}, "nothing comes from elsewhere"
+
+
+async def test_an_outage_appears_and_goes(tmp_path: Path) -> None:
+    run = ShownRun()
+    async with chromium(tmp_path) as browser:
+        tab = await browser.tab()
+        async with shown(run, tmp_path) as url:
+            await tab.open(url)
+            await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
+            assert await tab.evaluate("document.querySelectorAll('.card').length") == 0
+            assert "1 more region may fail" in await tab.evaluate("document.getElementById('top').innerText")
+            run.has_lost = True
+            await tab.until("document.querySelector('.card.bad')")
+            card = await tab.evaluate("document.querySelector('.card.bad').innerText")
+            for part in ("severe", LOST, "A-PEER-DOWN", "connection refused", "diloco-node doctor", "Copy"):
+                assert part in card
+            assert "No region may fail" in await tab.evaluate("document.getElementById('top').innerText")
+            run.has_lost = False
+            await tab.until("!document.querySelector('.card')")
+        # The daemon itself is gone, and comes back.
+        await tab.until("document.querySelector('.card.bad')?.innerText.includes('Nothing has come for')")
+        async with shown(run, tmp_path, port=int(url.rpartition(":")[2])):
+            await tab.until("!document.querySelector('.card')")
+            assert "healthy" in await tab.evaluate("document.querySelector('.pill').innerText")
+
+
+async def test_the_keyboard_is_enough(tmp_path: Path) -> None:
+    run = ShownRun()
+    run.has_lost = True
+    async with shown(run, tmp_path) as url, tab_on(url, tmp_path, is_calm=True) as tab:
+        await tab.until("document.querySelector('.card')")
+        await tab.press(*TAB_KEY)
+        assert await tab.evaluate("document.activeElement.innerText") == "To the content"
+        for _ in range(40):
+            if await tab.evaluate("document.activeElement.dataset.do === 'jump'"):
+                break
+            await tab.press(*TAB_KEY)
+        asked = run.asked
+        await eventually(lambda: run.asked > asked + 2)
+        assert await tab.evaluate("document.activeElement.dataset.do") == "jump", "drawing again leaves the focus"
+        await tab.press(*ENTER_KEY)
+        await tab.until(f"document.activeElement.id === 'region-{LOST}'")
+        await tab.evaluate("document.querySelector('[data-do=only-alarms]').focus()")
+        await tab.press(*ENTER_KEY)
+        await tab.until("document.querySelector('[data-do=only-alarms]').getAttribute('aria-pressed') === 'true'")
+        kinds = "[...document.querySelectorAll('.events .kind')].map(e => e.innerText)"
+        await tab.until(f"{kinds}.every(text => text.includes('digest'))")
+        assert await tab.evaluate("getComputedStyle(document.querySelector('.dot')).animationName") == "none"
+        assert tab.errors == []
+
+
+async def test_ten_thousand_events_leave_the_page_as_large_as_it_was(tmp_path: Path) -> None:
+    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
+        await tab.until("document.querySelectorAll('.events li').length === 64")
+        await tab.evaluate("document.querySelector('[data-do=all-rounds]').click()")
+        await tab.until("document.querySelectorAll('.rounds tbody tr').length === 128")
+        documents = json.dumps([status(at, has_lost=at % 2 == 0) for at in range(20_000, 20_050)])
+        script = f"""(async () => {{
+            const {{ receive }} = await import("/page/main.js");
+            const documents = {documents};
+            const nodes = [];
+            for (let at = 0; at < 10000; at++) {{
+                const one = documents[at % documents.length];
+                one.clock.unix += at;
+                one.notes.at(-1).text = `event ${{at}}`;
+                one.notes.at(-1).at_ns += 1;
+                receive("status", {{ regions: [one] }});
+                if (at % 500 === 499) {{
+                    await new Promise(requestAnimationFrame);
+                    await new Promise(requestAnimationFrame);
+                    nodes.push(document.querySelectorAll("*").length);
+                }}
+            }}
+            const {{ store }} = await import("/page/store.js");
+            return [nodes, store.regions.get("us-east").rows.length];
+        }})()"""
+        nodes, points = await tab.evaluate(script)
+        assert len(nodes) == 20
+        assert max(nodes[10:]) <= max(nodes[:10])
+        assert points <= 1024
+        assert tab.errors == []
+
+
+async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    page.write_text(page_with({"regions": [snapshot(7_200, name, has_lost=True) for name in NAMES]}))
+    async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
+        await tab.until("document.querySelectorAll('#loss .legend li').length === 4")
+        assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
+        assert "behind" in await tab.evaluate("document.querySelector('#fragments svg').getAttribute('aria-label')")
+        assert await overflow(tab) <= 0
+        assert await violations(tab) == []
+        assert tab.errors == []
+        assert tab.loaded == [page.as_uri()]
+
+
+async def test_what_is_not_known_is_never_zero(tmp_path: Path) -> None:
+    document = {"region": "eu", "run_id": "new", "state": "starting", "reason": "waits for the learner"}
+    page = tmp_path / "report.html"
+    page.write_text(page_with({"regions": [{"status": document}]}))
+    async with tab_on(page.as_uri(), tmp_path) as tab:
+        await tab.until("document.querySelector('#figures dd')")
+        figures = dict(
+            await tab.evaluate(
+                "[...document.querySelectorAll('.figure')].map(e => [...e.children].map(c => c.innerText))"
+            )
+        )
+        for name in ("step", "tokens merged", "tokens/s", "merged loss", "rounds merged", "time left", "leader"):
+            assert figures[name] == "no data"
+        for panel in ("loss", "speed", "fragments", "rounds", "bandwidth", "events", "settings"):
+            assert "no data" in await tab.evaluate(f"document.getElementById('{panel}').innerText")
+        assert "Failure tolerance: no data" in await tab.evaluate("document.getElementById('top').innerText")
+        assert tab.errors == []
+
+
+async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Path) -> None:
+    async with shown(ShownRun(), tmp_path) as server:
+        port = int(server.rpartition(":")[2])
+    regions = MergedRegions(lambda: [Target("a", port)])
+    async with dashboard_server(regions, 0) as url, chromium(tmp_path) as browser:
+        tab = await browser.tab()
+        async with shown(ShownRun(), tmp_path, port=port):
+            await tab.open(url)
+            await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
+        await tab.until("document.querySelector('.card.bad')?.innerText.includes('us-east does not answer')")
+        assert "no answer" in await tab.evaluate("document.querySelector('.pill').innerText")
+        step = await tab.evaluate("document.querySelector('#region-us-east [data-label=step]').innerText")
+        assert step != "no data", "what was last known stays"
+        async with shown(ShownRun(), tmp_path, port=port):
+            await tab.until("!document.querySelector('.card')")
+        assert tab.errors == []

@@ -1,0 +1,251 @@
+"""Each fault raises its alert, with the command that helps; a sound region raises none; junk is no alert."""
+
+from __future__ import annotations
+
+import re
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_node.health import alert_kinds as kinds
+from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
+from diloco_node.health.summary import STATES, health_of, joint_health
+from tests.kit.repository import ROOT
+
+SOUND: dict[str, Any] = {
+    "region": "us",
+    "state": "training",
+    "role": "leader",
+    "leader": "us",
+    "versions": [3, 3],
+    "applied_index": 40,
+    "inner_steps": 64,
+    "parameters": 1000,
+    "commit_age_seconds": 2.0,
+    "usual_commit_seconds": 4.0,
+    "peers": [
+        {"name": "eu", "link": "up", "is_alive": True, "address": "eu:1", "error": ""},
+        {"name": "ap", "link": "up", "is_alive": True, "address": "ap:1", "error": ""},
+    ],
+    "learner": {"step": 64, "step_seconds": 0.2, "report_age_seconds": 0.1, "finished": False},
+    "learner_process": {"state": "running", "exit_code": None, "restarts": 0, "log": "/s/us/logs/learner.log"},
+    "run": {"id": "try", "step": 64, "total_steps": 250},
+    "disk": {"free_bytes": 50e9, "total_bytes": 100e9, "refused": ""},
+    "certificate": {"days_left": 300.0},
+    "left_out": [],
+    "quarantine": {},
+    "digest_differences": 0,
+    "budget_warning": "",
+    "learner_warning": None,
+    "state_dir": "/s/us",
+}
+DOWN = {"link": "dialing", "is_alive": False, "error": "Connection refused"}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """SOUND with some fields replaced; a dict is merged into the one that is there."""
+    document = deepcopy(SOUND)
+    for key, value in changes.items():
+        old = document.get(key)
+        document[key] = old | value if isinstance(old, dict) and isinstance(value, dict) else value
+    return document
+
+
+def peers(**by_name: dict[str, Any]) -> list[dict[str, Any]]:
+    return [peer | by_name.get(peer["name"], {}) for peer in SOUND["peers"]]
+
+
+CASES = [
+    (kinds.PEER_DOWN, changed(peers=peers(ap=DOWN)), "ap (ap:1) is down: Connection refused", "diloco-node start ap"),
+    (kinds.LAST_MAJORITY, changed(peers=peers(ap=DOWN)), "2 of 3 regions are left", ""),
+    (kinds.NO_MAJORITY, changed(peers=peers(ap=DOWN, eu=DOWN)), "1 of 3 regions are left, 2 are needed", ""),
+    (kinds.NO_COMMIT, changed(commit_age_seconds=41.0), "for 41 s, usually one every 4.0 s", "diloco-node why us"),
+    (
+        kinds.LEFT_OUT,
+        changed(left_out=[{"region": "ap", "part": "member", "reason": "its stripes did not come"}]),
+        "ap is left out as member: its stripes did not come",
+        "diloco-node measure mesh",
+    ),
+    (
+        kinds.QUARANTINE,
+        changed(quarantine={"eu": "for 600 s more"}),
+        "eu is shut out: for 600 s more",
+        "diloco-node quarantine lift eu --region us",
+    ),
+    (
+        kinds.LEARNER_STOPPED,
+        changed(learner=None, learner_process={"state": "stopped", "reason": "crashed 10 times", "exit_code": 1}),
+        "the learner is stopped: crashed 10 times",
+        "diloco-node learner start us",
+    ),
+    (
+        kinds.LEARNER_ENDED,
+        changed(learner=None, learner_process={"state": "done", "exit_code": 0}),
+        "the learner ended at step 64 of 250",
+        "diloco-node learner start us",
+    ),
+    (kinds.LEARNER_ENDED, changed(learner={"finished": True}), "the learner ended at step 64 of 250", ""),
+    (
+        kinds.LEARNER_CRASHES,
+        changed(learner=None, learner_process={"state": "waiting", "exit_code": 1, "restarts": 3, "reason": ""}),
+        "exit code 1; 3 restarts",
+        "tail -n 40 /s/us/logs/learner.log",
+    ),
+    (
+        kinds.LEARNER_CRASHES,
+        {"region": "us", "state": "starting", "learner_process": {"state": "waiting", "exit_code": 2, "restarts": 1}},
+        "exit code 2; 1 restarts",
+        "tail -n 40 state/us/logs/learner.log",
+    ),
+    (kinds.LEARNER_SILENT, changed(learner={"report_age_seconds": 75.0}), "no step for 75 s; a step takes 200 ms", ""),
+    (kinds.LEARNER_MISSING, changed(learner=None), "no learner is attached", ""),
+    (
+        kinds.LOSS_ODD,
+        changed(learner_warning={"text": "the loss is nan", "age_seconds": 30.0}),
+        "the loss is nan (30 s ago)",
+        "",
+    ),
+    (kinds.BUDGET_SMALL, changed(budget_warning="H = 48 would fit"), "H = 48 would fit", "diloco-node budget set us"),
+    (kinds.DISK_REFUSED, changed(disk={"refused": "ledger: No space left"}), "No space left", "df -h /s/us"),
+    (kinds.DISK_LOW, changed(disk={"free_bytes": 2e9}), "2.0 GB of 100.0 GB are free", "df -h /s/us"),
+    (kinds.DISK_LOW, changed(parameters=4_000_000_000), "50.0 GB of 100.0 GB are free", "df -h /s/us"),
+    (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": 12.3}), "ends in 12 days", "diloco-node certs --help"),
+    (kinds.CERTIFICATE_ENDS, changed(certificate={"days_left": -1.0}), "the certificate has ended", ""),
+    (kinds.DIGEST_DIFFERS, changed(digest_differences=2), "2 digests differed", "diloco-node replay /s/us"),
+    (
+        kinds.SETTINGS_DIFFER,
+        changed(peers=peers(eu=DOWN | {"error": "settings_digest: ours ab, theirs cd"})),
+        "eu: settings_digest: ours ab, theirs cd",
+        "diloco-node config show",
+    ),
+    (
+        kinds.VERSION_DIFFERS,
+        changed(peers=peers(eu=DOWN | {"error": "protocol_version: ours 9, theirs 8"})),
+        "eu: protocol_version: ours 9, theirs 8",
+        "diloco-node --version",
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "document", "text", "command"), CASES, ids=lambda one: getattr(one, "code", None))
+def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any], text: str, command: str) -> None:
+    (alert,) = [one for one in find_alerts(document) if one.code == kind.code]
+    assert text in alert.text
+    assert alert.severity == kind.severity
+    assert alert.command.startswith(command)
+    assert "{" not in alert.hint + alert.command
+    health = health_of(document)
+    assert health["state"] in STATES
+    assert health["line"].startswith(health["state"])
+
+
+def test_every_kind_has_a_case() -> None:
+    assert {kind.code for kind, *_ in CASES} == {kind.code for kind in kinds.ALERT_KINDS}
+    assert len({kind.code for kind in kinds.ALERT_KINDS}) == len(kinds.ALERT_KINDS)
+
+
+def test_a_sound_region_is_healthy() -> None:
+    assert find_alerts(SOUND) == []
+    assert health_of(SOUND) == {
+        "state": "healthy",
+        "line": "healthy: 3 of 3 regions, 1 more may fail, merged 2.0 s ago",
+        "failure_tolerance": 1,
+        "alerts": [],
+    }
+
+
+def test_the_worst_alert_stands_first_and_in_the_line() -> None:
+    document = changed(peers=peers(ap=DOWN), learner=None, learner_process={"state": "done", "exit_code": 0})
+    alerts = find_alerts(document)
+    assert [one.code for one in alerts] == ["A-LEARNER-ENDED", "A-LAST-MAJORITY", "A-PEER-DOWN"]
+    health = health_of(document)
+    assert health["line"] == "degraded: us: the learner ended at step 64 of 250 (and 2 more)"
+    assert health["failure_tolerance"] == 0
+
+
+def test_merging_that_stands_still_is_stalled() -> None:
+    assert health_of(changed(peers=peers(ap=DOWN, eu=DOWN)))["state"] == "stalled"
+    assert health_of(changed(commit_age_seconds=1000.0))["state"] == "stalled"
+    assert health_of(changed(commit_age_seconds=1000.0, usual_commit_seconds=None))["state"] == "healthy", "not known"
+
+
+def test_a_run_that_is_over_has_no_missing_learners_and_peers() -> None:
+    over = changed(state="finished", reason="finished: enough steps", learner=None, peers=peers(ap=DOWN, eu=DOWN))
+    assert health_of(over)["alerts"] == []
+    assert health_of(over)["line"] == "finished: enough steps"
+    ending = changed(state="finishing", learner=None, learner_process={"state": "done"})
+    assert find_alerts(ending) == []
+
+
+def test_a_region_that_has_no_learner_by_design_raises_nothing() -> None:
+    witness = changed(learner=None, inner_steps=0)
+    witness["learner_process"] = {}
+    assert find_alerts(witness) == []
+
+
+@pytest.mark.parametrize("regions", range(1, 8))
+def test_tolerance_is_what_is_left_over_a_majority(regions: int) -> None:
+    others = [{"name": f"r{at}", "link": "up", "is_alive": True} for at in range(regions - 1)]
+    assert health_of(changed(peers=others))["failure_tolerance"] == (regions - 1) // 2
+
+
+@pytest.mark.parametrize(("age_s", "step_s", "is_silent"), [(19.0, 0.1, False), (21.0, 0.1, True), (21.0, 5.0, False)])
+def test_silence_is_measured_by_the_steps_before(age_s: float, step_s: float, is_silent: bool) -> None:
+    assert bool(learner_silence(age_s, step_s)) == is_silent
+    assert learner_silence(None, step_s) == ""
+    assert SILENT_MIN_S == 20.0
+
+
+def test_several_regions_show_each_alert_once_and_the_worst_state() -> None:
+    one, other = changed(peers=peers(ap=DOWN)), changed(region="eu", peers=peers(ap=DOWN))
+    joint = joint_health([one, other | {"health": health_of(other)}, {"region": "ap", "error": "refused"}])
+    assert [(alert["code"], alert["region"]) for alert in joint["alerts"]] == [
+        ("A-LAST-MAJORITY", "us"),
+        ("A-PEER-DOWN", "ap"),
+        ("A-LAST-MAJORITY", "eu"),
+    ]
+    assert joint["state"] == "degraded"
+    assert joint_health([])["line"] == "no region answers"
+
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(SOUND)), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(SOUND)), JUNK), st.data())
+def test_documents_of_other_versions_break_nothing(junk: dict[str, Any], data: st.DataObject) -> None:
+    document = SOUND | junk
+    health = health_of(document)
+    joint_health([document, document | {"health": data.draw(JUNK)}])
+    assert health["state"] in STATES
+
+
+def test_the_page_has_each_alert_once() -> None:
+    """docs/alerts.md says of each what the code says, in the order of the code."""
+    rows = re.findall(
+        r"^\| `(A-[A-Z-]+)` \| (\w+) \| (.*) \| (.*) \| (.*) \|$", (ROOT / "docs/alerts.md").read_text(), re.M
+    )
+    names = {"{region}": "REGION", "{own}": "OWN", "{log}": "LOG", "{state}": "STATE"}
+
+    def shown(text: str) -> str:
+        for name, word in names.items():
+            text = text.replace(name, word)
+        return text
+
+    expected = [
+        (
+            kind.code,
+            kind.severity,
+            shown(kind.meaning),
+            shown(kind.hint),
+            f"`{shown(kind.command)}`" if kind.command else "",
+        )
+        for kind in kinds.ALERT_KINDS
+    ]
+    assert [(*row[:4], row[4].strip()) for row in rows] == expected
