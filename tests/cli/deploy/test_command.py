@@ -140,7 +140,7 @@ def test_each_fault_says_what_to_do(place: Path, capsys: pytest.CaptureFixture[s
     shutil.rmtree(machine)
     says(5, "eu: t@m-eu is not reached: ssh: Could not resolve hostname", "ssh -p 22 t@m-eu", "ssh-copy-id")
     (place / "here" / "hosts.toml").write_text(HOSTS.format("ap", "m"))
-    says(2, "ap is not in run try, which has eu, us")
+    says(2, "ap is no region of run try, which has eu, us")
     (place / "here" / "hosts.toml").write_text(HOSTS.format("eu", "m"))
     assert main(["deploy", "ssh", "hosts.toml", "--region", "us"]) == 2
     assert "add [hosts.us]" in capsys.readouterr().err
