@@ -41,8 +41,16 @@ class Region:
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        handlers = AdminHandlers(  # type: ignore[arg-type]
-            dict, str, lambda _: None, self._set, None, self._lift, lambda: "stopped", self._set_level
+        handlers = AdminHandlers(
+            status=dict,
+            snapshot=lambda _: {},
+            not_ready_reason=str,
+            finish=lambda _: None,
+            set_budget=self._set,
+            measure=None,  # type: ignore[arg-type]
+            lift_quarantine=self._lift,
+            start_learner=lambda: "stopped",
+            set_log_level=self._set_level,
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 

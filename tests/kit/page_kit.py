@@ -231,6 +231,7 @@ class ShownRun:
             measure=measure,
             lift_quarantine=lambda _: False,
             start_learner=lambda: "waiting",
+            set_log_level=lambda _part, _level: {},
         )
 
 
