@@ -125,7 +125,8 @@ class RunHistory:
 
     def document(self, since_unix: float | None = None) -> dict[str, Any]:
         """All points, or those after a time, ready for JSON; without MORE_COLUMNS."""
-        return page_history(self.period_s, self._points, since_unix)
+        chosen = [one[: len(COLUMNS)] for one in self._points if since_unix is None or (one[0] or 0) > since_unix]
+        return {"columns": list(COLUMNS), "period_s": self.period_s, "rows": chosen}
 
     def save(self) -> None:
         """Bring the file up to date, not at the same time as `take`.
@@ -144,12 +145,6 @@ class RunHistory:
         except (OSError, StorageError) as error:
             self._is_whole = False
             log.info("no history", reason=str(error))
-
-
-def page_history(period_s: float, points: Sequence[Point], since_unix: float | None = None) -> dict[str, Any]:
-    """What the page gets of them; `since_unix` and MORE_COLUMNS: as `RunHistory.document`."""
-    chosen = [one[: len(COLUMNS)] for one in points if since_unix is None or (one[0] or 0) > since_unix]
-    return {"columns": list(COLUMNS), "period_s": period_s, "rows": chosen}
 
 
 def row_of(point: Point) -> str:

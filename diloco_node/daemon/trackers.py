@@ -122,7 +122,7 @@ TRACKERS: Final[Mapping[str, Callable[[Path, str, str], CurveTracker]]] = {
 }
 
 
-class Follower:
+class HistoryFollower:
     """Hands on what is new in a region's history.
 
     Args:
@@ -190,7 +190,7 @@ def main(arguments: list[str]) -> int:
     with opened(Path(folder), region, run_id, names) as trackers:
         # After the libraries, which may have handlers of their own.
         signal.signal(signal.SIGTERM, lambda number, frame: over.set())
-        follower = Follower(Path(folder), trackers)
+        follower = HistoryFollower(Path(folder), trackers)
         while not over.wait(LOOK_S):
             follower.look()
         follower.look()

@@ -1,4 +1,4 @@
-"""`diloco-node budget set`, `quarantine lift` and `learner start` against a real admin socket."""
+"""`diloco-node budget set`, `quarantine lift`, `learner start` and `log-level` against a real admin socket."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from diloco_node.cli.main import main
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.daemon.admin.server import TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.daemon.budget import changed_plan
+from diloco_node.daemon.logs import PartLevels
 from diloco_node.errors import ConfigError
 
 RUN_TOML = """
@@ -38,11 +39,20 @@ class Region:
         self.plan = BudgetPlan()
         self.finished: list[str] = []
         self.status: dict[str, Any] = {}
+        self.levels = PartLevels()
         self._folder = folder
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        handlers = AdminHandlers(  # type: ignore[arg-type]
-            lambda: self.status, str, self.finished.append, self._set, None, self._lift, lambda: "stopped"
+        handlers = AdminHandlers(
+            status=lambda: self.status,
+            snapshot=lambda _: {},
+            not_ready_reason=str,
+            finish=self.finished.append,
+            set_budget=self._set,
+            measure=None,  # type: ignore[arg-type]
+            lift_quarantine=self._lift,
+            start_learner=lambda: "stopped",
+            set_log_level=self._set_level,
         )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
 
@@ -54,6 +64,10 @@ class Region:
         if peer not in ("asia", "us"):
             raise ConfigError(f"{peer!r} is none of this region's peers: asia, us")
         return peer == "us"
+
+    def _set_level(self, part: str, level: str) -> Mapping[str, str]:
+        self.levels.change(part, level)
+        return self.levels.shown()
 
     def start(self) -> None:
         self._thread.start()
@@ -185,3 +199,13 @@ def test_what_is_wrong_with_lifting_a_quarantine_is_said(tmp_path: Path, capsys:
     (tmp_path / "state" / "eu" / TOKEN_FILE).write_text("another")
     assert main(["quarantine", "lift", "us"]) == 2
     assert "missing or wrong bearer token" in capsys.readouterr().err
+
+
+def test_a_log_level_is_changed_while_the_region_runs(region: Region, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["log-level", "rounds", "warning"]) == 0
+    assert "eu: daemon info, disk info, learner info, ledger info, rounds warning" in capsys.readouterr().out
+    assert main(["log-level", "all", "error", "--region", "eu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"region": "eu", "levels": region.levels.shown()}
+    assert set(region.levels.shown().values()) == {"error"}
+    assert main(["log-level", "wire", "info"]) == 2
+    assert "name one of all, daemon" in capsys.readouterr().err

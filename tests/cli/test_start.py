@@ -166,6 +166,33 @@ def test_what_follows_a_spike_and_when_a_learner_hangs_can_be_set(
     assert "learner.on_spike" in capsys.readouterr().err
 
 
+def test_the_log_is_set_by_flags_and_the_terminal_is_quiet_unless_asked(supervised: list[SupervisorSpec]) -> None:
+    assert main(["start", "--region", "eu", "--log-format", "json", "--log-level", "warning", "-v"]) == 6
+    (spec,) = supervised
+    assert (spec.log_format, spec.is_verbose, spec.is_echoing) == ("json", True, True)
+    node = NodeSpec.load(spec.state_dir / "node.json")
+    assert (node.log_format, node.log_level, node.history_every_s) == ("json", "warning", 2.0)
+    assert main(["start", "--region", "eu", "--set", "history.every=5s"]) == 6
+    assert not supervised[1].is_verbose
+    assert NodeSpec.load(spec.state_dir / "node.json").history_every_s == 5.0
+    assert main(["start", "--region", "eu", "--log-level", "loud"]) == 2
+
+
+def test_a_tracker_is_started_where_it_is_installed_and_else_refused(
+    supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["start", "--region", "eu"]) == 6
+    assert supervised[0].tracker_command is None
+    there = {"wandb"}
+    monkeypatch.setattr(start_cmd.importlib.util, "find_spec", lambda name: name if name in there else None)
+    assert main(["start", "--region", "eu", "--set", "history.to=wandb"]) == 6
+    command = supervised[1].tracker_command
+    assert command is not None
+    assert command[1:] == ["-m", "diloco_node.daemon.trackers", str(supervised[1].state_dir), "eu", "try", "wandb"]
+    assert main(["start", "--region", "eu", "--set", "history.to=wandb,trackio"]) == 2
+    assert "needs trackio: pip install 'diloco-node[trackio]'" in capsys.readouterr().err
+
+
 def test_a_command_of_the_users_takes_the_trainers_place(supervised: list[SupervisorSpec], tmp_path: Path) -> None:
     (tmp_path / "text.txt").unlink()  # the built-in trainer's data does not matter then
     assert main(["start", "--region", "eu", "--", sys.executable, "train.py", "--config", "x", "--debug"]) == 6

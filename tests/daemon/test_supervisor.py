@@ -455,14 +455,15 @@ def test_a_learner_that_was_killed_after_steps_ran_well(tmp_path: Path, monkeypa
 
 
 def test_what_the_daemon_says_to_people_is_shown_and_its_log_only_when_asked_for(tmp_path: Path) -> None:
+    # Whole lines in one write, as the daemon does: `print` writes the end of a line apart.
+    daemon = python("import os; os.write(1, b'for people\\n'); os.write(2, b'a fact\\n')")
+    learner = python("import os; os.write(1, b'steps\\n')")
     for is_verbose, shown in ((False, {"for people", "steps"}), (True, {"for people", "steps", "a fact"})):
         place = tmp_path / str(is_verbose)
         program = (
             "import sys\nfrom pathlib import Path\n"
             "from diloco_node.daemon.supervisor import SupervisorSpec, run_supervisor\n"
-            "daemon = [sys.executable, '-c', 'import sys; print(\"for people\"); print(\"a fact\", file=sys.stderr)']\n"
-            "learner = [sys.executable, '-c', 'print(\"steps\")']\n"
-            f"spec = SupervisorSpec('us', Path({str(place)!r}), daemon, learner, is_verbose={is_verbose}, "
+            f"spec = SupervisorSpec('us', Path({str(place)!r}), {daemon}, {learner}, is_verbose={is_verbose}, "
             "log_format='json')\n"
             "sys.exit(run_supervisor(spec))\n"
         )
@@ -515,3 +516,19 @@ def test_the_service_manager_is_told_when_the_region_is_up_lives_and_stops(
         thread.join(PATIENCE_S)
     assert told.index("STATUS=daemon started, start=1") < told.index("READY=1") < told.index("STOPPING=1")
     assert told.count("READY=1") == 1
+
+
+def test_a_tracker_is_restarted_and_stopped_last(tmp_path: Path) -> None:
+    tracker = NOTE + (
+        "import signal\n"
+        "if note('tracker') == 1: sys.exit(1)\n"
+        "def stop(*_):\n"
+        "    (place / 'last').write_text(str((place / 'daemon.done').exists()))\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "note('tracker')\n"
+        "while True: signal.pause()\n"
+    )
+    daemon = NOTE + "wait_for('tracker', 3)\n(place / 'daemon.done').touch()"
+    assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, None), tracker_command=python(tracker))) == 0
+    assert (tmp_path / "last").read_text() == "True"

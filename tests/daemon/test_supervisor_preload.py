@@ -104,7 +104,7 @@ def test_a_learner_that_dies_with_the_fork_server_starts_afresh(tmp_path: Path) 
         "    os.kill(os.getpid(), 9)\n"
     )
     assert run_supervisor(spec(tmp_path, "wait_for('learner', 2)", learner, preload=("noted",))) == 0
-    assert "learner started, start=2\n" in log(tmp_path)
+    assert '"learner started, start=2" region' in log(tmp_path)
     assert all(is_gone(pid) for pid in lives(tmp_path, "server"))
 
 

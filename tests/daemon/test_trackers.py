@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.daemon.history import HISTORY_NAME, row_of
-from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, Follower, opened
+from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, opened
 
 
 def write_history(folder: Path, steps: range) -> None:
@@ -39,7 +39,7 @@ class Recorder:
 
 def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) -> None:
     first = Recorder()
-    follower = Follower(tmp_path, {"tensorboard": first})
+    follower = HistoryFollower(tmp_path, {"tensorboard": first})
     assert follower.look() == 0, "there is no history yet"
     write_history(tmp_path, range(1, 4))
     assert (follower.look(), follower.look()) == (3, 0)
@@ -49,7 +49,7 @@ def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) 
     assert set(values) == set(KEYS.values()) - {"train/val_loss"}, "what is not known is no point"
     write_history(tmp_path, range(1, 6))
     again, other = Recorder(), Recorder()
-    assert Follower(tmp_path, {"tensorboard": again, "wandb": other}).look() == 2 + 5
+    assert HistoryFollower(tmp_path, {"tensorboard": again, "wandb": other}).look() == 2 + 5
     assert [point[0] for point in again.points] == [40, 50]
 
 
@@ -57,7 +57,7 @@ def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) 
 def test_a_damaged_memory_costs_a_repetition(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / TRACKED_NAME).write_bytes(damage)
     write_history(tmp_path, range(1, 3))
-    assert Follower(tmp_path, {"tensorboard": Recorder()}).look() == 2
+    assert HistoryFollower(tmp_path, {"tensorboard": Recorder()}).look() == 2
 
 
 def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path)
 
     write_history(tmp_path, range(1, 4))
     with opened(tmp_path, "us-east", "run1", ["tensorboard"]) as trackers:
-        assert Follower(tmp_path, trackers).look() == 3
+        assert HistoryFollower(tmp_path, trackers).look() == 3
     drawn = EventAccumulator(str(tmp_path / "tensorboard" / "run1" / "us-east"))
     drawn.Reload()
     assert set(drawn.Tags()["tensors"]) == set(KEYS.values()) - {"train/val_loss"}
@@ -79,6 +79,7 @@ def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path)
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false", "HF_HUB_OFFLINE": "1"}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", sorted(TRACKERS))
 def test_the_process_follows_until_it_is_told_to_stop_and_hands_on_the_rest(tmp_path: Path, name: str) -> None:
     pytest.importorskip(name, reason=f"the extra `{name}` is not installed: NOT TESTED")

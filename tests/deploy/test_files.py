@@ -15,7 +15,7 @@ import pytest
 import typer
 import yaml
 
-from diloco_node.cli.deploy.hosts import Host
+from diloco_node.cli.deploy.hosts import SshHost
 from diloco_node.cli.deploy.remote import Shipment
 from diloco_node.cli.main import app
 from diloco_node.daemon.supervisor import FINAL_CODES, SupervisorSpec
@@ -50,7 +50,7 @@ def service(text: str) -> configparser.SectionProxy:
 
 
 def user_unit() -> str:
-    return Shipment("eu", "run1", Host(address="a", user="b", program="/bin/true"), Path("x"), Path("y")).unit()
+    return Shipment("eu", "run1", SshHost(address="a", user="b", program="/bin/true"), Path("x"), Path("y")).unit()
 
 
 @pytest.mark.parametrize("text", [UNIT.read_text(), user_unit()], ids=["system", "user"])

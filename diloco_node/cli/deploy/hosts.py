@@ -17,7 +17,7 @@ _Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\[\]][A-Za-z0-9_.:\[\]@%-]*
 _RemotePath = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./][A-Za-z0-9_./+-]*$", max_length=1000)]
 
 
-class Host(BaseModel):
+class SshHost(BaseModel):
     """`[hosts.REGION]` of hosts.toml.
 
     Attributes:
@@ -40,10 +40,10 @@ class Host(BaseModel):
 class _HostsFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    hosts: Annotated[dict[str, Host], Field(min_length=1)]
+    hosts: Annotated[dict[str, SshHost], Field(min_length=1)]
 
 
-def read_hosts(path: Path) -> dict[str, Host]:
+def read_hosts(path: Path) -> dict[str, SshHost]:
     """The hosts by region, in the order of the file.
 
     Raises:

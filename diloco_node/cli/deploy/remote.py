@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from diloco_node.cli.deploy.hosts import Host
+from diloco_node.cli.deploy.hosts import SshHost
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 
 CONNECT_S: Final = 15
@@ -58,7 +58,7 @@ class Shipment:
 
     region: str
     run_id: str
-    host: Host
+    host: SshHost
     config_file: Path
     identity_dir: Path
 

@@ -11,7 +11,7 @@ from diloco_node.cli.page.merged import SNAPSHOT_PATH
 from diloco_node.cli.status import ask, find_targets
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.admin.status import REPORT_NAME
-from diloco_node.daemon.history import page_history, read_history
+from diloco_node.daemon.history import RunHistory
 from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped_document
@@ -73,9 +73,8 @@ def _region(folder: Path) -> dict[str, Any] | None:
     status = _read_object(folder / REPORT_NAME)
     if "region" not in status:
         return None
-    history = page_history(*read_history(folder))
     settings = _read_object(folder / NODE_FILE).get("settings_shown") or []
-    return {"status": status, "history": history, "settings": settings}
+    return {"status": status, "history": RunHistory(folder).document(), "settings": settings}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -63,6 +63,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     programs(tmp_path / "bin", {"ssh": SSH.format(place=tmp_path), "scp": SCP.format(place=tmp_path)})
     for name in ("m-eu", "m-us"):
         programs(tmp_path / name / "bin", {"systemctl": SYSTEMCTL, "diloco-node": NODE})
+        # A login shell sets PATH anew, and then reads this.
+        (tmp_path / name / ".profile").write_text(f"PATH={tmp_path / name / 'bin'}:/usr/bin:/bin\n")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     return tmp_path
 
@@ -138,7 +140,7 @@ def test_each_fault_says_what_to_do(place: Path, capsys: pytest.CaptureFixture[s
     shutil.rmtree(machine)
     says(5, "eu: t@m-eu is not reached: ssh: Could not resolve hostname", "ssh -p 22 t@m-eu", "ssh-copy-id")
     (place / "here" / "hosts.toml").write_text(HOSTS.format("ap", "m"))
-    says(2, "ap is not in run try, which has eu, us")
+    says(2, "ap is no region of run try, which has eu, us")
     (place / "here" / "hosts.toml").write_text(HOSTS.format("eu", "m"))
     assert main(["deploy", "ssh", "hosts.toml", "--region", "us"]) == 2
     assert "add [hosts.us]" in capsys.readouterr().err

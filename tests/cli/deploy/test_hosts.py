@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.cli.deploy.hosts import Host, read_hosts
+from diloco_node.cli.deploy.hosts import SshHost, read_hosts
 from diloco_node.errors import ConfigError
 
 
@@ -18,7 +18,7 @@ def test_hosts_are_read_in_the_order_of_the_file(tmp_path: Path) -> None:
     )
     found = read_hosts(file)
     assert list(found) == ["us", "eu"]
-    assert found["us"] == Host(address="10.0.0.1", user="t", port=2222, command=("python", "a b.py"))
+    assert found["us"] == SshHost(address="10.0.0.1", user="t", port=2222, command=("python", "a b.py"))
 
 
 @pytest.mark.parametrize(

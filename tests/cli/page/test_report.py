@@ -23,7 +23,7 @@ def finished_run(folder: Path, *, names: tuple[str, ...] = NAMES) -> None:
         (folder / name / "report.json").write_text(json.dumps(status(TWO_HOURS, name)))
         (folder / name / "node.json").write_text(json.dumps({"region": name, "settings_shown": SETTINGS}))
         document = history(TWO_HOURS, name)
-        rows = (dict(zip(COLUMNS, row, strict=True)) for row in document["rows"])
+        rows = [dict(zip(COLUMNS, row, strict=True)) for row in document["rows"]]
         lines = [{"period_s": document["period_s"]}, *rows]
         (folder / name / HISTORY_NAME).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
