@@ -342,6 +342,12 @@ class Daemon:
         for line in self._console.look(self.status(), self._not_ready_reason(), now_s=time.monotonic()):
             console_line(self.spec.region, line)
 
+    async def _keep_history(self) -> None:
+        while True:
+            await asyncio.sleep(self._history.period_s)
+            if self._history.take(self.status()):
+                await in_thread(self._threads.background, self._history.save)
+
     def _set_log_level(self, part: str, level: str) -> Mapping[str, str]:
         """Log lines of a part from this level on, until the daemon starts again. Raises ConfigError."""
         self._log_levels.change(part, level)
