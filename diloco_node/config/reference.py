@@ -28,7 +28,9 @@ from diloco_node.config.schema import (
     FIXED_IN_A_RUN,
     NAME_PATTERN,
     DataSection,
+    HistorySection,
     LearnerSection,
+    LogSection,
     ModelSection,
     RegionSection,
     RoundsSection,
@@ -45,6 +47,8 @@ _SECTIONS: Final[tuple[tuple[str, type[BaseModel], str], ...]] = (
     ("model", ModelSection, "The built-in trainer. Of no effect with a training command of your own."),
     ("data", DataSection, "Text for the built-in trainer."),
     ("learner", LearnerSection, "The process that trains, whichever it is."),
+    ("log", LogSection, "The daemon's log in `logs/`."),
+    ("history", HistorySection, "How the run went, in `history.jsonl` of each region's folder."),
     ("budget", BudgetSection, "What each region may send and receive, in bytes on the wire."),
     ("budget.per_peer.NAME", LimitsSection, "What goes to one region and comes from it."),
     (

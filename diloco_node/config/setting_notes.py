@@ -151,6 +151,11 @@ NOTES: Final[dict[str, tuple[str, str]]] = {
     "budget.schedule.ingress": ("instead of `budget.ingress`; none: as ever", "the line is free at night"),
     "budget.schedule.start": ("time of day by this machine's clock, as `22:00`", "with a schedule"),
     "budget.schedule.end": ("the same; before `start`: on the next day", "with a schedule"),
+    # log, history
+    "log.level": ("lines from this one on; `log-level` changes it while the region runs", "logs are too long"),
+    "log.format": ("key=value, or an object a line", "a machine reads the logs"),
+    "history.every": ("between two rows of `history.jsonl`; further apart in a long run", "curves are too coarse"),
+    "history.to": ("who gets the rows beside the file; each needs the extra of its name", "you watch curves elsewhere"),
     # regions
     "regions.NAME.address": (
         "HOST:PORT where others dial it; none: it dials them. At most one region without",

@@ -60,7 +60,17 @@ class Region:
         self.folder.mkdir(parents=True)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
-        handlers = AdminHandlers(dict, str, print, dict, self._measure, lift_quarantine=None, start_learner=None)
+        handlers = AdminHandlers(
+            status=dict,
+            snapshot=dict,
+            not_ready_reason=str,
+            finish=print,
+            set_budget=dict,
+            measure=self._measure,
+            lift_quarantine=None,
+            start_learner=None,
+            set_log_level=None,
+        )
         self._server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=self.folder)
 
     async def _measure(

@@ -196,12 +196,14 @@ async def test_status_finds_a_region_in_another_namespace_by_its_socket(tmp_path
     folder.mkdir()
     handlers = AdminHandlers(
         status=lambda: {"region": "us-east", "step": 3},
+        snapshot=dict,
         not_ready_reason=str,
         finish=print,
         set_budget=lambda change: change,
         measure=None,
         lift_quarantine=None,
         start_learner=None,
+        set_log_level=None,
     )
     server = AdminServer(handlers, CollectorRegistry(), port=0, state_dir=folder)
     await server.start()
