@@ -35,7 +35,15 @@ NO_MAJORITY: Final = AlertKind(
     "A-NO-MAJORITY",
     CRITICAL,
     "Fewer than a majority of the regions hear each other, so nothing is merged.",
-    "Bring one of the missing regions back. Learners train on meanwhile, and nothing is lost.",
+    "Bring one of the missing regions back; if they have finished, with `start --serve`. "
+    "Learners train on meanwhile, and nothing is lost.",
+)
+CUT_OFF: Final = AlertKind(
+    "A-CUT-OFF",
+    WARNING,
+    "A region hears fewer than a majority, and the others merge on without it.",
+    "Look at the network of that region. It trains on, and its work is merged when it is back.",
+    "diloco-node doctor --region {region}",
 )
 LAST_MAJORITY: Final = AlertKind(
     "A-LAST-MAJORITY",
@@ -171,6 +179,7 @@ VERSION_DIFFERS: Final = AlertKind(
 )
 ALERT_KINDS: Final = (
     NO_MAJORITY,
+    CUT_OFF,
     LAST_MAJORITY,
     PEER_DOWN,
     NO_COMMIT,

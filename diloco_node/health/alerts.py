@@ -60,6 +60,12 @@ def find_alerts(document: Document) -> list[Alert]:
     return sorted(found, key=lambda one: kinds.SEVERITIES.index(one.severity))
 
 
+def cut_off(document: Document) -> Alert:
+    """What A-NO-MAJORITY of a region is when others merge on."""
+    heard = f"{alive_count(document)} of {region_count(document)} regions"
+    return _make(kinds.CUT_OFF, document, f"{text(document, 'region')} hears {heard}; the others merge on")
+
+
 def learner_silence(report_age_s: float | None, step_s: float | None) -> str:
     """Why an attached learner counts as silent; empty if it does not, or if it has reported nothing yet."""
     limit_s = max(SILENT_MIN_S, SILENT_STEPS * (step_s or 0.0))

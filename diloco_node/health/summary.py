@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from diloco_node.health import alert_kinds as kinds
-from diloco_node.health.alerts import find_alerts
+from diloco_node.health.alerts import cut_off, find_alerts
 from diloco_node.health.reading import Document, duration, number, part, rows, text
 from diloco_node.health.tolerance import alive_count, failure_tolerance, region_count
 
@@ -31,22 +31,38 @@ def health_of(document: Document) -> dict[str, Any]:
 
 
 def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
-    """The same of several regions: the worst state, each alert once, the least tolerance. Of none: nothing is known."""
+    """The same of several regions. Of none: nothing is known.
+
+    The state is the worst, each alert comes once, the tolerance is the least. But a region that can't merge does not
+    stall a run that others carry on: then it counts as cut off, and only theirs is the tolerance.
+    """
     known = [(one, part(one, "health") or health_of(one)) for one in documents if text(one, "state")]
     if not known:
         return {"state": "starting", "line": "no region answers", "failure_tolerance": 0, "alerts": []}
-    found = {
-        (text(one, "code"), text(one, "region")): dict(one) for _, health in known for one in rows(health, "alerts")
-    }
-    alerts = sorted(found.values(), key=_severity_rank)
-    state = min((text(health, "state") for _, health in known), key=_state_rank)
-    document = next(one for one, health in known if text(health, "state") == state)
+    stalled = [one for one, health in known if text(health, "state") == "stalled"]
+    is_carried = any(text(health, "state") in ("healthy", "degraded") for _, health in known)
+    going = [(one, health) for one, health in known if not is_carried or one not in stalled]
+    alerts = _joint_alerts(known, is_carried=is_carried)
+    states = [text(health, "state") for _, health in going] + ["degraded"] * (len(going) < len(known))
+    state = min(states, key=_state_rank)
+    document = next((one for one, health in going if text(health, "state") == state), going[0][0])
     return {
         "state": state,
         "line": _line(document, state, alerts),
-        "failure_tolerance": min(int(number(health, "failure_tolerance") or 0) for _, health in known),
+        "failure_tolerance": min(int(number(health, "failure_tolerance") or 0) for _, health in going),
         "alerts": alerts[:ALERTS_SHOWN_MAX],
     }
+
+
+def _joint_alerts(known: Sequence[tuple[Document, Document]], *, is_carried: bool) -> list[dict[str, Any]]:
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for document, health in known:
+        for one in rows(health, "alerts"):
+            is_cut_off = is_carried and text(one, "code") == kinds.NO_MAJORITY.code
+            alert = dataclasses.asdict(cut_off(document)) if is_cut_off else dict(one)
+            is_of_run = text(alert, "code") == kinds.LAST_MAJORITY.code  # whichever region says so
+            found.setdefault((text(alert, "code"), "" if is_of_run else text(alert, "region")), alert)
+    return sorted(found.values(), key=_severity_rank)
 
 
 def _severity_rank(alert: Document) -> int:

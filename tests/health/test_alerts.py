@@ -157,7 +157,8 @@ def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any
 
 
 def test_every_kind_has_a_case() -> None:
-    assert {kind.code for kind, *_ in CASES} == {kind.code for kind in kinds.ALERT_KINDS}
+    joint_only = {kinds.CUT_OFF.code}
+    assert {kind.code for kind, *_ in CASES} | joint_only == {kind.code for kind in kinds.ALERT_KINDS}
     assert len({kind.code for kind in kinds.ALERT_KINDS}) == len(kinds.ALERT_KINDS)
 
 
@@ -226,10 +227,24 @@ def test_several_regions_show_each_alert_once_and_the_worst_state() -> None:
     assert [(alert["code"], alert["region"]) for alert in joint["alerts"]] == [
         ("A-LAST-MAJORITY", "us"),
         ("A-PEER-DOWN", "ap"),
-        ("A-LAST-MAJORITY", "eu"),
     ]
     assert joint["state"] == "degraded"
     assert joint_health([])["line"] == "no region answers"
+
+
+def test_a_region_that_is_cut_off_does_not_stall_a_run_that_others_carry_on() -> None:
+    names = [peer["name"] for peer in SOUND["peers"]]
+    alone = changed(peers=peers(**dict.fromkeys(names, DOWN)))
+    other = changed(region=names[0], peers=[SOUND["peers"][1], {"name": "us"} | DOWN])
+    joint = joint_health([alone, other])
+    assert joint["state"] == "degraded"
+    assert joint["failure_tolerance"] == 0
+    found = {(alert["code"], alert["region"]): alert for alert in joint["alerts"]}
+    assert found["A-CUT-OFF", "us"]["text"] == "us hears 1 of 3 regions; the others merge on"
+    assert ("A-NO-MAJORITY", "us") not in found
+    assert joint_health([alone])["state"] == "stalled"
+    over = joint_health([alone, changed(region="eu", state="finished")])
+    assert ("A-NO-MAJORITY", "us") in {(alert["code"], alert["region"]) for alert in over["alerts"]}
 
 
 JUNK = st.recursive(
