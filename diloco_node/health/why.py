@@ -77,7 +77,7 @@ def region_names(documents: Sequence[Document]) -> list[str]:
 def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
     """Why no round commits, by the alerts that stop rounds, and by what open rounds wait for."""
     for alert in rows(joint_health(documents), "alerts"):
-        if text(alert, "code") in ("A-NO-MAJORITY", "A-NO-COMMIT", "A-DISK-REFUSED"):
+        if text(alert, "code") in ("A-NO-MAJORITY", "A-CUT-OFF", "A-NO-COMMIT", "A-DISK-REFUSED"):
             yield Finding("merging", (), text(alert, "text"), text(alert, "hint"))
     for document in documents:
         if document.get("role") != "leader":
