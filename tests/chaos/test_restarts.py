@@ -1,8 +1,7 @@
-"""chaos/restarts.py: who is started again, with the numbers of the unit in the documentation."""
+"""chaos/restarts.py: who is started again, with the numbers of the unit in deploy/systemd."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -38,8 +37,8 @@ def test_what_another_start_would_repeat_is_final(code: int) -> None:
     assert str(code) in why
 
 
-def test_the_numbers_are_those_of_the_unit_that_the_documentation_has() -> None:
-    [unit] = re.findall(r"```ini\n(.*?)```", (Path(ROOT) / "docs" / "run.md").read_text(), re.DOTALL)
+def test_the_numbers_are_those_of_the_unit_that_is_shipped() -> None:
+    unit = (Path(ROOT) / "deploy" / "systemd" / "diloco-node@.service").read_text()
     settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
     assert {int(code) for code in settings["RestartPreventExitStatus"].split()} == FINAL_CODES == supervisor.FINAL_CODES
     assert settings["Restart"] == "on-failure"

@@ -39,15 +39,23 @@ def test_an_example_is_taken_by_the_parser(line: str) -> None:
     assert command.make_context(command.name, rest).params
 
 
+@pytest.fixture
+def _from_bash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell is found among the parents of the process; a test's parents are whoever ran it."""
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
+
+
+@pytest.mark.usefixtures("_from_bash")
 def test_a_shell_is_told_how_to_complete() -> None:
-    done = CliRunner().invoke(app, ["--show-completion", "bash"])
-    assert done.exit_code == 0
+    done = CliRunner().invoke(app, ["--show-completion"], prog_name="diloco-node")
+    assert done.exit_code == 0, done.output
     assert "complete -o default -F _diloco_node_completion diloco-node" in done.output
 
 
+@pytest.mark.usefixtures("_from_bash")
 def test_completion_is_installed_where_the_shell_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    done = CliRunner().invoke(app, ["--install-completion", "bash"], prog_name="diloco-node")
+    done = CliRunner().invoke(app, ["--install-completion"], prog_name="diloco-node")
     assert done.exit_code == 0, done.output
     assert "bash_completions" in (tmp_path / ".bashrc").read_text()
     (script,) = (tmp_path / ".bash_completions").iterdir()
