@@ -22,6 +22,8 @@ from tests.kit.repository import ROOT
 settings.register_profile("any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any-machine")
 
+# For torch, here and in every learner that a test starts: threads that wait would spin, and take the cores from others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Who runs tests in the background of a script has SIGINT ignored, and all that tests start would ignore it, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

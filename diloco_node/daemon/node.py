@@ -44,7 +44,7 @@ from diloco_node.wire import learner_link
 DRAIN_S: Final = 5.0
 """What a stopping leader waits for another region to take over."""
 
-LINGER_POLL_S: Final = 0.1
+POLL_S: Final = 0.1
 
 POSITION_NS: Final = 250_000_000
 """The learner is told at most so often how far the run is: in between it goes on at its own share."""
@@ -171,7 +171,6 @@ class Node:
         self._welcome_lock = asyncio.Lock()
         self._told = RunPosition(0, None)
         self._told_ns = 0
-        self._no_longer_leader = asyncio.Event()
         self.rounds_in_flight_max = 0
 
     async def start(self) -> None:
@@ -187,15 +186,15 @@ class Node:
         self._runtime.spawn(self._keep_counters(), "counters")
 
     async def drain(self) -> None:
-        """Hand leadership over if this region has it, and give the others a moment to elect another."""
+        """Hand leadership over if this region has it; others that are heard get a moment to elect one of them."""
         if not self.core.is_leader:
             return
-        self._no_longer_leader.clear()
         for effect in self.core.hand_over(now_ns=self._runtime.now_ns()):
             self.effects.perform(effect)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
-                await self._no_longer_leader.wait()
+        polls = round(DRAIN_S / POLL_S)
+        while polls and self.core.is_leader and self.core.liveness.alive(now_ns=self._runtime.now_ns()):
+            polls -= 1
+            await asyncio.sleep(POLL_S)
 
     async def stop(self) -> None:
         """Close the links, drop the timer."""
@@ -208,8 +207,6 @@ class Node:
     def _post(self, event: ev.Event) -> None:
         self._pump.post(event)
         self.rounds_in_flight_max = max(self.rounds_in_flight_max, len(self.core.leader.rounds))
-        if not self.core.is_leader:
-            self._no_longer_leader.set()
         if self._waiting_attach is not None and self.core.may_allot_incarnation:
             attach, self._waiting_attach = self._waiting_attach, None
             self._runtime.spawn(self._welcome(attach, self._attaches), "welcome")
@@ -246,7 +243,7 @@ class Node:
             serves=self.effects.fetcher.serves,
             now_s=loop.time(),
         ):
-            await asyncio.sleep(LINGER_POLL_S)
+            await asyncio.sleep(POLL_S)
         # The last heartbeat that says so must have left before the links go.
         await asyncio.sleep(2 * self._spec.settings.heartbeat_ns / 1e9)
         self._runtime.end(None)

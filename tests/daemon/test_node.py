@@ -151,6 +151,26 @@ def test_three_regions_train_one_model_to_the_end(play: Play) -> None:
     play(scenario)
 
 
+def test_a_leader_that_stops_hands_over_and_waits_for_nobody_when_it_is_alone(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        await world.until("all end", lambda: all(one.has_finished for one in world.regions.values()), within_s=120.0)
+        clock, there, waited = asyncio.get_running_loop(), dict(world.regions), []
+        while there:
+            await world.until(
+                "one leads", lambda: any(one.node.core.is_leader for one in there.values()) or len(there) == 1
+            )
+            name = next((name for name, one in there.items() if one.node.core.is_leader), min(there))
+            leader, began_s = there.pop(name).node, clock.time()
+            await leader.drain()
+            waited.append(clock.time() - began_s)
+            assert not (leader.core.is_leader and there)
+            world.network.disconnect(name)
+        assert 0 < max(waited) < node_module.DRAIN_S / 2
+        assert waited[-1] == 0
+
+    play(scenario)
+
+
 def test_each_learner_is_told_where_the_median_learner_is(play: Play) -> None:
     """The fast one and the slow one: both stand at the same place of the schedule, wherever their own steps are."""
 
