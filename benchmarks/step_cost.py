@@ -6,7 +6,7 @@ The learner is pinned to one core, with all its ranks, and supervisor and daemon
 first, then attached, in the same process. With P = H each step has a snapshot of one fragment and a version of another
 one. Two ranks are cut by FSDP2 under torchrun.
 
-`inside` is the part of a step that the call `diloco.step()` takes, on the slowest rank. `slower` compares both arms, and
+`inside` is the part of a step that `diloco.step()` takes, on the slowest rank. `slower` compares both arms, and
 is as noisy as the machine. `bytes a parameter` is the private memory that all ranks together take more when they are
 attached: the median of all steps, and the most.
 
