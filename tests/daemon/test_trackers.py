@@ -37,6 +37,13 @@ class Recorder:
     def close(self) -> None: ...
 
 
+class Broken(Recorder):
+    """A tracker whose service is down."""
+
+    def log(self, values: dict[str, float], *, tokens: int, unix: float) -> None:
+        raise RuntimeError("planted")
+
+
 def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) -> None:
     first = Recorder()
     follower = HistoryFollower(tmp_path, {"tensorboard": first})
@@ -53,7 +60,29 @@ def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) 
     assert [point[0] for point in again.points] == [40, 50]
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"tensorboard": "x"}', b"\xff"])
+def test_a_tracker_that_fails_makes_another_one_repeat_nothing(tmp_path: Path) -> None:
+    good = Recorder()
+    write_history(tmp_path, range(1, 4))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="planted"):
+            HistoryFollower(tmp_path, {"tensorboard": good, "wandb": Broken()}).look()
+    assert [point[0] for point in good.points] == [10, 20, 30]
+
+
+def test_a_memory_that_can_not_be_written_repeats_nothing_in_this_process(tmp_path: Path) -> None:
+    (tmp_path / TRACKED_NAME).mkdir()
+    good = Recorder()
+    follower = HistoryFollower(tmp_path, {"tensorboard": good})
+    for end in (3, 4):
+        write_history(tmp_path, range(1, end))
+        follower.look()
+    assert [point[0] for point in good.points] == [10, 20, 30]
+
+
+HUGE = b'{"tensorboard": 1' + b"0" * 400 + b"}"
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"tensorboard": "x"}', b"\xff", HUGE, b"[" * 100_000])
 def test_a_damaged_memory_costs_a_repetition(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / TRACKED_NAME).write_bytes(damage)
     write_history(tmp_path, range(1, 3))
