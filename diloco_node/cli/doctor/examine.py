@@ -58,7 +58,7 @@ class Patient:
         try:
             source = source_of_config(self.config, self.config.path)
             sizes = source.sizes(settings.fragments)
-        except (ConfigError, OSError):
+        except (DilocoError, OSError):  # the daemon mends a manifest that is damaged
             return None
         return storage(Workload(sizes, source.regions, settings, step_time_ns=1))
 
@@ -114,7 +114,7 @@ def examine_settings(patient: Patient) -> Iterator[CheckResult]:
     now = _plain(patient.config.run_settings())
     for name in patient.config.regions:
         file = patient.config.state_dir(name) / start.NODE_FILE
-        if file.exists():
+        if probes.is_there(file):
             try:
                 yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)
             except DilocoError as error:
@@ -217,8 +217,8 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[CheckR
     errors = []
     if command and shutil.which(command[0]) is None:
         errors.append(f"command {command[0]!r} is not found on PATH")
-    if config.run.init is not None and not config.run.init.is_file():
-        errors.append(f"run.init: {config.run.init} does not exist")
+    if config.run.init is not None and not probes.is_there(config.run.init):
+        errors.append(f"run.init: {config.run.init} does not exist, or this user may not see it")
     checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
     for check in checks:
         try:
@@ -254,7 +254,7 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
         workload = Workload(
             source.sizes(source.settings.fragments), source.regions, source.settings, round(1e9 * step_s)
         )
-    except (ConfigError, OSError):
+    except (DilocoError, OSError):
         return None
     limits = Network(rtt_ns=round(1e9 * rtt_s), egress=source.egress, ingress=source.ingress)
     made = make_plan(workload, limits)

@@ -103,7 +103,7 @@ def disk_space(folder: str, *, free: int | None, used: int, needed: int | None, 
         return SPACE.failed(f"{folder} can't be written: {error}", hint)
     if needed is None:
         return SPACE.unknown(
-            f"{human_bytes(free)} free for {folder}; the model's size is not known before its first start"
+            f"{human_bytes(free)} free for {folder}; the model's size is not known yet"
         )
     text = f"{human_bytes(free)} free for {folder}, which needs {human_bytes(needed)} and has {human_bytes(used)}"
     if free + used < needed:

@@ -73,7 +73,7 @@ def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> CheckResul
     """
     name, link, address = str(peer.get("name")), str(peer.get("link")), peer.get("address")
     if link == "up":
-        inbound = "it dials us" if is_inbound else "we dial it; whether it can dial us is not seen"
+        inbound = "it dials us" if is_inbound or not address else "we dial it; whether it can dial us is not seen"
         return LINK.ok(f"the link to {name} is up: {inbound}")
     error = str(peer.get("error") or "no reason yet")
     hint = f"either side must be able to dial the other: run diloco-node doctor in {name} as well"
@@ -94,7 +94,7 @@ def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> CheckResult
 def daemon(region: str, status: Mapping[str, Any] | None) -> CheckResult:
     """What our own daemon does."""
     if status is None:
-        return DAEMON.unknown(f"no daemon of {region} runs here, so nothing is known about links that are up")
+        return DAEMON.unknown(f"no daemon of {region} answers here, so nothing is known about links that are up")
     return DAEMON.ok(f"{region} is {status.get('role', status.get('state', 'starting'))}: {status.get('reason', '')}")
 
 

@@ -68,9 +68,14 @@ def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: CheckRes
 
 @pytest.mark.parametrize("is_inbound", [True, False, None])
 def test_a_link_that_is_up_says_who_dialled(is_inbound: bool | None) -> None:
-    one = network.peer_link({"name": "eu", "link": "up"}, is_inbound=is_inbound)
+    one = network.peer_link({"name": "eu", "link": "up", "address": "10.0.0.1:7400"}, is_inbound=is_inbound)
     assert one.mark is Mark.OK
     assert ("it dials us" in one.text) is bool(is_inbound)
+
+
+def test_a_peer_without_an_address_is_the_one_that_dialled() -> None:
+    one = network.peer_link({"name": "eu", "link": "up", "address": None}, is_inbound=None)
+    assert one.text == "the link to eu is up: it dials us"
 
 
 def test_a_link_that_is_down_says_why() -> None:
