@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node import __version__
+from diloco_node.cli.deploy import remote
 from diloco_node.cli.main import main
 from diloco_node.transport.certs import init_run
 
@@ -107,6 +108,38 @@ def test_a_dry_run_shows_commands_that_a_shell_can_run_and_changes_nothing(
     assert all("t@m-us" in " ".join(line) and "m-eu" not in " ".join(line) for line in lines)
     assert not (place / "m-us" / "diloco").exists()
     assert not (place / "m-us" / "calls").exists()
+
+
+def test_the_same_again_changes_nothing(place: Path) -> None:
+    def files(region: str) -> dict[str, bytes]:
+        found = [path for path in (place / f"m-{region}").rglob("*") if path.is_file() and path.name != "calls"]
+        return {str(path): path.read_bytes() for path in found}
+
+    assert main(["deploy", "ssh", "hosts.toml"]) == 0
+    first = files("eu"), files("us")
+    assert main(["deploy", "ssh", "hosts.toml"]) == 0
+    assert (files("eu"), files("us")) == first
+    assert not any("certs/us" in name for name in first[0])
+
+
+def test_a_number_with_colons_is_in_brackets_for_scp_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for address in ("fd00::1", "[fd00::1]"):
+        (place / "here" / "hosts.toml").write_text(HOSTS.format("eu", address))
+        assert main(["deploy", "ssh", "hosts.toml", "--dry-run"]) == 0
+        lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+        assert {line[-2] for line in lines if line[0] == "ssh"} == {"t@fd00::1"}
+        assert {line[-1].rpartition(":")[0] for line in lines if line[0] == "scp"} == {"t@[fd00::1]"}
+
+
+def test_a_machine_that_hangs_is_not_taken_for_one_that_is_not_there(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CALL_MAX_S", 0.5)
+    (place / "m-eu" / "bin" / "diloco-node").write_text("#!/bin/sh\nexec sleep 60 > /dev/null 2>&1\n")
+    assert main(["deploy", "ssh", "hosts.toml"]) == 2
+    said = capsys.readouterr().err
+    assert "eu: m-eu did not end" in said
+    assert "ssh-copy-id" not in said
 
 
 def test_a_region_that_runs_is_restarted_only_when_asked_for(place: Path) -> None:
