@@ -30,16 +30,14 @@ def test_each_word_is_one_datagram(tmp_path: Path, is_abstract: bool) -> None:
 
 def test_a_manager_that_is_behind_hears_it_all_the_same(tmp_path: Path) -> None:
     place = str(tmp_path / "notify")
-    with (
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as others,
-    ):
+    with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(place)
         listener.setblocking(False)
-        others.setblocking(False)
         with contextlib.suppress(BlockingIOError):
-            while True:
-                others.sendto(b"STATUS=other", place)
+            while True:  # each from a socket of its own: the queue of the listener is what is full
+                other = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                other.setblocking(False)
+                other.sendto(b"STATUS=other", place)
         ready = threading.Thread(target=ServiceManager({"NOTIFY_SOCKET": place}, 7).ready)
         ready.start()
         ready.join(0.2)
