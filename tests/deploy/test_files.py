@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import fnmatch
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 import typer
 import yaml
 
+from diloco_node import __version__
 from diloco_node.cli.deploy.hosts import SshHost
 from diloco_node.cli.deploy.remote import Shipment
 from diloco_node.cli.main import app
@@ -192,5 +194,7 @@ def test_a_skypilot_task_opens_the_port_and_runs_one_region() -> None:
     assert set(task) == {"name", "envs", "resources", "num_nodes", "workdir", "setup", "run"}
     assert task["resources"]["ports"] == 7400
     assert set(re.findall(r"(--[a-z][a-z-]+)", task["run"].split("diloco-node start")[1])) <= flags_of_start()
+    (wheel,) = re.findall(r"pip install --quiet ~/sky_workdir/(\S+)", task["setup"])
+    assert fnmatch.fnmatch(f"diloco_node-{__version__}-py3-none-any.whl", wheel), "what `make dist` makes, and no index"
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)
