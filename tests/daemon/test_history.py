@@ -156,6 +156,14 @@ def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> N
             assert min(before) - 1e-6 <= value <= max(before) + 1e-6
 
 
+def test_rates_and_losses_are_averaged_and_of_counters_the_later_stays() -> None:
+    first, second = ([float(at), *(10.0 * at for _ in ALL_COLUMNS[1:])] for at in (1, 3))
+    (one,) = halved([first, second])
+    means = {name for name, value in zip(ALL_COLUMNS, one, strict=True) if value == 20.0}
+    assert means == {"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"}
+    assert {value for name, value in zip(ALL_COLUMNS, one, strict=True) if name not in means} == {3.0, 30.0}
+
+
 def test_only_what_a_viewer_has_not_seen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = RunHistory(tmp_path)
     for unix in (10.0, 20.0, 30.0):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.daemon import trackers as trackers_module
 from diloco_node.daemon.history import HISTORY_NAME, row_of
 from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, opened
 
@@ -87,6 +88,25 @@ def test_a_damaged_memory_costs_a_repetition(tmp_path: Path, damage: bytes) -> N
     (tmp_path / TRACKED_NAME).write_bytes(damage)
     write_history(tmp_path, range(1, 3))
     assert HistoryFollower(tmp_path, {"tensorboard": Recorder()}).look() == 2
+
+
+def test_trackers_that_were_opened_are_closed_also_when_the_next_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class Closing(Recorder):
+        def close(self) -> None:
+            closed.append("good")
+
+    def broken(folder: Path, region: str, run_id: str) -> Recorder:
+        raise RuntimeError(f"planted {folder.name} {region} {run_id}")
+
+    monkeypatch.setattr(trackers_module, "TRACKERS", {"good": lambda *_: Closing(), "broken": broken})
+    with pytest.raises(RuntimeError, match=f"planted {tmp_path.name} us run1"):
+        with opened(tmp_path, "us", "run1", ["good", "broken"]):
+            pass
+    assert closed == ["good"]
 
 
 def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path) -> None:

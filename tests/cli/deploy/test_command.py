@@ -11,6 +11,8 @@ import pytest
 
 from diloco_node import __version__
 from diloco_node.cli.deploy import remote
+from diloco_node.cli.deploy.hosts import SshHost
+from diloco_node.cli.deploy.remote import Shipment
 from diloco_node.cli.main import main
 from diloco_node.transport.certs import init_run
 
@@ -120,6 +122,36 @@ def test_the_same_again_changes_nothing(place: Path) -> None:
     assert main(["deploy", "ssh", "hosts.toml"]) == 0
     assert (files("eu"), files("us")) == first
     assert not any("certs/us" in name for name in first[0])
+
+
+def test_folders_and_keys_that_were_open_to_others_are_closed(place: Path) -> None:
+    folder = place / "m-eu" / "diloco" / "try"
+    (folder / "certs" / "eu").mkdir(parents=True, mode=0o755)
+    (place / "here" / "certs" / "eu" / "node.key").chmod(0o644)
+    before = os.umask(0o022)
+    try:
+        assert main(["deploy", "ssh", "hosts.toml"]) == 0
+    finally:
+        os.umask(before)
+    closed = [folder / "certs", folder / "certs" / "eu", place / "m-us" / "diloco" / "try"]
+    assert [path.stat().st_mode & 0o777 for path in closed] == [0o700] * 3
+    assert (folder / "certs" / "eu" / "node.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_nobody_is_asked_for_a_password_and_the_configuration_is_the_given_one(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["deploy", "ssh", "hosts.toml", "--dry-run", "--ssh-config", "mine"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert all("BatchMode=yes" in line and line[line.index("-F") + 1] == "mine" for line in lines)
+
+
+def test_every_word_of_a_command_reaches_the_program_as_it_is() -> None:
+    words = ("sh", "-c", 'echo "$HOME" %h a\\b\n;', ";")
+    host = SshHost(address="a", user="t", program="/bin/d", command=words)
+    unit = Shipment("eu", "try", host, Path("run.toml"), Path("certs")).unit()
+    (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    assert line.partition(" -- ")[2] == r'"sh" "-c" "echo \"$$HOME\" %%h a\\b\n;" ";"'
 
 
 def test_a_number_with_colons_is_in_brackets_for_scp_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
