@@ -16,7 +16,7 @@ NOTIFY_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 US_PER_S: Final = 1_000_000
 
 PATIENCE_S: Final = 2.0
-"""With a manager whose queue is full. READY=1 is said once: lost, the region would be killed as one that never came up."""
+"""With a manager whose queue is full. READY=1 is said once: lost, the region is killed as one that never came up."""
 
 
 class ServiceManager:

@@ -103,9 +103,11 @@ def test_trackers_that_were_opened_are_closed_also_when_the_next_one_fails(
         raise RuntimeError(f"planted {folder.name} {region} {run_id}")
 
     monkeypatch.setattr(trackers_module, "TRACKERS", {"good": lambda *_: Closing(), "broken": broken})
-    with pytest.raises(RuntimeError, match=f"planted {tmp_path.name} us run1"):
-        with opened(tmp_path, "us", "run1", ["good", "broken"]):
-            pass
+    with (
+        pytest.raises(RuntimeError, match=f"planted {tmp_path.name} us run1"),
+        opened(tmp_path, "us", "run1", ["good", "broken"]),
+    ):
+        pass
     assert closed == ["good"]
 
 

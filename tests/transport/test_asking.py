@@ -126,7 +126,14 @@ async def test_only_lost_words_are_asked_for_again_and_each_dial_is_closed(
 @pytest.mark.parametrize(
     ("clock", "ahead_s"),
     # It reads 104 s here when the answer comes, and the peer's was read half a round trip of 4 s before.
-    [("102000000000", 0.0), ("109500000000", 7.5), ("9" * 21, None), ("9" * 5000, None), ("-1", None), ("\u0663", None)],
+    [
+        ("102000000000", 0.0),
+        ("109500000000", 7.5),
+        ("9" * 21, None),
+        ("9" * 5000, None),
+        ("-1", None),
+        ("\u0663", None),
+    ],
 )
 async def test_a_clock_is_compared_with_ours_in_the_middle_of_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: str, ahead_s: float | None

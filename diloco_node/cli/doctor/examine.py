@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node import __version__
 from diloco_node.cli import start
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from diloco_node.planning.plan import Storage
     from diloco_node.transport.asking import PeerAnswer
     from diloco_node.transport.certs import Identity
+
+
+SECONDS_MAX: Final = 1e6
+"""Of a step or a round trip that is believed: eleven days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +249,8 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
     from diloco_node.cli.plan.inputs import source_of_config
     from diloco_node.planning.plan import Network, Workload, make_plan
 
-    step_s = (status.get("learner") or {}).get("step_seconds") or 0.0
-    rtt_s = max((one.get("rtt_seconds") or 0.0 for one in _entries(status, "peers")), default=0.0)
+    step_s = _seconds(status.get("learner"), "step_seconds")
+    rtt_s = max((_seconds(one, "rtt_seconds") for one in _entries(status, "peers")), default=0.0)
     if not step_s:
         return None
     try:
@@ -260,6 +264,12 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
     made = make_plan(workload, limits)
     cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, made.need.cycle_ns))
     return network.pace(cycle_s, needed_s, rtt_s, step_s, str(status.get("budget_warning") or ""))
+
+
+def _seconds(document: Any, key: str) -> float:
+    """A time in a document; 0 where it has none, or none that can be."""
+    found = document.get(key) if isinstance(document, Mapping) else None
+    return float(found) if isinstance(found, (int, float)) and 0 < found < SECONDS_MAX else 0.0
 
 
 def _entries(document: Any, key: str) -> list[Mapping[str, Any]]:

@@ -56,7 +56,7 @@ BAD = (Mark.WARNING, Mark.FAILED)
         ),
         (network.pace(2.4, 2.3, 0.04, 0.1, ""), Mark.OK, "2.3 s of 2.4 s"),
         (network.pace(2.4, 2.3, 0.04, 0.1, "the schedule can't be kept"), Mark.WARNING, "the schedule can't be kept"),
-        (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu runs here"),
+        (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu answers here"),
         (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
     ],
 )
