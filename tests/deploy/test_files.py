@@ -145,24 +145,27 @@ place = pathlib.Path({place!r})
 def stop(*_):
     time.sleep(0.3)
     (place / "stopped").touch()
-    sys.exit(7)
+    sys.exit({code})
 signal.signal(signal.SIGTERM, stop)
 (place / "up").touch()
 time.sleep(120)
 """
 
 
-def test_the_slurm_script_passes_sigterm_on_waits_for_the_region_and_ends_with_its_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_slurm_script_passes_sigterm_on_waits_for_the_region_and_ends_with_its_code(
+    tmp_path: Path, code: int
+) -> None:
     """Without Slurm: the script is what Slurm runs and signals."""
     program = tmp_path / "diloco-node"
-    program.write_text(PROGRAM.format(python=sys.executable, place=str(tmp_path)))
+    program.write_text(PROGRAM.format(python=sys.executable, place=str(tmp_path), code=code))
     program.chmod(0o755)
     env = {"PATH": "/usr/bin:/bin", "REGION": "eu", "DILOCO_FOLDER": str(tmp_path), "DILOCO_PROGRAM": str(program)}
     with subprocess.Popen(["bash", str(SBATCH), "python", "train.py", "--lr", "0.1"], env=env) as job:
         while not (tmp_path / "up").exists():
             assert job.poll() is None
         job.send_signal(signal.SIGTERM)
-        assert job.wait(120) == 7
+        assert job.wait(120) == code
     assert (tmp_path / "stopped").exists()
     assert (tmp_path / "words").read_text() == "start --region eu -- python train.py --lr 0.1"
 

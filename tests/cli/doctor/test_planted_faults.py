@@ -320,9 +320,11 @@ async def test_another_region_answers(ward: Ward) -> None:
 async def test_measure_serves_where_the_daemon_should(ward: Ward) -> None:
     ward.certify()
     async with ward.peer(role=LinkRole.MEASURING, settings_digest="", manifest_digest=""):
-        one = (await ward.examine_beside()).one("peer-reachable")
+        found = await ward.examine_beside()
+    one = found.one("peer-reachable")
     assert one["mark"] == "warning"
     assert "diloco-node measure of there answers" in one["text"]
+    assert list(found.of("settings-equal")) == [], "it has none"
 
 
 async def test_a_peer_that_has_quarantined_us(ward: Ward) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,6 +40,12 @@ def test_what_the_kernel_does_not_have_is_none() -> None:
     assert probes.memfd_error() == ""
     assert probes.is_clock_synced() in (True, False, None)
     assert (probes.available_memory() or 1) > 0
+
+
+@pytest.mark.parametrize(("state", "is_synced"), [(0, True), (1, True), (5, False), (-1, None)])
+def test_the_kernel_s_word_on_its_clock(monkeypatch: pytest.MonkeyPatch, state: int, is_synced: bool | None) -> None:
+    monkeypatch.setattr(probes.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: state))
+    assert probes.is_clock_synced() is is_synced
 
 
 def test_modules_that_are_missing_are_named() -> None:

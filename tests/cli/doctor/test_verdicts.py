@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 
 import pytest
@@ -11,6 +12,10 @@ from diloco_node.cli.doctor.finding import CheckResult, Mark, Topic, finding_lin
 from tests.kit.repository import ROOT
 
 BAD = (Mark.WARNING, Mark.FAILED)
+
+
+def day(number: int) -> dt.datetime:
+    return dt.datetime(2027, 1, number, tzinfo=dt.UTC)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,10 @@ BAD = (Mark.WARNING, Mark.FAILED)
         (network.pace(2.4, 2.3, 0.04, 0.1, ""), Mark.OK, "2.3 s of 2.4 s"),
         (network.pace(2.4, 2.3, 0.04, 0.1, "the schedule can't be kept"), Mark.WARNING, "the schedule can't be kept"),
         (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu answers here"),
+        (membership.key_mode("k", 0o100640), Mark.WARNING, "k can be read by others (mode 640)"),
+        (membership.key_mode("k", 0o100400), Mark.OK, "for its owner only"),
+        (membership.certificate_expiry(day(31), day(1)), Mark.OK, "valid until 2027-01-31, 30 days more"),
+        (membership.certificate_expiry(day(30), day(1)), Mark.WARNING, "29 days more"),
         (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
     ],
 )
