@@ -59,6 +59,7 @@ def user_unit() -> str:
 def test_units_leave_time_to_stop_and_do_not_repeat_what_no_restart_cures(text: str) -> None:
     one = service(text)
     assert (one["Type"], one["KillMode"], one["OOMPolicy"]) == ("notify", "mixed", "continue")
+    assert one["UMask"] == "0077", "tokens and logs are for its user only"
     assert STOP_S < int(one["TimeoutStopSec"]) == 40
     assert {int(code) for code in one["RestartPreventExitStatus"].split()} == FINAL_CODES
     assert one["WatchdogSec"] == "2min", "twice the longest time that the supervisor waits for a child"
@@ -119,6 +120,8 @@ def test_a_region_in_kubernetes_is_one_pod_with_its_folder_its_port_and_time_to_
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     volumes = {one["name"] for one in pod["volumes"]}
     assert mounts == volumes | {one["metadata"]["name"] for one in stateful["spec"]["volumeClaimTemplates"]}
+    (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
+    assert secret["defaultMode"] & 0o037 == 0, "the key is for the region's user, and for the group that makes it his"
     uid = re.search(r"--uid (\d+)", (ROOT / "Dockerfile").read_text())
     assert uid is not None
     assert pod["securityContext"]["runAsUser"] == int(uid[1])
