@@ -30,6 +30,7 @@ _HINTS: Final = (
     ("not valid yet", "set the clocks here and in {peer}"),
     ("does not speak TLS", "correct regions.{peer}.address: something else than diloco-node listens at {address}"),
     ("protocol_version", "install the same version of diloco-node here and in {peer}"),
+    ("hello: ", "install the same version of diloco-node here and in {peer}"),
     ("first frame", "correct regions.{peer}.address: something else than diloco-node listens at {address}"),
     ("in quarantine", "mend what the reason says, then in {peer}: diloco-node quarantine lift REGION"),
     ("no hello", "look at {peer}: what listens at {address} hangs, or a firewall between swallows packets"),
@@ -40,7 +41,8 @@ _HINTS: Final = (
 def peer_refused(peer: str, address: str, error: str) -> CheckResult:
     """Nobody at the address takes our certificate and speaks the protocol."""
     hint = next(hint for part, hint in _HINTS if part in error)
-    return REACHABLE.failed(error, hint.format(peer=peer, address=address))
+    text = error if error.startswith(f"{peer} at ") else f"{peer} at {address}: {error}"
+    return REACHABLE.failed(text, hint.format(peer=peer, address=address))
 
 
 def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> CheckResult:

@@ -94,6 +94,28 @@ def test_a_link_that_is_down_says_why() -> None:
     assert "diloco-node doctor in eu" in one.hint
 
 
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("nobody listens there (connection refused)", "start eu, which listens when"),
+        ("the name can't be resolved", "correct the name in regions.eu.address"),
+        ("the certificate at this address belongs to another region or run", "correct regions.eu.address: another"),
+        ("the peer's certificate has expired", "make new certificates for all regions"),
+        ("the peer's certificate is not valid yet: check clocks", "set the clocks here and in eu"),
+        ("it does not trust our certificate, or is stopping", "give all regions certificates of one"),
+        ("protocol_version: ours 8, theirs 9", "install the same version of diloco-node here and in eu"),
+        ("hello: field 3 is no text", "install the same version of diloco-node here and in eu"),
+        ("the first frame on a stream must be a hello", "correct regions.eu.address: something else"),
+        ("connected, but no hello within 5 s", "look at eu: what listens at h:1 hangs"),
+        ("no answer to connect or TLS handshake", "open h:1 for TCP from here, in eu's firewall"),
+    ],
+)
+def test_each_reason_for_which_a_peer_is_not_reached_has_its_remedy(error: str, hint: str) -> None:
+    found = [network.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
+    assert [one.text for one in found] == [f"eu at h:1: {error}"] * 2, "it is named once"
+    assert all(one.hint.startswith(hint) for one in found)
+
+
 def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
     alerts = [
         {"severity": severity, "code": "A-X", "text": "it is so", "hint": "do that", "command": "diloco-node status"}
