@@ -184,7 +184,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]
                 yield from _answered(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
-        yield from _link(patient, peer)
+        yield from _link(patient, peer, found[peer].hosts if peer in found else frozenset())
 
 
 def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[CheckResult]:
@@ -201,15 +201,14 @@ def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 
 
-def _link(patient: Patient, peer: str) -> Iterator[CheckResult]:
+def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[CheckResult]:
     """As our own daemon has it, where one runs."""
-    from diloco_node.cli.doctor.peer_probes import hosts_of, inbound_hosts
+    from diloco_node.cli.doctor.peer_probes import inbound_hosts
 
     for entry in _entries(patient.status, "peers"):
         if entry.get("name") == peer:
             hosts = inbound_hosts(patient.config.listen(patient.region)[1])
-            address = patient.addresses.get(peer)
-            is_inbound = None if hosts is None or address is None else bool(hosts & hosts_of(address))
+            is_inbound = None if hosts is None else bool(hosts & peer_hosts)
             yield network.peer_link(entry, is_inbound=is_inbound)
 
 

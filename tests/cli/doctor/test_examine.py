@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco_node.cli.doctor import command, examine
+from diloco_node.cli.doctor import command, examine, peer_probes
 from diloco_node.cli.doctor.examine import Patient
 from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.config import load_config
+from diloco_node.transport.certs import load_identity
 from tests.kit.doctor_kit import OWN, PEER, Ward
 
 
@@ -36,15 +38,33 @@ def test_the_pace_is_that_of_the_slowest_link_at_the_step_time_that_was_measured
 
 @pytest.mark.parametrize("learner", [None, "x", [], {}, *({"step_seconds": x} for x in (0, -1, "x", 1e300, math.nan))])
 def test_without_a_step_time_that_can_be_there_is_no_pace(tmp_path: Path, learner: Any) -> None:
-    found = run_of(tmp_path, learner=learner, peers="x", health={"alerts": [3, {"code": "A-X", "severity": "critical"}]})
+    found = run_of(
+        tmp_path, learner=learner, peers="x", health={"alerts": [3, {"code": "A-X", "severity": "critical"}]}
+    )
     assert "pace" not in found
     assert found["alert"].mark == "failed"
 
 
-def test_a_link_that_is_up_is_told_of_with_who_dialled(tmp_path: Path) -> None:
+def test_a_link_that_is_up_is_told_of_with_who_dialled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     status = {"peers": [{"name": "x", "link": "up"}, {"name": PEER, "link": "up", "address": "127.0.0.1:1"}]}
-    (one,) = examine._link(patient(tmp_path, status), PEER)
+    (one,) = examine._link(patient(tmp_path, status), PEER, frozenset())
     assert one.text.startswith(f"the link to {PEER} is up: we dial it")
+    monkeypatch.setattr(peer_probes, "inbound_hosts", lambda port: frozenset({"10.0.0.7", "10.0.0.8"}))
+    (one,) = examine._link(patient(tmp_path, status), PEER, frozenset({"fd00::8", "10.0.0.8"}))
+    assert one.text == f"the link to {PEER} is up: it dials us"
+
+
+async def test_names_of_peers_are_resolved_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2, timeout=120)
+
+    def hosts_of(address: str) -> frozenset[str]:
+        both.wait()
+        return frozenset({address})
+
+    monkeypatch.setattr(peer_probes, "hosts_of", hosts_of)
+    identity = load_identity(Ward(tmp_path).certify() / OWN)
+    found = await peer_probes.look_at_peers(identity, {"x": "127.0.0.1:1", "y": "127.0.0.1:2"})
+    assert {peer: one.hosts for peer, one in found.items()} == {"x": {"127.0.0.1:1"}, "y": {"127.0.0.1:2"}}
 
 
 def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
