@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
+import json
 import shlex
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -55,9 +58,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Rename what is there to NAME.old-1, and write anew.")] = False,
 ) -> None:
     """Write run.toml and a certificate for each region; ask for what no flag says."""
-    taken = [path for path in (folder / CONFIG_NAME, folder / CERTS_NAME) if path.exists()]
-    if taken and not force:
-        raise ConfigError(f"{taken[0]} is there already: choose another --out, or rename it with --force")
+    taken = _taken(folder, (CONFIG_NAME, CERTS_NAME), force)
     new = NewRun(
         run_id=_asked(run_id, "Name of the run", RUN_ID, yes),
         regions=parse_regions(_asked(regions, "Regions, as us-east=203.0.113.10:7400,us-west=...", None, yes)),
@@ -67,11 +68,28 @@ def init(
     )
     text = run_toml(new)
     _check(text)
-    for path in taken:
-        _set_aside(path)
-    _write(folder, new, text)
+    if new.script is not None:
+        there = folder / new.script.name
+        if there.exists() and not filecmp.cmp(new.script, there, shallow=False):
+            taken += _taken(folder, (there.name,), force)
+    _write(folder, new, text, taken)
     for line in next_commands(folder, new):
         typer.echo(line)
+
+
+def _taken(folder: Path, names: Sequence[str], is_forced: bool) -> list[Path]:
+    """What is there already. Raises ConfigError, unless it may be renamed."""
+    try:
+        found = [path for path in (folder / name for name in names) if path.exists()]
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    if found and not is_forced:
+        raise ConfigError(f"{found[0]} is there already: choose another --out, or rename it with --force")
+    return found
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{folder} can't be written ({error.strerror or error}): choose another --out")
 
 
 def _asked(given: str | None, question: str, default: str | None, is_silent: bool) -> str:
@@ -89,11 +107,15 @@ def parse_regions(text: str) -> dict[str, str | None]:
     """`us-east=203.0.113.10:7400,eu-west`, in that order.
 
     Raises:
-        ConfigError: no region, or one of them twice; addresses are checked with the whole of run.toml.
+        ConfigError: no region, one of them twice, or no name for one; addresses are checked with the whole of run.toml.
     """
+    from diloco_node.wire.schema import is_region_name
+
     found: dict[str, str | None] = {}
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name, equals, address = part.partition("=")
+        if not is_region_name(name):
+            raise ConfigError(f"--regions names {name!r}: use 1 to 63 of a-z, 0-9 and '-'")
         if name in found:
             raise ConfigError(f"--regions names {name} twice: every region needs a name of its own")
         found[name] = address if equals else None
@@ -132,7 +154,7 @@ def run_toml(new: NewRun) -> str:
     lines = [
         "# Written by diloco-node init. The same file serves all regions; docs/run.md says what each setting does.",
         "[run]",
-        f'id = "{new.run_id}"',
+        f"id = {_quoted(new.run_id)}",
         f"steps = {new.steps}  # of the median learner; 0: no end",
         "",
         "[rounds]",
@@ -140,11 +162,16 @@ def run_toml(new: NewRun) -> str:
         f"# sync_every = {usual.sync_every}  # inner steps between two merges of one part",
     ]
     if new.budget:
-        lines += ["", "[budget]", f'egress = "{new.budget}"', f'ingress = "{new.budget}"']
+        lines += ["", "[budget]", f"egress = {_quoted(new.budget)}", f"ingress = {_quoted(new.budget)}"]
     for name, address in new.regions.items():
-        where = "# no address: it dials the others" if address is None else f'address = "{address}"'
+        where = "# no address: it dials the others" if address is None else f"address = {_quoted(address)}"
         lines += ["", f"[regions.{name}]", where]
     return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """A string of TOML, whatever it holds: JSON's quotes and escapes are TOML's too."""
+    return json.dumps(text)
 
 
 def _check(text: str) -> None:
@@ -163,23 +190,25 @@ def _set_aside(path: Path) -> None:
     path.rename(next(old for old in olds if not old.exists()))
 
 
-def _write(folder: Path, new: NewRun, text: str) -> None:
+def _write(folder: Path, new: NewRun, text: str, taken: Sequence[Path]) -> None:
     from diloco_node.transport.certs import init_run
 
     try:
+        for path in taken:
+            _set_aside(path)
         folder.mkdir(parents=True, exist_ok=True)
         init_run(folder / CERTS_NAME, new.run_id, list(new.regions))
         (folder / CONFIG_NAME).write_text(text)
         if new.script is not None and not (folder / new.script.name).exists():
             shutil.copy(new.script, folder)
     except OSError as error:
-        raise ConfigError(f"{folder} can't be written ({error.strerror or error}): choose another --out") from error
+        raise _unwritable(folder, error) from error
 
 
 def next_commands(folder: Path, new: NewRun) -> list[str]:
     """What to type next: copy, examine, start."""
     script = new.script.name if new.script is not None else ""
-    files = f"{CONFIG_NAME} {script}".strip()
+    files = f"{CONFIG_NAME} {shlex.quote(script)}" if script else CONFIG_NAME
     command = f" -- python {shlex.quote(script)}" if script else ""
     lines = [f"{folder / CONFIG_NAME} and {folder / CERTS_NAME} are written; ca.key stays here.", ""]
     lines += (
@@ -188,7 +217,7 @@ def next_commands(folder: Path, new: NewRun) -> list[str]:
     for name, address in new.regions.items():
         host = name if address is None else address.rpartition(":")[0].strip("[]")
         unpack = f"mkdir -p {new.run_id} && tar x -C {new.run_id}"
-        lines.append(f"  tar c {files} {CERTS_NAME}/{name} | ssh {host} '{unpack}'")
+        lines.append(f"  tar c {files} {CERTS_NAME}/{name} | ssh {shlex.quote(host)} '{unpack}'")
     for name in new.regions:
         lines += ["", f"In {name}:", f"  cd {new.run_id}"]
         lines += [f"  diloco-node {verb} --region {name}{command}" for verb in ("doctor", "start")]

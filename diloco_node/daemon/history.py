@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,6 +24,8 @@ HISTORY_NAME: Final = "history.jsonl"
 SAMPLE_S: Final = 2.0
 POINTS_MAX: Final = 1024
 FILE_BYTES_MAX: Final = 4 * 2**20
+PERIOD_S_MAX: Final = 1e6
+"""Of a file that is believed: POINTS_MAX of them are 32 years."""
 
 COLUMNS: Final = ("unix", "step", "tokens", "loss", "loss_merged", "tokens_per_second", "bytes_out", "bytes_in")
 """Of a point: seconds since 1970, the learner's steps and tokens since the run began, loss of its training, held-out
@@ -87,7 +89,7 @@ def _mean(first: float | None, second: float | None) -> float | None:
 
 def _number(value: Any) -> float | None:
     """A finite number; None for everything else, also for what a file of this name may hold."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         return None
     return value if isinstance(value, int) else round(value, 6)
 
@@ -153,22 +155,27 @@ def row_of(point: Point) -> str:
 
 
 def read_history(folder: Path, *, sample_s: float = SAMPLE_S) -> tuple[float, list[Point]]:
-    """(period, points) of a region's file; a file that is missing, damaged or of another form has none.
+    """(period, points) of a region's file; a file that is missing, too large or of another form has none.
 
-    Lines that are no points are left out: the last one may have been cut off.
+    Lines that are no points are left out: the last one may have been cut off, or the first ones be gone.
     """
     path = folder / HISTORY_NAME
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
             return sample_s, []
         lines = path.read_bytes().split(b"\n")
-        period_s = _number(json.loads(lines[0])["period_s"])
-        if period_s is None or period_s <= 0:
-            return sample_s, []
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except OSError:
         return sample_s, []
-    points = (_point(line) for line in lines[1:])
-    return max(period_s, sample_s), [point for point in points if point is not None][-POINTS_MAX:]
+    points = [point for point in map(_point, lines) if point is not None]
+    return max(_period(lines[0]), sample_s), points[-POINTS_MAX:]
+
+
+def _period(head: bytes) -> float:
+    """Of the first line; 0 if it does not say."""
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        period_s = _number(json.loads(head)["period_s"]) or 0.0
+        return period_s if period_s <= PERIOD_S_MAX else 0.0
+    return 0.0
 
 
 def _point(line: bytes) -> Point | None:

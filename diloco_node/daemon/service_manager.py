@@ -15,6 +15,9 @@ NOTIFY_VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 
 US_PER_S: Final = 1_000_000
 
+PATIENCE_S: Final = 2.0
+"""With a manager whose queue is full. READY=1 is said once: lost, the region is killed as one that never came up."""
+
 
 class ServiceManager:
     """The service manager that an environment names, or none: then nothing is said.
@@ -55,5 +58,5 @@ class ServiceManager:
             return
         # Nothing depends on whether somebody listens.
         with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.setblocking(False)
+            sock.settimeout(PATIENCE_S)
             sock.sendto(text.encode(), self._address)

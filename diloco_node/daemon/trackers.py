@@ -146,12 +146,19 @@ class HistoryFollower:
         self._seen = (found.st_mtime_ns, found.st_size)
         _, points = read_history(self._state_dir)
         rows = [dict(zip(ALL_COLUMNS, point, strict=True)) for point in points]
-        count = sum(self._hand_on(name, tracker, rows) for name, tracker in self._trackers.items())
-        if count:
-            temporary = self._state_dir / f".{TRACKED_NAME}.tmp"
+        before = dict(self._until)
+        try:
+            return sum(self._hand_on(name, tracker, rows) for name, tracker in self._trackers.items())
+        finally:  # also what was handed on before one of them failed
+            if self._until != before:
+                self._remember()
+
+    def _remember(self) -> None:
+        """A full disk costs a repetition after a restart; while this process lives it repeats nothing."""
+        temporary = self._state_dir / f".{TRACKED_NAME}.tmp"
+        with contextlib.suppress(OSError):
             temporary.write_text(json.dumps(self._until))
             temporary.replace(self._state_dir / TRACKED_NAME)
-        return count
 
     def _hand_on(self, name: str, tracker: CurveTracker, rows: Sequence[Mapping[str, float | None]]) -> int:
         count = 0
@@ -166,7 +173,7 @@ class HistoryFollower:
         return count
 
     def _remembered(self) -> dict[str, float]:
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError, OverflowError, RecursionError):
             found = json.loads((self._state_dir / TRACKED_NAME).read_bytes())
             return {name: float(unix) for name, unix in found.items() if isinstance(unix, (int, float))}
         return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from diloco_node.config import load_config
 from diloco_node.transport.certs import load_identity
 
 REGIONS = "east=10.99.0.1:7400,west=10.99.0.2:7400,south"
+NAMES = ["east", "west", "south"]
 
 
 @pytest.fixture(autouse=True)
@@ -77,6 +79,10 @@ def test_nothing_is_overwritten_and_force_keeps_what_was_there(capsys: pytest.Ca
         (["--yes", "--regions", "a=1.1.1.1:1", "--script", "no.py"], "there is no such file"),
         (["--yes", "--regions", "a=1.1.1.1:1", "--budget", "fast"], "--budget"),
         (["--yes", "--regions", "a=1.1.1.1:1", "--run-id", "A B"], "run.id"),
+        (["--yes", "--regions", "a=1.1.1.1:1", "--run-id", 'a"#'], "run.id"),
+        (["--yes", "--regions", 'a=1.1.1.1:1"#'], "regions.a.address"),
+        (["--yes", "--regions", "a.address=1.1.1.1:1"], "--regions names 'a.address'"),
+        (["--yes", "--regions", "a=1.1.1.1:1", "--steps", "9" * 30], "run.steps"),
         (["--yes", "--regions", 'a=1.1.1.1:1"\n[x]'], "run.toml"),
     ],
 )
@@ -88,3 +94,44 @@ def test_what_is_wrong_is_refused_before_anything_is_written(
     assert reason in err
     assert "/tmp" not in err
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [["--run-id", 'a"#'], ["--budget", "fast"], ["--regions", "a,b"]])
+def test_force_with_a_wrong_flag_leaves_the_run_as_it_is(flags: list[str]) -> None:
+    assert main(["init", "--regions", REGIONS, "--yes"]) == 0
+    before = sorted(Path().rglob("*"))
+    assert main(["init", "--regions", REGIONS, "--yes", "--force", *flags]) == 2
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_another_script_of_that_name_is_not_taken_for_the_one_that_was_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("my train.py").write_text("new")
+    Path("lab").mkdir()
+    Path("lab/my train.py").write_text("old")
+    words = ["init", "--regions", REGIONS, "--yes", "--out", "lab", "--script", "my train.py"]
+    assert main(words) == 2
+    assert "lab/my train.py is there already" in capsys.readouterr().err
+    assert [path.name for path in Path("lab").iterdir()] == ["my train.py"]
+    assert main([*words, "--force"]) == 0
+    assert (Path("lab/my train.py").read_text(), Path("lab/my train.py.old-1").read_text()) == ("new", "old")
+    tars = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if " tar c " in line]
+    assert [words[:5] for words in tars] == [["tar", "c", "run.toml", "my train.py", f"certs/{one}"] for one in NAMES]
+
+
+def test_a_script_that_lies_there_already_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.py").write_text("print()")
+    assert main(["init", "--regions", REGIONS, "--yes", "--script", "train.py"]) == 0
+    assert "tar c run.toml train.py" in capsys.readouterr().out
+
+
+def test_keys_are_for_their_owner_only_whatever_the_umask() -> None:
+    before = os.umask(0)
+    try:
+        assert main(["init", "--regions", REGIONS, "--yes"]) == 0
+    finally:
+        os.umask(before)
+    keys = [*Path("certs").rglob("*.key")]
+    assert len(keys) == 1 + len(NAMES)
+    assert {path.stat().st_mode & 0o777 for path in keys} == {0o600}

@@ -36,6 +36,8 @@ def test_a_run_from_joining_to_the_final_model(console: Console, tmp_path: Path)
     assert console.look(status(learner=learner, rounds_committed=48), "", now_s=2.0 + 2 * PACE_S) == [
         "step 1,204 of 20,000, loss 2.346, 12,346 tokens/s, 48 rounds, 24.0 a minute"
     ]
+    (line,) = console.look(status(rounds_committed=50), "", now_s=2.0 + 3 * PACE_S)
+    assert line.endswith("50 rounds, 2.0 a minute"), "since the line before"
     assert console.look(status(state="finished", rounds_committed=50), "", now_s=200.0) == []
     (tmp_path / "final.safetensors").touch()
     said = console.look(status(state="finished", rounds_committed=50), "", now_s=201.0)
@@ -47,6 +49,8 @@ def test_only_what_lasts_is_told_and_once(console: Console) -> None:
     console.look(status(), "", now_s=0.0)
     assert console.look(status(), "no majority answers", now_s=1.0) == []
     assert console.look(status(), "", now_s=5.0) == [], "it was over before anybody had to know"
+    assert console.look(status(), "no majority answers", now_s=6.0) == []
+    assert console.look(status(), "no majority answers", now_s=5.0 + WAIT_TOLD_S) == [], "it began anew"
     assert console.look(status(), "no majority answers for 1 s", now_s=6.0) == []
     told = console.look(status(), "no majority answers for 11 s", now_s=6.0 + WAIT_TOLD_S)
     assert told == ["merges no more: no majority answers for 11 s"]

@@ -93,6 +93,42 @@ def test_a_disk_that_refuses_costs_points_and_no_more(tmp_path: Path) -> None:
     assert len(read_history(folder)[1]) == 2
 
 
+@pytest.mark.parametrize(
+    ("text", "period_s", "unixes"),
+    [
+        ('{"period_s": 4}\n{"unix": 5.5, "loss": HUGE}\n{"unix": HUGE}\n', 4, [5.5]),
+        ('{"period_s": HUGE}\n{"unix": 5.5}\n', 2, [5.5]),
+        ('{"period_s": 1e300}\n{"unix": 5.5}\n', 2, [5.5]),
+        ('{"period_s": NaN}\n{"unix": 5.5}\n{"unix": Infinity}\n', 2, [5.5]),
+    ],
+)
+def test_numbers_that_no_run_has_are_not_believed(
+    tmp_path: Path, text: str, period_s: float, unixes: list[float]
+) -> None:
+    (tmp_path / HISTORY_NAME).write_text(text.replace("HUGE", "1" + "0" * 400))
+    found_s, points = read_history(tmp_path)
+    assert (found_s, [point[0] for point in points]) == (period_s, unixes)
+    assert all(one is None for point in points for one in point[1:])
+
+
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_a_file_that_is_emptied_meanwhile_keeps_what_comes_later(tmp_path: Path, is_gone: bool) -> None:
+    history = RunHistory(tmp_path)
+    for step in (1, 2, 3):
+        history.take(status(step))
+        history.save()
+        if step == 1:
+            (tmp_path / HISTORY_NAME).unlink() if is_gone else (tmp_path / HISTORY_NAME).write_text("")
+    points = read_history(tmp_path)[1]
+    assert [point[ALL_COLUMNS.index("step")] for point in points] == [2, 3]
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / HISTORY_NAME).write_text('{"period_s": 4}\n{"unix": 5.5}\n')
+    monkeypatch.setattr(module, "FILE_BYTES_MAX", 20)
+    assert read_history(tmp_path) == (2.0, [])
+
+
 @given(st.binary(max_size=200))
 def test_whatever_lies_there_is_read_as_points_or_as_nothing(
     tmp_path_factory: pytest.TempPathFactory, tail: bytes
@@ -115,6 +151,14 @@ def test_halving_keeps_the_end_and_the_bounds_of_every_column(points: list) -> N
         before = [point[at] for point in points if point[at] is not None]
         for value in (point[at] for point in half if point[at] is not None):
             assert min(before) - 1e-6 <= value <= max(before) + 1e-6
+
+
+def test_rates_and_losses_are_averaged_and_of_counters_the_later_stays() -> None:
+    first, second = ([float(at), *(10.0 * at for _ in ALL_COLUMNS[1:])] for at in (1, 3))
+    (one,) = halved([first, second])
+    means = {name for name, value in zip(ALL_COLUMNS, one, strict=True) if value == 20.0}
+    assert means == {"loss", "loss_merged", "tokens_per_second", "val_loss", "step_seconds"}
+    assert {value for name, value in zip(ALL_COLUMNS, one, strict=True) if name not in means} == {3.0, 30.0}
 
 
 def test_only_what_a_viewer_has_not_seen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,14 @@ def test_the_next_line_about_a_peer_says_how_many_were_held_back(monkeypatch: py
     assert lines(None, "", {"event": "started"}) == {"event": "started"}
 
 
+def test_what_is_counted_does_not_grow_with_the_names_of_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs_module, "PEERS_MAX", 10)
+    lines = logs_module.PeerLines()
+    for number in range(100):
+        lines(None, "", {"event": "no link", "peer": f"p{number}"})
+        assert len(lines._repeats) <= 10
+
+
 def said_by(code: str) -> list[str]:
     """The lines of a process with a log of its own."""
     words = [sys.executable, "-c", f"import structlog\nfrom diloco_node.daemon.logs import *\n{code}"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,27 @@ def test_each_word_is_one_datagram(tmp_path: Path, is_abstract: bool) -> None:
         manager.stopping()
         heard = [listener.recv(100) for _ in range(4)]
     assert heard == [b"READY=1", b"STATUS=steps", b"WATCHDOG=1", b"STOPPING=1"]
+
+
+def test_a_manager_that_is_behind_hears_it_all_the_same(tmp_path: Path) -> None:
+    place = str(tmp_path / "notify")
+    with contextlib.ExitStack() as stack, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(place)
+        listener.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:  # each from a socket of its own: the queue of the listener is what is full
+                other = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+                other.setblocking(False)
+                other.sendto(b"STATUS=other", place)
+        ready = threading.Thread(target=ServiceManager({"NOTIFY_SOCKET": place}, 7).ready)
+        ready.start()
+        ready.join(0.2)
+        heard = {listener.recv(100)}
+        ready.join()
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                heard.add(listener.recv(100))
+    assert heard == {b"STATUS=other", b"READY=1"}
 
 
 def test_nobody_listens_and_nothing_breaks(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.daemon import trackers as trackers_module
 from diloco_node.daemon.history import HISTORY_NAME, row_of
 from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, opened
 
@@ -37,6 +38,13 @@ class Recorder:
     def close(self) -> None: ...
 
 
+class Broken(Recorder):
+    """A tracker whose service is down."""
+
+    def log(self, values: dict[str, float], *, tokens: int, unix: float) -> None:
+        raise RuntimeError("planted")
+
+
 def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) -> None:
     first = Recorder()
     follower = HistoryFollower(tmp_path, {"tensorboard": first})
@@ -53,11 +61,54 @@ def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) 
     assert [point[0] for point in again.points] == [40, 50]
 
 
-@pytest.mark.parametrize("damage", [b"", b"[]", b'{"tensorboard": "x"}', b"\xff"])
+def test_a_tracker_that_fails_makes_another_one_repeat_nothing(tmp_path: Path) -> None:
+    good = Recorder()
+    write_history(tmp_path, range(1, 4))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="planted"):
+            HistoryFollower(tmp_path, {"tensorboard": good, "wandb": Broken()}).look()
+    assert [point[0] for point in good.points] == [10, 20, 30]
+
+
+def test_a_memory_that_can_not_be_written_repeats_nothing_in_this_process(tmp_path: Path) -> None:
+    (tmp_path / TRACKED_NAME).mkdir()
+    good = Recorder()
+    follower = HistoryFollower(tmp_path, {"tensorboard": good})
+    for end in (3, 4):
+        write_history(tmp_path, range(1, end))
+        follower.look()
+    assert [point[0] for point in good.points] == [10, 20, 30]
+
+
+HUGE = b'{"tensorboard": 1' + b"0" * 400 + b"}"
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"tensorboard": "x"}', b"\xff", HUGE, b"[" * 100_000])
 def test_a_damaged_memory_costs_a_repetition(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / TRACKED_NAME).write_bytes(damage)
     write_history(tmp_path, range(1, 3))
     assert HistoryFollower(tmp_path, {"tensorboard": Recorder()}).look() == 2
+
+
+def test_trackers_that_were_opened_are_closed_also_when_the_next_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[str] = []
+
+    class Closing(Recorder):
+        def close(self) -> None:
+            closed.append("good")
+
+    def broken(folder: Path, region: str, run_id: str) -> Recorder:
+        raise RuntimeError(f"planted {folder.name} {region} {run_id}")
+
+    monkeypatch.setattr(trackers_module, "TRACKERS", {"good": lambda *_: Closing(), "broken": broken})
+    with (
+        pytest.raises(RuntimeError, match=f"planted {tmp_path.name} us run1"),
+        opened(tmp_path, "us", "run1", ["good", "broken"]),
+    ):
+        pass
+    assert closed == ["good"]
 
 
 def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path) -> None:

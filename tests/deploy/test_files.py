@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import fnmatch
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 import typer
 import yaml
 
+from diloco_node import __version__
 from diloco_node.cli.deploy.hosts import SshHost
 from diloco_node.cli.deploy.remote import Shipment
 from diloco_node.cli.main import app
@@ -57,6 +59,7 @@ def user_unit() -> str:
 def test_units_leave_time_to_stop_and_do_not_repeat_what_no_restart_cures(text: str) -> None:
     one = service(text)
     assert (one["Type"], one["KillMode"], one["OOMPolicy"]) == ("notify", "mixed", "continue")
+    assert one["UMask"] == "0077", "tokens and logs are for its user only"
     assert STOP_S < int(one["TimeoutStopSec"]) == 40
     assert {int(code) for code in one["RestartPreventExitStatus"].split()} == FINAL_CODES
     assert one["WatchdogSec"] == "2min", "twice the longest time that the supervisor waits for a child"
@@ -117,6 +120,8 @@ def test_a_region_in_kubernetes_is_one_pod_with_its_folder_its_port_and_time_to_
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     volumes = {one["name"] for one in pod["volumes"]}
     assert mounts == volumes | {one["metadata"]["name"] for one in stateful["spec"]["volumeClaimTemplates"]}
+    (secret,) = [one["secret"] for one in pod["volumes"] if "secret" in one]
+    assert secret["defaultMode"] & 0o037 == 0, "the key is for the region's user, and for the group that makes it his"
     uid = re.search(r"--uid (\d+)", (ROOT / "Dockerfile").read_text())
     assert uid is not None
     assert pod["securityContext"]["runAsUser"] == int(uid[1])
@@ -143,24 +148,27 @@ place = pathlib.Path({place!r})
 def stop(*_):
     time.sleep(0.3)
     (place / "stopped").touch()
-    sys.exit(7)
+    sys.exit({code})
 signal.signal(signal.SIGTERM, stop)
 (place / "up").touch()
 time.sleep(120)
 """
 
 
-def test_the_slurm_script_passes_sigterm_on_waits_for_the_region_and_ends_with_its_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [0, 7])
+def test_the_slurm_script_passes_sigterm_on_waits_for_the_region_and_ends_with_its_code(
+    tmp_path: Path, code: int
+) -> None:
     """Without Slurm: the script is what Slurm runs and signals."""
     program = tmp_path / "diloco-node"
-    program.write_text(PROGRAM.format(python=sys.executable, place=str(tmp_path)))
+    program.write_text(PROGRAM.format(python=sys.executable, place=str(tmp_path), code=code))
     program.chmod(0o755)
     env = {"PATH": "/usr/bin:/bin", "REGION": "eu", "DILOCO_FOLDER": str(tmp_path), "DILOCO_PROGRAM": str(program)}
     with subprocess.Popen(["bash", str(SBATCH), "python", "train.py", "--lr", "0.1"], env=env) as job:
         while not (tmp_path / "up").exists():
             assert job.poll() is None
         job.send_signal(signal.SIGTERM)
-        assert job.wait(120) == 7
+        assert job.wait(120) == code
     assert (tmp_path / "stopped").exists()
     assert (tmp_path / "words").read_text() == "start --region eu -- python train.py --lr 0.1"
 
@@ -192,5 +200,7 @@ def test_a_skypilot_task_opens_the_port_and_runs_one_region() -> None:
     assert set(task) == {"name", "envs", "resources", "num_nodes", "workdir", "setup", "run"}
     assert task["resources"]["ports"] == 7400
     assert set(re.findall(r"(--[a-z][a-z-]+)", task["run"].split("diloco-node start")[1])) <= flags_of_start()
+    (wheel,) = re.findall(r"pip install --quiet ~/sky_workdir/(\S+)", task["setup"])
+    assert fnmatch.fnmatch(f"diloco_node-{__version__}-py3-none-any.whl", wheel), "what `make dist` makes, and no index"
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n"], input=task[part], text=True, check=True)

@@ -14,7 +14,8 @@ from diloco_node.cli.deploy.hosts import SshHost
 from diloco_node.errors import ConfigError, DilocoError, PeersUnreachable
 
 CONNECT_S: Final = 15
-CALL_MAX_S: Final = 300
+CALL_MAX_S: Final = 360
+"""Of one ssh or scp. The unit's TimeoutStartSec is less: systemd's own words are better than ours."""
 SSH_FAILED: Final = 255
 NOT_FOUND: Final = 127
 NO_MANAGER: Final = 41
@@ -171,12 +172,12 @@ class Remote:
 
     def _ssh(self, script: str, *, is_checked: bool = True) -> tuple[int, str]:
         host = self._shipment.host
-        words = ["ssh", *self._options, "-p", str(host.port), f"{host.user}@{host.address}", script]
+        words = ["ssh", *self._options, "-p", str(host.port), f"{host.user}@{host.address.strip('[]')}", script]
         return self._run(words, is_checked=is_checked)
 
     def _scp(self, files: Sequence[Path], target: str) -> None:
         host = self._shipment.host
-        address = f"[{host.address}]" if ":" in host.address and not host.address.startswith("[") else host.address
+        address = f"[{host.address.strip('[]')}]" if ":" in host.address else host.address
         names = [str(file) for file in files]
         words = ["scp", "-q", "-p", *self._options, "-P", str(host.port), *names, f"{host.user}@{address}:{target}"]
         self._run(words, is_checked=True)
@@ -193,7 +194,7 @@ class Remote:
         except FileNotFoundError:
             raise ConfigError(f"there is no {words[0]} on this machine: install openssh-client") from None
         except subprocess.TimeoutExpired:
-            raise self._unreachable(f"{words[0]} did not end within {CALL_MAX_S} s") from None
+            raise self._wrong(f"did not end `{shlex.join(words[-1:])}` within {CALL_MAX_S} s: look there") from None
         said = (done.stdout + done.stderr).strip()
         if done.returncode == SSH_FAILED:
             raise self._unreachable(_last_line(said))

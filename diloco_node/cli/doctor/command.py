@@ -75,12 +75,18 @@ def examination(
 def _patient(config: Path | None, region: str | None, assignments: list[str]) -> Patient:
     """Raises ConfigError."""
     from diloco_node.cli.doctor.examine import Patient
+    from diloco_node.cli.doctor.probes import is_there
     from diloco_node.cli.measure.run import own_folder
     from diloco_node.cli.options import load
     from diloco_node.cli.status import PORT_FILE, ask, find_targets
 
     resolved = load(config, {}, assignments)
-    name = region if region is not None else own_folder(resolved.run.certs_dir, None).name
+    try:
+        name = region if region is not None else own_folder(resolved.run.certs_dir, None).name
+    except OSError as error:
+        raise ConfigError(
+            f"{resolved.run.certs_dir} can't be read ({error.strerror}): say who we are with --region NAME"
+        ) from None
     if name not in resolved.regions and region is None:
         raise ConfigError(
             f"{resolved.run.certs_dir} has no key of a region: say who we are with --region NAME, one of "
@@ -88,6 +94,6 @@ def _patient(config: Path | None, region: str | None, assignments: list[str]) ->
         )
     resolved.check_region(name)
     folder = resolved.state_dir(name)
-    status = ask(find_targets(str(folder))[0]) if (folder / PORT_FILE).exists() else {"error": "never started"}
+    status = ask(find_targets(str(folder))[0]) if is_there(folder / PORT_FILE) else {"error": "never started"}
     is_own = "error" not in status and status.get("region") == name
     return Patient(resolved, name, status if is_own else None)

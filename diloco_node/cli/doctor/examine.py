@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node import __version__
 from diloco_node.cli import start
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from diloco_node.planning.plan import Storage
     from diloco_node.transport.asking import PeerAnswer
     from diloco_node.transport.certs import Identity
+
+
+SECONDS_MAX: Final = 1e6
+"""Of a step or a round trip that is believed: eleven days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Patient:
         try:
             source = source_of_config(self.config, self.config.path)
             sizes = source.sizes(settings.fragments)
-        except (ConfigError, OSError):
+        except (DilocoError, OSError):  # the daemon mends a manifest that is damaged
             return None
         return storage(Workload(sizes, source.regions, settings, step_time_ns=1))
 
@@ -114,7 +118,7 @@ def examine_settings(patient: Patient) -> Iterator[CheckResult]:
     now = _plain(patient.config.run_settings())
     for name in patient.config.regions:
         file = patient.config.state_dir(name) / start.NODE_FILE
-        if file.exists():
+        if probes.is_there(file):
             try:
                 yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)
             except DilocoError as error:
@@ -180,7 +184,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]
                 yield from _answered(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
                 yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
-        yield from _link(patient, peer)
+        yield from _link(patient, peer, found[peer].hosts if peer in found else frozenset())
 
 
 def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[CheckResult]:
@@ -197,15 +201,14 @@ def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 
 
-def _link(patient: Patient, peer: str) -> Iterator[CheckResult]:
+def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[CheckResult]:
     """As our own daemon has it, where one runs."""
-    from diloco_node.cli.doctor.peer_probes import hosts_of, inbound_hosts
+    from diloco_node.cli.doctor.peer_probes import inbound_hosts
 
     for entry in _entries(patient.status, "peers"):
         if entry.get("name") == peer:
             hosts = inbound_hosts(patient.config.listen(patient.region)[1])
-            address = patient.addresses.get(peer)
-            is_inbound = None if hosts is None or address is None else bool(hosts & hosts_of(address))
+            is_inbound = None if hosts is None else bool(hosts & peer_hosts)
             yield network.peer_link(entry, is_inbound=is_inbound)
 
 
@@ -217,8 +220,8 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[CheckR
     errors = []
     if command and shutil.which(command[0]) is None:
         errors.append(f"command {command[0]!r} is not found on PATH")
-    if config.run.init is not None and not config.run.init.is_file():
-        errors.append(f"run.init: {config.run.init} does not exist")
+    if config.run.init is not None and not probes.is_there(config.run.init):
+        errors.append(f"run.init: {config.run.init} does not exist, or this user may not see it")
     checks: tuple[Callable[[NodeConfig], None], ...] = () if command else (start.check_data, start.check_model)
     for check in checks:
         try:
@@ -245,8 +248,8 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
     from diloco_node.cli.plan.inputs import source_of_config
     from diloco_node.planning.plan import Network, Workload, make_plan
 
-    step_s = (status.get("learner") or {}).get("step_seconds") or 0.0
-    rtt_s = max((one.get("rtt_seconds") or 0.0 for one in _entries(status, "peers")), default=0.0)
+    step_s = _seconds(status.get("learner"), "step_seconds")
+    rtt_s = max((_seconds(one, "rtt_seconds") for one in _entries(status, "peers")), default=0.0)
     if not step_s:
         return None
     try:
@@ -254,12 +257,18 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
         workload = Workload(
             source.sizes(source.settings.fragments), source.regions, source.settings, round(1e9 * step_s)
         )
-    except (ConfigError, OSError):
+    except (DilocoError, OSError):
         return None
     limits = Network(rtt_ns=round(1e9 * rtt_s), egress=source.egress, ingress=source.ingress)
     made = make_plan(workload, limits)
     cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, made.need.cycle_ns))
     return network.pace(cycle_s, needed_s, rtt_s, step_s, str(status.get("budget_warning") or ""))
+
+
+def _seconds(document: Any, key: str) -> float:
+    """A time in a document; 0 where it has none, or none that can be."""
+    found = document.get(key) if isinstance(document, Mapping) else None
+    return float(found) if isinstance(found, (int, float)) and 0 < found < SECONDS_MAX else 0.0
 
 
 def _entries(document: Any, key: str) -> list[Mapping[str, Any]]:

@@ -102,9 +102,7 @@ def disk_space(folder: str, *, free: int | None, used: int, needed: int | None, 
         hint = "make it writable for this user, make room, or set run.state_dir or --state-dir"
         return SPACE.failed(f"{folder} can't be written: {error}", hint)
     if needed is None:
-        return SPACE.unknown(
-            f"{human_bytes(free)} free for {folder}; the model's size is not known before its first start"
-        )
+        return SPACE.unknown(f"{human_bytes(free)} free for {folder}; the model's size is not known yet")
     text = f"{human_bytes(free)} free for {folder}, which needs {human_bytes(needed)} and has {human_bytes(used)}"
     if free + used < needed:
         missing = human_bytes(needed - free - used)

@@ -12,6 +12,13 @@ DAYS_WARNING: Final = 30
 DIGEST_CHARACTERS: Final = 16
 SETTINGS_SHOWN_MAX: Final = 8
 
+COPY_HINT: Final = "copy the region's whole folder from where diloco-node certs init made it"
+_CERTIFICATE_HINTS: Final = (
+    (" expired on ", "make new ones for all regions (diloco-node certs init --out NEW), unless this clock is wrong"),
+    (" is valid from ", "install and start chrony here, and where diloco-node certs init ran"),
+    ("can't be read", "give the folder to the user who runs the region (chown), its key with mode 600"),
+)
+
 RUN_TOML = Topic("settings", "run-toml")
 UNCHANGED = Topic("settings", "settings-changed")
 EQUAL = Topic("settings", "settings-equal")
@@ -59,7 +66,8 @@ def certificate(name: str, error: str) -> CheckResult:
     """Whether it will be accepted. `error`: why not, with the remedy behind a colon; empty when it will."""
     if not error:
         return CERTIFICATE.ok(f"{name}, signed by the run's authority")
-    return CERTIFICATE.failed(error, "copy the region's whole folder from where diloco-node certs init made it")
+    hint = next((hint for part, hint in _CERTIFICATE_HINTS if part in error), COPY_HINT)
+    return CERTIFICATE.failed(error, hint)
 
 
 def certificate_expiry(not_after: dt.datetime, now: dt.datetime) -> CheckResult:

@@ -30,6 +30,7 @@ _HINTS: Final = (
     ("not valid yet", "set the clocks here and in {peer}"),
     ("does not speak TLS", "correct regions.{peer}.address: something else than diloco-node listens at {address}"),
     ("protocol_version", "install the same version of diloco-node here and in {peer}"),
+    ("hello: ", "install the same version of diloco-node here and in {peer}"),
     ("first frame", "correct regions.{peer}.address: something else than diloco-node listens at {address}"),
     ("in quarantine", "mend what the reason says, then in {peer}: diloco-node quarantine lift REGION"),
     ("no hello", "look at {peer}: what listens at {address} hangs, or a firewall between swallows packets"),
@@ -40,7 +41,8 @@ _HINTS: Final = (
 def peer_refused(peer: str, address: str, error: str) -> CheckResult:
     """Nobody at the address takes our certificate and speaks the protocol."""
     hint = next(hint for part, hint in _HINTS if part in error)
-    return REACHABLE.failed(error, hint.format(peer=peer, address=address))
+    text = error if error.startswith(f"{peer} at ") else f"{peer} at {address}: {error}"
+    return REACHABLE.failed(text, hint.format(peer=peer, address=address))
 
 
 def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> CheckResult:
@@ -73,7 +75,7 @@ def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> CheckResul
     """
     name, link, address = str(peer.get("name")), str(peer.get("link")), peer.get("address")
     if link == "up":
-        inbound = "it dials us" if is_inbound else "we dial it; whether it can dial us is not seen"
+        inbound = "it dials us" if is_inbound or not address else "we dial it; whether it can dial us is not seen"
         return LINK.ok(f"the link to {name} is up: {inbound}")
     error = str(peer.get("error") or "no reason yet")
     hint = f"either side must be able to dial the other: run diloco-node doctor in {name} as well"
@@ -94,7 +96,7 @@ def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> CheckResult
 def daemon(region: str, status: Mapping[str, Any] | None) -> CheckResult:
     """What our own daemon does."""
     if status is None:
-        return DAEMON.unknown(f"no daemon of {region} runs here, so nothing is known about links that are up")
+        return DAEMON.unknown(f"no daemon of {region} answers here, so nothing is known about links that are up")
     return DAEMON.ok(f"{region} is {status.get('role', status.get('state', 'starting'))}: {status.get('reason', '')}")
 
 

@@ -43,22 +43,27 @@ class MtuFound:
 
 @dataclass(frozen=True, slots=True)
 class PeerFound:
-    """answer: of what listens at the address, or why there is none. mtu: None where nothing takes a connection."""
+    """answer: of what listens at the address, or why there is none. mtu: None where nothing takes a connection.
+
+    hosts: IP addresses that its name stands for.
+    """
 
     answer: PeerAnswer | PeerError
     mtu: MtuFound | None
+    hosts: frozenset[str]
 
 
 async def look_at_peers(identity: Identity, addresses: Mapping[str, str]) -> dict[str, PeerFound]:
-    """All at once, each within some seconds."""
+    """All at once, each within some seconds; a resolver that hangs may take longer, once for all of them."""
 
     async def look_at(peer: str) -> PeerFound:
         mtu = asyncio.create_task(asyncio.to_thread(probe_mtu, addresses[peer]))
+        hosts = asyncio.create_task(asyncio.to_thread(hosts_of, addresses[peer]))
         try:
             answer: PeerAnswer | PeerError = await ask_peer(identity, peer, addresses[peer], timeout_s=TIMEOUT_S)
         except PeerError as error:
             answer = error
-        return PeerFound(answer, await mtu)
+        return PeerFound(answer, await mtu, await hosts)
 
     found = await asyncio.gather(*(look_at(peer) for peer in addresses))
     return dict(zip(addresses, found, strict=True))

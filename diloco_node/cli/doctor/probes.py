@@ -20,6 +20,7 @@ FSYNCS: Final = 100
 FSYNC_S_MAX: Final = 2.0
 FSYNC_BYTES: Final = b"d" * 4096
 NVIDIA_SMI_S: Final = 20.0
+CONTROL_GROUPS: Final = Path("/sys/fs/cgroup")
 
 _TIMEX_BYTES: Final = 512
 """Larger than `struct timex` on every platform; it begins with `modes`, and 0 only reads."""
@@ -59,9 +60,17 @@ def descriptor_limit() -> int:
     return sys.maxsize if hard == resource.RLIM_INFINITY else hard
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or folder that this user may see; another user's region may have left it."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def nearest_folder(path: Path) -> Path:
     """The folder itself, or the closest one above it that is there."""
-    return next(one for one in (path, *path.parents) if one.exists())
+    return next(one for one in (path, *path.parents) if is_there(one))
 
 
 def free_bytes(folder: Path) -> tuple[int | None, str]:
@@ -106,7 +115,7 @@ def fsync_seconds(folder: Path) -> list[float]:
 
 def available_memory() -> int | None:
     """Bytes: of the machine, and of the control group where that is less."""
-    found = [one for one in (_machine_memory(), _group_memory()) if one is not None]
+    found = [one for one in (_machine_memory(), group_memory(CONTROL_GROUPS, _own_group())) if one is not None]
     return min(found, default=None)
 
 
@@ -118,11 +127,33 @@ def _machine_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _group_memory() -> int | None:
+def _own_group() -> str:
+    """Of this process, as the kernel names it; "/" in a container."""
     try:
-        limit, used = (Path("/sys/fs/cgroup", name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return None if limit == "max" else max(0, int(limit) - int(used))
-    except (OSError, ValueError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return "/"
+    return next((line.removeprefix("0::") for line in lines if line.startswith("0::")), "/")
+
+
+def group_memory(root: Path, own: str) -> int | None:
+    """What a control group (version 2) and those above it still allow, bytes; None: none of them has a limit.
+
+    Args:
+        root: where they are mounted. own: the group, below the root.
+    """
+    folder = root / own.lstrip("/")
+    found = [_left_in(one) for one in (folder, *folder.parents) if one.is_relative_to(root)]
+    return min((left for left in found if left is not None), default=None)
+
+
+def _left_in(group: Path) -> int | None:
+    """Files that were read count as used until the kernel drops them, which it does first: they are not."""
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return max(0, limit - used + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):  # "max" is no number
         return None
 
 

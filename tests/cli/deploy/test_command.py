@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from diloco_node import __version__
+from diloco_node.cli.deploy import remote
+from diloco_node.cli.deploy.hosts import SshHost
+from diloco_node.cli.deploy.remote import Shipment
 from diloco_node.cli.main import main
 from diloco_node.transport.certs import init_run
 
@@ -107,6 +110,68 @@ def test_a_dry_run_shows_commands_that_a_shell_can_run_and_changes_nothing(
     assert all("t@m-us" in " ".join(line) and "m-eu" not in " ".join(line) for line in lines)
     assert not (place / "m-us" / "diloco").exists()
     assert not (place / "m-us" / "calls").exists()
+
+
+def test_the_same_again_changes_nothing(place: Path) -> None:
+    def files(region: str) -> dict[str, bytes]:
+        found = [path for path in (place / f"m-{region}").rglob("*") if path.is_file() and path.name != "calls"]
+        return {str(path): path.read_bytes() for path in found}
+
+    assert main(["deploy", "ssh", "hosts.toml"]) == 0
+    first = files("eu"), files("us")
+    assert main(["deploy", "ssh", "hosts.toml"]) == 0
+    assert (files("eu"), files("us")) == first
+    assert not any("certs/us" in name for name in first[0])
+
+
+def test_folders_and_keys_that_were_open_to_others_are_closed(place: Path) -> None:
+    folder = place / "m-eu" / "diloco" / "try"
+    (folder / "certs" / "eu").mkdir(parents=True, mode=0o755)
+    (place / "here" / "certs" / "eu" / "node.key").chmod(0o644)
+    before = os.umask(0o022)
+    try:
+        assert main(["deploy", "ssh", "hosts.toml"]) == 0
+    finally:
+        os.umask(before)
+    closed = [folder / "certs", folder / "certs" / "eu", place / "m-us" / "diloco" / "try"]
+    assert [path.stat().st_mode & 0o777 for path in closed] == [0o700] * 3
+    assert (folder / "certs" / "eu" / "node.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_nobody_is_asked_for_a_password_and_the_configuration_is_the_given_one(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["deploy", "ssh", "hosts.toml", "--dry-run", "--ssh-config", "mine"]) == 0
+    lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+    assert all("BatchMode=yes" in line and line[line.index("-F") + 1] == "mine" for line in lines)
+
+
+def test_every_word_of_a_command_reaches_the_program_as_it_is() -> None:
+    words = ("sh", "-c", 'echo "$HOME" %h a\\b\n;', ";")
+    host = SshHost(address="a", user="t", program="/bin/d", command=words)
+    unit = Shipment("eu", "try", host, Path("run.toml"), Path("certs")).unit()
+    (line,) = [line for line in unit.splitlines() if line.startswith("ExecStart=")]
+    assert line.partition(" -- ")[2] == r'"sh" "-c" "echo \"$$HOME\" %%h a\\b\n;" ";"'
+
+
+def test_a_number_with_colons_is_in_brackets_for_scp_alone(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for address in ("fd00::1", "[fd00::1]"):
+        (place / "here" / "hosts.toml").write_text(HOSTS.format("eu", address))
+        assert main(["deploy", "ssh", "hosts.toml", "--dry-run"]) == 0
+        lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
+        assert {line[-2] for line in lines if line[0] == "ssh"} == {"t@fd00::1"}
+        assert {line[-1].rpartition(":")[0] for line in lines if line[0] == "scp"} == {"t@[fd00::1]"}
+
+
+def test_a_machine_that_hangs_is_not_taken_for_one_that_is_not_there(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "CALL_MAX_S", 0.5)
+    (place / "m-eu" / "bin" / "diloco-node").write_text("#!/bin/sh\nexec sleep 60 > /dev/null 2>&1\n")
+    assert main(["deploy", "ssh", "hosts.toml"]) == 2
+    said = capsys.readouterr().err
+    assert "eu: m-eu did not end" in said
+    assert "ssh-copy-id" not in said
 
 
 def test_a_region_that_runs_is_restarted_only_when_asked_for(place: Path) -> None:

@@ -122,9 +122,9 @@ def no_such_name(ward: Ward) -> None:
 @pytest.mark.parametrize(
     ("plant", "check", "mark", "text", "hint"),
     [
-        (expired, "certificate", "failed", "expired on", "certs init"),
+        (expired, "certificate", "failed", "expired on", "certs init --out NEW"),
         (ends_soon, "certificate-dates", "warning", "14 days more", "certs init --out NEW"),
-        (not_yet_valid, "certificate", "failed", "is valid from", "certs init"),
+        (not_yet_valid, "certificate", "failed", "is valid from", "chrony"),
         (wrong_name, "certificate", "failed", f"is for region {PEER}, this node is region {OWN}", "folder"),
         (wrong_run, "certificate", "failed", "is for run another, this node is run try", "folder"),
         (wrong_authority, "certificate", "failed", "was not signed by", "folder"),
@@ -174,6 +174,57 @@ def test_few_open_files_allowed(ward: Ward) -> None:
     found = ward.examine_apart(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
     assert found.one("descriptors")["mark"] == "warning"
     assert "256 open files allowed" in found.one("descriptors")["text"]
+
+
+# Root may see everything, unless it can't.
+NO_RIGHTS = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "text"),
+    [
+        ("state", "disk-space", "can't be written: Permission denied"),
+        (f"state/{OWN}", "disk-space", "can't be written: Permission denied"),
+        ("certs", "certificate", "can't be read (Permission denied)"),
+        (f"certs/{OWN}/node.key", "certificate", "can't be read (Permission denied)"),
+        ("models", "learner-files", "run.init: "),
+    ],
+)
+def test_what_belongs_to_another_user(ward: Ward, name: str, check: str, text: str) -> None:
+    ward.certify()
+    (ward.folder / "state" / OWN).mkdir(parents=True)
+    (ward.folder / "models").mkdir()
+    (ward.folder / "models" / "first").touch()
+    ward.write(ward.text().replace("steps = 100", 'steps = 100\ninit = "models/first"'))
+    place = ward.folder / name
+    place.chmod(0)
+    found = ward.examine_apart(*NO_RIGHTS)
+    place.chmod(0o700)
+    assert found.one(check)["mark"] == "failed"
+    assert text in found.one(check)["text"]
+    assert found.failed() <= {check, "peer-reachable"}
+
+
+def test_who_we_are_is_asked_where_no_key_can_be_seen(ward: Ward, monkeypatch: pytest.MonkeyPatch) -> None:
+    ward.certify()
+    monkeypatch.setattr(ward, "arguments", lambda: ["doctor", "--config", str(ward.config), "--json"])
+    ward.certs.chmod(0)
+    found = ward.examine_apart(*NO_RIGHTS)
+    ward.certs.chmod(0o700)
+    assert found.failed() == {"run-toml"}
+    assert "say who we are with --region NAME" in found.one("run-toml")["text"]
+
+
+def test_a_model_file_that_is_damaged_is_no_reason_to_stop(ward: Ward) -> None:
+    from diloco_node.daemon.manifest_file import MANIFEST_NAME
+
+    ward.certify()
+    folder = ward.folder / "state" / OWN
+    folder.mkdir(parents=True)
+    (folder / MANIFEST_NAME).write_text("{")
+    found = ward.examine()
+    assert found.failed() == {"peer-reachable"}
+    assert "the model's size is not known" in found.one("disk-space")["text"]
 
 
 def fill(path: Path) -> None:
@@ -269,9 +320,11 @@ async def test_another_region_answers(ward: Ward) -> None:
 async def test_measure_serves_where_the_daemon_should(ward: Ward) -> None:
     ward.certify()
     async with ward.peer(role=LinkRole.MEASURING, settings_digest="", manifest_digest=""):
-        one = (await ward.examine_beside()).one("peer-reachable")
+        found = await ward.examine_beside()
+    one = found.one("peer-reachable")
     assert one["mark"] == "warning"
     assert "diloco-node measure of there answers" in one["text"]
+    assert list(found.of("settings-equal")) == [], "it has none"
 
 
 async def test_a_peer_that_has_quarantined_us(ward: Ward) -> None:

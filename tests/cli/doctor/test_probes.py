@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,12 @@ def test_what_the_kernel_does_not_have_is_none() -> None:
     assert (probes.available_memory() or 1) > 0
 
 
+@pytest.mark.parametrize(("state", "is_synced"), [(0, True), (1, True), (5, False), (-1, None)])
+def test_the_kernel_s_word_on_its_clock(monkeypatch: pytest.MonkeyPatch, state: int, is_synced: bool | None) -> None:
+    monkeypatch.setattr(probes.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(adjtimex=lambda _: state))
+    assert probes.is_clock_synced() is is_synced
+
+
 def test_modules_that_are_missing_are_named() -> None:
     missing = probes.missing_modules(["json", "no_such_module", "json.no_such", "no_such.deep"])
     assert list(missing) == ["no_such_module", "json.no_such", "no_such.deep"]
@@ -70,3 +77,24 @@ def test_hosts_of_an_address() -> None:
     assert peer_probes.hosts_of("127.0.0.1:7400") == frozenset({"127.0.0.1"})
     assert peer_probes.hosts_of("[::1]:7400") == frozenset({"::1"})
     assert peer_probes.hosts_of("no-such-host.invalid:7400") == frozenset()
+
+
+def test_a_control_group_counts_with_those_above_it_and_without_the_files_it_may_drop(tmp_path: Path) -> None:
+    def group(name: str, limit: str, used: int, inactive: int) -> None:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True, parents=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\nactive_file 7\n")
+
+    assert probes.group_memory(tmp_path, "/") is None
+    group("pod", "1000", 990, 900)
+    group("pod/own", "max", 500, 0)
+    assert probes.group_memory(tmp_path, "/pod/own") == 910
+    assert probes.group_memory(tmp_path, "/") is None
+    group("pod/own", "600", 500, 0)
+    assert probes.group_memory(tmp_path, "/pod/own") == 100
+    group("pod/own", "600", 700, 0)
+    assert probes.group_memory(tmp_path, "/pod/own") == 0
+    (tmp_path / "pod" / "own" / "memory.stat").write_text("damaged")
+    assert probes.group_memory(tmp_path, "/pod/own") == 910

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 
 import pytest
@@ -11,6 +12,10 @@ from diloco_node.cli.doctor.finding import CheckResult, Mark, Topic, finding_lin
 from tests.kit.repository import ROOT
 
 BAD = (Mark.WARNING, Mark.FAILED)
+
+
+def day(number: int) -> dt.datetime:
+    return dt.datetime(2027, 1, number, tzinfo=dt.UTC)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,11 @@ BAD = (Mark.WARNING, Mark.FAILED)
         ),
         (network.pace(2.4, 2.3, 0.04, 0.1, ""), Mark.OK, "2.3 s of 2.4 s"),
         (network.pace(2.4, 2.3, 0.04, 0.1, "the schedule can't be kept"), Mark.WARNING, "the schedule can't be kept"),
-        (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu runs here"),
+        (network.daemon("eu", None), Mark.UNKNOWN, "no daemon of eu answers here"),
+        (membership.key_mode("k", 0o100640), Mark.WARNING, "k can be read by others (mode 640)"),
+        (membership.key_mode("k", 0o100400), Mark.OK, "for its owner only"),
+        (membership.certificate_expiry(day(31), day(1)), Mark.OK, "valid until 2027-01-31, 30 days more"),
+        (membership.certificate_expiry(day(30), day(1)), Mark.WARNING, "29 days more"),
         (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
     ],
 )
@@ -68,9 +77,14 @@ def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: CheckRes
 
 @pytest.mark.parametrize("is_inbound", [True, False, None])
 def test_a_link_that_is_up_says_who_dialled(is_inbound: bool | None) -> None:
-    one = network.peer_link({"name": "eu", "link": "up"}, is_inbound=is_inbound)
+    one = network.peer_link({"name": "eu", "link": "up", "address": "10.0.0.1:7400"}, is_inbound=is_inbound)
     assert one.mark is Mark.OK
     assert ("it dials us" in one.text) is bool(is_inbound)
+
+
+def test_a_peer_without_an_address_is_the_one_that_dialled() -> None:
+    one = network.peer_link({"name": "eu", "link": "up", "address": None}, is_inbound=None)
+    assert one.text == "the link to eu is up: it dials us"
 
 
 def test_a_link_that_is_down_says_why() -> None:
@@ -78,6 +92,28 @@ def test_a_link_that_is_down_says_why() -> None:
     one = network.peer_link(peer, is_inbound=None)
     assert (one.mark, one.text) == (Mark.FAILED, "the link to eu (10.0.0.1:7400) is waiting: no route to host")
     assert "diloco-node doctor in eu" in one.hint
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("nobody listens there (connection refused)", "start eu, which listens when"),
+        ("the name can't be resolved", "correct the name in regions.eu.address"),
+        ("the certificate at this address belongs to another region or run", "correct regions.eu.address: another"),
+        ("the peer's certificate has expired", "make new certificates for all regions"),
+        ("the peer's certificate is not valid yet: check clocks", "set the clocks here and in eu"),
+        ("it does not trust our certificate, or is stopping", "give all regions certificates of one"),
+        ("protocol_version: ours 8, theirs 9", "install the same version of diloco-node here and in eu"),
+        ("hello: field 3 is no text", "install the same version of diloco-node here and in eu"),
+        ("the first frame on a stream must be a hello", "correct regions.eu.address: something else"),
+        ("connected, but no hello within 5 s", "look at eu: what listens at h:1 hangs"),
+        ("no answer to connect or TLS handshake", "open h:1 for TCP from here, in eu's firewall"),
+    ],
+)
+def test_each_reason_for_which_a_peer_is_not_reached_has_its_remedy(error: str, hint: str) -> None:
+    found = [network.peer_refused("eu", "h:1", text) for text in (error, f"eu at h:1: {error}")]
+    assert [one.text for one in found] == [f"eu at h:1: {error}"] * 2, "it is named once"
+    assert all(one.hint.startswith(hint) for one in found)
 
 
 def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
