@@ -67,9 +67,9 @@ def _modules(value: object) -> object:
 def _host_port(value: object) -> object:
     if not isinstance(value, str):
         raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400"')
-    host, colon, port = value.rpartition(":")
-    is_bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not host or (":" in host and not is_bracketed) or any(c.isspace() or c == "/" for c in host):
+    host, _, port = value.rpartition(":")
+    # It ends up in the arguments of ssh and in lines to copy: no option, and nothing that a shell reads.
+    if not re.fullmatch(r"\w[\w.-]*|\[[0-9A-Fa-f:.]+(%\w[\w.-]*)?\]", host):
         raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400" or "[fd00::1]:7400"')
     if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65_535:
         raise ValueError(f"port {port!r} is not from 1 to 65535")
