@@ -147,8 +147,10 @@ def ask(target: Target, path: str = "/api/v1/status") -> dict[str, Any]:
             raise ValueError("the answer is no JSON object")
     except (OSError, ValueError, http.client.HTTPException) as error:
         return {"region": target.name, "error": escaped(f"no status from 127.0.0.1:{target.port}: {error}")}
-    document.setdefault("region", target.name)
-    shown: dict[str, Any] = escaped_document(document)
+    for key, usual in (("region", target.name), ("error", "unknown error")):
+        if not isinstance(document.get(key, usual), str):
+            document[key] = usual
+    shown: dict[str, Any] = escaped_document({"region": target.name, **document})
     return shown
 
 

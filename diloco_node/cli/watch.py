@@ -72,9 +72,6 @@ class Board:
         foot = f"{HELP}  [{self.sort}{', reversed' if self.is_reversed else ''}]"
         return [line[:width] for line in [*shown[: max(0, height - 1)], foot][:height]]
 
-    def _mark(self, name: str) -> str:
-        return "> " if name.removesuffix(SEEN) == self.chosen else "  "
-
     def _key(self, row: Sequence[str]) -> tuple[Any, ...]:
         """Figures: the largest first, and those without one last."""
         cell = row[COLUMNS.index(self.sort)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -65,6 +66,15 @@ def _joint_alerts(known: Sequence[tuple[Document, Document]], *, is_carried: boo
     return sorted(found.values(), key=_severity_rank)
 
 
+def said_of_region(alert: Document) -> str:
+    """What an alert says, with the region that it is about."""
+    region, said = text(alert, "region"), text(alert, "text")
+    return said if not region or region in _WORD.findall(said) else f"{region}: {said}"
+
+
+_WORD: Final = re.compile(r"[\w.-]+")
+
+
 def _severity_rank(alert: Document) -> int:
     severity = text(alert, "severity")
     return kinds.SEVERITIES.index(severity) if severity in kinds.SEVERITIES else len(kinds.SEVERITIES)
@@ -79,22 +89,20 @@ def _state(document: Document, alerts: Sequence[Document]) -> str:
     versions = document.get("versions")
     if said == "finished":
         return "finished"
-    if any(one["code"] in STALLS for one in alerts):
+    if any(text(one, "code") in STALLS for one in alerts):
         return "stalled"
     if said == "starting" or (isinstance(versions, list) and -1 in versions):
         return "starting"
-    return "degraded" if any(one["severity"] != kinds.INFO for one in alerts) else "healthy"
+    return "degraded" if any(text(one, "severity") != kinds.INFO for one in alerts) else "healthy"
 
 
 def _line(document: Document, state: str, alerts: Sequence[Document]) -> str:
     if state == "finished":
         return text(document, "reason") or "finished"
-    grave = [one for one in alerts if one["severity"] != kinds.INFO]
+    grave = [one for one in alerts if text(one, "severity") != kinds.INFO]
     if grave:
-        first = grave[0]
         more = f" (and {len(grave) - 1} more)" if len(grave) > 1 else ""
-        about = "" if first["region"] in first["text"] else f"{first['region']}: "
-        return f"{state}: {about}{first['text']}{more}"
+        return f"{state}: {said_of_region(grave[0])}{more}"
     if state == "starting":
         return f"starting: {text(document, 'reason')}".rstrip(": ")
     tolerance, age_s = failure_tolerance(document), number(document, "commit_age_seconds")

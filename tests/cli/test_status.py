@@ -4,16 +4,20 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.main import main
 from diloco_node.cli.status import Target, ask, find_targets
 from diloco_node.cli.status_view import detail_lines, run_line, status_lines
+from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
 from tests.health.test_alerts import DOWN, changed, peers
+from tests.kit.spoiled import spoiled
 
 DOCUMENT: dict[str, Any] = {
     "region": "eu",
@@ -144,6 +148,20 @@ def test_a_damaged_port_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "admin.port").write_text("7x")
     with pytest.raises(ConfigError, match="holds '7x', not a port"):
         find_targets(str(tmp_path))
+
+
+@given(spoiled(changed() | DOCUMENT | {"notes": [{"is_alarm": True, "text": "x"}]}))
+def test_a_document_of_another_version_is_shown_as_far_as_it_goes(document: dict[str, Any]) -> None:
+    Answer = SimpleNamespace(read=lambda _: json.dumps(document).encode())
+    connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: Answer, close=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(status_cmd, "connect", lambda _: connection)
+        shown = ask(Target("x", 1))
+    assert any(line.startswith(str(shown["region"])) for line in status_lines([shown], 80))
+    board = Board()
+    for key in ("enter", "esc", "s", "s", "s", "s"):
+        board.press(key)
+        assert board.lines([shown], 80, 24)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"3"])

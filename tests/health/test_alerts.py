@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import typer
 from hypothesis import given
-from hypothesis import strategies as st
 
 from diloco_node.cli.main import app
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
 from diloco_node.health.summary import STATES, health_of, joint_health
 from tests.kit.repository import ROOT
+from tests.kit.spoiled import spoiled
 
 SOUND: dict[str, Any] = {
     "region": "us",
@@ -247,19 +247,26 @@ def test_a_region_that_is_cut_off_does_not_stall_a_run_that_others_carry_on() ->
     assert ("A-NO-MAJORITY", "us") in {(alert["code"], alert["region"]) for alert in over["alerts"]}
 
 
-JUNK = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(sorted(SOUND)), inner, max_size=3),
-    max_leaves=8,
+ILL = changed(
+    peers=peers(ap=DOWN),
+    commit_age_seconds=41.0,
+    left_out=[{"region": "ap", "part": "member", "reason": "its stripes did not come"}],
+    quarantine={"eu": "for 600 s more"},
+    learner_warning={"text": "the loss is nan", "age_seconds": 30.0, "is_failure": True},
 )
 
 
-@given(st.dictionaries(st.sampled_from(sorted(SOUND)), JUNK), st.data())
-def test_documents_of_other_versions_break_nothing(junk: dict[str, Any], data: st.DataObject) -> None:
-    document = SOUND | junk
-    health = health_of(document)
-    joint_health([document, document | {"health": data.draw(JUNK)}])
-    assert health["state"] in STATES
+@given(spoiled(ILL), spoiled(ILL | {"health": health_of(ILL)}))
+def test_documents_of_other_versions_break_nothing(document: dict[str, Any], told: dict[str, Any]) -> None:
+    assert health_of(document)["state"] in STATES
+    joint = joint_health([document, told])
+    assert joint["line"]
+    assert joint["failure_tolerance"] >= 0
+
+
+def test_a_line_names_the_region_though_its_letters_are_in_a_word() -> None:
+    document = changed(disk={"refused": "ledger: No space left"})
+    assert health_of(document)["line"] == "degraded: us: the disk refuses: ledger: No space left"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in kinds.ALERT_KINDS if "diloco-node" in kind.command], ids=str)
