@@ -152,8 +152,8 @@ def test_a_damaged_port_file_is_refused(tmp_path: Path) -> None:
 
 @given(spoiled(changed() | DOCUMENT | {"notes": [{"is_alarm": True, "text": "x"}]}))
 def test_a_document_of_another_version_is_shown_as_far_as_it_goes(document: dict[str, Any]) -> None:
-    Answer = SimpleNamespace(read=lambda _: json.dumps(document).encode())
-    connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: Answer, close=lambda: None)
+    answer = SimpleNamespace(read=lambda _: json.dumps(document).encode())
+    connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: answer, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(status_cmd, "connect", lambda _: connection)
         shown = ask(Target("x", 1))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from diloco_node.core import events as ev
 from diloco_node.core.types import Ballot
 from diloco_node.core.view import PHASES
-from diloco_node.daemon.round_log import ROUNDS_KEPT, TrackedRound
+from diloco_node.daemon.round_log import ROUNDS_KEPT, RoundLog, TrackedRound
 from tests.daemon.test_node import Play, World, play  # noqa: F401 - a fixture
 
 MS = 1_000_000
@@ -94,3 +96,32 @@ def test_nobody_is_blamed_for_a_phase_that_mostly_waited_for_someone_unknown() -
     one.pass_time("reduce", (), now_ns=100 * MS)
     assert one.waited_for() is None
     assert ROUNDS_KEPT == 128
+
+
+def test_rounds_that_a_region_catches_up_on_are_no_usual_time() -> None:
+    """After an outage they come one right after another; then a minute without one would look like a stall."""
+    now_ns, standing = [0], [None]
+    history = SimpleNamespace(rounds_committed=0, versions=[0])
+    core: Any = SimpleNamespace(
+        history=history,
+        leader=SimpleNamespace(is_acting=False),
+        participant=SimpleNamespace(standing=lambda _: standing[0]),
+    )
+    log = RoundLog(core, region="us", regions=("eu", "us"), now_ns=lambda: now_ns[0], unix_s=lambda: 0.0)
+
+    def commit(version: int, *, is_followed: bool) -> None:
+        if is_followed:
+            standing[0] = (version, Ballot(1, version), "gather", ())
+            log.observe(ev.SnapshotRefused(0, version, ""), [])
+        standing[0], history.versions, history.rounds_committed = None, [version], version
+        log.observe(ev.TimerFired(), [])
+
+    for version in range(1, 20):
+        now_ns[0] += 5 * MS
+        commit(version, is_followed=False)
+    assert log.commit_age_s() == 0.0
+    assert log.usual_commit_s() is None
+    for version in range(20, 23):
+        now_ns[0] += 60_000 * MS
+        commit(version, is_followed=True)
+    assert log.usual_commit_s() == 60.0
