@@ -10,7 +10,15 @@ from typing import Final
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alert_kinds import AlertKind
 from diloco_node.health.reading import Document, duration, number, part, rows, text
-from diloco_node.health.tolerance import alive_count, failure_tolerance, has_majority, region_count
+from diloco_node.health.tolerance import (
+    alive_count,
+    failure_tolerance,
+    has_majority,
+    is_founded,
+    majority,
+    region_count,
+    voting_count,
+)
 
 COMMIT_LATE: Final = 10.0
 """Times the usual time between two commits."""
@@ -85,15 +93,14 @@ def _make(kind: AlertKind, document: Document, what: str, *, region: str = "") -
 
 
 def _majority(document: Document) -> Iterator[Alert]:
-    if text(document, "state") in (*OVER, "starting"):
+    if text(document, "state") in ("finished", "starting") or not is_founded(document):
         return
-    alive, regions = alive_count(document), region_count(document)
+    voting, regions = voting_count(document), region_count(document)
+    left = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
     if not has_majority(document):
-        what = f"{alive} of {regions} regions are left, {regions // 2 + 1} are needed to merge"
-        yield _make(kinds.NO_MAJORITY, document, what)
-    elif alive < regions and not failure_tolerance(document):
-        what = f"{alive} of {regions} regions are left: the next failure stops merging"
-        yield _make(kinds.LAST_MAJORITY, document, what)
+        yield _make(kinds.NO_MAJORITY, document, f"{left}, {majority(regions)} are needed to merge")
+    elif voting < regions and not failure_tolerance(document):
+        yield _make(kinds.LAST_MAJORITY, document, f"{left}: the next failure stops merging")
 
 
 def _peers(document: Document) -> Iterator[Alert]:

@@ -35,24 +35,32 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
     """The same of several regions. Of none: nothing is known.
 
     The state is the worst, each alert comes once, the tolerance is the least. But a region that can't merge does not
-    stall a run that others carry on: then it counts as cut off, and only theirs is the tolerance.
+    stall a run that others carry on: then it counts as cut off, and only theirs is the tolerance. One that starts
+    knows no other region, and has no say in it.
     """
     known = [(one, part(one, "health") or health_of(one)) for one in documents if text(one, "state")]
     if not known:
         return {"state": "starting", "line": "no region answers", "failure_tolerance": 0, "alerts": []}
     stalled = [one for one, health in known if text(health, "state") == "stalled"]
-    is_carried = any(text(health, "state") in ("healthy", "degraded") for _, health in known)
+    is_carried = any(_carries_on(one, health) for one, health in known)
     going = [(one, health) for one, health in known if not is_carried or one not in stalled]
     alerts = _joint_alerts(known, is_carried=is_carried)
     states = [text(health, "state") for _, health in going] + ["degraded"] * (len(going) < len(known))
     state = min(states, key=_state_rank)
     document = next((one for one, health in going if text(health, "state") == state), going[0][0])
+    told = [number(health, "failure_tolerance") or 0 for _, health in going if text(health, "state") != "starting"]
     return {
         "state": state,
         "line": _line(document, state, alerts),
-        "failure_tolerance": min(int(number(health, "failure_tolerance") or 0) for _, health in going),
+        "failure_tolerance": int(min(told, default=0)),
         "alerts": alerts[:ALERTS_SHOWN_MAX],
     }
+
+
+def _carries_on(document: Document, health: Document) -> bool:
+    """Whether this region merges. One that has just started and has seen no commit yet proves nothing."""
+    has_seen = "commit_age_seconds" not in document or number(document, "commit_age_seconds") is not None
+    return text(health, "state") in ("healthy", "degraded") and has_seen
 
 
 def _joint_alerts(known: Sequence[tuple[Document, Document]], *, is_carried: bool) -> list[dict[str, Any]]:
@@ -107,5 +115,7 @@ def _line(document: Document, state: str, alerts: Sequence[Document]) -> str:
         return f"starting: {text(document, 'reason')}".rstrip(": ")
     tolerance, age_s = failure_tolerance(document), number(document, "commit_age_seconds")
     may_fail = f"{tolerance} more may fail" if tolerance else "none may fail"
-    merged = "" if age_s is None else f", merged {duration(age_s)} ago"
+    merged = ", no merge seen yet" if "commit_age_seconds" in document else ""
+    if age_s is not None:
+        merged = f", merged {duration(age_s)} ago"
     return f"{state}: {alive_count(document)} of {region_count(document)} regions, {may_fail}{merged}"

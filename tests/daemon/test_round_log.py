@@ -47,6 +47,7 @@ def test_every_region_times_the_rounds_and_the_leader_knows_whom_it_waits_for(pl
         assert late.count({"region": slow, "phase": "gather"}) > len(late) / 2
         status = world.regions[leader].node.status()
         assert status["run"]["total_steps"] == 80
+        assert set(status["voters"]) == set(world.regions)
         assert 0 < status["commit_age_seconds"] < 5
         assert status["usual_commit_seconds"] > 0
         assert sum(one["buckets"][-1][1] for one in status["phase_seconds"].values()) > 0

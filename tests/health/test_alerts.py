@@ -187,6 +187,40 @@ def test_merging_that_stands_still_is_stalled() -> None:
     assert health_of(changed(commit_age_seconds=1000.0, usual_commit_seconds=None))["state"] == "healthy", "not known"
 
 
+def test_a_run_that_ends_needs_its_majority() -> None:
+    ending = changed(state="finishing", peers=peers(ap=DOWN, eu=DOWN))
+    assert health_of(ending)["state"] == "stalled"
+
+
+def test_a_region_that_lost_its_folder_is_no_vote() -> None:
+    health = health_of(changed(voters=["ap", "eu"]))
+    assert health["failure_tolerance"] == 0
+    assert health["line"] == "degraded: us: 2 of 3 regions can vote: the next failure stops merging"
+    health = health_of(changed(voters=["ap", "eu"], peers=peers(ap=DOWN)))
+    assert health["line"].startswith("stalled: us: 1 of 3 regions can vote, 2 are needed to merge")
+    assert health_of(changed(voters=["ap", "eu", "us"]))["failure_tolerance"] == 1
+
+
+def test_a_run_that_has_not_begun_has_no_majority_to_lose() -> None:
+    document = changed(state="waiting", versions=[-1, -1], voters=None, peers=peers(ap=DOWN))
+    health = health_of(document)
+    assert health["line"] == "starting: ap (ap:1) is down: Connection refused"
+    assert health["failure_tolerance"] == 0
+
+
+def test_a_region_that_saw_no_merge_says_so_and_carries_no_run() -> None:
+    fresh = changed(region="eu", commit_age_seconds=None, usual_commit_seconds=None)
+    assert health_of(fresh)["line"] == "healthy: 3 of 3 regions, 1 more may fail, no merge seen yet"
+    late = changed(commit_age_seconds=1000.0)
+    assert joint_health([late, fresh])["state"] == "stalled"
+    assert joint_health([late, changed(region="eu")])["state"] == "degraded", "eu merges"
+
+
+def test_a_region_that_starts_has_no_say_in_the_tolerance() -> None:
+    joint = joint_health([SOUND, {"region": "ap", "state": "starting", "reason": "waits"}])
+    assert (joint["state"], joint["failure_tolerance"]) == ("starting", 1)
+
+
 def test_a_run_that_is_over_has_no_missing_learners_and_peers() -> None:
     over = changed(state="finished", reason="finished: enough steps", learner=None, peers=peers(ap=DOWN, eu=DOWN))
     assert health_of(over)["alerts"] == []

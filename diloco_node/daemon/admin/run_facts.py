@@ -76,9 +76,10 @@ class RunFacts:
 
     def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
-        refused = dict(self._refusals())
+        refused, disks = dict(self._refusals()), self._core.ledger.disks
         return {
             "run": self._run(),
+            "voters": [name for name in self._spec.regions if disks.named(name)] if disks.has_view else None,
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
             "token_account": self._account(learner),
             "phase_seconds": self._phases.document(),

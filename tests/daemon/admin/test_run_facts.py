@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.ledger.disks import NO_DISK, DiskView
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.admin.run_facts import RunFacts, disk_space
@@ -33,6 +34,7 @@ class Scripted:
             steps_of=lambda name: len(name),
         )
         self.leader = SimpleNamespace(progress=progress)
+        self.ledger = SimpleNamespace(disks=DiskView(("eu", "us")))
         spec: Any = SimpleNamespace(
             region="us", regions=("eu", "us"), run_id="try", settings=RunSettings(steps_max=250), state_dir=folder
         )
@@ -70,6 +72,14 @@ def test_a_run_without_an_end_has_none(scripted: Scripted) -> None:
     assert scripted.document()["run"]["eta_seconds"] is None
     scripted.history.finished = SimpleNamespace(reason="enough")
     assert scripted.document()["run"]["eta_seconds"] == 0.0
+
+
+def test_a_region_votes_while_the_ledger_names_its_folder(scripted: Scripted) -> None:
+    assert scripted.document()["voters"] is None, "before the run has begun nobody is named"
+    scripted.ledger.disks.begin({"eu": b"e", "us": b"u"}, 1)
+    assert scripted.document()["voters"] == ["eu", "us"]
+    scripted.ledger.disks.begin({"eu": NO_DISK, "us": b"u"}, 2)
+    assert scripted.document()["voters"] == ["us"]
 
 
 def test_disk_certificate_and_tokens_are_shown(scripted: Scripted, tmp_path: Path) -> None:
