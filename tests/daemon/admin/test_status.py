@@ -243,6 +243,17 @@ def test_a_flood_of_words_that_all_differ_is_bounded_and_leaves_the_other_kinds_
     assert notes.last[0]["kind"] == "digest", "the alarm is still there to be seen"
 
 
+def test_the_memory_of_notes_does_not_grow_with_the_run() -> None:
+    """Each round has notes of its own, and in a sound run nothing is held back."""
+    now_ns = [0]
+    notes = NoteBook("us", lambda: now_ns[0])
+    with capture_logs():
+        for version in range(1000):
+            now_ns[0] += SECOND
+            notes.add(Note("committed", f"ballot 3.{version}", 1, version))
+    assert len(notes._recent) <= NOTES_SHOWN_MAX
+
+
 def test_each_step_of_a_round_is_told() -> None:
     notes = NoteBook("us", lambda: 0)
     with capture_logs() as lines:
