@@ -55,7 +55,7 @@ def scripted(tmp_path: Path) -> Scripted:
 def test_the_time_that_is_left_follows_the_pace(scripted: Scripted) -> None:
     assert scripted.document()["run"]["eta_seconds"] is None, "one look is no pace"
     for at in range(11):
-        scripted.now_ns, scripted.part = at * 2 * SECOND, 0.01 * at
+        scripted.now_ns, scripted.part = (10 + at * 2) * SECOND, 0.01 * at
         scripted.facts.mark()
     run = scripted.document()["run"]
     assert run["eta_seconds"] == pytest.approx(0.9 / 0.005)
@@ -64,6 +64,14 @@ def test_the_time_that_is_left_follows_the_pace(scripted: Scripted) -> None:
         scripted.now_ns += 2 * SECOND
         scripted.facts.mark()
     assert scripted.document()["run"]["eta_seconds"] is None or scripted.document()["run"]["eta_seconds"] > 4000
+
+
+def test_what_is_first_heard_after_a_start_is_no_pace(scripted: Scripted) -> None:
+    """The ledger says 50 %, the learners that are heard a moment later 55 %; a percent takes an hour."""
+    for at_s, part in ((2, 0.5), (4, 0.55), *((at, 0.55 + at / 360_000) for at in range(12, 73, 2))):
+        scripted.now_ns, scripted.part = at_s * SECOND, part
+        scripted.facts.mark()
+    assert scripted.document()["run"]["eta_seconds"] == pytest.approx(0.45 * 360_000, rel=0.01)
 
 
 def test_a_run_without_an_end_has_none(scripted: Scripted) -> None:
