@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ STATE_BYTES: Final = 8
 """Of a parameter and its momentum, float32."""
 
 CERTIFICATE_DAYS: Final = 30.0
+_SETTINGS: Final = re.compile(r"\b(run_id|epoch|settings_digest|manifest_digest): ours |: run\.toml must say the same")
+"""As `wire.envelope.check_hello` says it."""
+
 OVER: Final = frozenset({"finished", "finishing"})
 
 
@@ -115,9 +119,9 @@ def _peers(document: Document) -> Iterator[Alert]:
         is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
         if is_up or name in quarantine:
             continue
-        if "protocol_version" in error:
+        if "protocol_version: ours" in error:
             yield _make(kinds.VERSION_DIFFERS, document, f"{name}: {error}", region=name)
-        elif any(word in error for word in ("settings", "run_id", "manifest_digest")):
+        elif _SETTINGS.search(error):
             yield _make(kinds.SETTINGS_DIFFER, document, f"{name}: {error}", region=name)
         else:
             where = text(peer, "address") or "no address"

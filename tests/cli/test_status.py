@@ -254,6 +254,8 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
     assert lines[ap].split()[:3] == ["ap*", "down", "12"]
     assert lines[ap + 1] == "  33 ledger entries behind, Connection refused"
     assert "* as seen from us" in lines
+    unheard = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 0})) | seen
+    assert "  Connection refused" in status_lines([unheard], 80), "how far it is nobody has said"
     other = changed() | {"region": "eu"}
     assert not any(line.startswith("eu*") for line in status_lines([document, other], 80)), "it was asked itself"
 

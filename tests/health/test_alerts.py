@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ import typer
 from hypothesis import given
 
 from diloco_node.cli.main import app
+from diloco_node.errors import PeerIncompatible
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
 from diloco_node.health.summary import STATES, health_of, joint_health
+from diloco_node.wire.envelope import Hello, Lane, check_hello
+from diloco_node.wire.tables import PROTOCOL_VERSION
 from tests.kit.repository import ROOT
 from tests.kit.spoiled import spoiled
 
@@ -154,6 +158,33 @@ def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any
     health = health_of(document)
     assert health["state"] in STATES
     assert health["line"].startswith(health["state"])
+
+
+HELLO = Hello(PROTOCOL_VERSION, "run1", 0, "us", "ab", "cd", b"i" * 16, Lane.CONTROL, 3, settings=("H=24",))
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"protocol_version": PROTOCOL_VERSION + 1}, kinds.VERSION_DIFFERS),
+        ({"run_id": "run2"}, kinds.SETTINGS_DIFFER),
+        ({"epoch": 1}, kinds.SETTINGS_DIFFER),
+        ({"manifest_digest": "ef"}, kinds.SETTINGS_DIFFER),
+        ({"settings_digest": "ef"}, kinds.SETTINGS_DIFFER),
+        ({"settings_digest": "ef", "settings": ("H=16",)}, kinds.SETTINGS_DIFFER),
+    ],
+)
+def test_the_words_in_which_a_link_refuses_are_understood(change: dict[str, Any], kind: kinds.AlertKind) -> None:
+    with pytest.raises(PeerIncompatible) as refused:
+        check_hello(HELLO, replace(HELLO, region="eu", **change), certificate_region="eu")
+    found = find_alerts(changed(peers=peers(eu=DOWN | {"error": str(refused.value)})))
+    assert {one.code for one in found if one.region == "eu"} == {kind.code}
+
+
+def test_other_words_of_a_link_are_no_difference() -> None:
+    error = "the handshake ended before any HTTP/2 settings came; look at the proxy of run_id try"
+    found = find_alerts(changed(peers=peers(eu=DOWN | {"error": error})))
+    assert {one.code for one in found if one.region == "eu"} == {kinds.PEER_DOWN.code}
 
 
 def test_every_kind_has_a_case() -> None:
