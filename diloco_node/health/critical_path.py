@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.reading import Document, number, part, rows, text
 
 ROUNDS_SEEN: Final = 32
 """Committed ones. Older ones say little of what is slow now."""
@@ -88,8 +88,3 @@ def cost_of(log: Sequence[Document], region: str, phase: str) -> float | None:
             waited = part(row, "waited_for")
             (late if (waited.get("region"), waited.get("phase")) == (region, phase) else others).append(seconds)
     return max(0.0, median(late) - median(others)) if late and others else None
-
-
-def phases_text(phases: Document) -> str:
-    """In the order in which they come."""
-    return ", ".join(f"{phase} {duration(number(phases, phase) or 0.0)}" for phase in phases)

@@ -187,6 +187,27 @@ def test_other_words_of_a_link_are_no_difference() -> None:
     assert {one.code for one in found if one.region == "eu"} == {kinds.PEER_DOWN.code}
 
 
+@pytest.mark.parametrize(
+    ("document", "kind"),
+    [
+        (changed(commit_age_seconds=29.0, usual_commit_seconds=1.0), kinds.NO_COMMIT),
+        (changed(commit_age_seconds=41.0, peers=peers(ap=DOWN, eu=DOWN)), kinds.NO_COMMIT),
+        (changed(quarantine={"eu": "for 600 s more"}, peers=peers(eu=DOWN)), kinds.PEER_DOWN),
+        (changed(role="follower", left_out=[{"region": "ap", "part": "member", "reason": "late"}]), kinds.LEFT_OUT),
+    ],
+    ids=["too soon", "no majority says it", "quarantine says it", "the leader says it"],
+)
+def test_what_is_usual_or_said_already_is_no_alert(document: dict[str, Any], kind: kinds.AlertKind) -> None:
+    assert kind.code not in {one.code for one in find_alerts(document)}
+
+
+def test_a_command_can_be_copied_where_a_path_has_blanks() -> None:
+    document = changed(learner=None, learner_process={"state": "waiting", "exit_code": 1, "log": "/my run/l.log"})
+    (alert,) = find_alerts(document)
+    assert alert.command == "tail -n 40 '/my run/l.log'"
+    assert alert.hint == "Read the last lines of /my run/l.log."
+
+
 def test_every_kind_has_a_case() -> None:
     joint_only = {kinds.CUT_OFF.code}
     assert {kind.code for kind, *_ in CASES} | joint_only == {kind.code for kind in kinds.ALERT_KINDS}
@@ -250,6 +271,7 @@ def test_a_region_that_saw_no_merge_says_so_and_carries_no_run() -> None:
 def test_a_region_that_starts_has_no_say_in_the_tolerance() -> None:
     joint = joint_health([SOUND, {"region": "ap", "state": "starting", "reason": "waits"}])
     assert (joint["state"], joint["failure_tolerance"]) == ("starting", 1)
+    assert joint_health([SOUND, changed(region="eu", peers=peers(ap=DOWN))])["failure_tolerance"] == 0, "the least"
 
 
 def test_a_run_that_is_over_has_no_missing_learners_and_peers() -> None:

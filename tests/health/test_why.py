@@ -93,6 +93,11 @@ def test_the_last_committed_rounds_count_and_what_failed_since() -> None:
     assert late["saves_seconds"] is None, "no other round to compare with: the nine seconds are too long ago"
 
 
+def test_a_wait_that_makes_no_round_longer_saves_nothing() -> None:
+    (_, late) = topics(explain([LEADER | {"round_log": [row(1.0), row(1.0), row(3.0, "eu")]}]), "rounds")
+    assert (late["text"], late["saves_seconds"]) == ("2 of 3 rounds waited for ap in gather", 0.0)
+
+
 def test_of_two_that_lead_the_later_one_knows() -> None:
     old = LEADER | {"region": "eu", "term": 3, "round_log": [row(8.0)] * 20}
     path = critical_path([old, LEADER | {"term": 4}])
@@ -125,6 +130,21 @@ def test_a_link_between_two_followers_costs_one_round_trip() -> None:
     (link,) = topics(explain([LEADER, far]), "link")
     assert link["text"].startswith("the link that costs most is ap to eu: 1.5 s there and back, 1.5 s of 3.8 s")
     assert link["saves_seconds"] == pytest.approx(1.5 - 4 * 0.21)
+
+
+def test_a_link_that_is_down_or_slower_than_whole_rounds_promises_nothing() -> None:
+    eu, ap = LEADER["peers"]
+    (link,) = topics(explain([LEADER | {"peers": [eu, ap | {"link": "dialing"}]}]), "link")
+    assert link["text"].startswith("the link that costs most is eu to us: 90 ms")
+    assert link["saves_seconds"] is None, "there is no other"
+    (link,) = topics(explain([LEADER | {"peers": [eu, ap | {"rtt_seconds": 1.0}]}]), "link")
+    assert link["text"].endswith("1.0 s there and back, 4.0 s")
+    assert link["saves_seconds"] is None
+
+
+def test_steps_that_differ_a_little_are_no_cause() -> None:
+    near = OTHER | {"learner": {"step_seconds": 0.6, "report_age_seconds": 0.2}}
+    assert topics(explain([LEADER, near]), "learner") == []
 
 
 def test_a_slow_learner_and_a_region_behind_are_named() -> None:
