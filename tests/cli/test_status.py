@@ -13,7 +13,7 @@ from hypothesis import given
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.main import main
 from diloco_node.cli.status import Target, ask, find_targets
-from diloco_node.cli.status_view import detail_lines, run_line, status_lines
+from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, run_line, status_lines
 from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
 from tests.health.test_alerts import DOWN, changed, peers
@@ -240,6 +240,13 @@ def test_alerts_are_shown_with_what_helps() -> None:
     at = lines.index("critical A-LEARNER-ENDED us: the learner ended at step 64 of 250")
     assert lines[at + 1].startswith("-> Have the loop repeat its data")
     assert lines[at + 1].endswith("`diloco-node learner start us`")
+
+
+def test_of_many_alerts_the_gravest_are_shown_and_the_others_counted() -> None:
+    left_out = [{"region": f"r{at}", "part": "member", "reason": "late"} for at in range(20)]
+    lines = alert_lines([changed(left_out=left_out)])
+    assert len(lines) == 2 * ALERTS_MAX + 1
+    assert lines[-1] == f"{20 - ALERTS_MAX} more alerts: `diloco-node status --json`"
 
 
 def test_all_regions_of_the_run_are_shown_from_one() -> None:

@@ -42,8 +42,8 @@ class Scripted:
         expires = datetime.now(UTC) + timedelta(days=12)
         self.facts = RunFacts(core, spec, expires=expires, refusals=lambda: self.refusals, now_ns=lambda: self.now_ns)
 
-    def document(self, **facts: Any) -> dict[str, Any]:
-        learner: Any = SimpleNamespace(facts=LearnerFacts(**facts), tokens_total=1000)
+    def document(self, tokens: int = 1000, **facts: Any) -> dict[str, Any]:
+        learner: Any = SimpleNamespace(facts=LearnerFacts(**facts), tokens_total=tokens)
         return self.facts.document(learner)
 
 
@@ -74,6 +74,15 @@ def test_what_is_first_heard_after_a_start_is_no_pace(scripted: Scripted) -> Non
     assert scripted.document()["run"]["eta_seconds"] == pytest.approx(0.45 * 360_000, rel=0.01)
 
 
+def test_a_run_that_moves_with_rare_merges_has_a_pace(scripted: Scripted) -> None:
+    for at_s in range(20, 6000, 2):
+        scripted.now_ns, scripted.part = at_s * SECOND, 0.01 * (at_s // 1200)
+        scripted.facts.mark()
+        if at_s > 2500:
+            eta_s = scripted.document()["run"]["eta_seconds"]
+            assert eta_s == pytest.approx((1.0 - scripted.part) * 120_000, rel=0.02)
+
+
 def test_a_run_without_an_end_has_none(scripted: Scripted) -> None:
     scripted.part = None
     scripted.facts.mark()
@@ -99,6 +108,7 @@ def test_disk_certificate_and_tokens_are_shown(scripted: Scripted, tmp_path: Pat
     assert document["certificate"]["days_left"] == pytest.approx(12, abs=0.1)
     assert document["token_account"] == {"trained": 1000, "carried": 300, "run_merged": 700, "run_discarded": 5}
     assert document["steps_of"] == {"eu": 2, "us": 2}
+    assert scripted.document(tokens=600)["token_account"]["carried"] == 0, "the folder was lost, the ledger was not"
     assert disk_space(tmp_path / "gone") == {}
 
 
