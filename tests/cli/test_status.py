@@ -138,7 +138,7 @@ def test_status_of_run_toml_asks_the_regions_that_run_here(
     assert main(["status", "--json"]) == 0
 
 
-@pytest.mark.parametrize("place", ["0", "70000", "nowhere", "."])
+@pytest.mark.parametrize("place", ["0", "70000", "nowhere", ".", 300 * "x"])
 def test_a_place_that_is_no_region_is_refused(place: str) -> None:
     with pytest.raises(ConfigError, match="neither a port nor a folder"):
         find_targets(place)
