@@ -261,6 +261,8 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
     assert lines[ap].split()[:3] == ["ap*", "down", "12"]
     assert lines[ap + 1] == "  33 ledger entries behind, Connection refused"
     assert "* as seen from us" in lines
+    mended = changed(peers=peers(eu=one_way | {"error": "of an earlier link"})) | seen
+    assert "  90 ms away, in 98 % of the merges" in status_lines([mended], 80)
     unheard = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 0})) | seen
     assert "  Connection refused" in status_lines([unheard], 80), "how far it is nobody has said"
     other = changed() | {"region": "eu"}
@@ -270,6 +272,8 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
 def test_the_run_has_its_name_its_end_and_the_time_that_is_left() -> None:
     run = {"id": "try", "step": 64, "total_steps": 250, "tokens": 1_200_000, "tokens_total": None, "eta_seconds": 720.0}
     assert run_line([{"run": run}]) == "run try: step 64 of 250, 1,200,000 tokens merged, 12 min left"
+    behind = run | {"step": 9, "tokens": 7}
+    assert run_line([{"run": behind}, {"run": run}, {"run": behind}]).startswith("run try: step 64 "), "who knows most"
     assert run_line([{"run_id": "try"}, {}]) == "run try"
     assert run_line([]) == ""
 

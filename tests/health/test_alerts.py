@@ -201,6 +201,15 @@ def test_what_is_usual_or_said_already_is_no_alert(document: dict[str, Any], kin
     assert kind.code not in {one.code for one in find_alerts(document)}
 
 
+def test_a_learner_that_is_started_again_after_it_ended_well_has_not_crashed() -> None:
+    revived = changed(learner=None, learner_process={"state": "running", "exit_code": 0, "restarts": 1})
+    assert [one.code for one in find_alerts(revived)] == ["A-LEARNER-MISSING"]
+
+
+def test_a_learner_that_ended_is_said_so_before_its_link_is_gone() -> None:
+    assert [one.code for one in find_alerts(changed(learner_process={"state": "done"}))] == ["A-LEARNER-ENDED"]
+
+
 def test_a_command_can_be_copied_where_a_path_has_blanks() -> None:
     document = changed(learner=None, learner_process={"state": "waiting", "exit_code": 1, "log": "/my run/l.log"})
     (alert,) = find_alerts(document)

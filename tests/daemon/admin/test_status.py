@@ -153,6 +153,25 @@ def test_the_document_is_plain_json_with_times_in_seconds() -> None:
     assert document["inner_steps"] == 150
 
 
+def test_what_only_the_leader_or_nobody_knows_is_null() -> None:
+    view = view_of()
+    peer = replace(view.peers[0], rtt_ns=0, learner=None)
+    far = replace(view.rounds[0], opened_at_ns=0, deadline_ns=0)
+    document = status_of(replace(view, peers=(peer,), rounds=(far,)))
+    assert (document["peers"][0]["rtt_seconds"], document["peers"][0]["versions"]) == (None, None)
+    assert (document["rounds"][0]["open_seconds"], document["rounds"][0]["deadline_in_seconds"]) == (None, None)
+    assert status_of(view)["peers"][0]["versions"] == [3, 3]
+
+
+def test_an_alarm_that_is_told_is_handed_on_once() -> None:
+    heard: list[str] = []
+    notes = NoteBook("us", lambda: 0, heard.append)
+    for _ in range(3):
+        notes.add(Note("digest", "parameters differ \x1b[2J", is_alarm=True))
+    notes.add(Note("open", "all is well"))
+    assert heard == ["parameters differ \\x1b[2J"]
+
+
 def test_the_rate_is_of_now_and_the_age_of_the_last_report_is_shown() -> None:
     view = view_of()
     learner = learner_of(view.learner, first_report_ns=1 * SECOND, last_report_ns=3 * SECOND)
