@@ -41,10 +41,9 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
     known = [(one, part(one, "health") or health_of(one)) for one in documents if text(one, "state")]
     if not known:
         return {"state": "starting", "line": "no region answers", "failure_tolerance": 0, "alerts": []}
-    stalled = [one for one, health in known if text(health, "state") == "stalled"]
-    is_carried = any(_carries_on(one, health) for one, health in known)
-    going = [(one, health) for one, health in known if not is_carried or one not in stalled]
-    alerts = _joint_alerts(known, is_carried=is_carried)
+    well = [one for one, health in known if text(health, "state") in ("healthy", "degraded")]
+    going = [(one, health) for one, health in known if not _is_left_behind(health, well)]
+    alerts = _joint_alerts(known, is_carried=bool(well))
     states = [text(health, "state") for _, health in going] + ["degraded"] * (len(going) < len(known))
     state = min(states, key=_state_rank)
     document = next((one for one, health in going if text(health, "state") == state), going[0][0])
@@ -57,10 +56,14 @@ def joint_health(documents: Sequence[Document]) -> dict[str, Any]:
     }
 
 
-def _carries_on(document: Document, health: Document) -> bool:
-    """Whether this region merges. One that has just started and has seen no commit yet proves nothing."""
-    has_seen = "commit_age_seconds" not in document or number(document, "commit_age_seconds") is not None
-    return text(health, "state") in ("healthy", "degraded") and has_seen
+def _is_left_behind(health: Document, well: Sequence[Document]) -> bool:
+    """Whether a region can't merge while others do: one without a majority, when others have one; else when another
+    has seen a commit. One that has just started has not, and proves nothing."""
+    if text(health, "state") != "stalled":
+        return False
+    if kinds.NO_MAJORITY.code in {text(one, "code") for one in rows(health, "alerts")}:
+        return bool(well)
+    return any("commit_age_seconds" not in one or number(one, "commit_age_seconds") is not None for one in well)
 
 
 def _joint_alerts(known: Sequence[tuple[Document, Document]], *, is_carried: bool) -> list[dict[str, Any]]:

@@ -275,6 +275,8 @@ def test_a_region_that_saw_no_merge_says_so_and_carries_no_run() -> None:
     late = changed(commit_age_seconds=1000.0)
     assert joint_health([late, fresh])["state"] == "stalled"
     assert joint_health([late, changed(region="eu")])["state"] == "degraded", "eu merges"
+    alone = changed(peers=peers(ap=DOWN, eu=DOWN))
+    assert joint_health([alone, fresh])["state"] == "degraded", "eu has a majority, us has not"
 
 
 def test_a_region_that_starts_has_no_say_in_the_tolerance() -> None:
