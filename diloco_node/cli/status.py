@@ -87,7 +87,7 @@ def targets_of(places: Sequence[str], config: Path | None) -> list[Target]:
         return _targets_of_run(config)
     found = []
     for place in places:
-        is_place = place.isdigit() or Path(place).exists()
+        is_place = place.isdigit() or _exists(place)
         has_run = config is not None or Path("run.toml").exists()
         named = [] if is_place or not has_run else [one for one in _targets_of_run(config) if one.name == place]
         found += named or find_targets(place)
@@ -103,13 +103,21 @@ def find_targets(place: str) -> list[Target]:
     if place.isascii() and place.isdigit() and 1 <= int(place) <= 65_535:
         return [Target(f"port {place}", int(place))]
     folder = Path(place)
-    files = [file for pattern in (PORT_FILE, f"*/{PORT_FILE}", f"*/*/{PORT_FILE}") for file in folder.glob(pattern)]
+    patterns = (PORT_FILE, f"*/{PORT_FILE}", f"*/*/{PORT_FILE}") if _exists(place) else ()
+    files = [file for pattern in patterns for file in folder.glob(pattern)]
     if not files:
         raise ConfigError(
             f"{place!r} is neither a port nor a folder with {PORT_FILE}, nor a region of run.toml that runs here: "
             "give a port, a region's state folder, or a folder of regions; a region writes the file when it starts"
         )
     return [_target(file) for file in sorted(files)]
+
+
+def _exists(place: str) -> bool:
+    try:
+        return Path(place).exists()
+    except OSError:  # as of a name that is too long for a file
+        return False
 
 
 def _target(file: Path) -> Target:
@@ -147,8 +155,10 @@ def ask(target: Target, path: str = "/api/v1/status") -> dict[str, Any]:
             raise ValueError("the answer is no JSON object")
     except (OSError, ValueError, http.client.HTTPException) as error:
         return {"region": target.name, "error": escaped(f"no status from 127.0.0.1:{target.port}: {error}")}
-    document.setdefault("region", target.name)
-    shown: dict[str, Any] = escaped_document(document)
+    for key, usual in (("region", target.name), ("error", "unknown error")):
+        if not isinstance(document.get(key, usual), str):
+            document[key] = usual
+    shown: dict[str, Any] = escaped_document({"region": target.name, **document})
     return shown
 
 
@@ -184,12 +194,13 @@ def _watch(targets: Sequence[Target], as_json: bool) -> None:
             typer.echo(json.dumps({"regions": ask_all(targets)}))
             time.sleep(PERIOD_S)
     if sys.stdin.isatty() and sys.stdout.isatty():
-        from diloco_node.cli.watch import run_screen
+        from diloco_node.cli.watch import has_screen, run_screen
 
-        run_screen(partial(ask_all, targets))
-        return
+        if has_screen():
+            run_screen(partial(ask_all, targets))
+            return
     width = shutil.get_terminal_size().columns
-    while True:  # nobody can press a key: a block of lines each time
+    while True:  # nobody can press a key, or the terminal is an unknown one: a block of lines each time
         for line in status_lines(ask_all(targets), width):
             typer.echo(line)
         typer.echo("")

@@ -79,7 +79,8 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     facts = []
     if is_alive and number(peer, "rtt_seconds") is not None:
         facts.append(f"{1000 * (number(peer, 'rtt_seconds') or 0):.0f} ms away")
-    behind = (number(witness, "applied_index") or 0) - (number(peer, "applied_index") or 0)
+    known = number(peer, "applied_index")  # 0: nothing was heard of it yet
+    behind = (number(witness, "applied_index") or 0) - known if known else 0
     if behind > 0:
         facts.append(f"{behind:.0f} ledger entries behind")
     part_in = number(part(witness, "participation_of"), name)

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from diloco_node.health.reading import number, part
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -59,10 +61,13 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
 
     `step` counts all lives of its learner, and tokens/s is the rate now: a learner that stands still has none.
     """
-    learner = status.get("learner") or {}
-    versions = status.get("versions") or []
-    loss = learner.get("loss")
-    rate = learner.get("current_tokens_per_second", learner.get("tokens_per_second"))
+    learner = part(status, "learner")
+    told = status.get("versions")
+    versions = [one for one in told if isinstance(one, int)] if isinstance(told, list) else []
+    loss = number(learner, "loss")
+    rate = number(learner, "current_tokens_per_second")
+    if "current_tokens_per_second" not in learner:
+        rate = number(learner, "tokens_per_second")
     return [
         name,
         str(status.get("role", status.get("state", "starting"))),
@@ -71,8 +76,8 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
         "-" if rate is None else f"{rate:,.0f}",
         str(status.get("rounds_committed", "-")),
         f"{min(versions)}-{max(versions)}" if versions and min(versions) >= 0 else "-",
-        human_bytes(status.get("wire_bytes_out", 0)),
-        human_bytes(status.get("wire_bytes_in", 0)),
+        human_bytes(number(status, "wire_bytes_out") or 0),
+        human_bytes(number(status, "wire_bytes_in") or 0),
         str(status.get("reason", "")),
     ]
 

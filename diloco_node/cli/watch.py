@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import curses
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -72,9 +73,6 @@ class Board:
         foot = f"{HELP}  [{self.sort}{', reversed' if self.is_reversed else ''}]"
         return [line[:width] for line in [*shown[: max(0, height - 1)], foot][:height]]
 
-    def _mark(self, name: str) -> str:
-        return "> " if name.removesuffix(SEEN) == self.chosen else "  "
-
     def _key(self, row: Sequence[str]) -> tuple[Any, ...]:
         """Figures: the largest first, and those without one last."""
         cell = row[COLUMNS.index(self.sort)]
@@ -118,6 +116,15 @@ def _facts(document: dict[str, Any]) -> list[str]:
     return found
 
 
+def has_screen() -> bool:
+    """Whether this machine knows the terminal: small containers don't know the newer ones."""
+    try:
+        curses.setupterm()
+    except curses.error:
+        return False
+    return curses.tigetstr("cup") is not None
+
+
 def run_screen(ask: Callable[[], Sequence[dict[str, Any]]]) -> None:
     """Draw until q or Ctrl-C. `ask` returns the documents of the regions."""
     curses.wrapper(_draw, ask)
@@ -134,7 +141,8 @@ _KEYS: Final = {
 
 
 def _draw(screen: curses.window, ask: Callable[[], Sequence[dict[str, Any]]]) -> None:
-    curses.use_default_colors()
+    with contextlib.suppress(curses.error):  # a terminal without colours
+        curses.use_default_colors()
     curses.set_escdelay(25)
     screen.timeout(PERIOD_MS)
     board, documents = Board(), ask()

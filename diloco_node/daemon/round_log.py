@@ -91,6 +91,7 @@ class RoundLog:
         self._reasons: dict[int, str] = {}
         self._committed = core.history.rounds_committed
         self._committed_ns: int | None = None
+        self._followed_ns: int | None = None
         self._gaps_ns: deque[int] = deque(maxlen=GAPS_KEPT)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -102,7 +103,10 @@ class RoundLog:
         return None if self._committed_ns is None else (self._now_ns() - self._committed_ns) / NS_PER_S
 
     def usual_commit_s(self) -> float | None:
-        """Seconds that usually lie between two commits; None while fewer than three were seen."""
+        """Seconds that usually lie between two commits; None while fewer than three were seen.
+
+        Only rounds that were seen open count: those that a region catches up on come one right after another.
+        """
         return median(self._gaps_ns) / NS_PER_S if len(self._gaps_ns) > 1 else None
 
     def observe(self, event: ev.Event, effects: Sequence[ev.Effect]) -> None:
@@ -127,14 +131,16 @@ class RoundLog:
     def _note_commits(self, now_ns: int) -> None:
         history = self._core.history
         self._committed = history.rounds_committed
-        if self._committed_ns is not None:
-            self._gaps_ns.append(now_ns - self._committed_ns)
         self._committed_ns = now_ns
-        for fragment, one in list(self._open.items()):
-            if history.versions[fragment] >= one.version:
-                del self._open[fragment]
-                one.pass_time("apply", (self._region,), now_ns=now_ns)
-                self._applying[fragment, one.version] = one
+        followed = [fragment for fragment, one in self._open.items() if history.versions[fragment] >= one.version]
+        for fragment in followed:
+            one = self._open.pop(fragment)
+            one.pass_time("apply", (self._region,), now_ns=now_ns)
+            self._applying[fragment, one.version] = one
+        if followed:
+            if self._followed_ns is not None:
+                self._gaps_ns.append(now_ns - self._followed_ns)
+            self._followed_ns = now_ns
 
     def _look_as_leader(self, now_ns: int) -> None:
         rounds = self._core.leader.rounds

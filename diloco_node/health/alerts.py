@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,15 @@ from typing import Final
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alert_kinds import AlertKind
 from diloco_node.health.reading import Document, duration, number, part, rows, text
-from diloco_node.health.tolerance import alive_count, failure_tolerance, has_majority, region_count
+from diloco_node.health.tolerance import (
+    alive_count,
+    failure_tolerance,
+    has_majority,
+    is_founded,
+    majority,
+    region_count,
+    voting_count,
+)
 
 COMMIT_LATE: Final = 10.0
 """Times the usual time between two commits."""
@@ -31,6 +40,9 @@ STATE_BYTES: Final = 8
 """Of a parameter and its momentum, float32."""
 
 CERTIFICATE_DAYS: Final = 30.0
+_SETTINGS: Final = re.compile(r"\b(run_id|epoch|settings_digest|manifest_digest): ours |: run\.toml must say the same")
+"""As `wire.envelope.check_hello` says it."""
+
 OVER: Final = frozenset({"finished", "finishing"})
 
 
@@ -85,15 +97,14 @@ def _make(kind: AlertKind, document: Document, what: str, *, region: str = "") -
 
 
 def _majority(document: Document) -> Iterator[Alert]:
-    if text(document, "state") in (*OVER, "starting"):
+    if text(document, "state") in ("finished", "starting") or not is_founded(document):
         return
-    alive, regions = alive_count(document), region_count(document)
+    voting, regions = voting_count(document), region_count(document)
+    left = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
     if not has_majority(document):
-        what = f"{alive} of {regions} regions are left, {regions // 2 + 1} are needed to merge"
-        yield _make(kinds.NO_MAJORITY, document, what)
-    elif alive < regions and not failure_tolerance(document):
-        what = f"{alive} of {regions} regions are left: the next failure stops merging"
-        yield _make(kinds.LAST_MAJORITY, document, what)
+        yield _make(kinds.NO_MAJORITY, document, f"{left}, {majority(regions)} are needed to merge")
+    elif voting < regions and not failure_tolerance(document):
+        yield _make(kinds.LAST_MAJORITY, document, f"{left}: the next failure stops merging")
 
 
 def _peers(document: Document) -> Iterator[Alert]:
@@ -108,9 +119,9 @@ def _peers(document: Document) -> Iterator[Alert]:
         is_up = text(peer, "link") == "up" and peer.get("is_alive") is True
         if is_up or name in quarantine:
             continue
-        if "protocol_version" in error:
+        if "protocol_version: ours" in error:
             yield _make(kinds.VERSION_DIFFERS, document, f"{name}: {error}", region=name)
-        elif any(word in error for word in ("settings", "run_id", "manifest_digest")):
+        elif _SETTINGS.search(error):
             yield _make(kinds.SETTINGS_DIFFER, document, f"{name}: {error}", region=name)
         else:
             where = text(peer, "address") or "no address"

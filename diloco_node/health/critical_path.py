@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Final
 
-from diloco_node.health.reading import Document, duration, number, part, rows, text
+from diloco_node.health.reading import Document, number, part, rows, text
 
 ROUNDS_SEEN: Final = 32
-"""Older ones say little of what is slow now."""
+"""Committed ones. Older ones say little of what is slow now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,30 @@ class CriticalPath:
     seen_from: str
 
 
-def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
-    """Of the leader's log if it was asked, for it knows whom it waits for, else of the longest; None without rounds."""
+def last_rounds(documents: Sequence[Document]) -> tuple[str, list[Document]]:
+    """Whose log says most, and the last committed rounds in it with the ballots that failed since; empty if none does.
+
+    That is the leader's if it was asked, for it knows whom it waits for, and of two that lead the one with the higher
+    term; else the longest.
+    """
     logs = [(one, rows(one, "round_log")) for one in documents]
-    logs = [(one, log) for one, log in logs if any(text(row, "outcome") == "committed" for row in log)]
-    if not logs:
-        return None
-    document, log = max(logs, key=lambda one: (one[0].get("role") == "leader", len(one[1])))
-    recent = log[-ROUNDS_SEEN:]
-    committed = [row for row in recent if text(row, "outcome") == "committed"]
+    document, log = max(
+        ((one, log) for one, log in logs if any(map(_is_committed, log))),
+        key=lambda one: (one[0].get("role") == "leader" and (number(one[0], "term") or 0.0), len(one[1])),
+        default=({}, []),
+    )
+    places = [at for at, row in enumerate(log) if _is_committed(row)][-ROUNDS_SEEN:]
+    return text(document, "region"), log[places[0] :] if places else []
+
+
+def _is_committed(row: Document) -> bool:
+    return text(row, "outcome") == "committed"
+
+
+def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
+    """Of the last rounds; None without any."""
+    seen_from, recent = last_rounds(documents)
+    committed = [row for row in recent if _is_committed(row)]
     if not committed:
         return None
     spent = {phase: phase_mean(committed, phase) for phase in ("gather", "reduce", "commit", "apply")}
@@ -53,7 +68,7 @@ def critical_path(documents: Sequence[Document]) -> CriticalPath | None:
         seconds=fmean(number(row, "seconds") or 0.0 for row in committed),
         phases=tuple(sorted(spent.items(), key=lambda one: -one[1])),
         waits=tuple(waits.most_common()),
-        seen_from=text(document, "region"),
+        seen_from=seen_from,
     )
 
 
@@ -69,12 +84,7 @@ def cost_of(log: Sequence[Document], region: str, phase: str) -> float | None:
     others: list[float] = []
     for row in log:
         seconds = number(part(row, "phases"), phase)
-        if text(row, "outcome") == "committed" and seconds is not None:
+        if _is_committed(row) and seconds is not None:
             waited = part(row, "waited_for")
             (late if (waited.get("region"), waited.get("phase")) == (region, phase) else others).append(seconds)
     return max(0.0, median(late) - median(others)) if late and others else None
-
-
-def phases_text(phases: Document) -> str:
-    """In the order in which they come."""
-    return ", ".join(f"{phase} {duration(number(phases, phase) or 0.0)}" for phase in phases)

@@ -24,8 +24,12 @@ def rows(document: Document, key: str) -> list[Document]:
 def number(document: Document, key: str) -> float | None:
     """A finite number in it."""
     found = document.get(key)
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    return float(found) if is_number and math.isfinite(found) else None  # type: ignore[arg-type]
+    if not isinstance(found, (int, float)) or isinstance(found, bool):
+        return None
+    try:
+        return float(found) if math.isfinite(found) else None
+    except OverflowError:  # JSON has integers of any size
+        return None
 
 
 def text(document: Document, key: str) -> str:

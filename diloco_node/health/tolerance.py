@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diloco_node.health.reading import Document, rows
+from diloco_node.health.reading import Document, rows, text
 
 
 def region_count(document: Document) -> int:
@@ -12,7 +12,19 @@ def region_count(document: Document) -> int:
 
 def alive_count(document: Document) -> int:
     """Regions that this one hears, itself included."""
-    return 1 + sum(peer.get("is_alive") is True for peer in rows(document, "peers"))
+    return len(_alive(document))
+
+
+def voting_count(document: Document) -> int:
+    """Those of them that can vote: a region that lost its folder can't until the ledger names the new one."""
+    voters = document.get("voters")
+    alive = _alive(document)
+    return sum(name in voters for name in alive) if isinstance(voters, list) else len(alive)
+
+
+def _alive(document: Document) -> list[str]:
+    others = [text(peer, "name") for peer in rows(document, "peers") if peer.get("is_alive") is True]
+    return [text(document, "region"), *others]
 
 
 def majority(regions: int) -> int:
@@ -20,11 +32,18 @@ def majority(regions: int) -> int:
     return regions // 2 + 1
 
 
+def is_founded(document: Document) -> bool:
+    """Whether the run has begun, as far as is known: that takes all regions, and no majority does."""
+    versions = document.get("versions")
+    return not isinstance(versions, list) or not versions or any(version != -1 for version in versions)
+
+
 def failure_tolerance(document: Document) -> int:
-    """Never negative: 0 means that the next failure stops merging, or that it has stopped."""
-    return max(0, alive_count(document) - majority(region_count(document)))
+    """Never negative: 0 means that the next failure stops merging, or that it has stopped, or not begun."""
+    spare = voting_count(document) - majority(region_count(document))
+    return max(0, spare) if is_founded(document) else 0
 
 
 def has_majority(document: Document) -> bool:
     """Whether this region and those that it hears can commit."""
-    return alive_count(document) >= majority(region_count(document))
+    return voting_count(document) >= majority(region_count(document))

@@ -11,12 +11,16 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from diloco_node.health.critical_path import CriticalPath, cost_of, critical_path
+from diloco_node.health import alert_kinds as kinds
+from diloco_node.health.critical_path import CriticalPath, cost_of, critical_path, last_rounds
 from diloco_node.health.reading import Document, duration, number, part, rows, text
-from diloco_node.health.summary import joint_health
+from diloco_node.health.summary import joint_health, said_of_region
 
 TRIPS: Final = 4
-"""Round trips of control that a round takes: ballot, decision, merged stripes, entry."""
+"""Round trips that a round takes over a link of the leader: ballot, decision, merged stripes, entry."""
+
+TRIPS_ASIDE: Final = 1
+"""Over another link: a stripe one way, its sum the other way."""
 
 SLOWER: Final = 1.25
 """A learner is slow when its steps take so many times the median of the others."""
@@ -77,8 +81,12 @@ def region_names(documents: Sequence[Document]) -> list[str]:
 def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
     """Why no round commits, by the alerts that stop rounds, and by what open rounds wait for."""
     for alert in rows(joint_health(documents), "alerts"):
-        if text(alert, "code") in ("A-NO-MAJORITY", "A-CUT-OFF", "A-NO-COMMIT", "A-DISK-REFUSED"):
-            yield Finding("merging", (), text(alert, "text"), text(alert, "hint"))
+        code, region = text(alert, "code"), text(alert, "region")
+        if code in (kinds.NO_MAJORITY.code, kinds.NO_COMMIT.code):
+            hint = text(alert, "hint") if code == kinds.NO_MAJORITY.code else ""  # which is to ask this
+            yield Finding("merging", (), said_of_region(alert), hint)
+        elif code in (kinds.CUT_OFF.code, kinds.DISK_REFUSED.code):
+            yield Finding("merging", (region,), said_of_region(alert), text(alert, "hint"))
     for document in documents:
         if document.get("role") != "leader":
             continue
@@ -90,7 +98,7 @@ def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
 
 
 def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
-    if path is None:
+    if path is None or path.seconds <= 0:
         return
     spent = [(phase, seconds) for phase, seconds in path.phases if seconds]
     shares = ", ".join(
@@ -102,13 +110,13 @@ def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterato
     if not path.waits:
         return
     (region, phase), count = path.waits[0]
-    log = next(rows(one, "round_log") for one in documents if text(one, "region") == path.seen_from)
-    cost_s = cost_of(log, region, phase)
-    basis = "" if cost_s is None else f"median of {phase} in the rounds that waited for {region}, against the others"
+    cost_s = cost_of(last_rounds(documents)[1], region, phase)
+    basis = "" if cost_s is None else f"{duration(cost_s)} each: median of {phase} in them against the other rounds"
     what = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
-    is_dear = cost_s is None or cost_s > COSTS * path.seconds
+    saves_s = None if cost_s is None else cost_s * count / path.rounds
+    is_dear = saves_s is None or saves_s > COSTS * path.seconds
     change = _HELPS.get(phase, _HELPS[""]).format(region=region) if is_dear else ""
-    yield Finding("rounds", (region,), what, change, cost_s, basis)
+    yield Finding("rounds", (region,), what, change, saves_s, basis)
 
 
 _HELPS: Final = {
@@ -121,25 +129,28 @@ _HELPS: Final = {
 
 
 def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator[Finding]:
-    """The slowest pair by round trip, against the next one; and what waits to be sent."""
-    trips: dict[tuple[str, ...], float] = {}
+    """The pair whose round trips cost a round most, against the next one; and what waits to be sent."""
+    leader = text(max(documents, key=lambda one: number(one, "term") or 0.0, default={}), "leader")
+    costs: dict[tuple[str, ...], tuple[float, int, float]] = {}
     for document in documents:
         for peer in rows(document, "peers"):
             rtt_s = number(peer, "rtt_seconds")
             pair = tuple(sorted((text(document, "region"), text(peer, "name"))))
             if rtt_s is not None and text(peer, "link") == "up":
-                trips[pair] = max(rtt_s, trips.get(pair, 0.0))
-    if trips:
-        pair, rtt_s = max(sorted(trips.items()), key=lambda one: one[1])
-        others = [one for other, one in trips.items() if other != pair]
-        saves_s = TRIPS * (rtt_s - max(others)) if others else None
+                trips = TRIPS if leader in pair else TRIPS_ASIDE
+                costs[pair] = max((trips * rtt_s, trips, rtt_s), costs.get(pair, (0.0, 0, 0.0)))
+    if costs:
+        pair, (cost_s, trips, rtt_s) = max(sorted(costs.items()), key=lambda one: one[1])
+        others = [one for other, (one, *_) in costs.items() if other != pair]
         # Round trips vary: those of now may be longer than all of the last rounds.
-        is_part = path is not None and TRIPS * rtt_s < path.seconds
+        is_part = path is not None and cost_s < path.seconds
         of_round = f" of {duration(path.seconds)} that a round takes" if path and is_part else ""
-        what = f"the slowest link is {pair[0]} to {pair[1]}: {duration(rtt_s)} there and back, "
-        what += f"{duration(TRIPS * rtt_s)}{of_round}"
-        basis = f"{TRIPS} round trips for each round; saved if it were as fast as the next slower one" if others else ""
-        yield Finding("link", pair, what, saves_seconds=saves_s if is_part else None, basis=basis)
+        what = f"the link that costs most is {pair[0]} to {pair[1]}: {duration(rtt_s)} there and back, "
+        what += f"{duration(cost_s)}{of_round}"
+        basis = f"round trips for each round: {trips}"
+        basis += "; saved if it cost as much as the next one" if others else ""
+        saves_s = cost_s - max(others) if others and is_part else None
+        yield Finding("link", pair, what, saves_seconds=saves_s, basis=basis)
     for document in documents:
         yield from _backlog(document)
 
@@ -148,12 +159,7 @@ def _backlog(document: Document) -> Iterator[Finding]:
     peers = part(part(document, "budget"), "peers")
     for name in sorted(peers):
         row = part(peers, name)
-        lanes = part(row, "lanes")
-        wanted, used = (
-            sum(number(part(lanes, lane), key) or 0 for lane in lanes) for key in ("wanted_bytes", "used_bytes")
-        )
-        waiting = wanted - used
-        rate = number(row, "egress_bytes_per_s")
+        waiting, rate = number(row, "waiting_bytes") or 0.0, number(row, "egress_bytes_per_s")
         if rate and waiting > rate:  # more than a second's worth
             what = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
             basis = f"{duration(waiting / rate)} at the budget of {8 * rate / 1e6:.1f} Mbit/s"
@@ -171,7 +177,7 @@ def _budget(documents: Sequence[Document]) -> Iterator[Finding]:
 def _learners(documents: Sequence[Document]) -> Iterator[Finding]:
     for alert in rows(joint_health(documents), "alerts"):
         if text(alert, "code").startswith(("A-LEARNER", "A-LOSS")):
-            yield Finding("learner", (text(alert, "region"),), text(alert, "text"), text(alert, "hint"))
+            yield Finding("learner", (text(alert, "region"),), said_of_region(alert), text(alert, "hint"))
     steps = {text(one, "region"): number(part(one, "learner"), "step_seconds") for one in documents}
     known = {name: step_s for name, step_s in steps.items() if step_s}
     for name, step_s in sorted(known.items()):
@@ -192,7 +198,8 @@ def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
     witness = max(documents, key=lambda one: number(one, "applied_index") or 0.0)
     applied = number(witness, "applied_index") or 0.0
     for peer in rows(witness, "peers"):
-        behind = applied - (number(peer, "applied_index") or 0.0)
+        known = number(peer, "applied_index")  # 0: nothing was heard of it yet
+        behind = applied - known if known else 0.0
         if behind > BEHIND_ENTRIES:
             what = f"{text(peer, 'name')} has {behind:.0f} ledger entries still to apply"
             yield Finding(
@@ -204,10 +211,10 @@ def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
             what = f"{text(document, 'region')} fetches {len(fetching)} versions that it lacks"
             yield Finding("region", (text(document, "region"),), what, "wait: it trains on meanwhile")
     names = sorted(part(witness, "steps_of"))
-    steps = {name: number(part(witness, "steps_of"), name) or 0.0 for name in names}
+    steps = {name: step for name in names if (step := number(part(witness, "steps_of"), name))}
     middle = median(steps.values()) if steps else 0.0
-    for name in names:
-        if steps[name] < BEHIND_STEPS * middle:
+    for name in names:  # who never made one is named by an alert, if it should
+        if name in steps and steps[name] < BEHIND_STEPS * middle:
             what = f"{name} has made {steps[name]:.0f} steps, the median region {middle:.0f}"
             yield Finding("region", (name,), what, "its steps are slower, or it was away; its steps count all the same")
         joined = number(part(witness, "participation_of"), name)

@@ -151,7 +151,8 @@ class BulkOutbound:
         item = _Transfer(header, body, asyncio.get_running_loop().create_future())
         self._requests += 1
         order = (_urgency_of(header), self._requests)
-        self._pacer.transfer_started(self._peer, lane, body.nbytes)
+        size = body.nbytes
+        self._pacer.transfer_started(self._peer, lane, size)
         try:
             waiting = self._queues[lane].waiting
             await waiting.put((order, item))
@@ -162,7 +163,7 @@ class BulkOutbound:
                 raise
             await item.done
         finally:
-            self._pacer.transfer_ended(self._peer)
+            self._pacer.transfer_ended(self._peer, size)
             item.is_cancelled = True
             if item.encoding is not None:
                 await asyncio.wait((item.encoding,))

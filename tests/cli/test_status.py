@@ -4,16 +4,20 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
 
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.main import main
 from diloco_node.cli.status import Target, ask, find_targets
-from diloco_node.cli.status_view import detail_lines, run_line, status_lines
+from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, run_line, status_lines
+from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
 from tests.health.test_alerts import DOWN, changed, peers
+from tests.kit.spoiled import spoiled
 
 DOCUMENT: dict[str, Any] = {
     "region": "eu",
@@ -134,7 +138,7 @@ def test_status_of_run_toml_asks_the_regions_that_run_here(
     assert main(["status", "--json"]) == 0
 
 
-@pytest.mark.parametrize("place", ["0", "70000", "nowhere", "."])
+@pytest.mark.parametrize("place", ["0", "70000", "nowhere", ".", 300 * "x"])
 def test_a_place_that_is_no_region_is_refused(place: str) -> None:
     with pytest.raises(ConfigError, match="neither a port nor a folder"):
         find_targets(place)
@@ -144,6 +148,20 @@ def test_a_damaged_port_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "admin.port").write_text("7x")
     with pytest.raises(ConfigError, match="holds '7x', not a port"):
         find_targets(str(tmp_path))
+
+
+@given(spoiled(changed() | DOCUMENT | {"notes": [{"is_alarm": True, "text": "x"}]}))
+def test_a_document_of_another_version_is_shown_as_far_as_it_goes(document: dict[str, Any]) -> None:
+    answer = SimpleNamespace(read=lambda _: json.dumps(document).encode())
+    connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: answer, close=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(status_cmd, "connect", lambda _: connection)
+        shown = ask(Target("x", 1))
+    assert any(line.startswith(str(shown["region"])) for line in status_lines([shown], 80))
+    board = Board()
+    for key in ("enter", "esc", "s", "s", "s", "s"):
+        board.press(key)
+        assert board.lines([shown], 80, 24)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"3"])
@@ -224,6 +242,13 @@ def test_alerts_are_shown_with_what_helps() -> None:
     assert lines[at + 1].endswith("`diloco-node learner start us`")
 
 
+def test_of_many_alerts_the_gravest_are_shown_and_the_others_counted() -> None:
+    left_out = [{"region": f"r{at}", "part": "member", "reason": "late"} for at in range(20)]
+    lines = alert_lines([changed(left_out=left_out)])
+    assert len(lines) == 2 * ALERTS_MAX + 1
+    assert lines[-1] == f"{20 - ALERTS_MAX} more alerts: `diloco-node status --json`"
+
+
 def test_all_regions_of_the_run_are_shown_from_one() -> None:
     seen = {"steps_of": {"eu": 60, "ap": 12}, "participation_of": {"eu": 0.98}, "leader": "eu", "role": "follower"}
     one_way = {"applied_index": 40, "rtt_seconds": 0.09}
@@ -236,6 +261,10 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
     assert lines[ap].split()[:3] == ["ap*", "down", "12"]
     assert lines[ap + 1] == "  33 ledger entries behind, Connection refused"
     assert "* as seen from us" in lines
+    mended = changed(peers=peers(eu=one_way | {"error": "of an earlier link"})) | seen
+    assert "  90 ms away, in 98 % of the merges" in status_lines([mended], 80)
+    unheard = changed(peers=peers(eu=one_way, ap=DOWN | {"applied_index": 0})) | seen
+    assert "  Connection refused" in status_lines([unheard], 80), "how far it is nobody has said"
     other = changed() | {"region": "eu"}
     assert not any(line.startswith("eu*") for line in status_lines([document, other], 80)), "it was asked itself"
 
@@ -243,6 +272,8 @@ def test_all_regions_of_the_run_are_shown_from_one() -> None:
 def test_the_run_has_its_name_its_end_and_the_time_that_is_left() -> None:
     run = {"id": "try", "step": 64, "total_steps": 250, "tokens": 1_200_000, "tokens_total": None, "eta_seconds": 720.0}
     assert run_line([{"run": run}]) == "run try: step 64 of 250, 1,200,000 tokens merged, 12 min left"
+    behind = run | {"step": 9, "tokens": 7}
+    assert run_line([{"run": behind}, {"run": run}, {"run": behind}]).startswith("run try: step 64 "), "who knows most"
     assert run_line([{"run_id": "try"}, {}]) == "run try"
     assert run_line([]) == ""
 

@@ -11,6 +11,7 @@ import time
 from copy import deepcopy
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,19 +89,23 @@ def test_one_region_is_chosen_and_shown_alone() -> None:
     assert board.chosen == "ap"
 
 
-SCRIPT = """
-import sys
+SCREEN = """
 from diloco_node.cli.watch import run_screen
 run_screen(lambda: [{"region": "us", "error": "no status from 127.0.0.1:1"}])
 print("over")
 """
+WATCH = """
+from diloco_node.cli.status import Target, _watch
+_watch([Target("us", 1)], as_json=False)
+"""
 
 
-def test_a_terminal_shows_it_and_q_ends_it() -> None:
+def shown_on(terminal: str, script: str, *, until: bytes, press: bytes = b"") -> bytes:
+    """What a terminal of this kind shows, up to some words and what a key then brings; at most for two minutes."""
     pid, master = pty.fork()
     if pid == 0:
-        os.environ |= {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"}
-        os.execv(sys.executable, [sys.executable, "-c", SCRIPT])
+        os.environ |= {"TERM": terminal, "LINES": "24", "COLUMNS": "80"}
+        os.execv(sys.executable, [sys.executable, "-c", script])
     shown, has_pressed, deadline_s = b"", False, time.monotonic() + 120.0
     try:
         while time.monotonic() < deadline_s:
@@ -111,12 +116,28 @@ def test_a_terminal_shows_it_and_q_ends_it() -> None:
             except OSError:  # the other end is closed
                 break
             shown += found
-            if b"quit" in shown and not has_pressed:
-                os.write(master, b"sq")
-                has_pressed = True
+            if until not in shown or has_pressed:
+                continue
+            if not press:
+                break
+            os.write(master, press)
+            has_pressed = True
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(master)
+    return shown
+
+
+@pytest.mark.parametrize("terminal", ["xterm", "vt100"])
+def test_a_terminal_shows_it_and_q_ends_it(terminal: str) -> None:
+    shown = shown_on(terminal, SCREEN, until=b"quit", press=b"sq")
     assert b"no status from 127.0.0.1:1" in shown
     assert b"over" in shown, shown
+
+
+def test_a_terminal_that_this_machine_does_not_know_gets_lines() -> None:
+    """As in a small container, where the newer ones are not listed."""
+    shown = shown_on("no-such-terminal", WATCH, until=b"no status from 127.0.0.1:1")
+    assert b"no status from 127.0.0.1:1" in shown
+    assert b"Traceback" not in shown

@@ -53,7 +53,7 @@ def test_why_says_what_is_slow_in_eighty_columns(port: int, capsys: pytest.Captu
     words = " ".join(shown.split())
     assert words.startswith("healthy: 3 of 3 regions")
     assert "rounds: 2 of 3 rounds waited for ap in gather" in words
-    assert "Saves 2.0 s of a round." in words
+    assert "Saves 1.3 s of a round." in words
 
 
 def test_why_of_one_region_as_json(port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

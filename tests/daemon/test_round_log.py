@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from diloco_node.core import events as ev
 from diloco_node.core.types import Ballot
 from diloco_node.core.view import PHASES
-from diloco_node.daemon.round_log import ROUNDS_KEPT, TrackedRound
+from diloco_node.daemon.round_log import REASON_CHARS_MAX, ROUNDS_KEPT, RoundLog, TrackedRound
 from tests.daemon.test_node import Play, World, play  # noqa: F401 - a fixture
 
 MS = 1_000_000
@@ -45,6 +48,7 @@ def test_every_region_times_the_rounds_and_the_leader_knows_whom_it_waits_for(pl
         assert late.count({"region": slow, "phase": "gather"}) > len(late) / 2
         status = world.regions[leader].node.status()
         assert status["run"]["total_steps"] == 80
+        assert set(status["voters"]) == set(world.regions)
         assert 0 < status["commit_age_seconds"] < 5
         assert status["usual_commit_seconds"] > 0
         assert sum(one["buckets"][-1][1] for one in status["phase_seconds"].values()) > 0
@@ -93,4 +97,86 @@ def test_nobody_is_blamed_for_a_phase_that_mostly_waited_for_someone_unknown() -
     one.pass_time("gather", (), now_ns=10 * MS)
     one.pass_time("reduce", (), now_ns=100 * MS)
     assert one.waited_for() is None
-    assert ROUNDS_KEPT == 128
+
+
+class Script:
+    """A core that is as far as the test says, its clock, and the log of its rounds."""
+
+    def __init__(self, *, leads: bool) -> None:
+        self.now_ns = 0
+        self.history = SimpleNamespace(rounds_committed=0, versions=[0, 0])
+        self.leader = SimpleNamespace(is_acting=leads, rounds={})
+        self.participant = SimpleNamespace(standing=self.standing)
+        self.followed: dict[int, tuple[int, Ballot, str, tuple[str, ...]]] = {}
+        core: Any = self
+        self.log = RoundLog(core, region="us", regions=("eu", "us"), now_ns=lambda: self.now_ns, unix_s=lambda: 0.0)
+
+    def standing(self, fragment: int) -> tuple[int, Ballot, str, tuple[str, ...]] | None:
+        return self.followed.get(fragment)
+
+    def open(self, version: int, *, ballot: int, fragment: int = 0, late: tuple[str, ...] = ()) -> None:
+        one = SimpleNamespace(version=version, ballot=Ballot(1, ballot), members=("us",), phase="gather")
+        one.late_regions = lambda _: late
+        self.leader.rounds[fragment] = one
+        self.log.observe(ev.TimerFired(), [])
+
+    def commit(self, version: int, effects: Sequence[ev.Effect] = (), *, fragment: int = 0) -> None:
+        self.leader.rounds.pop(fragment, None)
+        self.followed.pop(fragment, None)
+        self.history.versions[fragment] = version
+        self.history.rounds_committed += 1
+        self.log.observe(ev.TimerFired(), effects)
+
+
+def test_rounds_that_a_region_catches_up_on_are_no_usual_time() -> None:
+    """After an outage they come one right after another; then a minute without one would look like a stall."""
+    script = Script(leads=False)
+    for version in range(1, 20):
+        script.now_ns += 5 * MS
+        script.commit(version)
+    assert script.log.commit_age_s() == 0.0
+    assert script.log.usual_commit_s() is None
+    for version in range(20, 23):
+        script.now_ns += 60_000 * MS
+        script.followed[0] = (version, Ballot(1, version), "gather", ())
+        script.log.observe(ev.SnapshotRefused(0, version, ""), [])
+        script.commit(version)
+    assert script.log.usual_commit_s() == 60.0
+
+
+def test_of_a_long_run_the_last_rounds_are_kept_and_nothing_else() -> None:
+    script = Script(leads=True)
+    member: Any = SimpleNamespace(contribution=SimpleNamespace(learner="us"))
+    for version in range(1, 301):
+        body: Any = SimpleNamespace(fragment=0, version=version, members=(member,))
+        script.open(version, ballot=version)
+        script.now_ns += 10 * MS
+        script.commit(version, [ev.ApplyVersion(body)])
+        script.log.observe(ev.VersionApplied(0, version), [])
+    rows = script.log.rows()
+    assert [row["version"] for row in rows] == list(range(301 - ROUNDS_KEPT, 301))
+    assert (rows[-1]["members"], rows[-1]["missing"], rows[-1]["seconds"]) == (["us"], ["eu"], 0.01)
+    left = [script.log._open, script.log._applying, script.log._merged, script.log._reasons]
+    assert not any(left)
+
+
+def test_a_ballot_that_another_follows_has_failed_for_its_own_reason() -> None:
+    script = Script(leads=True)
+    script.open(1, ballot=1, late=("eu",))
+    script.log.observe(ev.TimerFired(), [ev.Note("abandoned", "of another event", 0, 1)])
+    script.now_ns += 10 * MS
+    script.open(1, ballot=2)
+    (row,) = script.log.rows()
+    assert (row["ballot"], row["outcome"], row["missing"]) == ("1.1", "failed", ["eu"])
+    assert row["reason"] == "another ballot took its place"
+    script.leader.rounds.clear()
+    script.log.observe(ev.TimerFired(), [ev.Note("abandoned", 999 * "long ", 0, 1)])
+    assert script.log.rows()[-1]["reason"] == (999 * "long ")[:REASON_CHARS_MAX]
+
+
+def test_a_fragment_that_a_peer_made_up_is_no_round() -> None:
+    script = Script(leads=False)
+    for fragment in (-1, 2, 2**40):
+        script.followed[fragment] = (1, Ballot(1, 1), "gather", ())
+        script.log.observe(ev.SnapshotRefused(fragment, 1, ""), [])
+    assert script.log._open == {}

@@ -14,8 +14,8 @@ def test_a_duration_has_the_unit_that_fits(seconds: float, shown: str) -> None:
 
 
 def test_what_is_not_as_expected_is_not_there() -> None:
-    document = {"a": True, "b": float("nan"), "c": 3, "d": "text", "e": [1, {"f": 1}], "g": {"h": 1}}
-    assert [number(document, key) for key in ("a", "b", "c", "d", "x")] == [None, None, 3.0, None, None]
+    document = {"a": True, "b": float("nan"), "c": 3, "d": "text", "e": [1, {"f": 1}], "g": {"h": 1}, "i": 10**400}
+    assert [number(document, key) for key in ("a", "b", "c", "d", "i", "x")] == [None, None, 3.0, None, None, None]
     assert (text(document, "d"), text(document, "c")) == ("text", "")
     assert (rows(document, "e"), rows(document, "c")) == ([{"f": 1}], [])
     assert (part(document, "g"), part(document, "e")) == ({"h": 1}, {})

@@ -20,6 +20,9 @@ from diloco_node.numeric import NS_PER_S
 ETA_WINDOW_S: Final = 600.0
 """The time that is left is worked out from the progress of the last minutes."""
 
+SETTLE_S: Final = 10.0
+"""Right after a start the run seems to leap: the other regions are heard one by one, with steps that no round has."""
+
 DAY_S: Final = 86_400.0
 
 
@@ -50,6 +53,7 @@ class RunFacts:
         self._refusals = refusals
         self._now_ns = now_ns
         self._part = SlidingRate(ETA_WINDOW_S)
+        self._marked_from_ns = now_ns() + int(SETTLE_S * NS_PER_S)
         self._marked = -1.0
         self._disk: dict[str, Any] = {}
         self._phases = PhaseTimes()
@@ -70,15 +74,18 @@ class RunFacts:
         """Remember how far the run is now."""
         now_ns = self._now_ns()
         part = self._core.leader.progress.position(now_ns=now_ns).part
+        if now_ns < self._marked_from_ns:
+            return
         if part is not None and part > self._marked:  # what stands still has no time that is left
             self._marked = part
             self._part.add(part, now_ns=now_ns)
 
     def document(self, learner: LearnerProxy) -> dict[str, Any]:
         """The fields of the status document that come from here."""
-        refused = dict(self._refusals())
+        refused, disks = dict(self._refusals()), self._core.ledger.disks
         return {
             "run": self._run(),
+            "voters": [name for name in self._spec.regions if disks.named(name)] if disks.has_view else None,
             "steps_of": {name: self._core.leader.progress.steps_of(name) for name in self._spec.regions},
             "token_account": self._account(learner),
             "phase_seconds": self._phases.document(),

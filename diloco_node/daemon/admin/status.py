@@ -80,7 +80,8 @@ class NoteBook:
         """The oldest of the kind that has the most."""
         kinds = Counter(note["kind"] for note in self.last)
         doomed = max(kinds, key=lambda kind: kinds[kind])
-        del self.last[next(index for index, note in enumerate(self.last) if note["kind"] == doomed)]
+        dropped = self.last.pop(next(index for index, note in enumerate(self.last) if note["kind"] == doomed))
+        self._recent = {cause: note for cause, note in self._recent.items() if note is not dropped}
 
 
 def _cause(note: Note, text: str) -> Hashable:

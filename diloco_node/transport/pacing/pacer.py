@@ -62,13 +62,15 @@ class _PeerState:
 
     Attributes:
         link: what the kernel counted, and what follows from it.
-        transfers: that are queued or on their way. idle: the timer that will report to the peer that there are none.
+        transfers: that are queued or on their way, `waiting_bytes` before compression. idle: the timer that will report
+            to the peer that there are none.
         reported_demand: the last IngressDemand on this link. is_granted: the peer shares out what it may receive.
         read_bytes: of all frames.
     """
 
     link: LinkWatch
     transfers: int = 0
+    waiting_bytes: int = 0
     idle: asyncio.TimerHandle | None = None
     reported_demand: int = 0
     is_granted: bool = False
@@ -164,6 +166,7 @@ class Pacer:
         """A transfer was asked for."""
         state = self._peers[peer]
         state.transfers += 1
+        state.waiting_bytes += raw_bytes
         if state.transfers == 1:
             self._follow_lateness()
         self._egress.count_demand(peer, lane, raw_bytes)
@@ -176,10 +179,11 @@ class Pacer:
             self._used_before, self._lost_before = self._used_now(), self._egress.lost_bytes(now_ns=self._now_ns())
             self._woken.set()
 
-    def transfer_ended(self, peer: str) -> None:
+    def transfer_ended(self, peer: str, raw_bytes: int) -> None:
         """It is over, for better or worse."""
         state = self._peers[peer]
         state.transfers -= 1
+        state.waiting_bytes -= raw_bytes
         if not any(other.transfers for other in self._peers.values()):
             self._count_use(self._now_ns())
             self._is_busy = False
@@ -420,6 +424,7 @@ class Pacer:
             "granted_bytes_per_s": self._grants.granted(peer) or None,
             "overhead": use.overhead_ppm / PPM,
             "correction_bytes": use.correction_bytes,
+            "waiting_bytes": self._peers[peer].waiting_bytes,
             "lanes": {
                 lane.name.lower(): {"wanted_bytes": one.demand_bytes, "used_bytes": one.used_bytes}
                 for lane, one in use.lanes.items()

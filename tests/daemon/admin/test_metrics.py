@@ -111,6 +111,17 @@ def test_without_a_learner_nothing_is_said_of_it_but_its_totals() -> None:
         assert f"\ndiloco_learner_{name} " not in shown
 
 
+def test_a_follower_leads_nothing_and_a_silent_peer_is_not_alive() -> None:
+    peer = whole_document()["peers"][0] | {"is_alive": False, "link": "dialing"}
+    document = whole_document() | {"role": "follower", "peers": [peer, peer | {"name": "ap"}]}
+    alarm = {"code": "A-PEER-DOWN", "severity": "warning"}
+    shown = collected(document | {"health": {"alerts": [alarm, alarm]}}).decode().splitlines()
+    assert "diloco_ledger_is_leader 0.0" in shown
+    assert 'diloco_peer_alive{peer="ap"} 0.0' in shown
+    assert 'diloco_peer_link_up{peer="ap"} 0.0' in shown
+    assert 'diloco_alerts{code="A-PEER-DOWN",severity="warning"} 2.0' in shown
+
+
 def test_names_keep_the_rules() -> None:
     found = families()
     assert len(found) > 40

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.ledger.disks import NO_DISK, DiskView
 from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.admin.run_facts import RunFacts, disk_space
@@ -33,6 +34,7 @@ class Scripted:
             steps_of=lambda name: len(name),
         )
         self.leader = SimpleNamespace(progress=progress)
+        self.ledger = SimpleNamespace(disks=DiskView(("eu", "us")))
         spec: Any = SimpleNamespace(
             region="us", regions=("eu", "us"), run_id="try", settings=RunSettings(steps_max=250), state_dir=folder
         )
@@ -40,8 +42,8 @@ class Scripted:
         expires = datetime.now(UTC) + timedelta(days=12)
         self.facts = RunFacts(core, spec, expires=expires, refusals=lambda: self.refusals, now_ns=lambda: self.now_ns)
 
-    def document(self, **facts: Any) -> dict[str, Any]:
-        learner: Any = SimpleNamespace(facts=LearnerFacts(**facts), tokens_total=1000)
+    def document(self, tokens: int = 1000, **facts: Any) -> dict[str, Any]:
+        learner: Any = SimpleNamespace(facts=LearnerFacts(**facts), tokens_total=tokens)
         return self.facts.document(learner)
 
 
@@ -53,7 +55,7 @@ def scripted(tmp_path: Path) -> Scripted:
 def test_the_time_that_is_left_follows_the_pace(scripted: Scripted) -> None:
     assert scripted.document()["run"]["eta_seconds"] is None, "one look is no pace"
     for at in range(11):
-        scripted.now_ns, scripted.part = at * 2 * SECOND, 0.01 * at
+        scripted.now_ns, scripted.part = (10 + at * 2) * SECOND, 0.01 * at
         scripted.facts.mark()
     run = scripted.document()["run"]
     assert run["eta_seconds"] == pytest.approx(0.9 / 0.005)
@@ -64,12 +66,37 @@ def test_the_time_that_is_left_follows_the_pace(scripted: Scripted) -> None:
     assert scripted.document()["run"]["eta_seconds"] is None or scripted.document()["run"]["eta_seconds"] > 4000
 
 
+def test_what_is_first_heard_after_a_start_is_no_pace(scripted: Scripted) -> None:
+    """The ledger says 50 %, the learners that are heard a moment later 55 %; a percent takes an hour."""
+    for at_s, part in ((2, 0.5), (4, 0.55), *((at, 0.55 + at / 360_000) for at in range(12, 73, 2))):
+        scripted.now_ns, scripted.part = at_s * SECOND, part
+        scripted.facts.mark()
+    assert scripted.document()["run"]["eta_seconds"] == pytest.approx(0.45 * 360_000, rel=0.01)
+
+
+def test_a_run_that_moves_with_rare_merges_has_a_pace(scripted: Scripted) -> None:
+    for at_s in range(20, 6000, 2):
+        scripted.now_ns, scripted.part = at_s * SECOND, 0.01 * (at_s // 1200)
+        scripted.facts.mark()
+        if at_s > 2500:
+            eta_s = scripted.document()["run"]["eta_seconds"]
+            assert eta_s == pytest.approx((1.0 - scripted.part) * 120_000, rel=0.02)
+
+
 def test_a_run_without_an_end_has_none(scripted: Scripted) -> None:
     scripted.part = None
     scripted.facts.mark()
     assert scripted.document()["run"]["eta_seconds"] is None
     scripted.history.finished = SimpleNamespace(reason="enough")
     assert scripted.document()["run"]["eta_seconds"] == 0.0
+
+
+def test_a_region_votes_while_the_ledger_names_its_folder(scripted: Scripted) -> None:
+    assert scripted.document()["voters"] is None, "before the run has begun nobody is named"
+    scripted.ledger.disks.begin({"eu": b"e", "us": b"u"}, 1)
+    assert scripted.document()["voters"] == ["eu", "us"]
+    scripted.ledger.disks.begin({"eu": NO_DISK, "us": b"u"}, 2)
+    assert scripted.document()["voters"] == ["us"]
 
 
 def test_disk_certificate_and_tokens_are_shown(scripted: Scripted, tmp_path: Path) -> None:
@@ -81,6 +108,7 @@ def test_disk_certificate_and_tokens_are_shown(scripted: Scripted, tmp_path: Pat
     assert document["certificate"]["days_left"] == pytest.approx(12, abs=0.1)
     assert document["token_account"] == {"trained": 1000, "carried": 300, "run_merged": 700, "run_discarded": 5}
     assert document["steps_of"] == {"eu": 2, "us": 2}
+    assert scripted.document(tokens=600)["token_account"]["carried"] == 0, "the folder was lost, the ledger was not"
     assert disk_space(tmp_path / "gone") == {}
 
 

@@ -153,6 +153,25 @@ def test_the_document_is_plain_json_with_times_in_seconds() -> None:
     assert document["inner_steps"] == 150
 
 
+def test_what_only_the_leader_or_nobody_knows_is_null() -> None:
+    view = view_of()
+    peer = replace(view.peers[0], rtt_ns=0, learner=None)
+    far = replace(view.rounds[0], opened_at_ns=0, deadline_ns=0)
+    document = status_of(replace(view, peers=(peer,), rounds=(far,)))
+    assert (document["peers"][0]["rtt_seconds"], document["peers"][0]["versions"]) == (None, None)
+    assert (document["rounds"][0]["open_seconds"], document["rounds"][0]["deadline_in_seconds"]) == (None, None)
+    assert status_of(view)["peers"][0]["versions"] == [3, 3]
+
+
+def test_an_alarm_that_is_told_is_handed_on_once() -> None:
+    heard: list[str] = []
+    notes = NoteBook("us", lambda: 0, heard.append)
+    for _ in range(3):
+        notes.add(Note("digest", "parameters differ \x1b[2J", is_alarm=True))
+    notes.add(Note("open", "all is well"))
+    assert heard == ["parameters differ \\x1b[2J"]
+
+
 def test_the_rate_is_of_now_and_the_age_of_the_last_report_is_shown() -> None:
     view = view_of()
     learner = learner_of(view.learner, first_report_ns=1 * SECOND, last_report_ns=3 * SECOND)
@@ -241,6 +260,17 @@ def test_a_flood_of_words_that_all_differ_is_bounded_and_leaves_the_other_kinds_
     assert len(lines) <= 200
     assert len(notes.last) == NOTES_SHOWN_MAX
     assert notes.last[0]["kind"] == "digest", "the alarm is still there to be seen"
+
+
+def test_the_memory_of_notes_does_not_grow_with_the_run() -> None:
+    """Each round has notes of its own, and in a sound run nothing is held back."""
+    now_ns = [0]
+    notes = NoteBook("us", lambda: now_ns[0])
+    with capture_logs():
+        for version in range(1000):
+            now_ns[0] += SECOND
+            notes.add(Note("committed", f"ballot 3.{version}", 1, version))
+    assert len(notes._recent) <= NOTES_SHOWN_MAX
 
 
 def test_each_step_of_a_round_is_told() -> None:

@@ -127,7 +127,7 @@ async def test_a_grant_is_obeyed_and_what_waits_is_reported(pacer: Pacer, sent: 
     assert pacer.received("b", IngressGranted(0))
     assert pacer.status()["peers"]["b"]["egress_bytes_per_s"] is None
     assert not pacer.received("b", Message.__args__[0](1, True, 1, 1, b"", True))  # type: ignore[attr-defined]
-    pacer.transfer_ended("b")
+    pacer.transfer_ended("b", 100)
 
 
 async def test_what_could_be_sent_is_bounded_by_our_own_limits(pacer: Pacer, sent: list[tuple[str, Message]]) -> None:
@@ -207,12 +207,14 @@ async def test_the_share_used_counts_only_time_with_work(pacer: Pacer, clock: Cl
     pacer.transfer_started("b", ROUNDS, 10_000)
     await asyncio.wait_for(pacer.acquire("b", ROUNDS, 10_000, ()), DEADLINE_S)
     clock.now_ns += 15_600_000  # 10,600 are earned again, 5,000 more are lost
-    pacer.transfer_ended("b")
+    assert pacer.status()["peers"]["b"]["waiting_bytes"] == 10_000, "until its end it may have to go again"
+    pacer.transfer_ended("b", 10_000)
     clock.now_ns += 3600 * 10**9
     status = pacer.status()
     assert status["used_bytes"] == 10_600
     assert status["allowed_bytes"] == 15_600
     assert status["share_used"] == 10_600 / 15_600
+    assert status["peers"]["b"]["waiting_bytes"] == 0
     assert status["peers"]["b"]["lanes"]["rounds"] == {"wanted_bytes": 10_600, "used_bytes": 10_600}
 
 
