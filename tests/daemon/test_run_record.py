@@ -48,6 +48,8 @@ def test_a_run_is_complete_here_when_its_end_is_known_and_the_model_written(tmp_
     assert not is_complete(tmp_path / "going", going)
     (tmp_path / "over" / FINAL_NAME).unlink()
     assert not is_complete(tmp_path / "over", over), "a daemon has to write it first"
+    write_report(tmp_path / "over", {"state": "finished"})
+    assert is_complete(tmp_path / "over", over), "it was there, and was moved away"
     assert not is_complete(tmp_path / "over", None)
 
 
