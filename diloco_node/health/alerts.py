@@ -90,6 +90,9 @@ def _majority(document: Document) -> Iterator[Alert]:
     alive, regions = alive_count(document), region_count(document)
     if not has_majority(document):
         what = f"{alive} of {regions} regions are left, {regions // 2 + 1} are needed to merge"
+        step, total = number(document, "inner_steps"), number(part(document, "run"), "total_steps")
+        if step is not None and total and step >= total:
+            what += f". This region alone has made all {total:.0f} steps of the run: the others have probably finished"
         yield _make(kinds.NO_MAJORITY, document, what)
     elif alive < regions and not failure_tolerance(document):
         what = f"{alive} of {regions} regions are left: the next failure stops merging"
