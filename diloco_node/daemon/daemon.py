@@ -117,7 +117,8 @@ class Daemon:
             await in_thread(self._threads.pool, check_golden)
             await in_thread(self._threads.pool, warm_up)
             await self.learner_server.start()
-            self.spawn(self._watch_learner_process(), "learner process")
+            if not self.spec.is_serving:  # what is on disk is of the learner that there was
+                self.spawn(self._watch_learner_process(), "learner process")
             self.spawn(self._watch_run(), "console")
             self.spawn(self._keep_history(), "history")
             manifest, damage = recover_manifest(self.spec.state_dir)

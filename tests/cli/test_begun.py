@@ -103,6 +103,7 @@ def test_a_finished_run_is_served_without_a_learner_when_that_is_wanted(
     assert start("--serve") == 0
     assert [(spec.learner_command, spec.preload) for spec in supervised] == [(None, ())]
     assert NodeSpec.load(tmp_path / "state" / "us-west" / "node.json").is_serving
+    assert "serves until all other regions have told it that they have the end; Ctrl-C" in capsys.readouterr().err
 
 
 def test_a_setting_that_may_change_is_named_with_both_values(

@@ -29,6 +29,7 @@ from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
 from diloco_node.daemon.learner.process_file import PROCESS_FILE, write_process
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ConfigError, StorageError, SupersededError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.ledger_files import LEDGER_NAME
@@ -351,6 +352,23 @@ async def test_a_finished_region_that_is_started_again_keeps_its_report(
     await until(lambda: bool(nodes))
     assert await end(daemon, running) == 0
     assert (spec.state_dir / REPORT_NAME).read_bytes() == before
+
+
+async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    names = ("a", "b", "c")
+    begin_run(spec.state_dir, "run", names, finished="run.steps is reached")
+    write_process(spec.state_dir, {"state": "done", "reason": "", "crashes": 0, "hangs": 0, "exit_code": 0})
+    others = dict.fromkeys(names[1:])
+    daemon = Daemon(dataclasses.replace(spec, regions=names, peers=others, is_serving=True))
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: bool(nodes) and daemon._node is not None)
+    await in_thread(daemon._threads.background, bool)
+    status = daemon.status()
+    assert status["learner_process"] == {}
+    assert [one["code"] for one in status["health"]["alerts"] if "LEARNER" in one["code"]] == []
+    assert await end(daemon, running) == 0
 
 
 async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
