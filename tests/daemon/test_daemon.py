@@ -597,6 +597,7 @@ async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec,
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     await learner.hear()
+    learner.say(Report(41, 4100, 50.0, 10**8, 0, None, None, 41))
     learner.say(Warned("step 41: the loss is 50\x1b[2J, far above its range of late"))
     await until(lambda: any("the loss is 50" in note["text"] for note in daemon.notes.last))
     [note] = [note for note in daemon.notes.last if "the loss is 50" in note["text"]]

@@ -346,7 +346,9 @@ class LearnerProxy:
                 area.close()
 
     def warned(self, text: str, *, has_failed: bool = False) -> None:
-        """It says that a loss or a norm is out of its range, or why it fails."""
+        """It says that a loss or a norm is out of its range, or why it fails; before its first step, what model it has."""
+        if not (has_failed or self.facts.first_report_ns):
+            return
         self.facts.warnings += not has_failed
         self.facts.has_failed = has_failed
         self.facts.last_warning, self.facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()
