@@ -117,7 +117,7 @@ def start(
     spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
     if serve:
         spec = serving(spec)
-        changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before", *changes]
+        changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
     for line in (*warnings(resolved), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.daemon.supervisor import run_supervisor

@@ -144,7 +144,9 @@ CASES = [
     ),
     (
         kinds.SETTINGS_DIFFER,
-        changed(peers=peers(eu=DOWN | {"error": settings_difference(["rounds.codec_up=int4"], ["rounds.codec_up=int8"])})),
+        changed(
+            peers=peers(eu=DOWN | {"error": settings_difference(["rounds.codec_up=int4"], ["rounds.codec_up=int8"])})
+        ),
         "eu: rounds.codec_up is int4 here, int8 there",
         "diloco-node config show",
     ),

@@ -20,7 +20,14 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Orders, Ranks
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
-from diloco_node.wire.learner_link import Done, OfferApplied, RunAdvanced, SnapshotReady, SnapshotRequested, VersionOffered
+from diloco_node.wire.learner_link import (
+    Done,
+    OfferApplied,
+    RunAdvanced,
+    SnapshotReady,
+    SnapshotRequested,
+    VersionOffered,
+)
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 
 SCRIPT = """
