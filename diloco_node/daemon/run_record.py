@@ -88,6 +88,6 @@ def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
 
 def has_final_report(state_dir: Path) -> bool:
     """Whether report.json is that of the finished run."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         return bool(json.loads((state_dir / REPORT_NAME).read_bytes()).get("state") == "finished")
     return False

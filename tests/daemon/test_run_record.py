@@ -63,7 +63,11 @@ def test_a_ledger_behind_a_sum_says_the_same(tmp_path: Path) -> None:
     assert (record.genesis, record.finished) == (genesis, "asked")
 
 
-@pytest.mark.parametrize(("content", "is_final"), [('{"state": "training"}', False), ("{", False), ("[]", False)])
+@pytest.mark.parametrize(
+    ("content", "is_final"),
+    [('{"state": "training"}', False), ("{", False), ("[]", False), ("[" * 10**5, False)],
+    ids=range(4),
+)
 def test_only_the_report_of_a_finished_run_is_final(tmp_path: Path, content: str, is_final: bool) -> None:
     assert not has_final_report(tmp_path)
     (tmp_path / "report.json").write_text(content)
