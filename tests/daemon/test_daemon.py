@@ -26,6 +26,7 @@ from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME, write_report
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
+from diloco_node.daemon.history import HISTORY_NAME
 from diloco_node.daemon.learner.process_file import PROCESS_FILE, write_process
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
@@ -354,21 +355,24 @@ async def test_a_finished_region_that_is_started_again_keeps_its_report(
     assert (spec.state_dir / REPORT_NAME).read_bytes() == before
 
 
-async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was(
+async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was_and_adds_nothing_to_its_curves(
     spec: NodeSpec, nodes: list[node_module.Node]
 ) -> None:
     names = ("a", "b", "c")
     begin_run(spec.state_dir, "run", names, finished="run.steps is reached")
     write_process(spec.state_dir, {"state": "done", "reason": "", "crashes": 0, "hangs": 0, "exit_code": 0})
+    settings = ("rounds.sync_every=24",)
     others = dict.fromkeys(names[1:])
-    daemon = Daemon(dataclasses.replace(spec, regions=names, peers=others, is_serving=True))
+    daemon = Daemon(dataclasses.replace(spec, regions=names, peers=others, is_serving=True, shared_settings=settings))
     running = asyncio.create_task(daemon.run())
     await until(lambda: bool(nodes) and daemon._node is not None)
     await in_thread(daemon._threads.background, bool)
+    assert nodes[0].transport._hello.settings == settings, "peers are told what differs"
     status = daemon.status()
     assert status["learner_process"] == {}
     assert [one["code"] for one in status["health"]["alerts"] if "LEARNER" in one["code"]] == []
     assert await end(daemon, running) == 0
+    assert not (spec.state_dir / HISTORY_NAME).exists()
 
 
 async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
