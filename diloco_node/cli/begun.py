@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diloco_node.errors import ConfigError
+from diloco_node.escaping import escaped
 
 if TYPE_CHECKING:
     from diloco_node.config import NodeConfig
@@ -33,13 +34,16 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
     changed = _changed(config, folder / node_file)
     if not is_complete(folder, record):
         return "", changed
-    return f"run {config.run.id} is finished in {region}: {record.finished}. The model is {_final(folder)}", []
+    return f"run {config.run.id} is finished in {region}: {escaped(record.finished or '')}. {_final(folder)}", []
 
 
-def _final(folder: Path) -> Path:
+def _final(folder: Path) -> str:
     from diloco_node.daemon.run_end import FINAL_NAME
 
-    return folder.resolve() / FINAL_NAME
+    path = folder.resolve() / FINAL_NAME
+    if path.exists():
+        return f"The model is {path}. To hand the end to a region that lacks it: start --serve"
+    return f"{path} is gone. If nobody has moved it: start --serve, here and in another region, writes it again"
 
 
 def _changed(config: NodeConfig, node_file: Path) -> list[str]:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
 import socket
 import sys
@@ -100,7 +101,11 @@ def start(
     resolved.check_region(region)
     finished, changes = check_begun(resolved, region, node_file=NODE_FILE)
     if finished and not serve:
+        from diloco_node.daemon.service_manager import ServiceManager
+
         typer.echo(finished)
+        # Who ends before it is ready has failed, says systemd, and starts it again.
+        ServiceManager(os.environ, os.getpid()).ready()
         return
     if serve and not finished:
         raise ConfigError(f"--serve is for a run that is finished in {region}; this one is not: leave it out")
@@ -112,6 +117,7 @@ def start(
     spec = dataclasses.replace(prepare(resolved, region, command or ()), is_verbose=verbose)
     if serve:
         spec = serving(spec)
+        changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
     for line in (*warnings(resolved), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
     from diloco_node.daemon.supervisor import run_supervisor

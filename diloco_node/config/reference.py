@@ -72,6 +72,7 @@ Lengths of time are written with a unit, as `"200ms"`, `"5min"`. So are rates, a
 | in the tables | what it means |
 |---|---|
 | fixed | not in a run: `start` refuses it and names both values, of a model the daemon does |
+| same | not in a run: it must be the same in all regions, and **nobody compares it** |
 | all | yes: stop all regions, change it in each, start them. Regions that differ refuse each other and name it |
 | region | yes: in one region, when that is started again |
 | running | yes: SIGHUP to `start`, or `diloco-node budget set` |
@@ -87,7 +88,8 @@ _KINDS: Final[dict[Any, str]] = {
     Path: "a path",
 }
 _NEW_RUN: Final = frozenset({"run.init", "model.init"})
-_ALL: Final = frozenset({"run.steps", "run.tokens", "run.seed"})
+_ALL: Final = frozenset({"run.steps", "run.tokens"})
+_SAME: Final = frozenset({"run.seed", "data.tokenizer"})
 _FIXED: Final = frozenset({"run.id", *(f"model.{name}" for name in ("hf", "layers", "dim", "heads", "vocabulary"))})
 
 
@@ -189,6 +191,8 @@ def _changes(key: str) -> str:
         return "fixed"
     if key in _NEW_RUN:
         return "new run"
+    if key in _SAME:
+        return "same"
     if key in _ALL or key.startswith("rounds."):
         return "all"
     return "running" if key.startswith("budget") or key.endswith((".egress", ".ingress")) else "region"

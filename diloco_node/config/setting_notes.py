@@ -115,7 +115,10 @@ NOTES: Final[dict[str, tuple[str, str]]] = {
     "model.eval_windows": ("sequences of one held-out loss; four times as many at the end", "the loss is noisy"),
     "model.threads": ("CPU threads of torch", "you train on a CPU"),
     "model.step_time_min": ("an inner step takes at least so long", "demos and tests"),
-    "model.optimizer": ("Muon is for matrices, with AdamW for the rest", "you tune, or save memory"),
+    "model.optimizer": (
+        "Muon is for matrices, with AdamW for the rest",
+        "you tune, or save memory; then remove `learner/checkpoints`",
+    ),
     "model.clip": ("longest gradient; 0: no limit", "the loss has spikes"),
     "model.accumulate": ("micro-batches of a batch; must divide `batch`", "a batch does not fit into memory"),
     "model.precision": ("of the arithmetic; parameters are float32", "the device has bf16"),

@@ -117,9 +117,10 @@ class Daemon:
             await in_thread(self._threads.pool, check_golden)
             await in_thread(self._threads.pool, warm_up)
             await self.learner_server.start()
-            self.spawn(self._watch_learner_process(), "learner process")
             self.spawn(self._watch_run(), "console")
-            self.spawn(self._keep_history(), "history")
+            if not self.spec.is_serving:  # what is on disk is of the learner that there was, and of the run
+                self.spawn(self._watch_learner_process(), "learner process")
+                self.spawn(self._keep_history(), "history")
             manifest, damage = recover_manifest(self.spec.state_dir)
             if damage:
                 self.notes.add(Note("disk", damage, is_alarm=True))
@@ -137,7 +138,7 @@ class Daemon:
             if is_clean:  # else nobody knows what state the core is in
                 await self._node.drain()
             self._look_at_run()
-            if self._history.take(self.status()):
+            if not self.spec.is_serving and self._history.take(self.status()):
                 await in_thread(self._threads.background, self._history.save)
             try:
                 if not (self._was_finished and has_final_report(self.spec.state_dir)):

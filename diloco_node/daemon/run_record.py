@@ -80,12 +80,14 @@ def read_run_record(state_dir: Path) -> RunRecord | None:
 
 
 def is_complete(state_dir: Path, record: RunRecord | None) -> bool:
-    """Whether this region has finished the run: it knows the end, and the final model is on its disk."""
-    return record is not None and record.finished is not None and (state_dir / FINAL_NAME).exists()
+    """Whether this region has finished the run: it knows the end, and the final model is on its disk, or was moved."""
+    if record is None or record.finished is None:
+        return False
+    return (state_dir / FINAL_NAME).exists() or has_final_report(state_dir)
 
 
 def has_final_report(state_dir: Path) -> bool:
     """Whether report.json is that of the finished run."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         return bool(json.loads((state_dir / REPORT_NAME).read_bytes()).get("state") == "finished")
     return False

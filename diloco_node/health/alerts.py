@@ -40,7 +40,9 @@ STATE_BYTES: Final = 8
 """Of a parameter and its momentum, float32."""
 
 CERTIFICATE_DAYS: Final = 30.0
-_SETTINGS: Final = re.compile(r"\b(run_id|epoch|settings_digest|manifest_digest): ours |: run\.toml must say the same")
+_SETTINGS: Final = re.compile(
+    r"\b(run_id|epoch|settings_digest|manifest_digest): ours |: these settings of run\.toml must be the same"
+)
 """As `wire.envelope.check_hello` says it."""
 
 OVER: Final = frozenset({"finished", "finishing"})
@@ -102,7 +104,11 @@ def _majority(document: Document) -> Iterator[Alert]:
     voting, regions = voting_count(document), region_count(document)
     left = f"{voting} of {regions} regions {'are left' if voting == alive_count(document) else 'can vote'}"
     if not has_majority(document):
-        yield _make(kinds.NO_MAJORITY, document, f"{left}, {majority(regions)} are needed to merge")
+        what = f"{left}, {majority(regions)} are needed to merge"
+        step, total = number(document, "inner_steps"), number(part(document, "run"), "total_steps")
+        if step is not None and total and step >= total:
+            what += f". This region alone has made all {total:.0f} steps of the run: the others have probably finished"
+        yield _make(kinds.NO_MAJORITY, document, what)
     elif voting < regions and not failure_tolerance(document):
         yield _make(kinds.LAST_MAJORITY, document, f"{left}: the next failure stops merging")
 

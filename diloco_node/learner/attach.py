@@ -97,7 +97,7 @@ def attach(
     kept = as_one(optimizer)
     if kept is not None:
         tensors.check_optimizer(kept)
-    if step == "auto" and isinstance(optimizer, list | tuple):
+    if step == "auto" and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
         raise LearnerError('attach(step="auto") counts the steps of one optimizer: with several, call step() yourself')
     return Diloco(
         kept,

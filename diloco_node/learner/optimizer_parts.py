@@ -18,6 +18,7 @@ from torch import Tensor
 from diloco_node.errors import LearnerError
 from diloco_node.learner.layouts.shard_map import Box, ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors, is_sharded, local_part
+from diloco_node.learner.several_optimizers import kind_of
 
 Json = dict[str, Any]
 
@@ -28,7 +29,7 @@ class Kept:
 
     Attributes:
         tensors: by `state.INDEX.KEY` or `group.INDEX.KEY`; what of them lies on the rank.
-        rest: what is no tensor; `state` by index, and `param_groups`.
+        rest: what is no tensor; `state` by index, `param_groups`, and `kind`, the optimizer's class.
         names: of the parameters, by index; "" for one that is not merged.
         boxes: of those tensors that have a value for each of their parameter's.
     """
@@ -85,12 +86,14 @@ class OptimizerParts:
 
         Raises:
             LearnerError: the state holds what is neither tensor nor JSON, or a DTensor of another shape than its
-                parameter's.
+                parameter's, or is not in the form of torch.optim.
         """
-        state = self._optimizer.state_dict()
+        state, kind = self._optimizer.state_dict(), kind_of(self._optimizer)
+        if not {"state", "param_groups"} <= state.keys():
+            raise LearnerError(f"the state_dict() of {kind} is not as in torch.optim: give attach what is inside it")
         tensors: dict[str, Tensor] = {}
         boxes: dict[str, Box] = {}
-        rest: Json = {"state": {}, "param_groups": []}
+        rest: Json = {"kind": kind, "state": {}, "param_groups": []}
         for index, values in state["state"].items():
             prefix = f"state.{index}"
             rest["state"][str(index)] = _split(prefix, values, tensors)
@@ -118,7 +121,9 @@ class OptimizerParts:
             LearnerError: a part of a parameter's state is nowhere.
             ValueError, KeyError, TypeError, RuntimeError: it is no state of such an optimizer.
         """
-        first = kept[0]
+        first, kind = kept[0], kind_of(self._optimizer)
+        if first.rest.get("kind", kind) != kind:
+            raise ValueError(f"it has the state of {first.rest['kind']}, here is {kind}")
         own = self._optimizer.state_dict()["param_groups"]
         groups = [dict(group) for group in first.rest["param_groups"]]
         for name, tensor in first.tensors.items():

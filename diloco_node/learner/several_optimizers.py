@@ -48,6 +48,12 @@ def _inside(optimizer: Any) -> Iterator[Any]:
         optimizer = getattr(optimizer, "optimizer", None)
 
 
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
+    """The class of the optimizer that keeps the state, below wrappers; of several all, in their order."""
+    parts = optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+    return ", ".join(type([*_inside(one)][-1]).__name__ for one in parts)
+
+
 class SeveralOptimizers(torch.optim.Optimizer):
     """Several optimizers as one: a step is a step of each, and their groups and states stand one after the other."""
 

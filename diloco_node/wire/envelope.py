@@ -260,7 +260,7 @@ def settings_difference(ours: Sequence[str], theirs: Sequence[str]) -> str:
     ]
     if len(names) > len(shown):
         shown.append(f"{len(names) - len(shown)} more")
-    return f"{'; '.join(shown)}: run.toml must say the same in all regions" if shown else ""
+    return f"{'; '.join(shown)}: these settings of run.toml must be the same in all regions" if shown else ""
 
 
 def _name_and_value(line: str) -> tuple[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from diloco_node.cli.main import main
+from diloco_node.daemon.admin.status import write_report
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import SupervisorSpec
 from diloco_node.storage.ledger_files import LEDGER_NAME
@@ -57,17 +59,39 @@ def test_a_new_run_id_with_an_old_folder_is_refused_and_nothing_is_touched(
 
 
 def test_a_finished_run_says_so_and_where_the_model_lies(
-    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    supervised: list[SupervisorSpec],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "state" / "us-west"
-    begin_run(folder, "new", REGIONS, finished="run.steps is reached")
-    assert start() == 0
+    begin_run(folder, "new", REGIONS, finished="run.steps is reached\x1b[2J")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        assert start() == 0
+        assert manager.recv(100, socket.MSG_DONTWAIT) == b"READY=1"
     captured = capsys.readouterr()
     assert captured.out == (
-        f"run new is finished in us-west: run.steps is reached. The model is {folder / 'final.safetensors'}\n"
+        f"run new is finished in us-west: run.steps is reached\\x1b[2J. The model is {folder / 'final.safetensors'}. "
+        "To hand the end to a region that lacks it: start --serve\n"
     )
     assert captured.err == ""
     assert supervised == []
+
+
+def test_a_finished_run_whose_model_was_moved_away_does_not_train_again(
+    tmp_path: Path, supervised: list[SupervisorSpec], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "state" / "us-west"
+    begin_run(folder, "new", REGIONS, finished="asked")
+    write_report(folder, {"state": "finished"})
+    (folder / "final.safetensors").rename(tmp_path / "model.safetensors")
+    assert start() == 0
+    assert f"{folder / 'final.safetensors'} is gone. If nobody has moved it" in capsys.readouterr().out
+    assert supervised == []
+    assert start("--serve") == 0
+    assert len(supervised) == 1
 
 
 def test_a_finished_run_is_served_without_a_learner_when_that_is_wanted(
@@ -79,6 +103,7 @@ def test_a_finished_run_is_served_without_a_learner_when_that_is_wanted(
     assert start("--serve") == 0
     assert [(spec.learner_command, spec.preload) for spec in supervised] == [(None, ())]
     assert NodeSpec.load(tmp_path / "state" / "us-west" / "node.json").is_serving
+    assert "serves until all other regions have told it that they have the end; Ctrl-C" in capsys.readouterr().err
 
 
 def test_a_setting_that_may_change_is_named_with_both_values(

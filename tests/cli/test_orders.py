@@ -127,10 +127,10 @@ def test_the_budget_in_force_is_shown(region: Region, capsys: pytest.CaptureFixt
     assert main(["budget", "show"]) == 5
     assert "eu has no budget in force: waits for the learner" in capsys.readouterr().err
     row = {"egress_bytes_per_s": 250_000_000, "ingress_bytes_per_s": None}
-    region.status = {"budget": row | {"peers": {"us": {"egress_bytes_per_s": 10**6, "ingress_bytes_per_s": 10**6}}}}
+    region.status = {"budget": row | {"peers": {"us": {"egress_bytes_per_s": 10**6, "ingress_bytes_per_s": 2 * 10**6}}}}
     assert main(["budget", "show"]) == 0
     assert capsys.readouterr().out == (
-        "eu: out 2Gbit/s, in without a limit\n  us             out 8Mbit/s, in 8Mbit/s\n"
+        "eu: out 2Gbit/s, in without a limit\n  us             out 8Mbit/s, in 16Mbit/s\n"
     )
     assert main(["budget", "show", "eu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == region.status["budget"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from diloco_node.config import reference
+from pathlib import Path
+
+from diloco_node.config import load_config, reference
 from diloco_node.config.reference import COMMAND, settings, settings_page
 from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
 from diloco_node.config.setting_notes import NOTES
+from diloco_node.wire.bounds import SETTING_BYTES
 from tests.kit.repository import ROOT
 
 
@@ -28,7 +31,9 @@ def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
         '| `codec_up` | `"int4"` | `int4`, `int8`, `bf16`, `fp32` | fixed | ',
         '| `heartbeat` | `"200ms"` | a time | all | ',
         "| `id` | must be set | 1 to 63 of a-z, 0-9, `-` | fixed | ",
-        "| `seed` | `0` | 0 and below 2^31 | all | ",
+        "| `seed` | `0` | 0 and below 2^31 | same | ",
+        '| `tokenizer` | `""` | text | same | ',
+        "| `steps` | `0` | 0 to 2^40 | all | ",
         "| `egress` | none | a rate, at least 100kbit/s | running | ",
         "| `start` | must be set | a time of day | running | ",
         "| `preload` | none | a list, at most 100 | region | ",
@@ -36,6 +41,15 @@ def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
         "| `compile` | `false` | `true`, `false` | region | ",
     ):
         assert row in page, row
+
+
+def test_what_regions_compare_is_what_the_page_says_that_they_compare(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[run]\nid = "one"\n[regions.a]\naddress = "a:1"\n')
+    shared = load_config(path).shared_settings()
+    said = {key for key in settings() if key in FIXED_IN_A_RUN or reference._changes(key) == "all"}
+    assert set(shared) == said
+    assert max(len(f"{key}={value}") for key, value in shared.items()) <= SETTING_BYTES // 2
 
 
 def test_what_is_fixed_in_a_run_is_a_setting_that_all_regions_share() -> None:

@@ -26,9 +26,11 @@ from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
 from diloco_node.daemon.admin.status import REPORT_NAME, write_report
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
+from diloco_node.daemon.history import HISTORY_NAME
 from diloco_node.daemon.learner.process_file import PROCESS_FILE, write_process
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.spec import NodeSpec
+from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ConfigError, StorageError, SupersededError
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.ledger_files import LEDGER_NAME
@@ -353,6 +355,26 @@ async def test_a_finished_region_that_is_started_again_keeps_its_report(
     assert (spec.state_dir / REPORT_NAME).read_bytes() == before
 
 
+async def test_a_region_that_serves_says_nothing_of_the_learner_that_there_was_and_adds_nothing_to_its_curves(
+    spec: NodeSpec, nodes: list[node_module.Node]
+) -> None:
+    names = ("a", "b", "c")
+    begin_run(spec.state_dir, "run", names, finished="run.steps is reached")
+    write_process(spec.state_dir, {"state": "done", "reason": "", "crashes": 0, "hangs": 0, "exit_code": 0})
+    settings = ("rounds.sync_every=24",)
+    others = dict.fromkeys(names[1:])
+    daemon = Daemon(dataclasses.replace(spec, regions=names, peers=others, is_serving=True, shared_settings=settings))
+    running = asyncio.create_task(daemon.run())
+    await until(lambda: bool(nodes) and daemon._node is not None)
+    await in_thread(daemon._threads.background, bool)
+    assert nodes[0].transport._hello.settings == settings, "peers are told what differs"
+    status = daemon.status()
+    assert status["learner_process"] == {}
+    assert [one["code"] for one in status["health"]["alerts"] if "LEARNER" in one["code"]] == []
+    assert await end(daemon, running) == 0
+    assert not (spec.state_dir / HISTORY_NAME).exists()
+
+
 async def test_what_is_left_behind(spec: NodeSpec, nodes: list[node_module.Node]) -> None:
     daemon = Daemon(spec)
     running = asyncio.create_task(daemon.run())
@@ -579,6 +601,7 @@ async def test_what_the_learner_warns_of_is_an_alarm_and_counted(spec: NodeSpec,
     running = asyncio.create_task(daemon.run())
     learner = await Learner.attach(spec)
     await learner.hear()
+    learner.say(Report(41, 4100, 50.0, 10**8, 0, None, None, 41))
     learner.say(Warned("step 41: the loss is 50\x1b[2J, far above its range of late"))
     await until(lambda: any("the loss is 50" in note["text"] for note in daemon.notes.last))
     [note] = [note for note in daemon.notes.last if "the loss is 50" in note["text"]]

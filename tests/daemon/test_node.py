@@ -14,6 +14,7 @@ import pytest
 from diloco_node.core.ledger.account_check import check_account
 from diloco_node.core.types import RoundBody, RunSettings
 from diloco_node.daemon import node as node_module
+from diloco_node.daemon.run_end import LINGER_S
 from diloco_node.storage.trained import read_trained
 from tests.kit.node_kit import MANIFEST, NO_BUDGET
 from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
@@ -257,6 +258,30 @@ def test_a_region_that_is_cut_off_at_the_end_still_gets_what_it_lacks(play: Play
         assert not world.regions["c"].node.view().is_final
         for other in ("a", "b"):
             world.network.heal("c", other)
+        await world.finish()
+
+    play(scenario)
+
+
+def test_a_region_that_comes_when_the_others_are_gone_gets_the_end_from_those_that_serve(play: Play) -> None:
+    """Whoever serves waits for it, longer than it else would. Until then it trains alone, and does not take itself for
+    the run."""
+
+    async def scenario(world: World) -> None:
+        late, others = world.regions["c"], [world.regions[name] for name in ("a", "b")]
+        await world.until("the end is near", lambda: world.regions["a"].learner.step >= STEPS - 10)
+        for one in others:
+            world.network.cut("c", one.name)
+        await world.until("the others go", lambda: all(one.has_finished for one in others), within_s=4 * LINGER_S)
+        for one in others:
+            await one.stop_daemon()
+            await one.start_daemon(is_serving=True)
+        await asyncio.sleep(2 * LINGER_S)
+        assert all(one.node.view().is_final and not one.has_finished for one in others)
+        assert late.learner.step > 2 * STEPS
+        assert not late.node.view().finished
+        for one in others:
+            world.network.heal("c", one.name)
         await world.finish()
 
     play(scenario)

@@ -48,6 +48,8 @@ def test_a_run_is_complete_here_when_its_end_is_known_and_the_model_written(tmp_
     assert not is_complete(tmp_path / "going", going)
     (tmp_path / "over" / FINAL_NAME).unlink()
     assert not is_complete(tmp_path / "over", over), "a daemon has to write it first"
+    write_report(tmp_path / "over", {"state": "finished"})
+    assert is_complete(tmp_path / "over", over), "it was there, and was moved away"
     assert not is_complete(tmp_path / "over", None)
 
 
@@ -61,7 +63,11 @@ def test_a_ledger_behind_a_sum_says_the_same(tmp_path: Path) -> None:
     assert (record.genesis, record.finished) == (genesis, "asked")
 
 
-@pytest.mark.parametrize(("content", "is_final"), [('{"state": "training"}', False), ("{", False), ("[]", False)])
+@pytest.mark.parametrize(
+    ("content", "is_final"),
+    [('{"state": "training"}', False), ("{", False), ("[]", False), ("[" * 10**5, False)],
+    ids=range(4),
+)
 def test_only_the_report_of_a_finished_run_is_final(tmp_path: Path, content: str, is_final: bool) -> None:
     assert not has_final_report(tmp_path)
     (tmp_path / "report.json").write_text(content)

@@ -17,7 +17,7 @@ from diloco_node.errors import PeerIncompatible
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
 from diloco_node.health.summary import STATES, health_of, joint_health
-from diloco_node.wire.envelope import Hello, Lane, check_hello
+from diloco_node.wire.envelope import Hello, Lane, check_hello, settings_difference
 from diloco_node.wire.tables import PROTOCOL_VERSION
 from tests.kit.repository import ROOT
 from tests.kit.spoiled import spoiled
@@ -74,6 +74,12 @@ CASES = [
     ),
     (kinds.LAST_MAJORITY, changed(peers=peers(ap=DOWN)), "2 of 3 regions are left", ""),
     (kinds.NO_MAJORITY, changed(peers=peers(ap=DOWN, eu=DOWN)), "1 of 3 regions are left, 2 are needed", ""),
+    (
+        kinds.NO_MAJORITY,
+        changed(peers=peers(ap=DOWN, eu=DOWN), inner_steps=250),
+        "2 are needed to merge. This region alone has made all 250 steps of the run: the others have probably finished",
+        "",
+    ),
     (kinds.NO_COMMIT, changed(commit_age_seconds=41.0), "for 41 s, usually one every 4.0 s", "diloco-node why us"),
     (
         kinds.LEFT_OUT,
@@ -137,6 +143,14 @@ CASES = [
         kinds.SETTINGS_DIFFER,
         changed(peers=peers(eu=DOWN | {"error": "settings_digest: ours ab, theirs cd"})),
         "eu: settings_digest: ours ab, theirs cd",
+        "diloco-node config show",
+    ),
+    (
+        kinds.SETTINGS_DIFFER,
+        changed(
+            peers=peers(eu=DOWN | {"error": settings_difference(["rounds.codec_up=int4"], ["rounds.codec_up=int8"])})
+        ),
+        "eu: rounds.codec_up is int4 here, int8 there",
         "diloco-node config show",
     ),
     (
@@ -231,6 +245,13 @@ def test_a_sound_region_is_healthy() -> None:
         "failure_tolerance": 1,
         "alerts": [],
     }
+
+
+@pytest.mark.parametrize("changes", [{"inner_steps": 249}, {"inner_steps": 900, "run": {"total_steps": None}}])
+def test_a_region_that_is_cut_off_before_the_end_does_not_take_the_run_for_finished(changes: dict[str, Any]) -> None:
+    (alert, *_) = find_alerts(changed(peers=peers(ap=DOWN, eu=DOWN), **changes))
+    assert alert.code == "A-NO-MAJORITY"
+    assert "finished" not in alert.text
 
 
 def test_the_worst_alert_stands_first_and_in_the_line() -> None:

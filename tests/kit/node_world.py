@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import selectors
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -473,12 +473,14 @@ class Region:
         await asyncio.gather(*ended, return_exceptions=True)
         self.store.close()
 
-    async def start_daemon(self) -> None:
-        """Another daemon, from what the disk holds; the learner attaches to it."""
+    async def start_daemon(self, *, is_serving: bool = False) -> None:
+        """Another daemon, from what the disk holds; the learner attaches to it, unless it only serves others."""
         self.store = RegionStore(self.folder, is_archive=self.spec.payload_archive)
+        self.spec, self.has_finished = replace(self.spec, is_serving=is_serving), False
         self.node = self._build()
         await self.node.start()
-        self.learner.attach()
+        if not is_serving:
+            self.learner.attach()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work, name=name)

@@ -72,6 +72,17 @@ def test_first_learner_gives_theta_0_and_is_told_where_it_is(folder: Path) -> No
         assert diloco.global_step == 41
 
 
+def test_statistics_that_stay_in_their_region_are_told_of(folder: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    with FakeDaemon(folder) as daemon, diloco_node.attach(model):
+        assert "batch normalisation (1)" in daemon.wait_for(Warned).text
+    with FakeDaemon(folder) as daemon:
+        with diloco_node.attach(model, buffers=("1.running_*",)):
+            pass
+        daemon.wait_for(Done)
+        assert not [one for one in daemon.said if isinstance(one, Warned)]
+
+
 def test_the_loop_sees_where_the_run_is(folder: Path) -> None:
     toy = Toy()
     with FakeDaemon(folder) as daemon, diloco_node.attach(toy.model, toy.optimizer) as diloco:

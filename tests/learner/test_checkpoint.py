@@ -237,6 +237,38 @@ def test_another_optimizer_is_a_clear_error(tmp_path: Path) -> None:
         found.restore(OptimizerParts(other), {}, rng=False)
 
 
+@pytest.mark.parametrize(
+    ("before", "now"), [(torch.optim.AdamW, torch.optim.SGD), (torch.optim.SGD, torch.optim.AdamW)]
+)
+def test_another_class_of_optimizer_is_named_before_it_fails_in_its_first_step(
+    tmp_path: Path, before: type[torch.optim.Optimizer], now: type[torch.optim.Optimizer]
+) -> None:
+    _, optimizer = trained(before, 1)
+    writer = CheckpointWriter(tmp_path)
+    writer.save(progress(1), OptimizerParts(optimizer), {})
+    writer.wait()
+    found = read_newest(tmp_path, DIGEST)
+    assert found is not None
+    _, other = trained(now, 0)
+    with pytest.raises(LearnerError, match=rf"has the state of {before.__name__}, here is {now.__name__}\): remove"):
+        found.restore(OptimizerParts(other), {}, rng=False)
+    del found.optimizer["kind"]  # as it was written before there was one
+    _, same = trained(before, 0)
+    found.restore(OptimizerParts(same), {}, rng=False)
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_form_is_not_kept(tmp_path: Path) -> None:
+    """As torchtitan's container of optimizers."""
+
+    class Flat(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {"param_groups.weight.lr": 0.1}
+
+    optimizer = Flat(nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(LearnerError, match=r"the state_dict\(\) of Flat is not as in torch\.optim"):
+        CheckpointWriter(tmp_path).save(progress(1), OptimizerParts(optimizer), {})
+
+
 def test_parts_travel_to_other_ranks_without_loss() -> None:
     one = Checkpoint(progress(4), {"rng": torch.arange(5, dtype=torch.uint8)}, {"state": {}}, {"d": {"x": [1]}})
     other = Checkpoint.from_parts(one.document(), one.tensors)

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.types import Codec
@@ -18,7 +20,14 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner.ranks import Boundary, Orders, Ranks
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained
-from diloco_node.wire.learner_link import Done, OfferApplied, RunAdvanced, SnapshotReady, VersionOffered
+from diloco_node.wire.learner_link import (
+    Done,
+    OfferApplied,
+    RunAdvanced,
+    SnapshotReady,
+    SnapshotRequested,
+    VersionOffered,
+)
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 
 SCRIPT = """
@@ -108,6 +117,22 @@ def test_launcher_without_process_group_is_a_clear_error(monkeypatch: pytest.Mon
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(LearnerError, match=r"WORLD_SIZE is 8.*init_process_group"):
         Ranks()
+
+
+def test_orders_are_on_the_way_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "broadcast", lambda values, source, group: sent.append(values))
+    ranks = Ranks()
+    ranks.size = 2
+    orders = Orders(
+        (SnapshotRequested(0, 5, 4), SnapshotRequested(3, 0, -1)),
+        (VersionOffered(1, 7, -1), VersionOffered(2, 0, 0, is_last=True), VersionOffered(4, 9, 8)),
+        wants_initial_state=True,
+    )
+    assert ranks.share_orders(orders, fragments=5) == orders
+    assert ranks.share_orders(Orders(), fragments=5) == Orders()
+    assert [values.dtype for values in sent] == [torch.int64] * 2
 
 
 def test_one_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

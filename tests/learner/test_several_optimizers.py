@@ -8,7 +8,7 @@ from torch import nn
 
 import diloco_node
 from diloco_node.errors import LearnerError
-from diloco_node.learner.several_optimizers import SeveralOptimizers, as_one
+from diloco_node.learner.several_optimizers import SeveralOptimizers, as_one, kind_of
 
 
 class ZeroRedundancyOptimizer(torch.optim.SGD):
@@ -28,6 +28,9 @@ def test_one_stays_itself_and_several_become_one() -> None:
     both = as_one((first, second))
     assert isinstance(both, SeveralOptimizers)
     assert [group["lr"] for group in both.param_groups] == [0.1, 0.2]
+    wrapper = torch.optim.Optimizer(first.param_groups, {})
+    wrapper.optimizer = second  # type: ignore[attr-defined]
+    assert (kind_of(both), kind_of(wrapper)) == ("AdamW, SGD", "SGD")
 
 
 def test_a_loop_that_steps_each_by_itself_has_both_states_kept() -> None:
@@ -65,3 +68,5 @@ def test_what_is_no_optimizer_and_several_with_auto_are_refused() -> None:
         diloco_node.attach(model, {"one": parts[0]})  # type: ignore[arg-type]
     with pytest.raises(LearnerError, match="counts the steps of one optimizer: with several, call"):
         diloco_node.attach(model, parts, step="auto")
+    with pytest.warns(UserWarning, match="training alone"):
+        diloco_node.attach(model, [parts[0]], step="auto").close()

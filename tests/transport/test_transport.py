@@ -437,7 +437,7 @@ async def status_of(transport: GrpcTransport, peer: str, text: str) -> str:
         ({"settings_digest": "other"}, "settings_digest: ours 'other', theirs 'settings'"),
         (
             {"settings_digest": "other", "settings": ("rounds.sync_every=16",)},
-            "rounds.sync_every is 16 here, 24 there: run.toml must say the same in all regions",
+            "rounds.sync_every is 16 here, 24 there: these settings of run.toml must be the same in all regions",
         ),
         ({"manifest_digest": "other"}, "manifest_digest: ours 'other', theirs 'manifest'"),
     ],

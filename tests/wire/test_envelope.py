@@ -54,7 +54,7 @@ def test_settings_that_differ_are_named_with_both_values_instead_of_digests() ->
         e.check_hello(ours, theirs, certificate_region="eu")
     assert str(caught.value) == (
         "rounds.new is unknown here, 1 there; rounds.sync_every is 24 here, 16 there; "
-        'run.x is "a=b" here, unknown there: run.toml must say the same in all regions'
+        'run.x is "a=b" here, unknown there: these settings of run.toml must be the same in all regions'
     )
 
 

@@ -346,7 +346,9 @@ class LearnerProxy:
                 area.close()
 
     def warned(self, text: str, *, has_failed: bool = False) -> None:
-        """It says that a loss or a norm is out of its range, or why it fails."""
+        """A loss or a norm is out of its range, or it fails. What it says before its first step is of the model."""
+        if not (has_failed or self.facts.first_report_ns):
+            return
         self.facts.warnings += not has_failed
         self.facts.has_failed = has_failed
         self.facts.last_warning, self.facts.last_warning_ns = escaped(text)[:WARNING_CHARS_MAX], self._now_ns()

@@ -147,9 +147,13 @@ def test_a_learner_that_stands_still_is_silent_and_has_no_rate(bench: Bench) -> 
 
 
 def test_the_last_warning_and_a_failure_are_kept_apart(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
     bench.now_ns = 5 * SECOND
-    bench.side.warned("the loss is 9.1 \x1b[2J")
     facts = bench.side.facts
+    bench.side.warned("the model has batch normalisation")
+    assert (facts.last_warning, facts.warnings) == ("", 0), "no loss, and no norm"
+    bench.side.reported(report(1, 100))
+    bench.side.warned("the loss is 9.1 \x1b[2J")
     assert (facts.last_warning, facts.warnings, facts.has_failed) == ("the loss is 9.1 \\x1b[2J", 1, False)
     bench.side.warned("nan", has_failed=True)
     assert (facts.last_warning, facts.warnings, facts.has_failed) == ("nan", 1, True)
