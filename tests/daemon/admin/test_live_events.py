@@ -198,6 +198,13 @@ async def test_the_end_of_the_daemon_ends_the_streams() -> None:
         await eventually(lambda: not live.viewers)
 
 
+def test_ids_increase_whatever_the_clock_does() -> None:
+    source = Source()
+    live = LiveEvents(source.snapshot, source.status)
+    ids = [int(live._event("status", {}).split(b"\n")[0].removeprefix(b"id: ")) for _ in range(1000)]
+    assert ids == sorted(set(ids)), "also within one millisecond"
+
+
 def test_numbers_that_json_has_not_become_texts() -> None:
     document = {"loss": float("nan"), "rows": [1.5, float("inf"), (float("-inf"), None)], "step": 3}
     assert json.loads(json_text(document)) == {"loss": "nan", "rows": [1.5, "inf", ["-inf", None]], "step": 3}
