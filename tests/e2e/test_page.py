@@ -73,6 +73,8 @@ async def test_an_outage_appears_and_goes(tmp_path: Path) -> None:
             await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
             assert await tab.evaluate("document.querySelectorAll('.card').length") == 0
             assert "1 more region may fail" in await tab.evaluate("document.getElementById('top').innerText")
+            trained = await tab.evaluate("document.querySelector('#account tr').innerText")
+            assert "no data" in trained, "what others trained is not known here"
             run.has_lost = True
             await tab.until("document.querySelector('.card.bad')")
             card = await tab.evaluate("document.querySelector('.card.bad').innerText")
@@ -229,6 +231,7 @@ async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) ->
     async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
         await tab.until("document.querySelectorAll('#loss .legend li').length === 4")
         assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
+        assert f"{3 * 7_200 * 512:,}" in await tab.evaluate("document.querySelector('#account tr').innerText")
         assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
         assert "behind" in await tab.evaluate("document.querySelector('#fragments svg').getAttribute('aria-label')")
         assert await overflow(tab) <= 0
