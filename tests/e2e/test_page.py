@@ -13,6 +13,7 @@ import pytest
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.status import Target
 from diloco_node.daemon.admin.page_files import page_with
+from diloco_node.daemon.history import COLUMNS
 from tests.kit.browser import Tab, chromium, needs_chromium
 from tests.kit.page_kit import HOSTILE, LOST, NAMES, UNIX, ShownRun, shown, snapshot, status
 from tests.kit.repository import ROOT
@@ -220,6 +221,18 @@ async def test_curves_and_rates_outlive_a_learner_and_a_clock(tmp_path: Path) ->
             receive("status", {{ regions: [{json.dumps(late)}] }});
             return [last.slice(1, 3), now(), region.counters.length, region.rows.at(-1)[0]];
         }})()"""
+        full = {
+            "columns": list(COLUMNS),
+            "period_s": 2,
+            "rows": [[UNIX + one] * 3 + [one % 2] * 5 for one in range(1_024)],
+        }
+        halved = f"""import("/page/store.js").then(({{ begin, store }}) => {{
+            begin({{ regions: [{{ status: {{ region: "x" }}, history: {json.dumps(full)} }}] }});
+            const {{ rows, period }} = store.regions.get("x");
+            return [rows.length, period, rows[0], rows.at(-1)];
+        }})"""
+        means, first, last = [0.5, 0.5, 0.5], [UNIX + 1] * 3, [UNIX + 1_023] * 3
+        assert await tab.evaluate(halved) == [512, 4, [*first, *means, 1, 1], [*last, *means, 1, 1]]
         last, now, counters, at = await tab.evaluate(script)
         assert last == [1_300, 1_300 * 512], "of the run, as in the history"
         assert (now, counters, at) == (UNIX + 1_301 - 3_600, 1, UNIX + 1_301 - 3_600)

@@ -39,7 +39,7 @@ function alerts() {
   }
   for (const region of byName()) {
     if (region.answered !== false) continue;
-    const hint = "It has ended, or its machine is away. What stands below is the last that was known.";
+    const hint = "It has ended, it hangs, or its machine is away. What stands below is the last that was known.";
     found.set(`gone ${region.name}`, { severity: "critical", code: "", region: region.name, text: `${region.name} does not answer: ${region.status.error}`, hint, command: "diloco-node status" });
   }
   // Several regions may say the same, each of itself.
