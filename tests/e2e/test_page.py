@@ -287,7 +287,7 @@ async def test_a_region_that_answers_late_has_its_name_its_history_and_its_setti
             async with shown(ShownRun(region="eu-west"), tmp_path / "b", port=late):
                 await tab.until("document.getElementById('region-eu-west')?.innerText.includes('training')")
                 await tab.until("document.querySelectorAll('.card').length === 0")
-                assert "2 of 3" in await tab.evaluate("document.getElementById('figures').innerText")
+                await tab.until("document.getElementById('figures').innerText.includes('2 of 3')")
                 script = "document.querySelector('#region-eu-west [data-do=region]').click()"
                 await tab.evaluate(f"{script}; const past = performance.now.bind(performance); 0")
                 await tab.evaluate("performance.now = () => past() + 60000; 0")
@@ -304,14 +304,19 @@ async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Pat
     async with shown(ShownRun(), tmp_path / "a") as first, shown(ShownRun(), tmp_path / "b") as second:
         ports = [int(url.rpartition(":")[2]) for url in (first, second)]
     regions = MergedRegions(lambda: [Target(str(port), port) for port in ports])
-    east, west = ShownRun(), ShownRun(region="eu-west")
+
+    class OldLeader(ShownRun):
+        def status(self) -> dict[str, Any]:
+            return super().status() | {"role": "leader", "leader": "eu-west"}
+
+    east, west = ShownRun(), OldLeader(region="eu-west")
     async with dashboard_server(regions, 0) as url, chromium(tmp_path) as browser:
         tab = await browser.tab()
         async with shown(east, tmp_path / "a", port=ports[0]):
             async with shown(west, tmp_path / "b", port=ports[1]):
                 await tab.open(url)
                 await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
-                assert "2 of 3" in await tab.evaluate("document.getElementById('figures').innerText")
+                await tab.until("document.getElementById('figures').innerText.includes('2 of 3')")
                 east.has_lost = west.has_lost = True
                 await tab.until("document.querySelectorAll('.card').length === 2")
                 cards = await tab.evaluate("document.getElementById('alerts').innerText")
@@ -319,6 +324,9 @@ async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Pat
             east.has_lost = False
             await tab.until("document.querySelector('.card.bad')?.innerText.includes('eu-west does not answer')")
             assert "healthy" in await tab.evaluate("document.querySelector('.pill').innerText")
+            assert "as us-east saw" in await tab.evaluate("document.getElementById('rounds').innerText")
+            figures = await tab.evaluate("document.getElementById('figures').innerText")
+            assert "us-east" in figures, "who led before it went does not lead"
             step = await tab.evaluate("document.querySelector('#region-eu-west [data-label=step]').innerText")
             assert step != "no data", "what was last known stays"
         await tab.until("document.querySelector('.pill').innerText.includes('no answer')")

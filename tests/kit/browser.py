@@ -1,6 +1,6 @@
 """A real headless Chromium, driven by its DevTools protocol over a WebSocket: pages as their readers see them.
 
-    python -m tests.kit.browser URL FILE.png          the picture of docs/dashboard.md
+python -m tests.kit.browser URL FILE.png          the picture of docs/dashboard.md
 """
 
 from __future__ import annotations
@@ -185,7 +185,8 @@ async def picture(url: str, path: Path) -> None:
             tab = await browser.tab()
             await tab.look(width=1280)
             await tab.open(url)
-            await tab.until("document.querySelector('.card.bad') && document.querySelector('.cell.behind')")
+            await tab.until("document.querySelector('.card.bad')")
+            await tab.until("document.querySelector('#fragments svg').textContent.includes('✕')")
             height = await tab.evaluate("document.getElementById('rounds').getBoundingClientRect().bottom + 10")
             clip = {"x": 0, "y": 0, "width": 1280, "height": height, "scale": 1}
             answer = await tab.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)

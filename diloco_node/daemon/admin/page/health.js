@@ -128,7 +128,7 @@ export function drawFigures() {
   const merged = learners.map((one) => one.status.learner.val_loss_global).filter((one) => one != null);
   const step = furthest(regions, "step") ?? greatest(learners.map((one) => one.status.learner.step));
   const steps = furthest(regions, "total_steps");
-  const leader = regions.map((one) => one.status.leader).find(Boolean);
+  const leader = answering().map((one) => one.status.leader).find(Boolean);
   const members = allNames().length;
   const up = regions.filter((one) => one.answered !== false).length;
   const isSeenByOne = regions.length === 1 && up === 1 && members > 1;

@@ -15,7 +15,8 @@ let asked = -Infinity;
 
 function chosen() {
   const regions = byName();
-  return regions.find((one) => one.name === view.region) || regions.find((one) => one.status.role === "leader") || regions[0];
+  const there = regions.filter((one) => one.answered);
+  return regions.find((one) => one.name === view.region) || there.find((one) => one.status.role === "leader") || there[0] || regions[0];
 }
 
 function drawAll() {
