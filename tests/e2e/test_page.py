@@ -13,8 +13,9 @@ import pytest
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.status import Target
 from diloco_node.daemon.admin.page_files import page_with
+from diloco_node.daemon.history import COLUMNS
 from tests.kit.browser import Tab, chromium, needs_chromium
-from tests.kit.page_kit import HOSTILE, LOST, NAMES, ShownRun, shown, snapshot, status
+from tests.kit.page_kit import HOSTILE, LOST, NAMES, UNIX, ShownRun, shown, snapshot, status
 from tests.kit.repository import ROOT
 from tests.kit.transport_kit import eventually
 
@@ -73,6 +74,8 @@ async def test_an_outage_appears_and_goes(tmp_path: Path) -> None:
             await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
             assert await tab.evaluate("document.querySelectorAll('.card').length") == 0
             assert "1 more region may fail" in await tab.evaluate("document.getElementById('top').innerText")
+            trained = await tab.evaluate("document.querySelector('#account tr').innerText")
+            assert "no data" in trained, "what others trained is not known here"
             run.has_lost = True
             await tab.until("document.querySelector('.card.bad')")
             card = await tab.evaluate("document.querySelector('.card.bad').innerText")
@@ -145,12 +148,103 @@ async def test_ten_thousand_events_leave_the_page_as_large_as_it_was(tmp_path: P
         assert tab.errors == []
 
 
+# Each field of a document in turn is something else; what a part of the page throws, and what it makes of it.
+SPOILED = """(async () => {
+    const base = DOCUMENT;
+    const store = await import("/page/store.js"), health = await import("/page/health.js");
+    const charts = await import("/page/charts.js"), rounds = await import("/page/rounds.js");
+    const tables = await import("/page/tables.js");
+    const { drawTop, drawAlerts, drawFigures } = health, { drawMap, drawRounds } = rounds;
+    const { drawRegions, drawBandwidth, drawAccount, drawEvents, drawSettings, drawFoot } = tables;
+    const view = { allRounds: true, allSettings: true };
+    const values = [null, 0, -1, true, "", "x", [], {}, [[]], [{}], [null], { a: {} }, [1e9]];
+    values.push({ tag: "img", attributes: { src: "/page/icon.svg" }, children: [] });
+    const paths = [];
+    const walk = (value, path) => {
+        if (path.length) paths.push(path);
+        const names = Array.isArray(value) ? value.slice(0, 1).keys() : Object.keys(Object(value));
+        if (typeof value === "object") for (const name of names) walk(value[name], [...path, name]);
+    };
+    walk(base, []);
+    const found = [];
+    for (const path of paths) for (const value of values) {
+        const document_ = structuredClone(base);
+        path.slice(0, -1).reduce((at, name) => at[name], document_)[path.at(-1)] = value;
+        const draws = [drawTop, drawAlerts, drawFigures, charts.drawCharts, drawRegions, drawMap, drawRounds];
+        draws.push(drawBandwidth, drawAccount, drawEvents, drawSettings, drawFoot);
+        store.store.regions.clear();
+        draws.unshift(() => store.begin({ regions: [document_] }));
+        for (const draw of draws) try {
+            draw(store.byName()[0], view);
+        } catch (error) {
+            found.push([path.join("."), value, String(error)]);
+        }
+        if (document.querySelector("img")) return [paths.length, [...found, [path.join("."), "an element"]]];
+    }
+    return [paths.length, found];
+})()"""
+
+
+async def test_what_a_document_holds_breaks_no_part_and_is_no_element(tmp_path: Path) -> None:
+    document = snapshot(150, has_lost=True)
+    document["history"]["rows"] = document["history"]["rows"][:3]
+    facts = document["status"]
+    facts |= {"notes": facts["notes"][-2:], "round_log": facts["round_log"][-2:], "offers": [[0, 3, 10**9]]}
+    facts |= {"learner_process": {"state": "running", "reason": "r"}, "budget_warning": "w"}
+    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
+        await tab.until("document.querySelector('.pill')")
+        fields, found = await tab.evaluate(SPOILED.replace("DOCUMENT", json.dumps(document)))
+        assert fields > 150
+        assert found == []
+        # What stops even the making of a text stops one part.
+        spoiled = status(1_300) | {"round_log": [], "reason": "still drawn"}
+        spoiled["health"] |= {"state": {"toString": 0}}
+        await tab.evaluate(
+            "import('/page/main.js').then(m => m.receive('status', {regions: [" + json.dumps(spoiled) + "]}))"
+        )
+        await tab.until("document.getElementById('regions').innerText.includes('still drawn')")
+
+
+async def test_curves_and_rates_outlive_a_learner_and_a_clock(tmp_path: Path) -> None:
+    restarted = status(1_300) | {"inner_steps": 1_300}
+    restarted["learner"] |= {"step": 3, "tokens": 1_536}
+    late = status(1_301)
+    late["clock"]["unix"] -= 3_600
+    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
+        await tab.until("document.querySelectorAll('.events li').length === 64")
+        script = f"""(async () => {{
+            const {{ receive }} = await import("/page/main.js");
+            const {{ store, now }} = await import("/page/store.js");
+            const region = store.regions.get("us-east");
+            receive("status", {{ regions: [{json.dumps(restarted)}] }});
+            const last = region.rows.at(-1);
+            receive("status", {{ regions: [{json.dumps(late)}] }});
+            return [last.slice(1, 3), now(), region.counters.length, region.rows.at(-1)[0]];
+        }})()"""
+        full = {
+            "columns": list(COLUMNS),
+            "period_s": 2,
+            "rows": [[UNIX + one] * 3 + [one % 2] * 5 for one in range(1_024)],
+        }
+        halved = f"""import("/page/store.js").then(({{ begin, store }}) => {{
+            begin({{ regions: [{{ status: {{ region: "x" }}, history: {json.dumps(full)} }}] }});
+            const {{ rows, period }} = store.regions.get("x");
+            return [rows.length, period, rows[0], rows.at(-1)];
+        }})"""
+        means, first, last = [0.5, 0.5, 0.5], [UNIX + 1] * 3, [UNIX + 1_023] * 3
+        assert await tab.evaluate(halved) == [512, 4, [*first, *means, 1, 1], [*last, *means, 1, 1]]
+        last, now, counters, at = await tab.evaluate(script)
+        assert last == [1_300, 1_300 * 512], "of the run, as in the history"
+        assert (now, counters, at) == (UNIX + 1_301 - 3_600, 1, UNIX + 1_301 - 3_600)
+
+
 async def test_a_report_opens_from_the_disk_and_loads_nothing(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text(page_with({"regions": [snapshot(7_200, name, has_lost=True) for name in NAMES]}))
     async with tab_on(page.as_uri(), tmp_path, width=400, scheme="dark") as tab:
         await tab.until("document.querySelectorAll('#loss .legend li').length === 4")
         assert "report of" in await tab.evaluate("document.getElementById('top').innerText")
+        assert f"{3 * 7_200 * 512:,}" in await tab.evaluate("document.querySelector('#account tr').innerText")
         assert "186 kB/s" in await tab.evaluate("document.getElementById('bandwidth').innerText"), "its mean"
         assert "behind" in await tab.evaluate("document.querySelector('#fragments svg').getAttribute('aria-label')")
         assert await overflow(tab) <= 0
@@ -178,20 +272,51 @@ async def test_what_is_not_known_is_never_zero(tmp_path: Path) -> None:
         assert tab.errors == []
 
 
+async def test_a_region_that_answers_late_has_its_name_its_history_and_its_settings(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    async with shown(ShownRun(), tmp_path / "b") as url:
+        late = int(url.rpartition(":")[2])
+    async with shown(ShownRun(), tmp_path / "a") as first, chromium(tmp_path) as browser:
+        targets = [Target(f"port {port}", port) for port in (int(first.rpartition(":")[2]), late)]
+        tab = await browser.tab()
+        async with dashboard_server(MergedRegions(lambda: targets), 0) as url:
+            await tab.open(url)
+            await tab.until(f"document.querySelector('.card.bad')?.innerText.includes('port {late} does not answer')")
+            assert "1 of 4" in await tab.evaluate("document.getElementById('figures').innerText")
+            async with shown(ShownRun(region="eu-west"), tmp_path / "b", port=late):
+                await tab.until("document.getElementById('region-eu-west')?.innerText.includes('training')")
+                await tab.until("document.querySelectorAll('.card').length === 0")
+                await tab.until("document.getElementById('figures').innerText.includes('2 of 3')")
+                script = "document.querySelector('#region-eu-west [data-do=region]').click()"
+                await tab.evaluate(f"{script}; const past = performance.now.bind(performance); 0")
+                await tab.evaluate("performance.now = () => past() + 60000; 0")
+                await tab.until("/of eu-west[^]*sync_every/.test(document.getElementById('settings').innerText)")
+                rows = "import('/page/store.js').then(m => m.store.regions.get('eu-west').rows.length)"
+                assert await tab.evaluate(rows) > 100
+            await tab.until("document.querySelector('.card.bad')?.innerText.includes('eu-west does not answer')")
+        assert tab.errors == []
+
+
 async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     async with shown(ShownRun(), tmp_path / "a") as first, shown(ShownRun(), tmp_path / "b") as second:
         ports = [int(url.rpartition(":")[2]) for url in (first, second)]
     regions = MergedRegions(lambda: [Target(str(port), port) for port in ports])
-    east, west = ShownRun(), ShownRun(region="eu-west")
+
+    class OldLeader(ShownRun):
+        def status(self) -> dict[str, Any]:
+            return super().status() | {"role": "leader", "leader": "eu-west"}
+
+    east, west = ShownRun(), OldLeader(region="eu-west")
     async with dashboard_server(regions, 0) as url, chromium(tmp_path) as browser:
         tab = await browser.tab()
         async with shown(east, tmp_path / "a", port=ports[0]):
             async with shown(west, tmp_path / "b", port=ports[1]):
                 await tab.open(url)
                 await tab.until("document.querySelector('.pill')?.innerText.includes('healthy')")
-                assert "2 of 3" in await tab.evaluate("document.getElementById('figures').innerText")
+                await tab.until("document.getElementById('figures').innerText.includes('2 of 3')")
                 east.has_lost = west.has_lost = True
                 await tab.until("document.querySelectorAll('.card').length === 2")
                 cards = await tab.evaluate("document.getElementById('alerts').innerText")
@@ -199,9 +324,13 @@ async def test_a_dashboard_shows_a_region_that_goes_and_comes_back(tmp_path: Pat
             east.has_lost = False
             await tab.until("document.querySelector('.card.bad')?.innerText.includes('eu-west does not answer')")
             assert "healthy" in await tab.evaluate("document.querySelector('.pill').innerText")
+            assert "as us-east saw" in await tab.evaluate("document.getElementById('rounds').innerText")
+            figures = await tab.evaluate("document.getElementById('figures').innerText")
+            assert "us-east" in figures, "who led before it went does not lead"
             step = await tab.evaluate("document.querySelector('#region-eu-west [data-label=step]').innerText")
             assert step != "no data", "what was last known stays"
         await tab.until("document.querySelector('.pill').innerText.includes('no answer')")
+        assert "tolerance: no data" in await tab.evaluate("document.getElementById('top').innerText")
         async with shown(east, tmp_path / "a", port=ports[0]):
             await tab.until("document.querySelectorAll('.card').length === 1")
         assert tab.errors == []

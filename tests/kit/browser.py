@@ -1,4 +1,7 @@
-"""A real headless Chromium, driven by its DevTools protocol over a WebSocket: pages as their readers see them."""
+"""A real headless Chromium, driven by its DevTools protocol over a WebSocket: pages as their readers see them.
+
+python -m tests.kit.browser URL FILE.png          the picture of docs/dashboard.md
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import os
 import re
 import shutil
 import signal
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -171,3 +176,22 @@ async def chromium(folder: Path) -> AsyncIterator[Browser]:
         await process.wait()
         if draining is not None:
             draining.cancel()
+
+
+async def picture(url: str, path: Path) -> None:
+    """The upper half of a dashboard, 1280 pixels wide, once a region has been away for a while."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with chromium(Path(folder)) as browser:
+            tab = await browser.tab()
+            await tab.look(width=1280)
+            await tab.open(url)
+            await tab.until("document.querySelector('.card.bad')")
+            await tab.until("document.querySelector('#fragments svg').textContent.includes('✕')")
+            height = await tab.evaluate("document.getElementById('rounds').getBoundingClientRect().bottom + 10")
+            clip = {"x": 0, "y": 0, "width": 1280, "height": height, "scale": 1}
+            answer = await tab.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+            path.write_bytes(base64.b64decode(answer["data"]))  # noqa: ASYNC240 - of a test
+
+
+if __name__ == "__main__":
+    asyncio.run(picture(sys.argv[1], Path(sys.argv[2])))

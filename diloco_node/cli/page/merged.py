@@ -18,15 +18,18 @@ from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.daemon.admin.server import LOOPBACK, names_loopback
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import BindError, DilocoError
+from diloco_node.errors import BindError, ConfigError, DilocoError
 from diloco_node.health.summary import joint_health
 
 REGIONS_MAX: Final = 64
-THREADS: Final = 32
+THREADS: Final = 2 * REGIONS_MAX + 1
+"""Each region may hang in both of its requests, and regions are looked for."""
+
 ANSWER_S: Final = 4.0
 """A region that hangs holds up the others no longer."""
 
 SNAPSHOT_PATH: Final = "/api/v1/snapshot"
+STATUS_PATH: Final = "/api/v1/status"
 
 
 def serve_dashboard(regions: MergedRegions, port: int) -> None:
@@ -39,6 +42,7 @@ async def _serve(regions: MergedRegions, port: int) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    await regions.check_run()
     async with dashboard_server(regions, port) as url:
         typer.echo(f"dashboard {url}  (Ctrl-C ends it; it changes nothing)")
         await ended.wait()
@@ -57,40 +61,65 @@ class MergedRegions:
         self._names: dict[str, str] = {}
         # Each may wait for a region that hangs, and the others' answers must not.
         self._threads = ThreadPoolExecutor(THREADS, "ask")
+        self._asking: dict[tuple[Target, str], asyncio.Future[dict[str, Any]]] = {}
 
     def find(self) -> None:
-        """Look for regions. Raises DilocoError: there are none, or a place is none."""
+        """Look for regions. Raises DilocoError: there are none, a place is none, or two regions have one name."""
+        found: dict[str, Target] = {}
         for target in self._find():
-            if target.name in self._targets or len(self._targets) < REGIONS_MAX:
-                self._targets[target.name] = target
+            other = found.setdefault(target.name, target)
+            if other.port != target.port:
+                ports = f"ports {other.port} and {target.port}"
+                raise ConfigError(f"two regions are called {target.name} ({ports}): give the places of one run")
+        for name, target in found.items():
+            if name in self._targets or len(self._targets) < REGIONS_MAX:
+                self._targets[name] = target
+
+    async def check_run(self) -> None:
+        """Raises ConfigError: the regions that answer are of several runs."""
+        runs = {str(one["run_id"]): str(one["region"]) for one in await self._ask_all(STATUS_PATH) if "run_id" in one}
+        if len(runs) > 1:
+            said = ", ".join(f"{region} of run {run}" for run, region in sorted(runs.items()))
+            raise ConfigError(f"one page shows one run, and these are {len(runs)} ({said}): give the places of one")
 
     async def snapshot(self, since_unix: float | None) -> dict[str, Any]:
         """Status, history and settings of each (see `LiveEvents`), and the health of all together."""
         answers = await self._ask_all(SNAPSHOT_PATH)
-        regions = [_since(one, since_unix) if "status" in one else {"status": one} for one in answers]
+        regions = [{"status": one} if "error" in one else _since(one, since_unix) for one in answers]
         return {"regions": regions, "health": joint_health([one["status"] for one in regions])}
 
     async def status(self) -> dict[str, Any]:
         """The status of each, and the health of all together."""
-        documents = await self._ask_all("/api/v1/status")
+        documents = await self._ask_all(STATUS_PATH)
         return {"regions": documents, "health": joint_health(documents)}
 
     async def _ask_all(self, path: str) -> list[dict[str, Any]]:
-        with contextlib.suppress(DilocoError, OSError):
+        with contextlib.suppress(DilocoError, OSError, ValueError):
             await in_thread(self._threads, self.find)
         return await asyncio.gather(*(self._ask(target, path) for target in list(self._targets.values())))
 
     async def _ask(self, target: Target, path: str) -> dict[str, Any]:
-        try:
-            document = await asyncio.wait_for(in_thread(self._threads, ask, target, path), ANSWER_S)
-        except TimeoutError:
-            document = {"error": f"no answer from 127.0.0.1:{target.port} within {ANSWER_S:.0f} s"}
-        if "error" in document:
-            return {"region": self._names.get(target.name, target.name), "error": document["error"]}
-        status = document.get("status", document)
-        if isinstance(status, dict) and isinstance(status.get("region"), str):
+        document = await self._answer(target, path)
+        status = document if path == STATUS_PATH else document.get("status")
+        if "error" in document or not isinstance(status, dict):
+            error = document.get("error", f"what 127.0.0.1:{target.port} answers is no status: has it another version?")
+            return {"region": self._names.get(target.name, target.name), "error": error}
+        if isinstance(status.get("region"), str):
             self._names[target.name] = status["region"]
         return document
+
+    async def _answer(self, target: Target, path: str) -> dict[str, Any]:
+        """It is not asked again before it has answered, or has let the connection go."""
+        asking = self._asking.get((target, path))
+        if asking is None:
+            asking = self._asking[target, path] = in_thread(self._threads, ask, target, path)
+            asking.add_done_callback(lambda _: self._asking.pop((target, path)))
+        try:
+            return await asyncio.wait_for(asyncio.shield(asking), ANSWER_S)
+        except TimeoutError:
+            return {"error": f"no answer from 127.0.0.1:{target.port} within {ANSWER_S:.0f} s"}
+        except RecursionError:
+            return {"error": f"what 127.0.0.1:{target.port} answers is nested too deeply"}
 
 
 def _since(answer: dict[str, Any], since_unix: float | None) -> dict[str, Any]:
@@ -98,8 +127,12 @@ def _since(answer: dict[str, Any], since_unix: float | None) -> dict[str, Any]:
     history = answer.get("history")
     if since_unix is None or not isinstance(history, dict) or not isinstance(history.get("rows"), list):
         return answer
-    rows = [row for row in history["rows"] if isinstance(row, list) and row and row[0] > since_unix]
+    rows = [row for row in history["rows"] if isinstance(row, list) and row and _is_after(row[0], since_unix)]
     return answer | {"history": history | {"rows": rows}}
+
+
+def _is_after(unix: Any, since_unix: float) -> bool:
+    return isinstance(unix, (int, float)) and unix > since_unix
 
 
 @contextlib.asynccontextmanager

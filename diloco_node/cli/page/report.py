@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -44,15 +45,14 @@ def run_snapshot(folder: Path) -> dict[str, Any]:
     regions = [one for place in _region_folders(folder) if (one := _region(place)) is not None]
     if not regions:
         raise ConfigError(
-            f"{folder} holds no region that answers or has ended in order ({REPORT_NAME}): give the state folder of a "
-            "run or of a region, such as a demo's folder"
+            f"{folder} holds no region ({NODE_FILE}): give the state folder of a run or of a region, such as a demo's "
+            "folder"
         )
     summary = _read_object(folder / REPORT_NAME)
     # A region's own report.json is its status, and no summary.
     tokens = summary.get("tokens") if "regions" in summary else None
     health = joint_health([one["status"] for one in regions])
-    snapshot: dict[str, Any] = escaped_document({"regions": regions, "health": health, "summary": {"tokens": tokens}})
-    return snapshot
+    return {"regions": regions, "health": health, "summary": {"tokens": tokens}}
 
 
 def _region_folders(folder: Path) -> Iterable[Path]:
@@ -61,28 +61,31 @@ def _region_folders(folder: Path) -> Iterable[Path]:
 
 
 def _region(folder: Path) -> dict[str, Any] | None:
-    """One region's snapshot, None if nothing is known of it."""
-    try:
-        targets = find_targets(str(folder))
-    except (ConfigError, OSError):
-        targets = []  # it has ended
-    for target in targets:
-        answer = ask(target, SNAPSHOT_PATH)
-        if "status" in answer:
-            return answer
-    status = _read_object(folder / REPORT_NAME)
+    """One region's snapshot; without a last status, what else it has left. None if it has not even a name."""
+    answer: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError, OSError, ValueError, RecursionError):  # it has ended
+        for target in find_targets(str(folder.resolve())):
+            answer = ask(target, SNAPSHOT_PATH)
+            if isinstance(answer.get("status"), dict):
+                return answer
+    node = _read_object(folder / NODE_FILE)
+    # Who has a port has not ended in order: then the last report is of an earlier start.
+    status = {} if answer else _read_object(folder / REPORT_NAME)
     if "region" not in status:
+        error = answer.get("error", f"it did not end in order: there is no whole {REPORT_NAME}")
+        status = {"region": node.get("region"), "error": error}
+    if not isinstance(status["region"], str):
         return None
-    settings = _read_object(folder / NODE_FILE).get("settings_shown") or []
+    settings = node.get("settings_shown") or []
     return {"status": status, "history": RunHistory(folder).document(), "settings": settings}
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object of a region's folder; an empty one if there is none."""
+    """A JSON object of a region's folder, all texts fit to be shown; an empty one if there is none."""
     try:
         if path.stat().st_size > DOCUMENT_BYTES_MAX:
             return {}
-        document = json.loads(path.read_text())
-    except (OSError, ValueError):
+        document = escaped_document(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError):
         return {}
     return document if isinstance(document, dict) else {}

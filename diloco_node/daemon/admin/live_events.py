@@ -66,8 +66,11 @@ class LiveEvents:
             while chunk is not None:
                 await asyncio.wait_for(answer.write(chunk), WRITE_S)
                 chunk = await _next(queue)
-        except (ConnectionError, TimeoutError):
+        except ConnectionError:
             pass
+        except TimeoutError:
+            if request.transport is not None:  # closing would wait for what is not read
+                request.transport.abort()
         finally:
             self._viewers.discard(queue)
         return answer
@@ -81,11 +84,15 @@ class LiveEvents:
             await asyncio.gather(self._making, return_exceptions=True)
 
     async def _make(self) -> None:
-        while self._viewers:
-            await asyncio.sleep(PERIOD_S)
-            chunk = self._event("status", await self._status())
-            for queue in self._viewers:
-                _put(queue, chunk)
+        try:
+            while self._viewers:
+                await asyncio.sleep(PERIOD_S)
+                chunk = self._event("status", await self._status())
+                for queue in self._viewers:
+                    _put(queue, chunk)
+        finally:
+            for queue in self._viewers:  # whatever went wrong: they come again, and do not wait for nothing
+                _put(queue, None)
 
     def _event(self, kind: str, document: Document) -> bytes:
         # They increase, whatever the wall clock does.

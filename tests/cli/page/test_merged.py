@@ -1,19 +1,25 @@
 """One page for several regions: what is asked, and what stays of a region that is gone."""
 
+import asyncio
 import contextlib
+import json
 import socket
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from diloco_node.cli import status
 from diloco_node.cli.main import main
 from diloco_node.cli.page import merged
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.status import Target, find_targets
+from diloco_node.daemon.admin.live_events import json_text
 from diloco_node.errors import BindError, ConfigError
 from tests.kit.page_kit import UNIX, ShownRun, shown
+from tests.kit.transport_kit import eventually
 
 
 @contextlib.asynccontextmanager
@@ -52,6 +58,82 @@ async def test_a_region_that_hangs_holds_up_nobody(tmp_path: Path, monkeypatch: 
         port = hangs.getsockname()[1]
         document = await MergedRegions(lambda: [Target("x", port)]).status()
     assert document["regions"] == [{"region": "x", "error": f"no answer from 127.0.0.1:{port} within 0 s"}]
+
+
+async def test_a_region_whose_answer_never_ends_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merged, "ANSWER_S", 0.05)
+    asked, ended, closed = 0, asyncio.Event(), asyncio.Event()
+
+    async def drip(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        while not ended.is_set():
+            writer.write(b" ")
+            await asyncio.sleep(0.01)
+        writer.close()
+        await writer.wait_closed()
+        closed.set()
+
+    async with await asyncio.start_server(drip, "127.0.0.1", 0) as server:
+        regions = MergedRegions(lambda: [Target("x", server.sockets[0].getsockname()[1])])
+        for _ in range(5):
+            assert "no answer" in (await regions.status())["regions"][0]["error"]
+        await eventually(lambda: asked > 0)
+        assert asked == 1
+        ended.set()
+        await closed.wait()
+
+
+LIES = [
+    {"status": 3},
+    {"status": None},
+    [],
+    {"region": [], "state": 1},
+    {"status": {"region": "x"}, "history": {"rows": [[], [None], ["9"], [[1]], 3, {}]}},
+]
+
+
+async def test_a_region_that_answers_nonsense_leaves_the_others(tmp_path: Path) -> None:
+    said = [""]
+
+    async def lie(_: web.Request) -> web.Response:
+        return web.Response(text=said[0])
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", lie)
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    lies = Target("lies", runner.addresses[0][1])
+    async with region(tmp_path):
+        regions = MergedRegions(lambda: [lies, *find_targets(str(tmp_path))])
+        for said[0] in (*map(json.dumps, LIES), "[" * 100_000, '{"status":' * 100_000, "", "\x00"):
+            whole, now = await regions.snapshot(UNIX), await regions.status()
+            assert json_text([whole, now])
+            assert whole["regions"][1]["status"]["region"] == now["regions"][1]["region"] == "us-east", said[0][:20]
+    await runner.cleanup()
+
+
+def test_two_regions_of_one_name_are_refused(tmp_path: Path) -> None:
+    for port, folder in enumerate(("run-1/eu-west", "run-2/eu-west"), 7401):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "admin.port").write_text(str(port))
+    with pytest.raises(ConfigError, match=r"called eu-west \(ports 7401 and 7402\)"):
+        MergedRegions(lambda: find_targets(str(tmp_path))).find()
+    MergedRegions(lambda: find_targets(str(tmp_path / "run-1")) * 2).find()
+
+
+async def test_regions_of_two_runs_are_refused(tmp_path: Path) -> None:
+    class OfAnotherRun(ShownRun):
+        def status(self) -> dict[str, Any]:
+            return super().status() | {"run_id": "other"}
+
+    async with shown(ShownRun(), tmp_path) as first, shown(OfAnotherRun(region="eu-west"), tmp_path) as second:
+        targets = [Target(url, int(url.rpartition(":")[2])) for url in (first, second)]
+        await MergedRegions(lambda: targets[:1]).check_run()
+        with pytest.raises(ConfigError, match="eu-west of run other, us-east of run shown"):
+            await MergedRegions(lambda: targets).check_run()
 
 
 async def test_the_page_is_served_on_loopback_to_loopback_names(tmp_path: Path) -> None:

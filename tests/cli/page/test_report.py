@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,45 @@ def test_terminal_escapes_of_a_file_are_escaped(tmp_path: Path) -> None:
     assert run_snapshot(tmp_path)["regions"][0]["status"]["reason"] == "a\\x1b[2Jb\\u202e"
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{", "\x00", "3"])
-def test_a_damaged_report_is_no_region(tmp_path: Path, text: str) -> None:
+DAMAGE = ["", "[1]", "{", "\x00", "3", "[" * 100_000, '{"region": "eu-west", "x": ' + "[" * 800 + "]" * 800 + "}"]
+
+
+@pytest.mark.parametrize("text", DAMAGE)
+def test_a_region_without_a_report_is_shown_with_what_it_has_left(tmp_path: Path, text: str) -> None:
     finished_run(tmp_path, names=("eu-west", "us-east"))
     (tmp_path / "eu-west/report.json").write_text(text)
+    crashed, ended = run_snapshot(tmp_path)["regions"]
+    assert ended["status"]["region"] == "us-east"
+    assert crashed["status"]["region"] == "eu-west"
+    assert "did not end in order" in crashed["status"]["error"]
+    assert len(crashed["history"]["rows"]) == TWO_HOURS // 8
+    assert crashed["settings"] == SETTINGS
+
+
+def test_the_report_of_an_earlier_start_is_not_taken_for_the_end(tmp_path: Path) -> None:
+    finished_run(tmp_path, names=("eu-west", "us-east"))
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    (tmp_path / "eu-west/admin.port").write_text(str(port))
+    crashed, ended = run_snapshot(tmp_path)["regions"]
+    assert crashed["status"] == {"region": "eu-west", "error": crashed["status"]["error"]}
+    assert str(port) in crashed["status"]["error"]
+    assert "error" not in ended["status"]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"region": 3}', "[" * 100_000])
+def test_a_folder_that_names_no_region_is_none(tmp_path: Path, text: str) -> None:
+    finished_run(tmp_path, names=("eu-west", "us-east"))
+    for name in ("report.json", "node.json"):
+        (tmp_path / "eu-west" / name).write_text(text)
     assert [one["status"]["region"] for one in run_snapshot(tmp_path)["regions"]] == ["us-east"]
+
+
+def test_a_folder_whose_name_is_a_number_is_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    finished_run(tmp_path, names=("us-east",))
+    (tmp_path / "us-east").rename(tmp_path / "1")
+    monkeypatch.chdir(tmp_path)
+    assert run_snapshot(Path("1"))["regions"][0]["status"]["state"] == "training", "nothing was asked"
 
 
 def test_a_folder_without_regions_is_refused(tmp_path: Path) -> None:

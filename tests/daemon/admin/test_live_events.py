@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -157,12 +158,51 @@ async def test_who_reads_slowly_misses_documents_and_holds_up_nobody() -> None:
     assert kept == [b"96", b"97", b"98", b"99"]
 
 
+async def test_who_takes_nothing_for_long_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_events, "WRITE_S", 0.1)
+
+    class Large(Source):
+        async def status(self) -> dict[str, Any]:
+            return {"much": "x" * 10**6}
+
+    live = LiveEvents(Large().snapshot, Large().status)
+    app = web.Application()
+    app.router.add_get("/events", live.serve, allow_head=False)
+    runner = web.AppRunner(app, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    with socket.create_connection(runner.addresses[0][:2]) as viewer:
+        viewer.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await eventually(lambda: live.viewers == 1)
+        await eventually(lambda: live.viewers == 0)
+        await eventually(lambda: runner.server is not None and not runner.server.connections)
+    await live.stop()
+    await runner.cleanup()
+
+
+async def test_a_status_that_can_not_be_made_ends_the_streams() -> None:
+    class Broken(Source):
+        async def status(self) -> dict[str, Any]:
+            raise ValueError("planted")
+
+    async with serving(Broken()) as (_, url), aiohttp.ClientSession() as session, session.get(url) as answer:
+        async with asyncio.timeout(60):
+            await answer.content.read()
+
+
 async def test_the_end_of_the_daemon_ends_the_streams() -> None:
     async with serving(Source()) as (live, url), aiohttp.ClientSession() as session, session.get(url) as answer:
         await live.stop()
         async with asyncio.timeout(60):
             await answer.content.read()
         await eventually(lambda: not live.viewers)
+
+
+def test_ids_increase_whatever_the_clock_does() -> None:
+    source = Source()
+    live = LiveEvents(source.snapshot, source.status)
+    ids = [int(live._event("status", {}).split(b"\n")[0].removeprefix(b"id: ")) for _ in range(1000)]
+    assert ids == sorted(set(ids)), "also within one millisecond"
 
 
 def test_numbers_that_json_has_not_become_texts() -> None:

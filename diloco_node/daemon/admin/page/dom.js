@@ -4,21 +4,33 @@
 const SVG = "http://www.w3.org/2000/svg";
 const SVG_TAGS = new Set(["svg", "g", "rect", "line", "path", "text", "title", "circle", "polyline"]);
 
+// Only `h` makes one: an object of a document that looks like one is a text.
+class Described {
+  constructor(tag, attributes, children) {
+    Object.assign(this, { tag, attributes, children });
+  }
+}
+
+// Whatever stands in a document, as a text.
+export const written = (value) => (typeof value === "object" ? JSON.stringify(value) : String(value));
+
+const shown = (children) => children.flat(9).filter((one) => one != null && one !== false).map((one) => (one instanceof Described ? one : written(one)));
+
 // A described element: h("p", {class: "x"}, "text", h("b", {}, "more")). Attributes that are null or false are left out;
 // lists among the children are flattened, null and false left out.
 export function h(tag, attributes, ...children) {
-  return { tag, attributes: attributes || {}, children: children.flat(9).filter((one) => one != null && one !== false) };
+  return new Described(tag, attributes || {}, shown(children));
 }
 
 // Make the children of `parent` those that are described.
 export function patch(parent, ...children) {
-  const wanted = children.flat(9).filter((one) => one != null && one !== false);
+  const wanted = shown(children);
   wanted.forEach((one, at) => {
     const there = parent.childNodes[at];
     if (!there) parent.append(made(one, parent));
     else if (!fits(there, one)) there.replaceWith(made(one, parent));
     else if (typeof one === "object") update(there, one);
-    else if (there.data !== String(one)) there.data = String(one);
+    else if (there.data !== one) there.data = one;
   });
   while (parent.childNodes.length > wanted.length) parent.lastChild.remove();
 }
@@ -29,7 +41,7 @@ function fits(node, wanted) {
 }
 
 function made(wanted, parent) {
-  if (typeof wanted !== "object") return document.createTextNode(String(wanted));
+  if (typeof wanted !== "object") return document.createTextNode(wanted);
   const isDrawing = SVG_TAGS.has(wanted.tag) && (wanted.tag !== "title" || parent.namespaceURI === SVG);
   const node = isDrawing ? document.createElementNS(SVG, wanted.tag) : document.createElement(wanted.tag);
   node.described = wanted.tag;
@@ -43,12 +55,10 @@ function update(node, wanted) {
   for (const [name, value] of Object.entries(wanted.attributes)) {
     if (value == null || value === false || node.given[name] === value) continue;
     node.given[name] = value;
-    if (name === "value") node.value = value;
-    else node.setAttribute(name, value === true ? "" : String(value));
+    node.setAttribute(name, value === true ? "" : written(value));
   }
   // What a library draws in there is its own.
   if (!wanted.attributes["data-foreign"]) patch(node, wanted.children);
-  if ("value" in wanted.attributes && node.value !== wanted.attributes.value) node.value = wanted.attributes.value;
 }
 
 function unset(node, name) {

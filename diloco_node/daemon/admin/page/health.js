@@ -1,5 +1,5 @@
 // Is it healthy, and what to do: the header, the alert cards, the figures.
-import { h, patch } from "./dom.js";
+import { h, patch, written } from "./dom.js";
 import { allNames, byName, now, speedOf, store } from "./store.js";
 import { NO_DATA, classOf, clock, count, day, greatest, isNumber, known, list, loss, seconds, table, tables, whole } from "./text.js";
 
@@ -35,11 +35,11 @@ function alerts() {
   const found = new Map();
   if (isStale()) {
     const text = `Nothing has come for ${seconds((performance.now() - store.heard) / 1000)}. What stands below is the last that was known.`;
-    found.set("stale", { severity: "critical", code: "", region: "", text, hint: "Is the daemon still running?", command: "diloco-node status", place: "regions" });
+    found.set("stale", { severity: "critical", code: "", region: "", text, hint: "Is the daemon still running? It shows at most 16 pages at once.", command: "diloco-node status", place: "regions" });
   }
   for (const region of byName()) {
     if (region.answered !== false) continue;
-    const hint = "It has ended, or its machine is away. What stands below is the last that was known.";
+    const hint = "It has ended, it hangs, or its machine is away. What stands below is the last that was known.";
     found.set(`gone ${region.name}`, { severity: "critical", code: "", region: region.name, text: `${region.name} does not answer: ${region.status.error}`, hint, command: "diloco-node status" });
   }
   // Several regions may say the same, each of itself.
@@ -48,7 +48,7 @@ function alerts() {
 }
 
 function placeOf(alert) {
-  const found = alert.place || (PLACES.find(([word]) => String(alert.code).includes(word)) || [])[1];
+  const found = alert.place || (PLACES.find(([word]) => written(alert.code).includes(word)) || [])[1];
   return found || (alert.region && allNames().includes(alert.region) ? `region-${alert.region}` : "regions");
 }
 
@@ -57,14 +57,14 @@ function card(alert) {
   return h(
     "li",
     { class: `card ${tone}`, "data-key": `${alert.code} ${alert.region}` },
-    h("p", { class: "what" }, h("span", { class: "mark", "aria-hidden": "true" }, mark), h("b", {}, word), alert.region ? ` ${alert.region}` : "", alert.code ? h("span", { class: "code" }, String(alert.code)) : null),
+    h("p", { class: "what" }, h("span", { class: "mark", "aria-hidden": "true" }, mark), h("b", {}, word), alert.region ? ` ${alert.region}` : "", alert.code ? h("span", { class: "code" }, alert.code) : null),
     h("p", {}, known(alert.text)),
-    alert.hint ? h("p", { class: "hint" }, String(alert.hint)) : null,
+    alert.hint ? h("p", { class: "hint" }, alert.hint) : null,
     h(
       "p",
       { class: "acts" },
-      alert.command ? h("code", { tabindex: "0" }, String(alert.command)) : null,
-      alert.command ? h("button", { type: "button", "data-do": "copy", "data-text": String(alert.command), "aria-label": `Copy the command ${alert.command}` }, "Copy") : null,
+      alert.command ? h("code", { tabindex: "0" }, alert.command) : null,
+      alert.command ? h("button", { type: "button", "data-do": "copy", "data-text": alert.command, "aria-label": `Copy the command ${alert.command}` }, "Copy") : null,
       h("a", { href: `#${placeOf(alert)}`, "data-do": "jump", "aria-label": `Show the cause: ${alert.code || word} ${alert.region || ""}` }, "Show the cause"),
     ),
   );
@@ -82,7 +82,7 @@ export function drawAlerts() {
 
 function tolerance(state) {
   if (state === "finished") return ["", "quiet"];
-  const least = health().failure_tolerance;
+  const least = state === "no answer" ? null : health().failure_tolerance;
   if (!isNumber(least)) return ["Failure tolerance: no data", "quiet"];
   if (least <= 0) return ["No region may fail", "warn"];
   return [`${least} more region${least > 1 ? "s" : ""} may fail`, "good"];
@@ -128,10 +128,10 @@ export function drawFigures() {
   const merged = learners.map((one) => one.status.learner.val_loss_global).filter((one) => one != null);
   const step = furthest(regions, "step") ?? greatest(learners.map((one) => one.status.learner.step));
   const steps = furthest(regions, "total_steps");
-  const leader = regions.map((one) => one.status.leader).find(Boolean);
+  const leader = answering().map((one) => one.status.leader).find(Boolean);
   const members = allNames().length;
   const up = regions.filter((one) => one.answered !== false).length;
-  const isSeenByOne = up === 1 && members > 1;
+  const isSeenByOne = regions.length === 1 && up === 1 && members > 1;
   patch(
     document.getElementById("figures"),
     h(

@@ -1,37 +1,34 @@
 // The page: one stream of events in, everything drawn from what is known, at most once a second.
-import { patch } from "./dom.js";
-import { begin, byName, store, take } from "./store.js";
-import { tables } from "./text.js";
+import { begin, byName, forgetOthers, hasGap, store, take } from "./store.js";
+import { table, tables } from "./text.js";
 import { drawAlerts, drawFigures, drawTop } from "./health.js";
 import { drawCharts } from "./charts.js";
 import { drawMap, drawRounds } from "./rounds.js";
 import { drawAccount, drawBandwidth, drawEvents, drawFoot, drawRegions, drawSettings } from "./tables.js";
 
 const AGAIN_MS = 5000;
+const WHOLE_MS = 30000;
 const view = { region: null, onlyBad: false, allRounds: false, onlyAlarms: false, allSettings: false };
 const TOGGLES = { "only-bad": "onlyBad", "all-rounds": "allRounds", "only-alarms": "onlyAlarms", "all-settings": "allSettings" };
 let isDue = false;
+let asked = -Infinity;
 
 function chosen() {
   const regions = byName();
-  return regions.find((one) => one.name === view.region) || regions.find((one) => one.status.role === "leader") || regions[0];
+  const there = regions.filter((one) => one.answered);
+  return regions.find((one) => one.name === view.region) || there.find((one) => one.status.role === "leader") || there[0] || regions[0];
 }
 
 function drawAll() {
   isDue = false;
   const region = chosen();
-  drawTop();
-  drawAlerts();
-  drawFigures();
-  drawCharts();
-  drawRegions(region);
-  drawMap();
-  drawRounds(region, view);
-  drawBandwidth(region);
-  drawAccount();
-  drawEvents(region, view);
-  drawSettings(region, view);
-  patch(document.getElementById("foot"), ...drawFoot());
+  for (const draw of [drawTop, drawAlerts, drawFigures, drawCharts, drawRegions, drawMap, drawRounds, drawBandwidth, drawAccount, drawEvents, drawSettings, drawFoot]) {
+    try {
+      draw(region, view);
+    } catch (error) {
+      console.error(error); // what one part can't show leaves the others
+    }
+  }
 }
 
 function soon() {
@@ -44,17 +41,28 @@ function soon() {
 export function receive(kind, document) {
   store.heard = performance.now();
   store.isOpen = true;
+  const regions = tables(document.regions);
+  forgetOthers(kind === "snapshot" ? regions.map((one) => table(one.status)) : regions);
   if (kind === "snapshot") begin(document);
   else {
     store.health = document.health || null;
-    for (const status of tables(document.regions)) take(status);
+    regions.forEach(take);
   }
   soon();
 }
 
 function connect() {
   const stream = new EventSource("/api/v1/events");
-  for (const kind of ["snapshot", "status"]) stream.addEventListener(kind, (event) => receive(kind, JSON.parse(event.data)));
+  asked = performance.now();
+  for (const kind of ["snapshot", "status"]) {
+    stream.addEventListener(kind, (event) => {
+      receive(kind, JSON.parse(event.data));
+      // A region that answers only now has settings, and a history, that have not come.
+      if (!hasGap() || performance.now() - asked < WHOLE_MS) return;
+      stream.close();
+      connect();
+    });
+  }
   stream.addEventListener("error", () => {
     store.isOpen = false;
     soon();

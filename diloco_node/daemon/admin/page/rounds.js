@@ -54,7 +54,7 @@ export function drawMap() {
     panel("fragments", "Regions and fragments", note, h("p", { class: "empty" }, NO_DATA));
     return;
   }
-  const [merged, missing] = [mergedAt(), missingOf()];
+  const [merged, missing, unix] = [mergedAt(), missingOf(), now()];
   const newest = Array.from({ length: fragments }, (_, at) => Math.max(...names.map((name) => versions.get(name)[at] ?? -1)));
   const left = 12 + 7.6 * Math.max(...names.map((name) => name.length));
   const said = [];
@@ -62,7 +62,7 @@ export function drawMap() {
     const y = 18 + row * (CELL.height + CELL.gap);
     const cells = newest.map((version, fragment) => {
       const fact = { name, fragment, own: versions.get(name)[fragment], newest: version, isMissing: (missing.get(fragment) || []).includes(name) };
-      fact.age = isNumber(fact.own) && now() !== null ? now() - merged.get(`${fragment} ${fact.own}`) : null;
+      fact.age = isNumber(fact.own) && unix !== null ? unix - merged.get(`${fragment} ${fact.own}`) : null;
       if (fact.isMissing || fact.own < version) said.push(cellText(fact));
       return fragmentCell(fact, left + fragment * (CELL.width + CELL.gap), y);
     });

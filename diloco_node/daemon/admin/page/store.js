@@ -1,5 +1,6 @@
 // What is known: the last status of each region, its history, and rates from the counters of the last seconds. Bounded.
-import { isNumber, list, table, tables } from "./text.js";
+import { written } from "./dom.js";
+import { greatest, isNumber, list, table, tables } from "./text.js";
 
 const POINTS_MAX = 1024;
 const REGIONS_MAX = 64;
@@ -9,7 +10,7 @@ const COLUMNS = ["unix", "step", "tokens", "loss", "loss_merged", "tokens_per_se
 
 // health: of all regions together, where the server joins them; else each region has its own.
 // regions: name -> {status, rows, period, settings, counters}. heard: when anything came, in ms of the browser's clock.
-export const store = { regions: new Map(), health: null, summary: null, isReport: false, heard: null, isOpen: false, unix: null };
+export const store = { regions: new Map(), health: null, summary: null, isReport: false, heard: null, isOpen: false };
 
 // A `snapshot` event, or what a report holds.
 export function begin(document) {
@@ -18,22 +19,39 @@ export function begin(document) {
   for (const one of tables(document.regions)) {
     const [status, history] = [table(one.status), table(one.history)];
     const region = regionOf(status);
-    if (String(history.columns) === String(COLUMNS)) {
-      // After a broken connection only what is new comes.
-      const last = region.rows.length ? region.rows.at(-1)[0] : -Infinity;
-      for (const row of list(history.rows)) if (Array.isArray(row) && row[0] > last) keep(region, row);
-      region.period = Math.max(region.period, history.period_s || 0);
-    }
+    if (written(history.columns) === written(COLUMNS)) merge(region, history);
     if (Array.isArray(one.settings)) region.settings = one.settings.filter((row) => Array.isArray(row) && row.length === 3);
     take(status);
+    region.isWhole = region.answered;
   }
 }
 
+// What a region has kept replaces what was seen of the same time; after a broken connection only what is new comes.
+function merge(region, history) {
+  const rows = list(history.rows).filter((row) => Array.isArray(row) && isNumber(row[0]));
+  if (!rows.length) return;
+  const [first, last] = [rows[0][0], rows.at(-1)[0]];
+  region.rows = [...region.rows.filter((row) => row[0] < first), ...rows, ...region.rows.filter((row) => row[0] > last)];
+  region.period = Math.max(region.period, isNumber(history.period_s) ? history.period_s : 0);
+  while (region.rows.length >= POINTS_MAX) halve(region);
+}
+
+// A region that is listed no longer has another name by now: until it answers it is called by its place.
+export function forgetOthers(statuses) {
+  const names = new Set(statuses.map(nameOf));
+  for (const name of store.regions.keys()) if (!names.has(name)) store.regions.delete(name);
+}
+
+// Whether there is a region that answers, of which no snapshot has come since it was away.
+export const hasGap = () => byName().some((one) => one.answered && !one.isWhole);
+
+const nameOf = (status) => written(status.region ?? "?");
+
 function regionOf(status) {
-  const name = String(status.region ?? "?");
+  const name = nameOf(status);
   if (!store.regions.has(name)) {
     if (store.regions.size >= REGIONS_MAX) store.regions.delete(store.regions.keys().next().value);
-    store.regions.set(name, { name, status: {}, rows: [], period: 2, settings: [], counters: [] });
+    store.regions.set(name, { name, status: {}, rows: [], period: 2, settings: [], counters: [], isWhole: false });
   }
   return store.regions.get(name);
 }
@@ -42,20 +60,23 @@ function regionOf(status) {
 export function take(status) {
   const region = regionOf(status);
   // A region that does not answer keeps what was last known of it.
-  region.status = status.error ? { ...region.status, region: region.name, error: String(status.error) } : status;
+  region.status = status.error ? { ...region.status, region: region.name, error: written(status.error) } : status;
   region.answered = !status.error;
+  region.isWhole &&= region.answered;
   const unix = table(status.clock).unix;
-  if (!isNumber(unix)) return region;
-  store.unix = Math.max(store.unix ?? 0, unix);
+  if (!isNumber(unix)) return;
   const learner = table(status.learner);
   const speed = speedOf(status);
-  if (status.learner && (!region.rows.length || unix - region.rows.at(-1)[0] >= region.period)) {
-    const row = [unix, learner.step, learner.tokens, learner.loss, learner.val_loss_global, speed];
-    keep(region, [...row, status.wire_bytes_out, status.wire_bytes_in].map((one) => (isNumber(one) ? one : null)));
+  // Also when the clock was set back.
+  if (status.learner && (!region.rows.length || Math.abs(unix - region.rows.at(-1)[0]) >= region.period)) {
+    // As the history has them: since the run began, whatever learner was there.
+    const row = [unix, status.inner_steps, status.tokens, learner.loss, learner.val_loss_global, speed];
+    region.rows.push([...row, status.wire_bytes_out, status.wire_bytes_in].map((one) => (isNumber(one) ? one : null)));
+    if (region.rows.length >= POINTS_MAX) halve(region);
   }
+  if (region.counters.length && unix < region.counters.at(-1)[0]) region.counters = [];
   region.counters.push([unix, countersOf(status)]);
   while (region.counters.length > 2 && unix - region.counters[0][0] > RATE_WINDOW_S) region.counters.shift();
-  return region;
 }
 
 export function speedOf(status) {
@@ -63,9 +84,7 @@ export function speedOf(status) {
   return learner.current_tokens_per_second ?? (("current_tokens_per_second" in learner) ? null : learner.tokens_per_second);
 }
 
-function keep(region, row) {
-  region.rows.push(row);
-  if (region.rows.length < POINTS_MAX) return;
+function halve(region) {
   region.period *= 2;
   const halved = [];
   for (let at = 0; at + 1 < region.rows.length; at += 2) halved.push(joined(region.rows[at], region.rows[at + 1]));
@@ -81,7 +100,7 @@ const joined = (first, second) =>
 function countersOf(status) {
   const found = { out: status.wire_bytes_out, in: status.wire_bytes_in };
   for (const [peer, use] of Object.entries(table(table(status.budget).peers))) {
-    for (const [lane, row] of Object.entries(table(use.lanes))) found[`${peer} ${lane}`] = row.used_bytes;
+    for (const [lane, row] of Object.entries(table(table(use).lanes))) found[`${peer} ${lane}`] = table(row).used_bytes;
   }
   return found;
 }
@@ -107,7 +126,7 @@ export const byName = () => [...store.regions.values()].sort((a, b) => (a.name <
 // All regions of the run: those that answer, and those that these know of.
 export function allNames() {
   const names = new Set(store.regions.keys());
-  for (const region of store.regions.values()) for (const peer of tables(region.status.peers)) names.add(String(peer.name));
+  for (const region of store.regions.values()) for (const peer of tables(region.status.peers)) names.add(written(peer.name));
   return [...names].sort();
 }
 
@@ -120,5 +139,5 @@ export function asPeer(name) {
   return null;
 }
 
-// "Now" of the run: of the browser only where the stream is alive, so that a report stays at its time.
-export const now = () => store.unix;
+// "Now" of the run: what its regions said last, so that a report stays at its time.
+export const now = () => greatest(byName().map((one) => table(one.status.clock).unix));

@@ -1,5 +1,5 @@
 // Regions, bandwidth, tokens, events, settings.
-import { h, panel, toggle } from "./dom.js";
+import { h, panel, patch, toggle, written } from "./dom.js";
 import { allNames, asPeer, byName, now, rateOf, speedOf, store } from "./store.js";
 import { NO_DATA, bytes, classOf, clock, count, greatest, isNumber, known, loss, percent, rate, seconds, table, tables, whole } from "./text.js";
 
@@ -78,7 +78,7 @@ function laneBar(uses, limit) {
 function peerRow(region, peer, use) {
   const lanes = table(use.lanes);
   const names = [...LANES.filter((lane) => lane in lanes), ...Object.keys(lanes).filter((lane) => !LANES.includes(lane))];
-  const uses = names.map((lane) => [lane, rateOf(region, `${peer} ${lane}`), lanes[lane]]).filter(([, speed, one]) => speed || one.used_bytes);
+  const uses = names.map((lane) => [lane, rateOf(region, `${peer} ${lane}`), table(lanes[lane])]).filter(([, speed, one]) => speed || one.used_bytes);
   const limit = use.egress_bytes_per_s;
   const sums = uses.map(([, speed]) => speed).filter(isNumber);
   const detail = uses.map(([lane, speed, one]) => `${lane} ${isNumber(speed) ? rate(speed) : bytes(one.used_bytes)}`).join(" · ");
@@ -182,11 +182,11 @@ export function drawSettings(region, view) {
     "Settings",
     h("span", { class: "note" }, region ? `of ${region.name}, and where each was set` : ""),
     h("p", { class: "acts" }, toggle("all-settings", `Defaults too (${rows.length - changed.length})`, view.allSettings)),
-    rows.length ? scroll("Table of settings", h("table", { class: "settings" }, head("setting", "value", "set in"), h("tbody", {}, chosen.map(([name, value, origin]) => h("tr", { "data-key": name }, h("th", { scope: "row" }, name), h("td", { "data-label": "value" }, value), h("td", { "data-label": "set in", class: "quiet", title: origin }, String(origin).split("/").at(-1))))))) : h("p", { class: "empty" }, NO_DATA),
+    rows.length ? scroll("Table of settings", h("table", { class: "settings" }, head("setting", "value", "set in"), h("tbody", {}, chosen.map(([name, value, origin]) => h("tr", { "data-key": name }, h("th", { scope: "row" }, name), h("td", { "data-label": "value" }, value), h("td", { "data-label": "set in", class: "quiet", title: origin }, written(origin).split("/").at(-1))))))) : h("p", { class: "empty" }, NO_DATA),
   );
 }
 
-export function drawFoot(footer) {
+export function drawFoot() {
   const status = byName()[0]?.status || {};
-  return [h("p", {}, "Read-only. ", store.isReport ? "Written by diloco-node report." : "Change things with the command line: diloco-node --help.", isNumber(now()) && status.manifest_digest ? ` Model ${String(status.manifest_digest).slice(0, 12)}, ${count(status.parameters)} parameters.` : "")];
+  patch(document.getElementById("foot"), h("p", {}, "Read-only. ", store.isReport ? "Written by diloco-node report." : "Change things with the command line: diloco-node --help.", isNumber(now()) && status.manifest_digest ? ` Model ${written(status.manifest_digest).slice(0, 12)}, ${count(status.parameters)} parameters.` : ""));
 }

@@ -1,4 +1,5 @@
 // Numbers and times as people read them. What is not known is "no data", never 0.
+import { written } from "./dom.js";
 
 export const NO_DATA = "no data";
 
@@ -31,7 +32,7 @@ export function seconds(value) {
   if (value < 9.95) return `${value.toFixed(1)} s`;
   if (value < 120) return `${Math.round(value)} s`;
   if (value < 7200) return `${Math.round(value / 60)} min`;
-  if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  if (value < 172800) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
   return `${Math.round(value / 86400)} days`;
 }
 
@@ -49,7 +50,7 @@ export function day(unix) {
   return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ${clock(unix)}`;
 }
 
-export const known = (value) => (value === null || value === undefined || value === "" ? NO_DATA : String(value));
+export const known = (value) => (value === null || value === undefined || value === "" ? NO_DATA : written(value));
 
 // A cell or figure: `quiet` when there is nothing to say.
 export const classOf = (text) => (text === NO_DATA ? "quiet" : null);
