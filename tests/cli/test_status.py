@@ -12,7 +12,7 @@ from hypothesis import given
 
 from diloco_node.cli import status as status_cmd
 from diloco_node.cli.main import main
-from diloco_node.cli.status import Target, ask, find_targets
+from diloco_node.cli.status import Target, ask, ask_all, find_targets
 from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, run_line, status_lines
 from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
@@ -164,10 +164,23 @@ def test_a_document_of_another_version_is_shown_as_far_as_it_goes(document: dict
         assert board.lines([shown], 80, 24)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"3"])
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff\xfe", b"3", b"[" * 100_000])
 def test_an_answer_that_is_no_document_is_an_error_of_that_region(admin: int, body: bytes) -> None:
     Admin.body = body
     assert "no status from" in ask(Target("x", admin))["error"]
+
+
+def test_all_regions_are_asked_at_the_same_time(admin: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answers only when the other one has been asked, too."""
+    both = threading.Barrier(2, timeout=60)
+    answer = Admin.do_GET
+
+    def answer_both(handler: Admin) -> None:
+        both.wait()
+        answer(handler)
+
+    monkeypatch.setattr(Admin, "do_GET", answer_both)
+    assert [one.get("state") for one in ask_all([Target("eu", admin)] * 2)] == ["running"] * 2
 
 
 def test_watch_asks_again_until_ctrl_c(
