@@ -20,7 +20,7 @@ test-fast: $(STAMP)
 
 # With daemons and learners in processes of their own: thirteen minutes.
 test: $(STAMP)
-	$(PYTEST) $(PARALLEL) 2 -m 'not system and not long' $(PYTEST_ARGS)
+	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
 test-all: test test-system
 
