@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -115,8 +117,10 @@ def request(path: Path, command: Mapping[str, Any], *, timeout_s: float = REQUES
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.settimeout(timeout_s)
+            # Without Python's timeout: that would refuse at once where the queue of the listener is full.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", math.ceil(timeout_s), 0))
             sock.connect(str(path))
+            sock.settimeout(timeout_s)
             sock.sendall(json.dumps(dict(command)).encode() + b"\n")
             with sock.makefile("rb") as file:
                 line = file.readline(LINE_BYTES_MAX)

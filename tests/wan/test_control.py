@@ -101,6 +101,30 @@ def test_silent_clients_do_not_hold_up_the_others_and_are_bounded(served: Served
         assert len(served.server.sockets) <= control.CONNECTIONS_MAX + 2
 
 
+def test_a_full_queue_is_waited_for(path: Path) -> None:
+    server, over = ControlServer(path, lambda _: {"echo": "me"}), threading.Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            for sock in select.select(server.sockets, [], [], 0.1)[0]:
+                server.serve(sock)
+
+    with contextlib.ExitStack() as waiting:
+        with pytest.raises(BlockingIOError):
+            while True:
+                sock = waiting.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                sock.setblocking(False)
+                sock.connect(str(path))
+        thread = threading.Timer(0.5, serve)
+        thread.start()
+        try:
+            assert request(path, {"text": "me"}) == {"echo": "me"}
+        finally:
+            over.set()
+            thread.join()
+            server.close()
+
+
 def test_two_commands_in_one_write_are_two_commands(served: Served, path: Path) -> None:
     answers = raw(path, b'{"text": "a"}\n{"text": "b"}\n', lines=2)
     assert [json.loads(line)["echo"] for line in answers.splitlines()] == ["a", "b"]
