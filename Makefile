@@ -18,7 +18,7 @@ demo: $(STAMP)
 test-fast: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not seeds and not system' $(PYTEST_ARGS)
 
-# With daemons and learners in processes of their own: thirteen minutes.
+# With daemons and learners in processes of their own: a quarter of an hour.
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
