@@ -74,16 +74,16 @@ def main() -> None:
             attached.append(ended_s - started_s)
             inside.append(ended_s - trained_s)
             private.append(private_bytes() - before)
-            if len(attached) == WARM_UP + steps and rank == 0:
-                (folder / "measured").touch()
-    result: dict[str, Any] = {
-        "parameters": sum(one.numel() for one in model.parameters()),
-        "alone_s": alone[WARM_UP:],
-        "attached_s": attached[WARM_UP : WARM_UP + steps],
-        "inside_s": inside[WARM_UP : WARM_UP + steps],
-        "more_bytes": private[WARM_UP : WARM_UP + steps],
-    }
-    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+            if len(attached) == WARM_UP + steps:
+                result: dict[str, Any] = {
+                    "parameters": sum(one.numel() for one in model.parameters()),
+                    "alone_s": alone[WARM_UP:],
+                    "attached_s": attached[WARM_UP:],
+                    "inside_s": inside[WARM_UP:],
+                    "more_bytes": private[WARM_UP:],
+                }
+                (folder / f"rank-{rank}.partial").write_text(json.dumps(result))
+                (folder / f"rank-{rank}.partial").rename(folder / f"rank-{rank}.json")
     if ranks > 1:
         dist.destroy_process_group()
 
