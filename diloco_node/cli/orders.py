@@ -21,6 +21,10 @@ from diloco_node.unix_sockets import socket_path
 TOKEN_FILE: Final = "admin.token"
 ANSWER_BYTES_MAX: Final = 2**20
 
+PlaceArgument = Annotated[
+    str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
+]
+
 budget = typer.Typer(help="The bandwidth budget of running regions.", no_args_is_help=True)
 quarantine = typer.Typer(help="Peers that were shut out for what they sent.", no_args_is_help=True)
 
@@ -37,9 +41,7 @@ def _top() -> None:
 @budget.command("set")
 def set_budget(
     *,
-    place: Annotated[
-        str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
-    ] = None,
+    place: PlaceArgument = None,
     egress: Annotated[
         str | None, typer.Option("--egress", metavar="RATE", help='What it may send: 2Gbit/s, 25MB/s, or "none".')
     ] = None,
@@ -72,9 +74,7 @@ def set_budget(
 @budget.command("show")
 def show_budget(
     *,
-    place: Annotated[
-        str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
-    ] = None,
+    place: PlaceArgument = None,
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with demand and use by lane.")] = False,
 ) -> None:
@@ -125,9 +125,7 @@ def lift_quarantine(
 @learner.command("start")
 def start_learner(
     *,
-    place: Annotated[
-        str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
-    ] = None,
+    place: PlaceArgument = None,
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -142,9 +140,7 @@ def start_learner(
 
 def finish(
     *,
-    place: Annotated[
-        str | None, typer.Argument(metavar="[REGION|FOLDER]", help="A region of run.toml, or its state folder.")
-    ] = None,
+    place: PlaceArgument = None,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Goes into the ledger and the logs of all regions.")
     ] = "asked by the operator",

@@ -127,9 +127,9 @@ class OptimizerParts:
         own = self._optimizer.state_dict()["param_groups"]
         groups = [dict(group) for group in first.rest["param_groups"]]
         for name, tensor in first.tensors.items():
-            kind, _, tail = name.partition(".")
+            part, _, tail = name.partition(".")
             index, _, key = tail.partition(".")
-            if kind == "group":
+            if part == "group":
                 groups[int(index)][key] = tensor
         if len(groups) != len(own):
             raise ValueError(f"{len(groups)} groups of parameters were kept, {len(own)} are there")

@@ -19,9 +19,6 @@ NAMES = ["east", "west", "south"]
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
 
 

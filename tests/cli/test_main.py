@@ -1,7 +1,6 @@
 """The command line as a whole: in its own process, as a user meets it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,9 +24,6 @@ HEAVY = ("torch", "numpy", "numba", "grpc", "aiohttp", "cryptography", "pydantic
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_TOML)
 

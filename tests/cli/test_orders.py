@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -83,9 +82,6 @@ class Region:
 
 @pytest.fixture
 def region(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Region]:
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
     (tmp_path / "run.toml").write_text(RUN_TOML)
     (tmp_path / "state" / "eu").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,4 @@
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -39,9 +38,6 @@ admin_port = 7500
 
 @pytest.fixture(autouse=True)
 def _run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text(RUN_TOML.replace("{eu}", str(free_port())))
     (tmp_path / "text.txt").write_text("text\n" * 100)

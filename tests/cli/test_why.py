@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,8 +30,6 @@ class DocumentServer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    for name in [name for name in os.environ if name.startswith("DILOCO_")]:
-        monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     server = ThreadingHTTPServer(("127.0.0.1", 0), DocumentServer)

@@ -54,9 +54,6 @@ case $1 in --version) echo "diloco-node {__version__}" ;; status) echo "row of $
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of all machines; this one's is `here`."""
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)

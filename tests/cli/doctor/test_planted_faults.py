@@ -22,9 +22,6 @@ Plant = Callable[[Ward], None]
 
 @pytest.fixture
 def ward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ward:
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
     return Ward(tmp_path)
 
 

@@ -37,9 +37,6 @@ address = "127.0.0.1:7402"
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
     monkeypatch.setenv("COLUMNS", str(COLUMNS))
     monkeypatch.chdir(tmp_path)
 
