@@ -333,6 +333,7 @@ def test_a_region_without_address_binds_any_port_on_loopback(tmp_path: Path) -> 
         ("regions.eu.address=fd00::1:80", ["[fd00::1]:7400"]),
         ("regions.eu.address=http://foo:80", ["HOST:PORT"]),
         ("regions.eu.address=-oProxyCommand=x:80", ["HOST:PORT"]),
+        ("regions.eu.address=-vv:80", ["HOST:PORT"]),
         ("regions.eu.address=foo;reboot:80", ["HOST:PORT"]),
         ("regions.eu.address=127.0.0.1:7400", ["regions.us-east.address", "region eu has the same address"]),
         ("regions.eu.admin_port=70000", ["less than or equal to 65535"]),
