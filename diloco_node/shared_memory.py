@@ -127,7 +127,7 @@ class MemoryStore:
         try:
             asked = json.loads(request)
             area = self._area(asked["name"], asked["size_bytes"])
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except (ValueError, KeyError, TypeError, OSError, RecursionError) as error:
             connection.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
             return
         socket.send_fds(connection, [json.dumps({"size_bytes": area.size_bytes}).encode()], [area.fd])

@@ -61,7 +61,9 @@ def test_wrong_request_is_refused_and_the_store_lives_on(tmp_path: Path, name: s
         assert len(request_area(tmp_path / "m.sock", "inbox", 5)) == 5
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\xff", b"[]", b'{"name": 3}', b'{"name": "a", "size_bytes": "x"}'])
+@pytest.mark.parametrize(
+    "garbage", [b"", b"\xff", b"[]", b"[" * 4096, b'{"name": 3}', b'{"name": "a", "size_bytes": "x"}']
+)
 def test_garbage_does_not_stop_the_store(tmp_path: Path, garbage: bytes) -> None:
     with MemoryStore(tmp_path / "m.sock"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import itertools
 import json
 import shlex
 import shutil
@@ -20,7 +21,6 @@ from diloco_node.errors import ConfigError
 CONFIG_NAME: Final = "run.toml"
 CERTS_NAME: Final = "certs"
 RUN_ID: Final = "my-run"
-OLD_MAX: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _check(text: str) -> None:
 
 def _set_aside(path: Path) -> None:
     """Rename it to the first free NAME.old-N."""
-    olds = (path.with_name(f"{path.name}.old-{number}") for number in range(1, OLD_MAX))
+    olds = (path.with_name(f"{path.name}.old-{number}") for number in itertools.count(1))
     path.rename(next(old for old in olds if not old.exists()))
 
 

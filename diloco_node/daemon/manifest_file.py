@@ -46,7 +46,7 @@ def load_manifest(state_dir: Path) -> Manifest | None:
         tensors = [TensorSpec(name, tuple(shape), MergeRule(merge)) for name, shape, merge in document["tensors"]]
         manifest = build_manifest(tensors, document["fragments"])
         expected = document["digest"]
-    except (DilocoError, ValueError, KeyError, TypeError) as error:
+    except (DilocoError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedFile(f"{path} is damaged ({error!r}); the learner lists its tensors again") from error
     if manifest.digest != expected:
         raise DamagedFile(

@@ -136,7 +136,11 @@ class HistoryFollower:
         self._until = self._remembered()
 
     def look(self) -> int:
-        """Hand on the points that each tracker does not have; how many there were."""
+        """Hand on the points that each tracker does not have; how many there were.
+
+        Raises:
+            ExceptionGroup: what trackers raised. The others have got their points.
+        """
         try:
             found = (self._state_dir / HISTORY_NAME).stat()
         except FileNotFoundError:
@@ -147,11 +151,18 @@ class HistoryFollower:
         _, points = read_history(self._state_dir)
         rows = [dict(zip(ALL_COLUMNS, point, strict=True)) for point in points]
         before = dict(self._until)
-        try:
-            return sum(self._hand_on(name, tracker, rows) for name, tracker in self._trackers.items())
-        finally:  # also what was handed on before one of them failed
-            if self._until != before:
-                self._remember()
+        count = 0
+        failures: list[Exception] = []
+        for name, tracker in self._trackers.items():
+            try:
+                count += self._hand_on(name, tracker, rows)
+            except Exception as error:  # noqa: BLE001 - whatever a library raises whose service is down
+                failures.append(error)
+        if self._until != before:
+            self._remember()
+        if failures:
+            raise ExceptionGroup("trackers took no points", failures)
+        return count
 
     def _remember(self) -> None:
         """A full disk costs a repetition after a restart; while this process lives it repeats nothing."""
@@ -181,24 +192,38 @@ class HistoryFollower:
 
 @contextlib.contextmanager
 def opened(state_dir: Path, region: str, run_id: str, names: Sequence[str]) -> Iterator[dict[str, CurveTracker]]:
-    """These trackers, closed at the end."""
+    """Those of these trackers that can be opened, closed at the end.
+
+    Raises:
+        ExceptionGroup: at the end: what the others raised.
+    """
     trackers: dict[str, CurveTracker] = {}
+    failures: list[Exception] = []
     with contextlib.ExitStack() as stack:
         for name in names:
-            trackers[name] = TRACKERS[name](state_dir, region, run_id)
-            stack.callback(trackers[name].close)
+            try:
+                trackers[name] = TRACKERS[name](state_dir, region, run_id)
+            except Exception as error:  # noqa: BLE001 - whatever a library raises that lacks a key or a network
+                failures.append(error)
+            else:
+                stack.callback(trackers[name].close)
         yield trackers
+    if failures:
+        raise ExceptionGroup("trackers did not open", failures)
 
 
 def main(arguments: list[str]) -> int:
-    """Follow until SIGTERM, then hand on the rest; the exit code."""
+    """Follow until SIGTERM, then hand on the rest; the exit code.
+
+    Where a tracker did not open, this ends after one look: the supervisor's restart, later each time, tries it again.
+    """
     folder, region, run_id, *names = arguments
     over = threading.Event()
     with opened(Path(folder), region, run_id, names) as trackers:
         # After the libraries, which may have handlers of their own.
         signal.signal(signal.SIGTERM, lambda number, frame: over.set())
         follower = HistoryFollower(Path(folder), trackers)
-        while not over.wait(LOOK_S):
+        while not over.wait(LOOK_S) and len(trackers) == len(names):
             follower.look()
         follower.look()
     return 0

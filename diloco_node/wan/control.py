@@ -100,7 +100,7 @@ class ControlServer:
             if not isinstance(command, dict):
                 raise ConfigError("a command is a JSON object")
             return {"ok": True, **self._handle(command)}
-        except (ValueError, DilocoError) as error:
+        except (ValueError, RecursionError, DilocoError) as error:
             return {"ok": False, "error": str(error)}
 
     def _drop(self, sock: socket.socket) -> None:

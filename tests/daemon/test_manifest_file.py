@@ -45,7 +45,12 @@ def test_another_layout_than_the_digest_says_is_refused(tmp_path: Path) -> None:
         load_manifest(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tensors": 3, "fragments": 2, "digest": ""}', "\0\0"])
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"tensors": 3, "fragments": 2, "digest": ""}', "\0\0", DEEP], ids=range(7)
+)
 def test_a_damaged_file_is_refused_with_the_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST_NAME).write_text(text)
     with pytest.raises(DamagedFile, match=r"the learner lists its tensors again"):

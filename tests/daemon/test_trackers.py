@@ -15,7 +15,7 @@ import pytest
 
 from diloco_node.daemon import trackers as trackers_module
 from diloco_node.daemon.history import HISTORY_NAME, row_of
-from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, opened
+from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, main, opened
 
 
 def write_history(folder: Path, steps: range) -> None:
@@ -61,13 +61,17 @@ def test_every_point_is_handed_on_once_also_by_the_next_process(tmp_path: Path) 
     assert [point[0] for point in again.points] == [40, 50]
 
 
-def test_a_tracker_that_fails_makes_another_one_repeat_nothing(tmp_path: Path) -> None:
-    good = Recorder()
+@pytest.mark.parametrize("names", [("good", "broken"), ("broken", "good")])
+def test_a_tracker_that_fails_keeps_nothing_from_another_one_and_makes_it_repeat_nothing(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    trackers = {"good": Recorder(), "broken": Broken()}
     write_history(tmp_path, range(1, 4))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="planted"):
-            HistoryFollower(tmp_path, {"tensorboard": good, "wandb": Broken()}).look()
-    assert [point[0] for point in good.points] == [10, 20, 30]
+        with pytest.raises(ExceptionGroup, match="took no points") as raised:
+            HistoryFollower(tmp_path, {name: trackers[name] for name in names}).look()
+        assert [str(error) for error in raised.value.exceptions] == ["planted"]
+    assert [point[0] for point in trackers["good"].points] == [10, 20, 30]
 
 
 def test_a_memory_that_can_not_be_written_repeats_nothing_in_this_process(tmp_path: Path) -> None:
@@ -90,25 +94,30 @@ def test_a_damaged_memory_costs_a_repetition(tmp_path: Path, damage: bytes) -> N
     assert HistoryFollower(tmp_path, {"tensorboard": Recorder()}).look() == 2
 
 
-def test_trackers_that_were_opened_are_closed_also_when_the_next_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("names", [("good", "broken"), ("broken", "good")])
+def test_what_a_tracker_that_does_not_open_leaves_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
 ) -> None:
-    closed: list[str] = []
+    """They get their points, and are closed, before the process ends for its supervisor to try again."""
+    closed: list[Recorder] = []
 
     class Closing(Recorder):
         def close(self) -> None:
-            closed.append("good")
+            closed.append(self)
 
     def broken(folder: Path, region: str, run_id: str) -> Recorder:
         raise RuntimeError(f"planted {folder.name} {region} {run_id}")
 
     monkeypatch.setattr(trackers_module, "TRACKERS", {"good": lambda *_: Closing(), "broken": broken})
-    with (
-        pytest.raises(RuntimeError, match=f"planted {tmp_path.name} us run1"),
-        opened(tmp_path, "us", "run1", ["good", "broken"]),
-    ):
-        pass
-    assert closed == ["good"]
+    monkeypatch.setattr(trackers_module, "LOOK_S", 0.01)
+    handlers: list[int] = []
+    monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append(number))
+    write_history(tmp_path, range(1, 4))
+    with pytest.raises(ExceptionGroup, match="did not open") as raised:
+        main([str(tmp_path), "us", "run1", *names])
+    assert [str(error) for error in raised.value.exceptions] == [f"planted {tmp_path.name} us run1"]
+    assert [[point[0] for point in one.points] for one in closed] == [[10, 20, 30]]
+    assert handlers == [signal.SIGTERM]
 
 
 def test_tensorboard_draws_loss_over_tokens_in_one_group_per_run(tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def test_a_command_gets_its_answer_and_a_refusal_is_an_error(served: Served, pat
 
 def test_garbage_is_answered_and_the_next_client_is_served(served: Served, path: Path) -> None:
     assert json.loads(raw(path, b"{nonsense\n"))["ok"] is False
+    assert json.loads(raw(path, b"[" * 100_000 + b"\n"))["ok"] is False
     assert json.loads(raw(path, b"[1]\n"))["error"] == "a command is a JSON object"
     assert request(path, {"text": "still here"}) == {"echo": "still here"}
 
