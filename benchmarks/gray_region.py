@@ -44,7 +44,7 @@ BULK_VARIABLE = "GRAY_BULK"
 def main(arguments: list[str]) -> int:
     """Become the region's supervisor (`start ...`), or its daemon (`daemon SPEC.json`)."""
     if arguments[0] == "daemon":
-        from diloco_node.daemon.__main__ import main as run_daemon
+        from diloco_node.daemon.program import run_daemon
         from diloco_node.daemon.spec import NodeSpec
 
         install(Path(os.environ[FAULTS_VARIABLE]) / NodeSpec.load(Path(arguments[1])).region)

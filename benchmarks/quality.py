@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from quality_merge import Attendance, Rounds
 from quality_stack import Batches, Inner, Stack
 
-from diloco_node.core.merge.outer import default_outer
+from diloco_node.config.resolve import default_outer
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.learner.builtin.data import Corpus, load_corpus
 from diloco_node.learner.builtin.shape import ModelSettings

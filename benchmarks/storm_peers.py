@@ -49,7 +49,7 @@ from diloco_node.chaos.tape import read_tape
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.demo.run import NAMES, STEP_SECONDS, SYNC_EVERY
 from diloco_node.cli.demo.storm import CALM_S
-from diloco_node.core.merge.outer import default_outer
+from diloco_node.config.resolve import default_outer
 from diloco_node.learner.builtin.data import load_corpus
 from diloco_node.numeric import NS_PER_S
 

@@ -42,7 +42,7 @@ from wan_learner import Spec
 from wan_scale import Scale, Target, comparison, lines, ring_bytes, same_losses, step_figures, steps_to
 
 from diloco_node.cli.demo.processes import RegionProcess, free_ports
-from diloco_node.core.merge.outer import default_outer
+from diloco_node.config.resolve import default_outer
 from diloco_node.transport.certs import init_run
 from diloco_node.wan import emulation
 from diloco_node.wan.namespaces import Place, run_ip

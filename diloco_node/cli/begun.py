@@ -38,7 +38,7 @@ def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str
 
 
 def _final(folder: Path) -> str:
-    from diloco_node.daemon.run_end import FINAL_NAME
+    from diloco_node.daemon.run_record import FINAL_NAME
 
     path = folder.resolve() / FINAL_NAME
     if path.exists():

@@ -173,7 +173,7 @@ class RoundsSection(Section):
     """`[rounds]`: how regions merge; the same on all of them. See `core.types.RunSettings` for each.
 
     Attributes:
-        outer_lr, outer_momentum: none: chosen by the run's length in outer cycles (`core.merge.outer.default_outer`).
+        outer_lr, outer_momentum: none: chosen by the run's length in outer cycles (`config.resolve.default_outer`).
     """
 
     fragments: Annotated[Whole, Field(ge=1, le=FRAGMENTS_MAX)] = _RUN.fragments

@@ -342,7 +342,7 @@ class RunSettings:
         quorum_min: learners due before the grace window starts; 0 means a majority of the live ones.
         grace_gamma: part of the slack that the grace window may use.
         rounds_in_flight_max: rounds (on different fragments) open at once.
-        outer_lr, outer_momentum: outer SGD with Nesterov momentum, 0 is plain SGD (`core.merge.outer.default_outer`).
+        outer_lr, outer_momentum: outer SGD with Nesterov momentum, 0 is plain SGD (`config.resolve.default_outer`).
         merge: rule for tensors that are not embeddings or head (those are always averaged).
         codec_up: of contributions. codec_down: of merged stripes.
         carry, carry_steps_max: see CarryMode and `core.merge.carry`; beyond carry_steps_max lambda discounts (0: 4 H).

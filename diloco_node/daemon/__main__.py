@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from pathlib import Path
 
-import structlog
-import uvloop
-
-from diloco_node.daemon.console import console_line
-from diloco_node.daemon.daemon import Daemon
-from diloco_node.daemon.logs import set_up_logs
-from diloco_node.daemon.process import DESCRIPTORS_LOW, keep_freed_memory, raise_descriptor_limit
-from diloco_node.daemon.spec import NodeSpec
-from diloco_node.daemon.supervisor import DISK_CODE
-from diloco_node.errors import DilocoError, DiskRefused, LedgerGone
+from diloco_node.daemon.process import importing
 
 
 def main(arguments: list[str]) -> int:
     """Run the daemon; the exit code."""
-    keep_freed_memory()
-    descriptors = raise_descriptor_limit()
-    set_up_logs()
-    if len(arguments) != 1:
-        structlog.get_logger().error("usage: python -m diloco_node.daemon SPEC.json (written by `diloco-node start`)")
-        return 2
-    region = "daemon"
-    try:
-        spec = NodeSpec.load(Path(arguments[0]))
-        region, levels = spec.region, set_up_logs(spec.log_level, spec.log_format)
-        if descriptors < DESCRIPTORS_LOW:
-            structlog.get_logger().warning(
-                "few open files allowed", limit=descriptors, remedy="raise the hard limit: ulimit -Hn, LimitNOFILE="
-            )
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(Daemon(spec, levels).run())
-    except DilocoError as error:
-        exit_code = DISK_CODE if isinstance(error, DiskRefused | LedgerGone) else error.exit_code
-        structlog.get_logger().error("stopped", reason=str(error), exit_code=exit_code)
-        console_line(region, f"stopped: {error}")
-        return exit_code
+    with importing():
+        from diloco_node.daemon.program import run_daemon
+    return run_daemon(arguments)
 
 
 if __name__ == "__main__":

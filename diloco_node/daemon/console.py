@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from diloco_node.core.types import RunSettings
 from diloco_node.daemon.repeats import numberless
-from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.escaping import escaped
 
 LINE_CHARS_MAX: Final = 200

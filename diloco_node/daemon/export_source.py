@@ -17,14 +17,13 @@ from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Entry, FinishedBody, RoundBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
-from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.errors import ConfigError, DamagedFile, StorageError
 from diloco_node.numeric import F32
 from diloco_node.storage.ledger_reader import LedgerReader
 from diloco_node.storage.model_files import read_tensors
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.tensor_files import DamagedFile
 
 TRIES: Final = 3
 """A daemon may remove a state after it was listed; two newer ones are there then."""

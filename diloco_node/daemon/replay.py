@@ -18,7 +18,7 @@ from diloco_node.core.recovery.replay import FragmentReplay, find_genesis, plan_
 from diloco_node.core.types import Entry, FinishedBody, RoundBody
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
-from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.stripes import cut_payload
 from diloco_node.errors import StorageError

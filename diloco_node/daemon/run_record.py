@@ -7,15 +7,20 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.recovery.replay import find_genesis
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
-from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.manifest_file import load_manifest
-from diloco_node.daemon.run_end import FINAL_NAME
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.storage.ledger_reader import LedgerReader
+
+FINAL_NAME: Final = "final.safetensors"
+"""The final model, in the region's folder."""
+
+REPORT_NAME: Final = "report.json"
+"""What the region says of itself when it ends, in its folder."""
 
 
 @dataclass(frozen=True, slots=True)

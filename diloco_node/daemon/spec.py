@@ -6,12 +6,14 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
-from diloco_node.daemon.logs import LogFormat
 from diloco_node.errors import ConfigError
+
+if TYPE_CHECKING:  # the supervisor reads this, and has no use for a log of structlog's
+    from diloco_node.daemon.logs import LogFormat
 
 NODE_FILE: Final = "node.json"
 """Where `start` writes it, in the region's folder."""

@@ -26,7 +26,7 @@ import numpy as np
 from blake3 import blake3
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
-from diloco_node.errors import StorageError
+from diloco_node.errors import DamagedFile, StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.storage.durable import disk_error, replace_file
 
@@ -36,13 +36,6 @@ PARTS_MAX: Final = 64
 
 _MAGIC: Final = b"DLTENS2\n"
 _NAME: Final = re.compile(r"f(\d{3,})-v(\d{8,})(?:-([0-9a-f]{16}))?\.bin")
-
-
-class DamagedFile(StorageError):
-    """What is in the file is not what was written, or the disk can't read it: another copy is needed.
-
-    Any other StorageError may be over at the next try (too many open files, a wrong user), and the file is still good.
-    """
 
 
 @dataclass(frozen=True, slots=True)

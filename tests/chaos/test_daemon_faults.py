@@ -112,7 +112,7 @@ def test_a_cut_link_is_dropped_and_refused_until_the_cut_is_over(tmp_path: Path)
     assert run(LINKS, tmp_path) == "good\n"
 
 
-@pytest.mark.parametrize("module", ["diloco_node.daemon.__main__", "diloco_node.cli.start"])
+@pytest.mark.parametrize("module", ["diloco_node.daemon.program", "diloco_node.cli.start"])
 def test_a_production_daemon_knows_nothing_of_faults(module: str, tmp_path: Path) -> None:
     code = f"import sys, {module}; print([name for name in sys.modules if name.startswith('diloco_node.chaos')])"
     assert run(code, tmp_path) == "[]\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,28 @@ def test_a_new_run_id_with_an_old_folder_is_refused_and_nothing_is_touched(
     assert supervised == []
     assert start("--state-dir", "elsewhere") == 0
     assert len(supervised) == 1
+
+
+SUPERVISED = """
+import sys
+from diloco_node.cli.main import main
+from diloco_node.daemon import supervisor
+
+def run_supervisor(spec):
+    heavy = {"torch", "numpy", "numba", "grpc", "aiohttp", "rich", "structlog"} & set(sys.modules)
+    print(f"supervises with {sorted(heavy)}")
+    return 0
+
+supervisor.run_supervisor = run_supervisor
+sys.exit(main(["start", "--region", "us-west"]))
+"""
+
+
+def test_a_supervisor_that_comes_back_has_imported_little(tmp_path: Path) -> None:
+    """It stays as small as it is then, and each restart of a region waits for its imports."""
+    begin_run(tmp_path / "state" / "us-west", "new", REGIONS)
+    done = subprocess.run([sys.executable, "-c", SUPERVISED], capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (0, "supervises with []\n"), done.stderr
 
 
 def test_a_finished_run_says_so_and_where_the_model_lies(

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.config import Duration, Flag, NodeConfig, load_config, sources
+from diloco_node.config.resolve import default_outer
 from diloco_node.config.schema import ModelSection, RoundsSection
 from diloco_node.config.units import parse_duration
-from diloco_node.core.merge.outer import default_outer
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import documents
@@ -515,3 +515,12 @@ def test_every_field_has_a_default_that_is_valid() -> None:
     for section in (RoundsSection, ModelSection):
         values = {name: field.default for name, field in section.model_fields.items()}
         assert section(**values) == section()
+
+
+@given(st.integers(0, 10**9))
+def test_defaults_are_stable_for_any_length_of_run(cycles: int) -> None:
+    lr, mu = default_outer(cycles)
+    assert 0.0 < lr <= 1.0
+    assert 0.0 <= mu < 1.0
+    # The step that a constant gradient ends up with, lr / (1 - mu), stays within what was ever tried to work.
+    assert lr / (1.0 - mu) <= 4.0

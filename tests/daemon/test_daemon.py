@@ -24,11 +24,12 @@ from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import FinishedBody, LeaderBody, Recovered, RunSettings
 from diloco_node.daemon import daemon as daemon_module
 from diloco_node.daemon import node as node_module
-from diloco_node.daemon.admin.status import REPORT_NAME, write_report
+from diloco_node.daemon.admin.status import write_report
 from diloco_node.daemon.daemon import ADMIN_PORT_NAME, Daemon
 from diloco_node.daemon.history import HISTORY_NAME
 from diloco_node.daemon.learner.process_file import PROCESS_FILE, write_process
 from diloco_node.daemon.manifest_file import save_manifest
+from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import ConfigError, StorageError, SupersededError

@@ -14,8 +14,7 @@ from diloco_node.daemon.manifest_file import (
     recover_manifest,
     save_manifest,
 )
-from diloco_node.errors import StorageError
-from diloco_node.storage.tensor_files import DamagedFile
+from diloco_node.errors import DamagedFile, StorageError
 from tests.kit.node_kit import MANIFEST
 
 

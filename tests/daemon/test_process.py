@@ -1,4 +1,4 @@
-"""The allocator's settings and open files: in a process of its own, for they hold for the whole process."""
+"""Garbage collector, allocator and open files: in a process of its own, for they hold for the whole process."""
 
 from __future__ import annotations
 
@@ -65,3 +65,23 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_makes_sense(soft: int, h
     command = [sys.executable, "-c", LIMITS, str(soft), str(hard)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.split() == [str(raised), str(raised), str(hard)]
+
+
+COLLECTOR = """
+import gc
+from diloco_node.daemon.process import importing
+with importing():
+    inside = gc.isenabled()
+    kept = [[] for _ in range(1000)]
+print(inside, gc.isenabled(), gc.get_freeze_count() >= 1000)
+try:
+    with importing():
+        raise ImportError
+except ImportError:
+    print(gc.isenabled())
+"""
+
+
+def test_the_garbage_collector_leaves_alone_what_was_imported() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTOR], capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "False True True\nTrue\n", done.stderr

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from diloco_node.daemon.run_end import FINAL_NAME, LINGER_MAX_S, LINGER_S, Linger, write_final
+from diloco_node.daemon.run_end import LINGER_MAX_S, LINGER_S, Linger, write_final
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import StorageError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import FinishedBody, GenesisBody, LeaderBody
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.storage.store import RegionStore
 from tests.kit.node_kit import MANIFEST
 

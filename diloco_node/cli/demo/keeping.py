@@ -14,7 +14,7 @@ from typing import Final
 from diloco_node.chaos.processes import DemoFile, held, left_behind
 from diloco_node.chaos.restarts import RESTART_NS, RestartPolicy
 from diloco_node.cli.demo.processes import RegionProcess
-from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import DilocoError
 from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process, process_of

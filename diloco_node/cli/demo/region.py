@@ -44,12 +44,14 @@ def run_start(arguments: list[str], daemon: Sequence[str]) -> int:
 
 def run_daemon(arguments: list[str]) -> int:
     """The daemon with its faults; the exit code."""
-    from diloco_node.chaos.daemon_faults import install
-    from diloco_node.daemon.__main__ import main as run
-    from diloco_node.daemon.spec import NodeSpec
+    from diloco_node.daemon.process import importing
 
+    with importing():
+        from diloco_node.chaos.daemon_faults import install
+        from diloco_node.daemon import program
+        from diloco_node.daemon.spec import NodeSpec
     install(Path(os.environ[FAULTS_VARIABLE]), NodeSpec.load(Path(arguments[0])).region)
-    return run(arguments)
+    return program.run_daemon(arguments)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from diloco_node.core.ledger.entries import verify_chain
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
-from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import StorageError
 from diloco_node.planning.rates import format_rate
 from diloco_node.storage.store import RegionStore

@@ -11,8 +11,8 @@ from typing import Any, Final
 from diloco_node.cli.page.merged import SNAPSHOT_PATH
 from diloco_node.cli.status import ask, find_targets
 from diloco_node.daemon.admin.page_files import page_with
-from diloco_node.daemon.admin.status import REPORT_NAME
 from diloco_node.daemon.history import RunHistory
+from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.daemon.spec import NODE_FILE
 from diloco_node.errors import ConfigError, StorageError
 from diloco_node.escaping import escaped_document

@@ -47,24 +47,3 @@ def outer_of(settings: RunSettings, body: RoundBody) -> tuple[float, float]:
     and higher than the learners' own.
     """
     return (1.0, 0.0) if body.is_last else (settings.outer_lr, settings.outer_momentum)
-
-
-def default_outer(cycles: int) -> tuple[float, float]:
-    """Outer learning rate and momentum for a run of so many outer cycles (steps / H).
-
-    Momentum averages over 1 / (1 - mu) cycles and needs many of them to pay; what a constant gradient ends up with,
-    lr / (1 - mu), was best near 1 to 1.5. Held-out loss with RDA, H = 16, M = 4 (one seed):
-
-    ====== ======= ========= ========= ========= ========= =========
-    cycles 1.0 / 0 0.7 / 0.3 0.5 / 0.6 0.4 / 0.7 0.4 / 0.8 0.3 / 0.9
-    ====== ======= ========= ========= ========= ========= =========
-    20     2.167   2.167     2.194
-    40     1.900   1.889     1.911
-    75                                 1.705     1.721     1.768
-    250                      1.488     1.494     1.497
-    ====== ======= ========= ========= ========= ========= =========
-
-    Args:
-        cycles: at least 0; 0 means that the length of the run is not known.
-    """
-    return (0.7, 0.3) if 0 < cycles < 60 else (0.5, 0.6)

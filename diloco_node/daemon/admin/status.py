@@ -17,13 +17,13 @@ from diloco_node.core.view import PeerView, RegionView, RoundView
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.logs import part_of
 from diloco_node.daemon.repeats import Repeats, numberless
+from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.storage.durable import replace_file
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.transport.link import PeerStatus
 from diloco_node.transport.transport import GrpcTransport
 
-REPORT_NAME: Final = "report.json"
 NOTES_SHOWN_MAX: Final = 64
 
 log = structlog.get_logger()

@@ -15,7 +15,7 @@ from diloco_node.chaos.plan import FaultTarget
 from diloco_node.chaos.processes import DemoFile, left_behind
 from diloco_node.cli.demo.keeping import RegionKeeper
 from diloco_node.cli.demo.processes import RegionProcess
-from diloco_node.daemon.run_end import FINAL_NAME
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import DilocoError, StorageError
 
 CHILD = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"

@@ -27,8 +27,9 @@ from diloco_node.cli.demo.report import (
 from diloco_node.core.ledger.entries import seal
 from diloco_node.core.types import DiskNamedBody, LearnerStatus, RunSettings
 from diloco_node.daemon import node as node_module
-from diloco_node.daemon.admin.status import REPORT_NAME, write_report
+from diloco_node.daemon.admin.status import write_report
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
+from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import ProtocolViolation, StorageError
 from diloco_node.storage.trained import allot_incarnation
 from tests.kit.node_kit import MANIFEST

@@ -16,7 +16,8 @@ from diloco_node.cli.main import main
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import FinishedBody, Member, RunSettings
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.daemon.run_end import FINAL_NAME, write_final
+from diloco_node.daemon.run_end import write_final
+from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 from diloco_node.storage.store import RegionStore
