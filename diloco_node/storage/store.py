@@ -29,7 +29,7 @@ from typing import Final, cast
 import numpy as np
 
 from diloco_node.core.types import Entry, LedgerBase, Recovered
-from diloco_node.errors import DiskRefused, LedgerGone, LedgerLost, StorageError
+from diloco_node.errors import DamagedFile, DiskRefused, LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.storage import tensor_files
 from diloco_node.storage.disk_id import DiskIdFile, set_aside
@@ -331,7 +331,7 @@ class RegionStore:
         path = self._states / tensor_files.state_name(fragment, version)
         header, content = self._read(path)
         if header.digest != digest:
-            raise tensor_files.DamagedFile(f"{path} is the state {header.digest.hex()}, not {digest.hex()}")
+            raise DamagedFile(f"{path} is the state {header.digest.hex()}, not {digest.hex()}")
         return content
 
     def set_states_aside(self, fragment: int, version_min: int) -> None:
@@ -399,17 +399,15 @@ class RegionStore:
     def _read(self, path: Path) -> tuple[tensor_files.TensorHeader, U8]:
         try:
             return tensor_files.read_content(path)
-        except tensor_files.DamagedFile as error:
+        except DamagedFile as error:
             if self._is_read_only:
                 raise
             if path.exists():
                 self._put_aside(path)
-            raise tensor_files.DamagedFile(
-                f"{error}; it is set aside as {path.name}.damaged: fetch it from a peer"
-            ) from error
+            raise DamagedFile(f"{error}; it is set aside as {path.name}.damaged: fetch it from a peer") from error
         except StorageError as error:
             if not path.exists():
-                raise tensor_files.DamagedFile(f"{path} does not exist: fetch it from a peer") from error
+                raise DamagedFile(f"{path} does not exist: fetch it from a peer") from error
             raise
 
     def _put_aside(self, path: Path) -> None:
@@ -426,7 +424,7 @@ class RegionStore:
         for version, path in reversed(files):
             try:
                 header, _ = self._read(path)
-            except tensor_files.DamagedFile:
+            except DamagedFile:
                 continue
             return version, header.digest
         return -1, b""
@@ -446,7 +444,7 @@ class RegionStore:
                         header, _ = self._read(path)
                     else:
                         header = tensor_files.read_header(path)
-                except tensor_files.DamagedFile:
+                except DamagedFile:
                     if path.exists():
                         self._put_aside(path)
                     continue
