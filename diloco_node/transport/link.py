@@ -5,9 +5,11 @@ that this side opens while it lasts. A **link** is what stays: it has at most on
 when there is none.
 
 Who dials: the side with the smaller name, if it knows an address; else the other. When there has been no session for
-`fallback_s`, the other side tries as well. Two dials that cross are resolved the same way on both sides: once the
-smaller name's hello is on its way its session wins; until then an incoming one does, and its own dial is given up. In
-all other cases the newer session replaces the older, for only who has lost a session makes another one.
+`fallback_s`, the other side tries as well. A process that has just started dials once whatever its name is: the peer
+has dialled in vain while it was away, and its next dial may be seconds ahead (D-099). Two dials that cross are resolved
+the same way on both sides: once the smaller name's hello is on its way its session wins; until then an incoming one
+does, and its own dial is given up. In all other cases the newer session replaces the older, for only who has lost a
+session makes another one.
 
 Two processes with one certificate: while the one that was started last is linked and alive, the other one is
 refused. Who is refused so by most of its peers for longer than a dead link is taken for alive ends (`SupersededError`).
@@ -158,13 +160,15 @@ class PeerLink:
             return
         times = self._env.times
         backoff_s = times.backoff_min_s
+        may_wait = False
         while True:
             await self._down.wait()
-            if not self._is_smaller and self._env.is_advertised:
+            if may_wait and not self._is_smaller and self._env.is_advertised:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(times.fallback_s):
                         await self._up.wait()
                         continue
+            may_wait = True
             started_s = asyncio.get_running_loop().time()
             ended = await self._dial_once()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:

@@ -79,6 +79,19 @@ async def test_a_node_that_nobody_can_dial_dials_at_once(mesh: Mesh) -> None:
     await at_a.until(lambda: at_a.is_up.get("b"))
 
 
+async def test_a_process_that_has_just_started_dials_once_though_it_is_the_others_turn(mesh: Mesh) -> None:
+    slow = dataclasses.replace(FAST, fallback_s=1000.0, backoff_min_s=1000.0, backoff_max_s=1000.0)
+    port = free_ports(1)[0]
+    # The port is closed: the first dial fails, and the next one is for never.
+    a, at_a = await mesh.start("a", {"b": f"127.0.0.1:{port}"}, times=slow)
+    async with asyncio.timeout(DEADLINE_S):
+        while not a.peer_status()["b"].error:  # noqa: ASYNC110 - nobody is told of a dial that failed
+            await asyncio.sleep(0.01)
+    _, at_b = await mesh.start("b", {"a": address(a)}, listen=("127.0.0.1", port), times=slow)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    await at_a.until(lambda: at_a.is_up.get("b"))
+
+
 async def test_the_other_side_tries_when_the_dialers_address_is_wrong(mesh: Mesh) -> None:
     a, at_a = await mesh.start("a", {"b": "127.0.0.1:1"})
     _, at_b = await mesh.start("b", {"a": address(a)})
