@@ -1,0 +1,162 @@
+"""A region that lacks descriptors or memory, or whose clock jumps, holds up nobody else, and the way back is clean."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.kit.cluster_kit import Cluster, end_process
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
+
+ROUNDS = 8
+"""Rounds that the others commit meanwhile: two of each fragment."""
+
+MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
+SHORT_OF_MEMORY_BYTES = 64 * 2**20
+"""For what is taken from now on: a daemon that starts needs more, and so does a process that learners fork from."""
+
+FAKETIME = sorted(Path("/usr/lib").glob("*/faketime/libfaketime.so.1"))
+JUMPS = ("+3600", "-3600", "+0")
+"""Seconds beside the true time, one after the other."""
+
+
+@contextmanager
+def without_descriptors(pid: int) -> Iterator[None]:
+    """The process can open nothing more; it may be replaced meanwhile."""
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    opened = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (opened, before[1]))
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def without_memory(name: str, supervisor: int) -> Iterator[Path]:
+    """The region's processes and their children get no more; the kernel kills who takes more, but not the supervisor."""
+    group = MEMORY_GROUPS / name
+    home = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    Path(f"/proc/{supervisor}/oom_score_adj").write_text("-1000")
+    group.mkdir()
+    try:
+        for pid in (supervisor, *children(supervisor)):
+            (group / "cgroup.procs").write_text(str(pid))
+        (group / "memory.limit_in_bytes").write_text(str(SHORT_OF_MEMORY_BYTES))
+        yield group
+    finally:
+        (group / "memory.limit_in_bytes").write_text("-1")
+        for _ in range(100):
+            left = (group / "cgroup.procs").read_text().split()
+            if not left:
+                break
+            for pid in left:
+                with suppress(OSError):
+                    (MEMORY_GROUPS / home.rpartition(":")[2].strip("/") / "cgroup.procs").write_text(pid)
+        group.rmdir()
+
+
+def children(pid: int) -> list[int]:
+    """Processes that are its children now."""
+    found = (int(one) for one in (Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    return list(found)
+
+
+def killed_for_memory(group: Path) -> int:
+    """How many processes of the group the kernel has killed."""
+    words = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
+    return int(words["oom_kill"])
+
+
+def can_limit_memory() -> bool:
+    """Whether this process may make groups of processes with a limit of memory."""
+    probe = MEMORY_GROUPS / f"diloco-probe-{os.getpid()}"
+    try:
+        probe.mkdir()
+        probe.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def others_of(cluster: Cluster, name: str) -> list[str]:
+    return [one for one in cluster.names if one != name]
+
+
+async def test_a_daemon_that_can_open_nothing_more_holds_up_nobody_else(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", 3)
+    try:
+        await cluster.start()
+        await cluster.until_trains()
+        leader = await cluster.until_leader()
+        for region in (leader, others_of(cluster, leader)[0]):
+            pid = (await cluster.until_trains())[region]["pids"]["daemon"]
+            with without_descriptors(pid):
+                await cluster.until_commits(
+                    ROUNDS, others_of(cluster, region), why=f"while {region} can open nothing more"
+                )
+            await cluster.until_merged(region, why="with descriptors")
+        await cluster.end()
+    finally:
+        await cluster.clear()
+    cluster.check_equal()
+    assert cluster.account().faults == ()
+
+
+@pytest.mark.skipif(not can_limit_memory(), reason="no memory cgroup (v1) can be made here: NOT TESTED")
+async def test_a_region_without_memory_holds_up_nobody_else(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", 3)
+    try:
+        await cluster.start()
+        await cluster.until_trains()
+        region = await cluster.until_leader()
+        supervisor = cluster.regions[region].process
+        assert supervisor is not None
+        daemon = (await cluster.until_trains())[region]["pids"]["daemon"]
+        with without_memory(f"diloco-{os.getpid()}", supervisor.pid) as group:
+            end_process(daemon)  # the next one finds no room
+            await cluster.until_commits(ROUNDS, others_of(cluster, region), why=f"while {region} has no memory")
+            assert killed_for_memory(group) > 0
+        await cluster.until_merged(region, why="with memory")
+        await cluster.end()
+    finally:
+        await cluster.clear()
+    cluster.check_equal()
+    assert cluster.account().faults == ()
+
+
+@pytest.mark.skipif(not FAKETIME, reason="libfaketime is not installed: NOT TESTED")
+async def test_a_clock_that_jumps_an_hour_holds_up_nobody(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "run", 3)
+    clock = tmp_path / "clock"
+    clock.write_text("+0")
+    try:
+        await cluster.start(*cluster.names[1:])
+        first = cluster.regions[cluster.names[0]]
+        first.env = {
+            "LD_PRELOAD": str(FAKETIME[0]),
+            "FAKETIME_TIMESTAMP_FILE": str(clock),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        await cluster.start(first.name)
+        await cluster.until_trains()
+        for jump in JUMPS:
+            clock.write_text(jump)
+            await cluster.until_commits(ROUNDS, why=f"with {jump} s")
+            status = await cluster.until_merged(first.name, why=f"with {jump} s")
+            assert abs(status[first.name]["clock"]["unix"] - time.time() - int(jump)) < 600, "its clock has jumped"
+        assert all(not one["digest_differences"] for one in status.values())
+        await cluster.end()
+    finally:
+        await cluster.clear()
+    cluster.check_equal()
+    assert cluster.account().faults == ()
