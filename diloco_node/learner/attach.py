@@ -82,7 +82,8 @@ def attach(
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
         stateful: parts of the loop that a restart continues (data loader, schedule); their states are nested values.
-        checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`; 0 for none.
+        checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`, at most; 0 for none. There are more
+            as long as they take less than a hundredth of the time.
         step: "call": the loop calls `Diloco.step`. "auto": each step of the optimizer is one. Tokens are counted by the
             shapes that the model is given (`learner.forward_watch.count_tokens`); its output's `loss` is taken.
 

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,10 +196,12 @@ class CheckpointWriter:
 
     Attributes:
         written: age of what was saved last, when it is on disk; None until then, and if it could not be written.
+        took_s: seconds that the last one took that is on disk, with the copying; None until there is one.
     """
 
     def __init__(self, folder: Path, place: RankPlace = ALONE) -> None:
         self.written: tuple[int, int] | None = None
+        self.took_s: float | None = None
         self._folder = folder
         self._place = place
         self._thread: threading.Thread | None = None
@@ -224,6 +227,7 @@ class CheckpointWriter:
             LearnerError: a state holds what can't be kept.
         """
         assert not self.is_busy
+        begun_s = time.monotonic()
         self.written = None
         own = None if optimizer is None else optimizer.keep()
         tensors = {} if own is None else own.tensors
@@ -238,7 +242,7 @@ class CheckpointWriter:
         self._copies = checkpoint.tensors
         self._thread = threading.Thread(
             target=self._write,
-            args=(checkpoint, whole, _copied(tensors.values())),
+            args=(checkpoint, whole, _copied(tensors.values()), begun_s),
             name="diloco-checkpoint",
             daemon=True,
         )
@@ -256,11 +260,18 @@ class CheckpointWriter:
             before = _host_memory(tensor)
         return before.copy_(tensor.detach(), non_blocking=before.is_pinned())
 
-    def _write(self, checkpoint: Checkpoint, whole: tuple[int, int] | None, copied: Sequence[torch.cuda.Event]) -> None:
+    def _write(
+        self,
+        checkpoint: Checkpoint,
+        whole: tuple[int, int] | None,
+        copied: Sequence[torch.cuda.Event],
+        begun_s: float,
+    ) -> None:
         try:
             for event in copied:
                 event.synchronize()
             write_checkpoint(self._folder, checkpoint, self._place, whole=whole)
+            self.took_s = time.monotonic() - begun_s
             self.written = (checkpoint.progress.incarnation, checkpoint.progress.step)
         except (OSError, SafetensorError, LearnerError) as error:
             log.warning("learner checkpoint not written, training goes on: %s", error)

@@ -4,6 +4,9 @@ Each rank writes what it owns of the optimizer, and its own `stateful`; nothing 
 when the files of all its ranks are there and whole. Ranks on other hosts have other disks: what a rank needs and does
 not see comes from one that does, over the process group. A region that returns with other ranks takes the parts that
 its new layout needs.
+
+How often: what one costs, from the first copy to the last sync, may be COST_PART of the time. So a small model, whose
+learners may die every few seconds, has one every few seconds, and a large one has one a minute.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors import SafetensorError
@@ -31,9 +35,21 @@ from diloco_node.learner.checkpoint import (
     read_usable,
 )
 from diloco_node.learner.layouts.shard_map import ShardMap
-from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.optimizer_parts import OptimizerParts
 from diloco_node.learner.ranks import Ranks
+
+COST_PART: Final = 0.01
+"""Of the time, for copying and writing checkpoints."""
+
+EVERY_MIN_S: Final = 2.0
+"""More often brings back nothing: steps that no merge had taken are lost anyway, some ten of them."""
+
+BYTES_PER_S: Final = 1e9
+"""How fast the first one is expected to be written; the next ones as fast as the one before."""
+
+MOMENT_BYTES: Final = 8
+"""Of a parameter in the state of AdamW."""
 
 log = logging.getLogger("diloco_node.learner")
 
@@ -42,7 +58,7 @@ class Checkpointing:
     """The checkpoints of one rank of a learner.
 
     Args:
-        optimizer, stateful: what they hold. every_s: seconds from one to the next; 0 for none.
+        optimizer, stateful: what they hold. every_s: seconds from one to the next, at most; 0 for none.
     """
 
     def __init__(
@@ -55,6 +71,7 @@ class Checkpointing:
         self._writer: CheckpointWriter | None = None
         self._saved_at_s = time.monotonic()
         self._whole: tuple[int, int] | None = None
+        self._expected_s = 0.0
 
     def resume(
         self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
@@ -76,6 +93,7 @@ class Checkpointing:
         if self._optimizer is not None:
             self._parts = OptimizerParts(self._optimizer, tensors, shards, ranks.rank)
         self._writer = CheckpointWriter(folder, RankPlace(ranks.rank, ranks.size))
+        self._expected_s = MOMENT_BYTES * sum(local_part(one).numel() for one in tensors.names) / BYTES_PER_S
         seen = json.dumps([name.text for name in newest_first(folder)]).encode()
         for group in _groups([_names(text) for text in ranks.all_bytes(seen)]):
             found = self._read(folder, manifest_digest, ranks, group)
@@ -158,7 +176,11 @@ class Checkpointing:
     @property
     def is_due(self) -> bool:
         """Whether it is time for the next one."""
-        return self._writer is not None and time.monotonic() - self._saved_at_s >= self._every_s
+        if self._writer is None:
+            return False
+        took_s = self._expected_s if self._writer.took_s is None else self._writer.took_s
+        pause_s = min(self._every_s, max(EVERY_MIN_S, took_s / COST_PART))
+        return time.monotonic() - self._saved_at_s >= pause_s
 
     def save(self, progress: TrainingProgress) -> None:
         """Copy everything now; it is written in the background. A state that can't be kept ends the checkpoints."""

@@ -42,7 +42,7 @@ def without_descriptors(pid: int) -> Iterator[None]:
 
 @contextmanager
 def without_memory(name: str, supervisor: int) -> Iterator[Path]:
-    """The region's processes and their children get no more; the kernel kills who takes more, but not the supervisor."""
+    """The region's processes get no more, nor do their children; the kernel kills who takes it, but no supervisor."""
     group = MEMORY_GROUPS / name
     home = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
     Path(f"/proc/{supervisor}/oom_score_adj").write_text("-1000")

@@ -11,6 +11,7 @@ from torch import nn
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner import checkpoint as checkpoint_module
+from diloco_node.learner import checkpointing as checkpointing_module
 from diloco_node.learner.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -22,8 +23,11 @@ from diloco_node.learner.checkpoint import (
     read_newest,
     write_checkpoint,
 )
-from diloco_node.learner.checkpointing import _groups
+from diloco_node.learner.checkpointing import Checkpointing, _groups
+from diloco_node.learner.layouts.shard_map import ShardMap
+from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.optimizer_parts import OptimizerParts
+from diloco_node.learner.ranks import Ranks
 from tests.kit.fsync_kit import traced
 
 DIGEST = "ab" * 32
@@ -354,3 +358,58 @@ def test_state_on_a_gpu_is_copied_as_it_was_when_the_loop_goes_on_at_once(tmp_pa
         assert kept is not None
         assert set(kept.tensors["state.0.momentum_buffer"].tolist()) == {before}
     assert all(tensor.is_pinned() for name, tensor in writer._copies.items() if name.startswith("state."))
+
+
+class Clock:
+    """The time of both modules that measure checkpoints. Each look at it takes `look_s`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = self.look_s = 0.0
+        for module in (checkpoint_module, checkpointing_module):
+            monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self) -> float:
+        self.now_s += self.look_s
+        return self.now_s
+
+
+def begun(folder: Path, *, every_s: float, values: int = 8) -> Checkpointing:
+    model = nn.Linear(values, 1, bias=False, device="meta" if values > 100 else "cpu")
+    checkpoints = Checkpointing(None, {}, every_s=every_s)
+    if values > 100:
+        model.weight = nn.Parameter(torch.empty(1).expand(1, values))  # large, and without memory
+    tensors = ModelTensors(model)
+    checkpoints.resume(folder, DIGEST, Ranks(), tensors=tensors, shards=ShardMap(tensors.specs, [tensors.boxes]))
+    return checkpoints
+
+
+def pause_s(checkpoints: Checkpointing, clock: Clock) -> float:
+    """From now until the next one is due, in steps of half a second."""
+    begun_s = clock.now_s
+    while not checkpoints.is_due:
+        clock.now_s += 0.5
+        assert clock.now_s < begun_s + 200
+    return clock.now_s - begun_s
+
+
+def test_a_small_model_has_a_checkpoint_every_two_seconds_and_a_large_one_every_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    assert pause_s(begun(tmp_path / "small", every_s=60), clock) == 2.0
+    assert pause_s(begun(tmp_path / "middle", every_s=60, values=25_000_000), clock) == 20.0
+    assert pause_s(begun(tmp_path / "large", every_s=60, values=10**9), clock) == 60.0
+    assert pause_s(begun(tmp_path / "often", every_s=0.5), clock) == 0.5
+
+
+def test_checkpoints_that_take_long_are_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundredth of the time: one that took 0.25 s comes every 25 s, and no later than it is asked for."""
+    clock = Clock(monkeypatch)
+    checkpoints = begun(tmp_path, every_s=60)
+    for look_s, expected_s in ((0.25, 25.0), (0.75, 60.0), (0.001, 2.0)):
+        clock.look_s = look_s
+        checkpoints.save_now(progress(1))
+        clock.look_s = 0.0
+        assert checkpoints.written_step == 1
+        # It counts from the copy, and whoever measured looked at the clock three times since.
+        assert expected_s - 3 * look_s <= pause_s(checkpoints, clock) <= expected_s + 0.5
