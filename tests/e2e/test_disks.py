@@ -35,7 +35,7 @@ async def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterat
 async def lose_folder(cluster: Cluster, victim: str) -> None:
     """Kill a region, empty its folder, start it: the others go on meanwhile, and it trains and merges again."""
     before = (await cluster.until_trains([victim]))[victim]
-    others = [name for name in cluster.names if name != victim]
+    others = cluster.others(victim)
     await cluster.kill(victim)
     cluster.wipe(victim)
     await cluster.until_commits(4, others, why=f"without {victim}")
@@ -56,7 +56,7 @@ async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vot
     await cluster.until_trains()
     await cluster.until_commits(8)
     leader = await cluster.until_leader()
-    follower = next(name for name in cluster.names if name != leader)
+    follower = cluster.others(leader)[0]
     await lose_folder(cluster, follower)
     await lose_folder(cluster, await cluster.until_leader())
     # The third region never lost anything. Without it both wiped ones must vote and acknowledge.
@@ -178,8 +178,8 @@ async def test_a_region_comes_back_from_damage_in_each_kind_of_file(cluster: Clu
     # Until there are states and payloads of several versions, and a checkpoint of the learner.
     await cluster.until("versions", lambda now: min(min(one["versions"]) for one in now.values()) >= 10)
     leader = await cluster.until_leader()
-    victim = next(name for name in cluster.names if name != leader)
-    others = [name for name in cluster.names if name != victim]
+    victim = cluster.others(leader)[0]
+    others = cluster.others(victim)
     folder = cluster.regions[victim].state_dir
     lost: list[str] = []
     seen: set[str] = set()

@@ -46,7 +46,7 @@ async def test_killed_learner_daemon_and_leader_come_back_and_the_digests_stay_e
         await cluster.start()
         await cluster.until_trains()
         leader = await cluster.until_leader()
-        followers = [name for name in cluster.names if name != leader]
+        followers = cluster.others(leader)
         await kill(cluster, followers[0], "learner")
         await kill(cluster, followers[1], "daemon")
         await kill(cluster, leader, "daemon")

@@ -29,8 +29,8 @@ async def test_no_wrong_field_of_a_region_stops_ends_or_changes_the_others(tmp_p
         await cluster.until_trains()
         await cluster.until_commits(8)
         leader = await cluster.until_leader()
-        liar = next(name for name in cluster.names if name != leader)
-        others = [name for name in cluster.names if name != liar]
+        liar = cluster.others(leader)[0]
+        others = cluster.others(liar)
         status = (await cluster.statuses([liar]))[liar]
         await cluster.kill(liar)
         before = await cluster.until_commits(4, others, why=f"without {liar}")

@@ -41,20 +41,16 @@ def slow_disk(faults: Path, region: str) -> Iterator[None]:
         (faults / region).unlink()
 
 
-def others_of(cluster: Cluster, name: str) -> list[str]:
-    return [one for one in cluster.names if one != name]
-
-
 async def test_a_stopped_process_holds_up_nobody_else(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "run", 3)
     try:
         await cluster.start()
         await cluster.until_trains()
         leader = await cluster.until_leader()
-        follower, other = others_of(cluster, leader)
+        follower, other = cluster.others(leader)
         for region, process in ((follower, "learner"), (other, "daemon"), (leader, "daemon")):
             pids = (await cluster.until_trains())[region]["pids"]
-            others = others_of(cluster, region)
+            others = cluster.others(region)
             with stopped(pids[process]):
                 now = await cluster.until_commits(ROUNDS, others, why=f"while the {process} of {region} stands still")
                 if region == leader:
@@ -83,9 +79,9 @@ async def test_a_disk_that_takes_ten_seconds_for_a_sync_holds_up_nobody_else(tmp
             await region.start(cluster.config)
         await cluster.until_trains()
         leader = await cluster.until_leader()
-        for region in (leader, others_of(cluster, leader)[0]):
+        for region in (leader, cluster.others(leader)[0]):
             with slow_disk(faults, region):
-                others = others_of(cluster, region)
+                others = cluster.others(region)
                 now = await cluster.until_commits(ROUNDS, others, why=f"while the disk of {region} is slow")
                 if region == leader:
                     assert {one["leader"] for one in now.values()} <= set(others), "it has handed the lead over"

@@ -168,11 +168,20 @@ rtt = "40ms"
 """
 
 
-def test_two_regions_train_over_the_kernel_s_netem_and_end_equal(tmp_path: Path) -> None:
+JUMPS = """(while [ ! -s '{history}' ]; do sleep 1; done
+for jump in '+1 hour' '-2 hours' '+1 hour'; do sleep 6; date -s "$jump"; done) &
+"""
+"""The guest's own clock, while both regions train; the host's stays."""
+
+
+def test_two_regions_train_over_the_kernel_s_netem_while_their_clock_jumps_and_end_equal(tmp_path: Path) -> None:
     (tmp_path / "two.toml").write_text(TWO)
-    demo = f"'{sys.executable}' -m diloco_node.cli.main demo --wan '{tmp_path}/two.toml' --seconds 20"
-    log = boot(tmp_path, f"{demo} --folder '{tmp_path}/run' --json > '{tmp_path}/report.json'", memory="4G")
+    history = tmp_path / "run" / "us-east" / "history.jsonl"
+    demo = f"'{sys.executable}' -m diloco_node.cli.main demo --wan '{tmp_path}/two.toml' --seconds 25"
+    command = f"{JUMPS.format(history=history)}{demo} --folder '{tmp_path}/run' --json > '{tmp_path}/report.json'"
+    log = boot(tmp_path, command, memory="4G")
     assert "guest ended with 0" in log, log[-4000:]
+    check_that_rounds_went_on([json.loads(line) for line in history.read_text().splitlines()[1:]])
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["wan"]["backend"] == "netem"
     for pair in report["wan"]["pairs"]:
@@ -183,3 +192,11 @@ def test_two_regions_train_over_the_kernel_s_netem_and_end_equal(tmp_path: Path)
     assert report["rounds_committed"] >= 4
     assert report["equal_digests"]
     assert report["tokens"]["balanced"], report["tokens"]["faults"]
+
+
+def check_that_rounds_went_on(points: list[dict]) -> None:
+    """Before the clock jumped, an hour ahead, an hour behind, and when it was right again."""
+    jumps = [at for at in range(1, len(points)) if abs(points[at]["unix"] - points[at - 1]["unix"]) > 3000]
+    assert len(jumps) == 3, [point["unix"] for point in points]
+    rounds = [points[at]["rounds"] for at in (0, *jumps, -1)]
+    assert sorted(set(rounds)) == rounds, rounds

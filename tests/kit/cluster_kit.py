@@ -87,6 +87,10 @@ class Cluster:
         folder.mkdir()
         self.lost[name].append(taken)
 
+    def others(self, name: str) -> list[str]:
+        """All regions but one."""
+        return [one for one in self.names if one != name]
+
     def running(self) -> list[str]:
         """Regions whose supervisor lives."""
         return [name for name in self.names if (one := self.regions[name]).process is not None and not one.has_exited]
