@@ -142,13 +142,6 @@ class StorageError(DilocoError):
     remedy = "end the other daemon that uses the folder, or mend what the message names; then start again"
 
 
-class DamagedFile(StorageError):
-    """What is in the file is not what was written, or the disk can't read it: another copy is needed.
-
-    Any other StorageError may be over at the next try (too many open files, a wrong user), and the file is still good.
-    """
-
-
 class DiskRefused(StorageError):
     """The kernel refused to read or write: full, read-only, failing. Another try may go through."""
 

@@ -19,8 +19,9 @@ from diloco_node.core.types import Entry, FinishedBody, RoundBody
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, load_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
-from diloco_node.errors import ConfigError, DamagedFile, StorageError
+from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import F32
+from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.ledger_reader import LedgerReader
 from diloco_node.storage.model_files import read_tensors
 from diloco_node.storage.store import RegionStore

@@ -19,8 +19,9 @@ from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.sending import Transport
 from diloco_node.daemon.stripes import cut_payload
 from diloco_node.daemon.work import Spawn, in_thread
-from diloco_node.errors import DamagedFile, LinkLost, StorageError
+from diloco_node.errors import LinkLost, StorageError
 from diloco_node.numeric import U8
+from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.store import RegionStore
 
 FETCH_SILENCE_S: Final = 30.0

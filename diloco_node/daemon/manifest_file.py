@@ -9,9 +9,9 @@ from typing import Final
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import MergeRule
-from diloco_node.errors import DamagedFile, DilocoError
+from diloco_node.errors import DilocoError
 from diloco_node.storage.disk_id import set_aside
-from diloco_node.storage.durable import disk_error, replace_file
+from diloco_node.storage.durable import DamagedFile, disk_error, replace_file
 
 MANIFEST_NAME: Final = "manifest.json"
 

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from diloco_node.core.types import Entry, LedgerBase, Recovered
-from diloco_node.errors import DamagedFile, StorageError
+from diloco_node.errors import StorageError
 from diloco_node.numeric import F32, U8
 from diloco_node.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite, PayloadKey, RottenKey
 from diloco_node.sim.tensors import state_digest
+from diloco_node.storage.durable import DamagedFile
 
 STATES_KEPT = 2
 """As `storage.store` keeps them: the last state, and what it falls back to."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from diloco_node.errors import DiskRefused
+from diloco_node.errors import DiskRefused, StorageError
 
 TMP_SUFFIX: Final = ".tmp"
 _IOV_MAX: Final = 512
@@ -28,6 +28,13 @@ _REMEDIES: Final = {
     errno.EIO: "the disk reports an error: look at dmesg, copy the state folder to a good disk, and start again",
     errno.ENOENT: "it is gone: another program has removed it; restart the daemon",
 }
+
+
+class DamagedFile(StorageError):
+    """What is in the file is not what was written, or the disk can't read it: another copy is needed.
+
+    Any other StorageError may be over at the next try (too many open files, a wrong user), and the file is still good.
+    """
 
 
 def disk_error(what: str, path: Path, error: OSError) -> DiskRefused:

@@ -26,9 +26,9 @@ import numpy as np
 from blake3 import blake3
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
-from diloco_node.errors import DamagedFile, StorageError
+from diloco_node.errors import StorageError
 from diloco_node.numeric import F32, U8
-from diloco_node.storage.durable import disk_error, replace_file
+from diloco_node.storage.durable import DamagedFile, disk_error, replace_file
 
 HEADER_BYTES: Final = 512
 PARTS_MAX: Final = 64

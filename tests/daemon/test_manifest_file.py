@@ -14,7 +14,8 @@ from diloco_node.daemon.manifest_file import (
     recover_manifest,
     save_manifest,
 )
-from diloco_node.errors import DamagedFile, StorageError
+from diloco_node.errors import StorageError
+from diloco_node.storage.durable import DamagedFile
 from tests.kit.node_kit import MANIFEST
 
 

@@ -59,6 +59,7 @@ class Cluster:
         with LiveView("", is_quiet=True) as view:
             await self.demo._compile(view)
         for name in names or self.names:
+            self.regions[name].status = {}  # what a life before has said
             await self.regions[name].start(self.config)
 
     async def stop(self, *names: str) -> None:

@@ -13,9 +13,10 @@ import pytest
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import Entry, FinishedBody, LedgerBase
-from diloco_node.errors import DamagedFile, StorageError
+from diloco_node.errors import StorageError
 from diloco_node.sim.store import DiskTime, FakeStore, FolderDisk
 from diloco_node.sim.world import MS
+from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.store import RegionStore
 
 FRAGMENTS = 2

@@ -21,11 +21,11 @@ from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.ledger.summary import RunSummary, encode_summary
 from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, GenesisBody, LeaderBody, LedgerBase, Recovered
-from diloco_node.errors import DamagedFile, LedgerGone, LedgerLost, StorageError
+from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.storage import durable, ledger_files
 from diloco_node.storage import store as store_module
 from diloco_node.storage.disk_id import DISK_ID_NAME
-from diloco_node.storage.durable import replace_file
+from diloco_node.storage.durable import DamagedFile, replace_file
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME, VOTE_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore
