@@ -196,7 +196,7 @@ class CheckpointWriter:
 
     Attributes:
         written: age of what was saved last, when it is on disk; None until then, and if it could not be written.
-        took_s: seconds that the last one took that is on disk, with the copying; None until there is one.
+        took_s: seconds that the last one took, with the copying; infinite if it could not be written, None before the first.
     """
 
     def __init__(self, folder: Path, place: RankPlace = ALONE) -> None:
@@ -274,6 +274,7 @@ class CheckpointWriter:
             self.took_s = time.monotonic() - begun_s
             self.written = (checkpoint.progress.incarnation, checkpoint.progress.step)
         except (OSError, SafetensorError, LearnerError) as error:
+            self.took_s = math.inf  # a disk that refuses is not to be asked every two seconds
             log.warning("learner checkpoint not written, training goes on: %s", error)
 
 

@@ -402,6 +402,21 @@ def test_a_small_model_has_a_checkpoint_every_two_seconds_and_a_large_one_every_
     assert pause_s(begun(tmp_path / "often", every_s=0.5), clock) == 0.5
 
 
+def test_a_disk_that_refuses_is_asked_again_no_sooner_than_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch)
+    checkpoints = begun(tmp_path, every_s=60)
+
+    def refuse(*_: Any, **__: Any) -> Path:
+        raise OSError("planted")
+
+    monkeypatch.setattr(checkpoint_module, "write_checkpoint", refuse)
+    checkpoints.save_now(progress(1))
+    assert checkpoints.written_step == -1
+    assert pause_s(checkpoints, clock) == 60.0
+
+
 def test_checkpoints_that_take_long_are_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundredth of the time: one that took 0.25 s comes every 25 s, and no later than it is asked for."""
     clock = Clock(monkeypatch)
