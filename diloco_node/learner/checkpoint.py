@@ -196,7 +196,7 @@ class CheckpointWriter:
 
     Attributes:
         written: age of what was saved last, when it is on disk; None until then, and if it could not be written.
-        took_s: seconds that the last one took, with the copying; infinite if it could not be written, None before the first.
+        took_s: seconds that the last one took, with the copying; infinite if it could not be written, None before one.
     """
 
     def __init__(self, folder: Path, place: RankPlace = ALONE) -> None:
