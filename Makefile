@@ -57,7 +57,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable \
-		'.[dev,docs,hf,lightning,data,adamw8bit,tensorboard,trackio,wandb]'
+		'.[dev,docs,hf,lightning,titan,data,adamw8bit,tensorboard,trackio,wandb]'
 	touch $(STAMP)
 
 # Wheel and sdist in dist/. tests/deploy/test_release.py builds them the same way, installs the wheel in a clean environment and
