@@ -22,14 +22,16 @@ test-fast: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
-test-all: test test-system
+# Every test: the longest runs beside the others, then what wants the machine for itself.
+test-all: $(STAMP)
+	$(PYTEST) $(PARALLEL) 3 -m 'not system' $(PYTEST_ARGS)
+	$(MAKE) test-system
 
-# The longest runs; then what measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem
-# in User-Mode Linux. .ci/system installs what they need; what a machine lacks is skipped with the reason.
+# What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
+# .ci/system installs what they need; what a machine lacks is skipped with the reason.
 test-system: export DILOCO_CI_DOCKER ?= 1
 test-system: export DILOCO_CI_UML ?= 1
 test-system: $(STAMP)
-	$(PYTEST) --numprocesses 2 -m long $(PYTEST_ARGS)
 	$(PYTEST) -m system $(PYTEST_ARGS)
 
 check: $(STAMP) docs

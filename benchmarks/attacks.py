@@ -1,12 +1,13 @@
 """Round rate of four real regions while one of them is attacked over HTTP/2, beside the rate without an attack.
 
-    python benchmarks/attacks.py [--attacks "rapid reset,pings"] [--strangers] [--json]
+    python benchmarks/attacks.py [--attacks "rapid reset,pings"] [--strangers] [--nice 19] [--json]
 
 One run: four daemons and learners on this machine. For each attack the rounds are counted for a while without it, and
 then for as long while it goes on. The clients (`http2_attacks`) have the certificate of one region, and attack the
-leader's port; with `--strangers` they have none. `kept` is rounds per second with the attack over those before it,
-`kept per step` the same per inner step: what a busy machine slows down, it slows down on both sides. `memory` is what
-the attacked daemon took more while it lasted, or that it died.
+leader's port; with `--strangers` they have none. They share this machine's processors with the regions that they
+attack; with `--nice 19` they take what these leave, as a client elsewhere would. `kept` is rounds per second with the
+attack over those before it, `kept per step` the same per inner step: what a busy machine slows down, it slows down on
+both sides. `memory` is what the attacked daemon took more while it lasted, or that it died.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ async def measure(run: GrayRun, attack: Attack, options: argparse.Namespace) -> 
     before = await run.watch(options.seconds)
     daemon = run.regions[target].status["pids"]["daemon"]
     memory = memory_bytes(daemon)
-    async with attacking(attack, port, identity) as progress:
+    async with attacking(attack, port, identity, niceness=options.nice) as progress:
         await asyncio.sleep(SETTLE_S)
         during = await run.watch(options.seconds)
         memory_then = memory_bytes(daemon)
@@ -110,6 +111,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--attacks", type=lambda text: text.split(","), default=NAMES, help="which, with commas")
     parser.add_argument("--strangers", action="store_true", help="the clients have no certificate")
+    parser.add_argument("--nice", type=int, default=0, choices=range(20), metavar="0..19", help="of the clients [0]")
     parser.add_argument("--seconds", type=float, default=20.0, help="with each attack, and before it without")
     parser.add_argument("--step-ms", type=int, default=100)
     parser.add_argument("--sync-every", type=int, default=16)
@@ -124,7 +126,13 @@ def main() -> int:
         document = asyncio.run(measure_all(options, folder))
     finally:
         shutil.rmtree(folder)
-    document = {"cpus": os.cpu_count(), "seconds": options.seconds, "strangers": options.strangers, **document}
+    document = {
+        "cpus": os.cpu_count(),
+        "seconds": options.seconds,
+        "strangers": options.strangers,
+        "nice": options.nice,
+        **document,
+    }
     rows = [HEAD, *(line(name, one) for name, one in document["attacks"].items())]
     print(json.dumps(document) if options.json else "\n".join(rows))
     return 0

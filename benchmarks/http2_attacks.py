@@ -426,9 +426,22 @@ class Progress:
 
 
 @contextlib.asynccontextmanager
-async def attacking(attack: Attack, port: int, identity: Path | None, *, seed: int = 0) -> AsyncIterator[Progress]:
-    """Keep an attack going, in a process of its own."""
-    words = [sys.executable, PROGRAM, attack.name, "--port", str(port), "--seed", str(seed)]
+async def attacking(
+    attack: Attack, port: int, identity: Path | None, *, seed: int = 0, niceness: int = 0
+) -> AsyncIterator[Progress]:
+    """Keep an attack going, in a process of its own; a nice one gets what processor time the others leave."""
+    words = [
+        "nice",
+        "-n",
+        str(niceness),
+        sys.executable,
+        PROGRAM,
+        attack.name,
+        "--port",
+        str(port),
+        "--seed",
+        str(seed),
+    ]
     if identity is not None:
         words += ["--identity", str(identity)]
     pipe = asyncio.subprocess.PIPE

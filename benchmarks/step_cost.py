@@ -3,12 +3,13 @@
     python benchmarks/step_cost.py [--ranks 1,2] [--steps 10] [--json]
 
 The learner is pinned to one core, with all its ranks, and supervisor and daemon to the other. It makes its steps alone
-first, then attached, in the same process. With P = H each step has a snapshot of one fragment and a version of another
-one. Two ranks are cut by FSDP2 under torchrun.
+first, then attached, then alone again, in the same process. With P = H each step has a snapshot of one fragment and a
+version of another one. Two ranks are cut by FSDP2 under torchrun.
 
-`inside` is the part of a step that `diloco.step()` takes, on the slowest rank. `slower` compares both arms, and
-is as noisy as the machine. `bytes a parameter` is the private memory that all ranks together take more when they are
-attached: the median of all steps, and the most.
+`inside` is the part of a step that `diloco.step()` takes, on the slowest rank. `slower` compares the attached steps
+with those before and after them; `drift`, these two with one another, is what the machine alone does to such a figure.
+`bytes a parameter` is the private memory that all ranks together take more when they are attached: the median of all
+steps, and the most.
 
 Needs `pip install transformers`, and two cores.
 """
@@ -54,7 +55,8 @@ async def measure(ranks: int, steps: int) -> dict[str, Any]:
         finally:
             await region.stop()
         found = [json.loads(one.read_text()) for one in files]
-    alone, attached = (statistics.median(found[0][arm]) for arm in ("alone_s", "attached_s"))
+    before, attached, after = (statistics.median(found[0][arm]) for arm in ("before_s", "attached_s", "after_s"))
+    alone = (before + after) / 2
     return {
         "ranks": ranks,
         "steps": steps,
@@ -62,6 +64,7 @@ async def measure(ranks: int, steps: int) -> dict[str, Any]:
         "alone_s": alone,
         "attached_s": attached,
         "slower": attached / alone - 1,
+        "drift": after / before - 1,
         "inside": max(sum(one["inside_s"]) / sum(one["attached_s"]) for one in found),
         "bytes_a_parameter": sum(statistics.median(one["more_bytes"]) for one in found) / found[0]["parameters"],
         "bytes_at_most": sum(max(one["more_bytes"]) for one in found) / found[0]["parameters"],
@@ -90,7 +93,8 @@ def main() -> int:
             continue
         print(
             f"{ranks} rank(s): a step {result['alone_s']:.2f} s alone, {result['attached_s']:.2f} s attached "
-            f"({result['slower']:+.2%}); {result['inside']:.2%} of it inside diloco.step(); "
+            f"({result['slower']:+.2%}, drift {result['drift']:+.2%}); "
+            f"{result['inside']:.2%} of it inside diloco.step(); "
             f"{result['bytes_a_parameter']:.2f} bytes a parameter, at most {result['bytes_at_most']:.2f}; "
             f"{result['rounds']} rounds; "
             f"load {result['load']:.1f}",

@@ -1,7 +1,7 @@
 """The learner of benchmarks/step_cost.py: GPT-2 with 124 M parameters and random weights, whole or cut by FSDP2.
 
-It trains alone for some steps, then attached for as many, and writes what it measured as JSON into the folder that
-STEP_COST_FOLDER names, one file for each rank.
+It trains alone for some steps, then attached for as many, then alone again, and writes what it measured as JSON into
+the folder that STEP_COST_FOLDER names, one file for each rank.
 """
 
 from __future__ import annotations
@@ -55,35 +55,39 @@ def main() -> None:
         optimizer.zero_grad()
         return loss.detach()
 
-    alone: list[float] = []
-    for _ in range(WARM_UP + steps):
-        started_s = time.perf_counter()
-        train()
-        alone.append(time.perf_counter() - started_s)
-    before = private_bytes()
-    attached: list[float] = []
-    inside: list[float] = []
+    def train_alone() -> list[float]:
+        seconds: list[float] = []
+        for _ in range(WARM_UP + steps):
+            started_s = time.perf_counter()
+            train()
+            seconds.append(time.perf_counter() - started_s)
+        return seconds[WARM_UP:]
+
+    before_s = train_alone()
+    private_before = private_bytes()
+    attached_s: list[float] = []
+    inside_s: list[float] = []
     private: list[int] = []
     with diloco_node.attach(model, optimizer) as diloco:
-        while not diloco.should_stop:
+        while not diloco.should_stop and len(attached_s) < WARM_UP + steps:
             started_s = time.perf_counter()
             loss = train()
             trained_s = time.perf_counter()
             diloco.step(tokens=BATCH * CONTEXT, loss=loss)
             ended_s = time.perf_counter()
-            attached.append(ended_s - started_s)
-            inside.append(ended_s - trained_s)
-            private.append(private_bytes() - before)
-            if len(attached) == WARM_UP + steps:
-                result: dict[str, Any] = {
-                    "parameters": sum(one.numel() for one in model.parameters()),
-                    "alone_s": alone[WARM_UP:],
-                    "attached_s": attached[WARM_UP:],
-                    "inside_s": inside[WARM_UP:],
-                    "more_bytes": private[WARM_UP:],
-                }
-                (folder / f"rank-{rank}.partial").write_text(json.dumps(result))
-                (folder / f"rank-{rank}.partial").rename(folder / f"rank-{rank}.json")
+            attached_s.append(ended_s - started_s)
+            inside_s.append(ended_s - trained_s)
+            private.append(private_bytes() - private_before)
+    result: dict[str, Any] = {
+        "parameters": sum(one.numel() for one in model.parameters()),
+        "before_s": before_s,
+        "attached_s": attached_s[WARM_UP:],
+        "after_s": train_alone(),
+        "inside_s": inside_s[WARM_UP:],
+        "more_bytes": private[WARM_UP:],
+    }
+    (folder / f"rank-{rank}.partial").write_text(json.dumps(result))
+    (folder / f"rank-{rank}.partial").rename(folder / f"rank-{rank}.json")
     if ranks > 1:
         dist.destroy_process_group()
 
