@@ -27,6 +27,8 @@ class DilocoTrainer(Trainer):
         super().__init__(job_config)
 
     def train(self) -> None:
+        if len(self.model_parts) > 1:
+            raise ValueError("several pipeline stages on a rank: set parallelism.pipeline_parallel_schedule to 1F1B")
         optimizer = self.optimizers.optimizers[0]  # not the container, whose state_dict() is in another form
         kept = {"trainer": self, "data": self.dataloader, "schedule": self.lr_schedulers}
         with diloco_node.attach(self.model_parts[0], optimizer, step="auto", stateful=kept) as self.diloco:

@@ -62,7 +62,7 @@ def command_of(example: str, folder: Path) -> list[str]:
 async def test_an_example_trains_in_two_regions_and_comes_back_after_a_kill(tmp_path: Path, example: str) -> None:
     missing = [name for name in EXAMPLES[example] if importlib.util.find_spec(name) is None]
     if missing:
-        pytest.skip(f"{', '.join(missing)} is not installed: pip install 'diloco-node[hf,lightning]'")
+        pytest.skip(f"{', '.join(missing)} is not installed: pip install 'diloco-node[hf,lightning,titan]'")
     cluster = Cluster(tmp_path / "run", 2)
     command = command_of(example, tmp_path)
     try:
