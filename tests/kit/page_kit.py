@@ -246,3 +246,17 @@ async def shown(run: ShownRun, folder: Path, *, port: int = 0) -> AsyncIterator[
         yield f"http://127.0.0.1:{server.port}"
     finally:
         await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def crowded(port: int, count: int) -> AsyncIterator[None]:
+    """As many connections as a port has room for; each one beyond that is closed, however many come."""
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    for _ in range(20):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 120) == b""
+        writer.close()
+    yield
+    for _, writer in held:
+        writer.close()

@@ -14,9 +14,10 @@ import typer
 from aiohttp import web
 
 from diloco_node.cli.status import Target, ask
+from diloco_node.daemon.admin.listening import LOOPBACK, listen, port_of
 from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
-from diloco_node.daemon.admin.server import LOOPBACK, names_loopback
+from diloco_node.daemon.admin.server import names_loopback
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import BindError, ConfigError, DilocoError
 from diloco_node.health.summary import joint_health
@@ -145,12 +146,13 @@ async def dashboard_server(regions: MergedRegions, port: int) -> AsyncIterator[s
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, LOOPBACK, port).start()
+            server = await listen(runner, LOOPBACK, port)
         except OSError as error:
             raise BindError(
                 f"{LOOPBACK}:{port} can't be bound ({error.strerror}); give another port with --port, 0 for any"
             ) from error
-        yield f"http://{LOOPBACK}:{runner.addresses[0][1]}/"
+        with contextlib.closing(server):
+            yield f"http://{LOOPBACK}:{port_of(server)}/"
     finally:
         await live.stop()
         await runner.cleanup()

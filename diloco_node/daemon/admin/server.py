@@ -22,6 +22,7 @@ from typing import Any, Final
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
+from diloco_node.daemon.admin.listening import LOOPBACK, listen, port_of
 from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
 from diloco_node.errors import BindError, ConfigError, DilocoError
@@ -32,7 +33,6 @@ TOKEN_FILE: Final = "admin.token"
 SOCKET_FILE: Final = "admin.sock"
 """Where it lies: `memory.socket_path(state_dir, SOCKET_FILE)`."""
 
-LOOPBACK: Final = "127.0.0.1"
 BODY_BYTES_MAX: Final = 64 * 1024
 FINISH_REASON: Final = "asked by the operator"
 FINISH_REASON_BYTES_MAX: Final = 512
@@ -48,9 +48,6 @@ LOOPBACK_ONLY: Final = (
     "this port answers to loopback names only. From another machine forward it: ssh -L 7401:127.0.0.1:7401 HOST, then "
     "ask localhost:7401. Or run the scraper on this machine, or a proxy that sends 'Host: localhost' (docs/operate.md)"
 )
-
-CONNECTIONS_MAX: Final = 64
-"""Over TCP at once: each is a file descriptor, and any user of this machine may open one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,14 +156,8 @@ class AdminServer:
             raise BindError(f"{path} can't be bound ({error.strerror}); is the state folder writable?") from error
 
     async def _bind(self, runner: web.AppRunner, host: str) -> None:
-        assert runner.server is not None
-        serve = runner.server
-
-        def accept() -> asyncio.BaseProtocol:
-            return serve() if len(serve.connections) < CONNECTIONS_MAX else _HangUp()
-
         try:
-            server = await asyncio.get_running_loop().create_server(accept, host, self._port, reuse_address=True)
+            server = await listen(runner, host, self._port)
         except OSError as error:
             await self.stop()
             raise BindError(
@@ -174,8 +165,7 @@ class AdminServer:
                 f"Free it, or set another: [regions.NAME] admin_port (and admin_host) in run.toml, or --admin-port."
             ) from error
         self._listening.append(server)
-        for sock in server.sockets:
-            self._port = sock.getsockname()[1]
+        self._port = port_of(server)
 
     async def stop(self) -> None:
         """Close the port."""
@@ -288,15 +278,6 @@ def names_loopback(request: web.Request) -> bool:
     hosts = request.headers.getall("Host", [])  # none at all in HTTP/1.0: then nobody has named this machine
     # A whole URL as the target names its host itself, whatever the header says.
     return len(hosts) == 1 and bool(HOST_ALLOWED.fullmatch(hosts[0])) and request.raw_path.startswith("/")
-
-
-class _HangUp(asyncio.Protocol):
-    """Closes a connection that is one too many."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Part of asyncio's interface."""
-        assert isinstance(transport, asyncio.Transport)
-        transport.abort()
 
 
 async def _document(request: web.Request) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from diloco_node.cli.main import main
 from diloco_node.cli.page import merged
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.status import Target, find_targets
+from diloco_node.daemon.admin import listening
 from diloco_node.daemon.admin.live_events import json_text
 from diloco_node.errors import BindError, ConfigError
-from tests.kit.page_kit import UNIX, ShownRun, shown
+from tests.kit.page_kit import UNIX, ShownRun, crowded, shown
 from tests.kit.transport_kit import eventually
 
 
@@ -134,6 +135,13 @@ async def test_regions_of_two_runs_are_refused(tmp_path: Path) -> None:
         await MergedRegions(lambda: targets[:1]).check_run()
         with pytest.raises(ConfigError, match="eu-west of run other, us-east of run shown"):
             await MergedRegions(lambda: targets).check_run()
+
+
+async def test_connections_over_the_limit_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "CONNECTIONS_MAX", 3)
+    regions = MergedRegions(lambda: find_targets(str(tmp_path)))
+    async with dashboard_server(regions, 0) as url, crowded(int(url.rstrip("/").rpartition(":")[2]), 3):
+        pass
 
 
 async def test_the_page_is_served_on_loopback_to_loopback_names(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The admin port: health, status, metrics, and who may change what."""
 
 import asyncio
-import contextlib
 import json
 import socket
 from pathlib import Path
@@ -10,10 +9,12 @@ import aiohttp
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
+from diloco_node.daemon.admin import listening
 from diloco_node.daemon.admin import server as admin
 from diloco_node.daemon.admin.server import SOCKET_FILE, TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.errors import BindError, ConfigError, PeersUnreachable
 from diloco_node.unix_sockets import socket_path
+from tests.kit.page_kit import crowded
 
 
 class Region:
@@ -381,16 +382,7 @@ async def test_connections_over_the_limit_are_closed_and_the_socket_still_answer
     served, tmp_path: Path, monkeypatch
 ) -> None:
     _, server, _ = served
-    monkeypatch.setattr(admin, "CONNECTIONS_MAX", 3)
-    held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
-    for _ in range(20):  # no more than the limit are kept, however many come
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        with contextlib.suppress(ConnectionError):
-            assert await asyncio.wait_for(reader.read(), 120) == b""
-        writer.close()
-    async with aiohttp.ClientSession(
-        "http://localhost", connector=aiohttp.UnixConnector(str(tmp_path / SOCKET_FILE))
-    ) as session:
+    monkeypatch.setattr(listening, "CONNECTIONS_MAX", 3)
+    connector = aiohttp.UnixConnector(str(tmp_path / SOCKET_FILE))
+    async with crowded(server.port, 3), aiohttp.ClientSession("http://localhost", connector=connector) as session:
         assert (await session.get("/livez")).status == 200
-    for _, writer in held:
-        writer.close()
