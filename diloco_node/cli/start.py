@@ -30,6 +30,9 @@ TRAINER_PRELOAD: Final = ("diloco_node.learner.builtin.trainer",)
 LATE_IMPORTS: Final = "diloco_node.learner.warm"
 """Preloaded beside whatever is: what every learner needs, and would else do after the fork."""
 
+DYNAMO: Final = "torch._dynamo"
+"""What torch's optimizers import when they are made, and what compiles: a second of processor time."""
+
 TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
@@ -283,11 +286,14 @@ def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] 
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
     """The modules of the process that learners are forked from; none: they start afresh."""
-    late = () if config.model.hf is None else ("transformers",)
+    model = config.model
+    library = () if model.hf is None else ("transformers",)
     # torchrun starts its ranks itself: nothing is forked.
-    default = () if command or config.model.ranks > 1 else (*TRAINER_PRELOAD, *late)
+    default = () if command or model.ranks > 1 else (*TRAINER_PRELOAD, *library)
     modules = default if config.learner.preload is None else config.learner.preload
-    return (*modules, LATE_IMPORTS) if modules else ()
+    is_plain = modules == TRAINER_PRELOAD and model.optimizer == "adamw"
+    dynamo = () if is_plain and not (model.compile or model.checkpoint_activations) else (DYNAMO,)
+    return (*modules, *dynamo, LATE_IMPORTS) if modules else ()
 
 
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:

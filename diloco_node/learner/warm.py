@@ -1,12 +1,10 @@
 """Importing this does what a learner else does late and once: for the process that learners are forked from.
 
-The first optimizer of a process imports torch._dynamo (1.1 s of CPU time), and the first call of a compiled loop reads
-it from its cache (0.2 s). Nothing here starts a thread or touches a device.
+The first call of a compiled loop reads it from its cache (0.2 s of CPU time). Nothing here starts a thread or touches a
+device.
 """
 
 from __future__ import annotations
-
-import torch._dynamo  # noqa: F401
 
 from diloco_node.codec.kernels import warm_up
 from diloco_node.learner.attach import attach

@@ -96,14 +96,20 @@ def test_start_writes_what_daemon_and_trainer_read(
     assert capsys.readouterr().err == ""
 
 
+TRAINER, DYNAMO, WARM = "diloco_node.learner.builtin.trainer", "torch._dynamo", "diloco_node.learner.warm"
+
+
 @pytest.mark.parametrize(
     ("arguments", "preload"),
     [
-        ([], ("diloco_node.learner.builtin.trainer", "diloco_node.learner.warm")),
+        ([], (TRAINER, WARM)),
         (["--preload", ""], ()),
-        (["--preload", "torch, transformers"], ("torch", "transformers", "diloco_node.learner.warm")),
+        (["--preload", "torch, transformers"], ("torch", "transformers", DYNAMO, WARM)),
         (["--", sys.executable, "train.py"], ()),
-        (["--set", "learner.preload=torch", "--", sys.executable, "train.py"], ("torch", "diloco_node.learner.warm")),
+        (["--set", "learner.preload=torch", "--", sys.executable, "train.py"], ("torch", DYNAMO, WARM)),
+        (["--set", "model.compile=true"], (TRAINER, DYNAMO, WARM)),
+        (["--set", "model.checkpoint_activations=true"], (TRAINER, DYNAMO, WARM)),
+        (["--set", "model.optimizer=muon"], (TRAINER, DYNAMO, WARM)),
     ],
 )
 def test_what_is_preloaded(supervised: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:

@@ -5,7 +5,9 @@ Muon and AdamW together stand behind one optimizer, as the trainer's loop wants.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -40,7 +42,20 @@ def build_optimizer(
         made: torch.optim.Optimizer = _adamw8bit(trained)(groups, lr=lr, betas=betas)
         made.register_load_state_dict_post_hook(_in_8_bit_again)
         return made
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+    return _eager_adamw()(groups, lr=lr, betas=betas, fused=True)
+
+
+@functools.cache
+def _eager_adamw() -> type[torch.optim.AdamW]:
+    """Torch's AdamW without what torch.compile wants of it: the same updates.
+
+    Torch wraps some of its methods so that their first call imports torch._dynamo. That is a second of processor time
+    at each start of a region, and nothing here compiles an optimizer.
+    """
+    kind = torch.optim.AdamW
+    wrapped = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+    plain = {name: inspect.unwrap(getattr(kind, name)) for name in wrapped}
+    return type(kind.__name__, (kind,), {**plain, "step": torch.no_grad()(inspect.unwrap(kind.step))})
 
 
 def _groups(parameters: Sequence[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

@@ -50,6 +50,13 @@ def test_muon_gets_the_matrices_inside_and_adamw_the_rest() -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.3, 0.0]
 
 
+def test_adamw_makes_the_bits_of_torchs_own() -> None:
+    ours, theirs = ByteGPT(TINY, seed=0), ByteGPT(TINY, seed=0)
+    own = torch.optim.AdamW(module._groups([*theirs.parameters()], 0.3), lr=0.01, betas=BETAS, fused=True)
+    pairs = zip(stepped(ours, made(ours, "adamw"), 3), stepped(theirs, own, 3), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
 def test_embeddings_that_are_modules_and_tied_heads_are_not_for_muon() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -6,6 +6,8 @@ import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,6 +32,7 @@ from diloco_node.learner.builtin.trainer import (
 )
 from diloco_node.learner.checkpoint import Stateful
 from tests.kit.data_kit import datasets_library, rows_of, write_jsonl, write_tokenizer
+from tests.kit.repository import ROOT
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=16)
 
@@ -381,3 +384,15 @@ def test_a_compiled_loss_makes_the_steps_of_the_plain_one():
     trained(settings_with(compile=True), compiled)
     assert [tokens for tokens, _ in compiled.steps] == [64, 64, 64]
     assert [loss for _, loss in compiled.steps] == pytest.approx([loss for _, loss in plain.steps], rel=1e-4)
+
+
+def test_a_region_that_starts_does_not_import_the_compiler() -> None:
+    # A second of processor time at each start. In a process of its own: this one has imported it long since.
+    program = (
+        "import sys; from tests.learner.builtin.test_trainer import FakeRun, settings_with, trained; "
+        "run = FakeRun(4); trained(settings_with(eval_every=2), run); "
+        "run.optimizer.load_state_dict(run.optimizer.state_dict()); "
+        "sys.exit(1 if 'torch._dynamo' in sys.modules else 0)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
