@@ -7,7 +7,10 @@ here. What is stored or hashed stays as it came.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
+
+_NUMBERS: Final = frozenset({int, float, bool, type(None)})
+"""Most of a status document, which is made several times a second."""
 
 
 def escaped(text: str) -> str:
@@ -23,7 +26,9 @@ def escaped_document(value: Any) -> Any:
     if isinstance(value, str):
         return escaped(value)
     if isinstance(value, dict):
-        return {escaped_document(key): escaped_document(one) for key, one in value.items()}
+        return {
+            escaped_document(key): one if type(one) in _NUMBERS else escaped_document(one) for key, one in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [escaped_document(one) for one in value]
+        return [one if type(one) in _NUMBERS else escaped_document(one) for one in value]
     return value

@@ -54,6 +54,8 @@ ADMIN_PORT_NAME: Final = "admin.port"
 PROCESS_LOOK_S: Final = 1.0
 """Between two looks at what the supervisor says of the learner's process."""
 
+WAITS_FOR_TENSORS: Final = "waits for the learner to list its tensors"
+
 log = structlog.get_logger()
 
 
@@ -296,7 +298,7 @@ class Daemon:
             "region": self.spec.region,
             "run_id": self.spec.run_id,
             "state": "starting",
-            "reason": "waits for the learner to list its tensors",
+            "reason": WAITS_FOR_TENSORS,
             "state_dir": str(self.spec.state_dir.resolve()),
             "learner_process": process,
             "clock": clock,
@@ -309,11 +311,14 @@ class Daemon:
             "settings": escaped_document(self.spec.settings_shown),
         }
 
-    def _not_ready_reason(self) -> str:
-        """The learner first: what it does not do is often why the rest waits."""
-        document = self._facts()
-        fault = learner_fault(document)
-        reason = str(document["reason"]) if self._node is None else self._node.not_ready_reason()
+    def _not_ready_reason(self, document: Mapping[str, Any] | None = None) -> str:
+        """The learner first: what it does not do is often why the rest waits.
+
+        Args:
+            document: of the status, where there is one of this moment.
+        """
+        fault = learner_fault(self._facts() if document is None else document)
+        reason = WAITS_FOR_TENSORS if self._node is None else self._node.not_ready_reason()
         if fault is None or fault[1] == reason:
             return reason
         return f"{fault[1]}; {reason}" if reason else fault[1]
@@ -340,7 +345,8 @@ class Daemon:
             await asyncio.sleep(LOOK_S)
 
     def _look_at_run(self) -> None:
-        for line in self._console.look(self.status(), self._not_ready_reason(), now_s=time.monotonic()):
+        document = self.status()
+        for line in self._console.look(document, self._not_ready_reason(document), now_s=time.monotonic()):
             console_line(self.spec.region, line)
 
     async def _keep_history(self) -> None:
