@@ -9,7 +9,7 @@ from diloco_node.errors import ConfigError
 from diloco_node.escaping import escaped
 
 if TYPE_CHECKING:
-    from diloco_node.config import NodeConfig
+    from diloco_node.config.resolve import NodeConfig
 
 
 def check_begun(config: NodeConfig, region: str, *, node_file: str) -> tuple[str, list[str]]:

@@ -11,7 +11,8 @@ import typer
 from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
-    from diloco_node.config import Flag, NodeConfig
+    from diloco_node.config.resolve import NodeConfig
+    from diloco_node.config.sources import Flag
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ def flags_from(named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] 
     Raises:
         ConfigError: an assignment without key or "=".
     """
-    from diloco_node.config import Flag
+    from diloco_node.config.sources import Flag
 
     flags = []
     for assignment in assignments or ():
@@ -51,7 +52,7 @@ def flags_from(named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] 
 
 def load(config: Path | None, named: Mapping[str, tuple[str, Any]], assignments: Sequence[str] | None) -> NodeConfig:
     """Resolve all settings; ConfigError says what is wrong."""
-    from diloco_node.config import load_config
+    from diloco_node.config.resolve import load_config
 
     return load_config(config, flags_from(named, assignments))
 

@@ -21,7 +21,7 @@ from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import BindError, ConfigError, StorageError
 
 if TYPE_CHECKING:
-    from diloco_node.config import NodeConfig
+    from diloco_node.config.resolve import NodeConfig
     from diloco_node.daemon.spec import NodeSpec
     from diloco_node.daemon.supervisor import SupervisorSpec
 

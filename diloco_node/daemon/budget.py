@@ -70,7 +70,7 @@ def plan_of_file(path: Path, region: str) -> BudgetPlan:
     Raises:
         ConfigError: the file is missing or wrong, or the region is not in it any more.
     """
-    from diloco_node.config import load_config
+    from diloco_node.config.resolve import load_config
 
     config = load_config(path)
     config.check_region(region)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.config import load_config
+from diloco_node.config.resolve import load_config
 from diloco_node.errors import ConfigError, DilocoError
 from diloco_node.wan.conditions import Conditions, Timetable
 from diloco_node.wan.namespaces import run_ip, run_tool

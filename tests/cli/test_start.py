@@ -9,7 +9,8 @@ import pytest
 from diloco_node.cli import start as start_cmd
 from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.main import main
-from diloco_node.config import Flag, NodeConfig, load_config
+from diloco_node.config.resolve import NodeConfig, load_config
+from diloco_node.config.sources import Flag
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import SupervisorSpec
 from diloco_node.errors import BindError, ConfigError

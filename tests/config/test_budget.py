@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.config import Flag, load_config
 from diloco_node.config.budget import parse_ceiling_or_none
 from diloco_node.config.budget_plan import BudgetPlan, TimeWindow
+from diloco_node.config.resolve import load_config
+from diloco_node.config.sources import Flag
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError
 

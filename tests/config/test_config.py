@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_node.config import Duration, Flag, NodeConfig, load_config, sources
-from diloco_node.config.resolve import default_outer
+from diloco_node.config import sources
+from diloco_node.config.resolve import NodeConfig, default_outer, load_config
 from diloco_node.config.schema import ModelSection, RoundsSection
-from diloco_node.config.units import parse_duration
+from diloco_node.config.sources import Flag
+from diloco_node.config.units import Duration, parse_duration
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import documents

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from diloco_node.config import load_config, reference
+from diloco_node.config import reference
 from diloco_node.config.reference import COMMAND, settings, settings_page
+from diloco_node.config.resolve import load_config
 from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
 from diloco_node.config.setting_notes import NOTES
 from diloco_node.wire.bounds import SETTING_BYTES

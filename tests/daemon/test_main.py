@@ -36,3 +36,9 @@ def test_a_state_that_is_not_ours_to_use_is_not(tmp_path: Path) -> None:
         fcntl.flock(held, fcntl.LOCK_EX)
         code, said = ends_with(tmp_path / "us")
     assert (code, "is in use by another daemon" in said) == (6, True), said
+
+
+def test_it_imports_nothing_that_only_commands_and_learners_need() -> None:
+    program = "import sys, diloco_node.daemon.program; print(*({'pydantic', 'torch', 'typer'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout == "\n"

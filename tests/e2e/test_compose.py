@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from diloco_node.cli.start import node_spec, trainer_settings
-from diloco_node.config import NodeConfig, load_config
+from diloco_node.config.resolve import NodeConfig, load_config
 from diloco_node.wan.container import load_attachment
 from diloco_node.wan.topology import load_topology
 from tests.kit.compose_engine import OUTAGES, PORTS

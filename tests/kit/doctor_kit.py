@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.cli.main import main
-from diloco_node.config import load_config
+from diloco_node.config.resolve import load_config
 from diloco_node.transport.certs import init_run, load_identity
 from diloco_node.transport.transport import GrpcTransport
 from tests.kit.transport_kit import FAST, Recorder

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from diloco_node.chaos.fault_files import FAULTS_VARIABLE
 
 if TYPE_CHECKING:
-    from diloco_node.config import NodeConfig
+    from diloco_node.config.resolve import NodeConfig
     from diloco_node.daemon.supervisor import SupervisorSpec
 
 

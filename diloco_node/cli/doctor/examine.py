@@ -20,7 +20,7 @@ from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 
 if TYPE_CHECKING:
-    from diloco_node.config import NodeConfig
+    from diloco_node.config.resolve import NodeConfig
     from diloco_node.planning.plan import Storage
     from diloco_node.transport.asking import PeerAnswer
     from diloco_node.transport.certs import Identity

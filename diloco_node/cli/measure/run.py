@@ -16,7 +16,7 @@ from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachabl
 from diloco_node.escaping import escaped_document
 
 if TYPE_CHECKING:
-    from diloco_node.config import NodeConfig
+    from diloco_node.config.resolve import NodeConfig
     from diloco_node.measure.documents import OnPartial
     from diloco_node.transport.certs import Identity
 

@@ -18,7 +18,7 @@ from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.planning.plan import FragmentSize, Network
 
 if TYPE_CHECKING:
-    from diloco_node.config import NodeConfig
+    from diloco_node.config.resolve import NodeConfig
     from diloco_node.core.types import RateLimits
     from diloco_node.daemon.spec import NodeSpec
 
@@ -203,7 +203,7 @@ def _limits_of(spec: NodeSpec) -> dict[str, RateLimits]:
     Raises:
         ConfigError: run.toml is wrong.
     """
-    from diloco_node.config import load_config
+    from diloco_node.config.resolve import load_config
 
     if spec.config_file is None or not spec.config_file.exists():
         return {spec.region: spec.budget.least()}

@@ -12,7 +12,7 @@ import pytest
 from diloco_node.cli.doctor import command, examine, peer_probes
 from diloco_node.cli.doctor.examine import Patient
 from diloco_node.cli.doctor.finding import CheckResult
-from diloco_node.config import load_config
+from diloco_node.config.resolve import load_config
 from diloco_node.transport.certs import load_identity
 from tests.kit.doctor_kit import OWN, PEER, Ward
 

@@ -253,7 +253,7 @@ def test_a_full_disk(ward: Ward) -> None:
 
 def test_settings_that_changed_since_the_start_are_named_with_both_values(ward: Ward) -> None:
     from diloco_node.cli.start import NODE_FILE, node_spec
-    from diloco_node.config import load_config
+    from diloco_node.config.resolve import load_config
 
     ward.certify()
     folder = ward.folder / "state" / OWN
