@@ -132,8 +132,8 @@ def test_a_version_is_applied_nowhere_before_every_rank_has_its_part(tmp_path: P
         ranks.ask(do="step", count=1)
         ranks.ask_one(1, do="hold")
         daemon.commit(0, daemon.theta[0] + np.float32(1.0), -1)
-        places: list[dict[str, Any]] = [{"arrived": []}]
-        while places[0]["arrived"] != [0]:
+        places = ranks.ask(do="where")
+        while places[0]["arrived"] != [0] and places[0]["versions"] == [0, 0]:
             ranks.ask(do="step", count=1)
             places = ranks.ask(do="where")
         ranks.ask(do="step", count=5)  # returns, though rank 1 waits for its part
