@@ -408,6 +408,7 @@ class Diloco:
     # ---- joining -----------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
+        self._tensors.check_known(self._ranks.all_bytes)
         socket, memory = os.environ.get("DILOCO_SOCKET", ""), os.environ.get("DILOCO_SUPERVISOR", "")
         has_daemon = [bool(one) for one in self._ranks.all_bytes(b"1" if socket else b"")]
         if any(has_daemon) and not has_daemon[0]:
@@ -425,7 +426,8 @@ class Diloco:
             return
         die_with_supervisor()
         self._terminate.install()
-        specs, shards = agreed(self._ranks.all_bytes(describe(self._tensors.specs, self._tensors.boxes)))
+        own = describe(self._tensors.specs, self._tensors.boxes, self._tensors.marks)
+        specs, shards = agreed(self._ranks.all_bytes(own))
         if self._ranks.is_first:
             if not memory:
                 raise ConfigError("DILOCO_SOCKET is set, but DILOCO_SUPERVISOR is not: start through diloco-node start")

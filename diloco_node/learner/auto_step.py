@@ -47,6 +47,11 @@ class AutoStep:
     def _stepped(self, *_: Any) -> None:
         assert self._tell is not None
         tokens, loss = self._watch.take()
+        # A gradient scaler calls fused optimizers even if it found infinities, and leaves it to them to do nothing.
+        # Looking waits for the device, as the scaler itself does with an optimizer that is not fused.
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return
         if not tokens:
             raise LearnerError(
                 "the optimizer made a step, but the model that was attached was not called: attach the module that "

@@ -1,18 +1,18 @@
-"""Ranks of one region over Gloo that a test leads step by step, with one model cut in any way.
+"""Ranks of one region over Gloo that a test leads step by step, with the model of tests/kit/shard_layouts.py.
 
 Steps are the same in whatever way the model is cut: each value moves by what its place and the step say. So two layouts
-that merge at the same steps must come to the same bits. As a program this is one rank: commands on standard input, one
-JSON object a line, an answer to each.
+that merge at the same steps must come to the same bits. A rank is a process that carries out commands, an answer to
+each. Ranks are forked from a process that has imported torch: importing it takes longer than most tests.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import threading
 import zlib
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,14 @@ from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.types import Codec
 from diloco_node.shared_memory import MemoryStore
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, OfferApplied, SnapshotReady
+from tests.kit.shard_layouts import TRAINED_BUFFER, cut
 
-SETTLE_S = 0.05
+SETTLE_S = 0.01
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    ["diloco_node.learner.warm", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", __name__]
+)
 
 
 class Ranks:
@@ -31,60 +37,61 @@ class Ranks:
 
     def __init__(self, count: int) -> None:
         port = free_ports(1)[0]
-        shared = os.environ | {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(count),
-            "OMP_NUM_THREADS": "1",
-        }
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+        pipes = [_FORKS.Pipe() for _ in range(count)]
+        self._links = [near for near, _ in pipes]
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.kit.shard_ranks"],
-                env=shared | {"RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(count)
+            _FORKS.Process(target=serve, args=(far, shared | {"RANK": str(rank)}), daemon=True)
+            for rank, (_, far) in enumerate(pipes)
         ]
+        for process, (_, far) in zip(self.processes, pipes, strict=True):
+            process.start()
+            far.close()
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
+        for process, link in zip(self.processes, self._links, strict=True):
             process.kill()
-            process.communicate()
+            process.join()
+            link.close()
 
     def ask(self, **command: Any) -> list[dict[str, Any]]:
         """Have all ranks do something; their answers."""
         self.tell(**command)
         return self.answers()
 
+    def agreed(self, **command: Any) -> dict[str, str]:
+        """What all ranks say of things by name. Those that speak of one thing say the same."""
+        found: dict[str, str] = {}
+        for answer in self.ask(**command):
+            assert answer.items() >= {name: found[name] for name in answer.keys() & found.keys()}.items()
+            found |= answer
+        return found
+
     def tell(self, **command: Any) -> None:
         for rank in range(len(self.processes)):
             self.tell_one(rank, **command)
 
     def answers(self) -> list[dict[str, Any]]:
-        return [self._answer(rank) for rank in range(len(self.processes))]
+        return [self.answer(rank) for rank in range(len(self.processes))]
 
     def ask_one(self, rank: int, **command: Any) -> dict[str, Any]:
         """Have one rank do something; its answer."""
         self.tell_one(rank, **command)
-        return self._answer(rank)
+        return self.answer(rank)
 
     def tell_one(self, rank: int, **command: Any) -> None:
-        stdin = self.processes[rank].stdin
-        assert stdin is not None
-        stdin.write(json.dumps(command) + "\n")
-        stdin.flush()
+        self._links[rank].send(command)
 
-    def _answer(self, rank: int) -> dict[str, Any]:
-        process = self.processes[rank]
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, f"rank {rank} ended with {process.wait(PATIENCE_S)}"
-        answer: dict[str, Any] = json.loads(line)
+    def answer(self, rank: int) -> dict[str, Any]:
+        assert self._links[rank].poll(PATIENCE_S), f"rank {rank} does not answer"
+        try:
+            answer: dict[str, Any] = self._links[rank].recv()
+        except EOFError:
+            self.processes[rank].join(PATIENCE_S)
+            raise AssertionError(f"rank {rank} ended with {self.processes[rank].exitcode}") from None
         return answer
 
     def attach(self, layout: str, folder: Path, *, optimizer: bool = False) -> None:
@@ -93,7 +100,7 @@ class Ranks:
 
     def moments(self) -> dict[str, str]:
         """Digest of each tensor of the optimizer's state, whole, by parameter and key."""
-        return {name: digest for answer in self.ask(do="moments") for name, digest in answer.items()}
+        return self.agreed(do="moments")
 
     def merged(self, daemon: FakeDaemon, rounds: int, *, fragments: int = 2, applied: int = 0) -> int:
         """Rounds with steps before, during and after each. Returns how many versions were applied."""
@@ -115,12 +122,16 @@ class Ranks:
         return applied
 
     def state(self) -> dict[str, str]:
-        """Digest of each parameter, whole, and under "global" that of the global parameters."""
-        return {name: digest for answer in self.ask(do="state") for name, digest in answer.items()}
+        """Digest of each parameter and buffer, whole, and under "global" that of the global ones."""
+        return self.agreed(do="state")
 
 
 def states(count: int, layouts: list[str], folder: Path, *, rounds: int, codec: Codec = Codec.INT4) -> dict[str, Any]:
-    """By layout the state after so many rounds, with the same ranks."""
+    """What ranks come to after so many rounds, by layout; the second half is rounds with evaluations in between.
+
+    Returns:
+        State before and after, what evaluations saw, and what the daemon was sent last.
+    """
     found: dict[str, Any] = {}
     with Ranks(count) as ranks:
         for layout in layouts:
@@ -129,8 +140,13 @@ def states(count: int, layouts: list[str], folder: Path, *, rounds: int, codec: 
             with MemoryStore(place / "memory.sock"), FakeDaemon(place, codec=codec) as daemon:
                 ranks.attach(layout, place)
                 first = ranks.state()
-                ranks.merged(daemon, rounds, applied=2)
-                found[layout] = {"first": first, "last": ranks.state()}
+                applied = ranks.merged(daemon, rounds // 2, applied=2)
+                seen = [ranks.agreed(do="evaluate")]
+                for _ in range(2):
+                    applied = ranks.merged(daemon, rounds // 4, applied=applied)
+                    seen.append(ranks.agreed(do="evaluate"))
+                sent = [daemon.encoded(fragment) for fragment in range(2)]
+                found[layout] = {"first": first, "last": ranks.state(), "seen": seen, "sent": sent}
                 ranks.ask(do="close")
     return found
 
@@ -138,19 +154,21 @@ def states(count: int, layouts: list[str], folder: Path, *, rounds: int, codec: 
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
-def serve() -> None:
-    """Carry out what standard input says."""
+def serve(link: Connection, environment: dict[str, str]) -> None:
+    """Carry out what the other end of the link says, until it is gone."""
     import torch
     import torch.distributed as dist
 
+    os.environ.update(environment)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = Rank()
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer = getattr(rank, command.pop("do"))(**command)
-        sys.stdout.write(json.dumps(answer or {}) + "\n")
-        sys.stdout.flush()
+    while True:
+        try:
+            command = link.recv()
+        except EOFError:
+            return
+        link.send(getattr(rank, command.pop("do"))(**command) or {})
 
 
 class Rank:
@@ -164,16 +182,20 @@ class Rank:
 
         import diloco_node
 
-        os.environ["DILOCO_SOCKET"] = f"{folder}/learner.sock"
+        os.environ["DILOCO_SOCKET"] = f"{folder}/learner.sock" if folder else ""
         os.environ["DILOCO_SUPERVISOR"] = f"{folder}/memory.sock"
         torch.manual_seed(5)
         self.steps = 0
         self.model, self.masters = cut(layout)
-        trained = [one for one in self.model.parameters() if one.requires_grad]
+        trained = list(self.masters.values()) or [one for one in self.model.parameters() if one.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.01) if optimizer else None
         self.position = Position()
         self.diloco = diloco_node.attach(
-            self.model, self.optimizer, masters=self.masters, stateful={"position": self.position}
+            self.model,
+            self.optimizer,
+            masters=self.masters,
+            buffers=(TRAINED_BUFFER,),
+            stateful={"position": self.position},
         )
 
     def step(self, count: int) -> None:
@@ -185,17 +207,18 @@ class Rank:
             self.steps += 1
             with torch.no_grad():
                 # Those that an optimizer holds: after an evaluation the model has others.
-                for name, tracked in self.diloco._tensors._tracked.items():
-                    parameter = tracked.parameter
-                    if self.optimizer is not None:
-                        self._set_gradient(name, parameter)
+                tracked = {name: one.parameter for name, one in self.diloco._tensors._tracked.items()}
+                for name, parameter in tracked.items():
+                    source = self.masters.get(name, parameter)
+                    if self.optimizer is not None and parameter.requires_grad:
+                        self._set_gradient(name, source)
                     else:
-                        source = self.masters.get(name, parameter)
                         local_part(source).sub_(self.gradient(name, source))
-                        if source is not parameter:
-                            local_part(parameter).copy_(local_part(source))
             if self.optimizer is not None:
                 self.optimizer.step()
+            with torch.no_grad():
+                for name, master in self.masters.items():
+                    local_part(tracked[name]).copy_(local_part(master))
             self.position.value += 10 + self.diloco._ranks.rank
             self.diloco.step(tokens=4)
 
@@ -232,19 +255,43 @@ class Rank:
         return {
             f"{name} {key}": digest(value.full_tensor() if is_sharded(value) else value)
             for name, parameter in self.diloco._tensors.model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            for key, value in self.optimizer.state.get(self.masters.get(name, parameter), {}).items()
         }
 
     def where(self) -> dict[str, Any]:
-        return {"position": self.position.value, "global_step": self.diloco.global_step}
+        fragments = self.diloco._fragments
+        return {
+            "position": self.position.value,
+            "global_step": self.diloco.global_step,
+            "versions": [one.base_version for one in fragments.positions],
+            "arrived": list(fragments.arrived()),
+        }
+
+    def hold(self) -> None:
+        """From now on no version has arrived here before `release`: the anchors are the last of it."""
+        self.gate = threading.Event()
+        exchange = self.diloco._fragments._exchange
+        share_anchor = exchange.share_anchor
+
+        def held(*args: Any) -> Any:
+            found = share_anchor(*args)
+            self.gate.wait(PATIENCE_S)
+            return found
+
+        exchange.share_anchor = held
+
+    def release(self) -> None:
+        self.gate.set()
 
     def evaluate(self) -> dict[str, str]:
         """A forward pass without a backward one: what FSDP2 leaves unsharded."""
         import torch
 
+        small = dict(self.diloco._tensors.model.named_children()).get("small")
+        if small is None:  # on another stage
+            return {}
         with torch.no_grad():
-            seen = self.model.up(torch.arange(12.0).view(2, 6))
-        return {"up": digest(seen)}
+            return {"small": digest(small(torch.arange(10.0, dtype=small.weight.dtype).view(2, 5)))}
 
     def checkpoint(self) -> None:
         self.diloco.checkpoint()
@@ -268,9 +315,9 @@ class Rank:
         from diloco_node.learner.layouts.tensors import is_sharded
 
         found = {}
-        for name, parameter in self.diloco._tensors.model.named_parameters():
-            whole = parameter.full_tensor() if is_sharded(parameter) else parameter
-            found[name] = digest(whole)
+        model = self.diloco._tensors.model
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            found[name] = digest(value.full_tensor() if is_sharded(value) else value)
         if self.diloco._ranks.is_first or self._is_cut():
             for name, value in self.diloco.global_state_dict().items():
                 found[f"global {name}"] = digest(value)
@@ -299,74 +346,8 @@ class Position:
 def digest(values: Any) -> str:
     import torch
 
-    data: bytes = values.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    # A copy: torch can't free memory that numpy has seen, as FSDP2 frees a parameter that it has gathered.
+    data: bytes = (
+        values.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy().tobytes()
+    )
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def build() -> Any:
-    """Uneven and empty shards, a tied and a frozen weight, a buffer."""
-    import torch
-    from torch import nn
-
-    model = nn.Module()
-    model.embed_tokens = nn.Embedding(11, 6)
-    model.up = nn.Linear(6, 42)
-    model.down = nn.Linear(42, 6, bias=False)
-    model.small = nn.Linear(5, 3)
-    model.frozen = nn.Linear(6, 6).requires_grad_(False)
-    model.lm_head = nn.Linear(6, 11, bias=False)
-    model.lm_head.weight = model.embed_tokens.weight
-    model.register_buffer("seen", torch.zeros(3))
-    return model
-
-
-def cut(layout: str) -> tuple[Any, dict[str, Any]]:
-    """The model in one of the ways that PyTorch has, and the masters of its parameters."""
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    model, world = build(), dist.get_world_size()
-    columns = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    if layout == "whole":
-        pass
-    elif layout == "ddp":
-        model.forward = lambda: None
-        return torch.nn.parallel.DistributedDataParallel(model), {}
-    elif layout == "whole-masters":
-        model = model.bfloat16()
-    elif layout in ("fsdp", "offload", "fsdp-masters"):
-        model = model.bfloat16() if layout == "fsdp-masters" else model
-        policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if layout == "offload" else {}
-        mesh = init_device_mesh("cpu", (world,))
-        for part in (model.up, model.down, model.small, model):
-            fully_shard(part, mesh=mesh, **policy)
-    elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
-        for part in (model.up, model.down, model.small, model):
-            fully_shard(part, mesh=mesh)
-    elif layout == "tp":
-        parallelize_module(model, init_device_mesh("cpu", (world,)), columns)
-    elif layout == "fsdp-tp":
-        mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(model, mesh["tp"], columns)
-        for part in (model.up, model.down, model.small, model):
-            fully_shard(part, mesh=mesh["dp"])
-    elif layout == "pipeline":
-        stages = [["embed_tokens", "lm_head"], ["up"], ["down"], ["small", "frozen"]]
-        own = [name for at in range(dist.get_rank(), len(stages), world) for name in stages[at]]
-        for name, _ in list(model.named_children()):
-            if name not in own:
-                del model._modules[name]
-    else:
-        raise ValueError(layout)
-    masters = {}
-    if layout.endswith("masters"):
-        masters = {name: one.detach().float() for name, one in model.named_parameters() if one.requires_grad}
-    return model, masters
-
-
-if __name__ == "__main__":
-    serve()

@@ -101,6 +101,30 @@ def test_each_step_of_the_optimizer_is_a_boundary(folder: Path) -> None:
     assert diloco.steps == 2, "it has left the loop"
 
 
+@pytest.mark.parametrize(("is_fused", "tokens"), [(False, 45), (True, 30)])
+@pytest.mark.filterwarnings("ignore:DILOCO_SOCKET is not set")
+def test_a_step_that_a_gradient_scaler_skips_is_none(
+    is_fused: bool, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fused optimizer is called all the same, and finds out by itself. Of another nobody hears, and tokens add up."""
+    monkeypatch.delenv("DILOCO_SOCKET", raising=False)
+    model = Language()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=is_fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    diloco = diloco_node.attach(model, optimizer, step="auto")
+    counted = []
+    for factor in (1.0, float("inf"), 1.0):
+        before = model.embedding.weight.detach().clone()
+        scaler.scale(model(input_ids=IDS)["loss"] * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        counted.append((diloco.steps, not torch.equal(before, model.embedding.weight)))
+    assert counted == [(1, True), (1, False), (2, True)]
+    assert diloco.tokens == tokens
+    diloco.close()
+
+
 def test_the_loop_may_call_another_module_than_the_one_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DILOCO_SOCKET", raising=False)
     model, other = Language(), Language()

@@ -7,23 +7,43 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from diloco_node.core.types import Codec
-from tests.kit.fake_daemon import Done, FakeDaemon, MemoryStore
+from diloco_node.shared_memory import MemoryStore
+from tests.kit.fake_daemon import Done, FakeDaemon
 from tests.kit.shard_ranks import Ranks, states
 
 pytestmark = pytest.mark.e2e
 
 ROUNDS = 20
 LAYOUTS = {
-    2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline"],
+    2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline", "experts"],
     3: ["fsdp"],  # shards of 14, 14 and 14 rows, of 4, 4 and 3, and of 1, 1 and 1
-    4: ["fsdp", "hsdp", "fsdp-tp"],  # with empty shards
+    4: ["fsdp", "hsdp", "fsdp-tp", "experts", "fsdp-experts"],  # with empty shards
 }
+RETURNS = [
+    (2, "fsdp"),
+    (4, "fsdp-tp"),
+    (1, "whole"),
+    (2, "ddp"),
+    (4, "hsdp"),
+    (2, "offload"),
+    (3, "fsdp"),
+    (2, "pipeline"),
+    (4, "fsdp-experts"),
+    (2, "tp"),
+    (4, "experts"),
+    (2, "fsdp-masters"),
+    (2, "experts"),
+    (4, "fsdp"),
+    (2, "fsdp"),
+]
+"""Each is once what a region comes back with, and once what it was before."""
 
 
 @pytest.fixture(scope="module")
@@ -44,102 +64,100 @@ def test_every_layout_comes_to_the_bits_of_one_rank(ranks: int, whole: dict[str,
                 found[layout][when].items()
                 >= {name: digest for name, digest in expected[when].items() if name not in elsewhere}.items()
             ), (layout, when)
-        assert expected["first"]["up.weight"] != expected["last"]["up.weight"]
-        assert expected["last"]["frozen.weight"] == expected["first"]["frozen.weight"]
+        assert found[layout]["seen"] == expected["seen"], layout
+        assert found[layout]["sent"] == expected["sent"], layout
+    before, after = whole["whole"]["first"], whole["whole"]["last"]
+    for name in ("up.weight", "experts.weight", "experts.load"):
+        assert before[name] != after[name]
+    assert before["frozen.weight"] == after["frozen.weight"]
+    assert len({one["small"] for one in whole["whole"]["seen"]}) == 3
 
 
-def test_what_the_daemon_gets_from_shards_is_what_it_gets_from_one_rank(tmp_path: Path) -> None:
-    encoded = []
-    for count, layout in ((1, "whole"), (2, "fsdp")):
-        folder = tmp_path / layout
-        folder.mkdir()
-        with Ranks(count) as ranks, MemoryStore(folder / "memory.sock"), FakeDaemon(folder, codec=Codec.INT4) as daemon:
-            ranks.attach(layout, folder)
-            ranks.merged(daemon, 4, applied=2)
-            encoded.append([daemon.encoded(fragment) for fragment in range(2)])
-            assert [part.tobytes() for part in daemon.theta]
-            ranks.ask(do="close")
-    assert encoded[0] == encoded[1]
-
-
-def test_a_region_that_returns_with_other_ranks_goes_on_with_its_moments(tmp_path: Path) -> None:
-    """Two ranks, FSDP2; then four on a two-dimensional mesh; then one; then two again, that hold all of it."""
+def test_a_region_goes_on_with_its_moments_restarted_as_it_was_or_with_other_ranks(tmp_path: Path) -> None:
     kept: dict[str, str] = {}
+    places: list[dict[str, Any]] = []
     theta, versions, global_step = None, None, 0
-    with MemoryStore(tmp_path / "memory.sock"):
-        for at, (count, layout) in enumerate([(2, "fsdp"), (4, "fsdp-tp"), (1, "whole"), (2, "ddp"), (2, "fsdp")]):
-            with Ranks(count) as ranks, FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
-                ranks.attach(layout, tmp_path, optimizer=True)
-                if at:
-                    assert ranks.moments() == kept, layout
-                    assert all(one["global_step"] >= global_step for one in ranks.ask(do="where"))
-                ranks.merged(daemon, 2, applied=2)
-                kept = ranks.moments()
-                global_step = ranks.ask(do="where")[0]["global_step"]
-                assert {name.split()[1] for name in kept} == {"step", "exp_avg", "exp_avg_sq"}
-                ranks.ask(do="close")
-                theta, versions = daemon.theta, daemon.versions
-
-
-def test_the_same_ranks_go_on_with_what_is_each_ones_own(tmp_path: Path) -> None:
-    places = []
-    theta, versions = None, None
-    for _ in range(2):
-        with (
-            MemoryStore(tmp_path / "memory.sock"),
-            Ranks(2) as ranks,
-            FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon,
-        ):
-            ranks.attach("fsdp", tmp_path, optimizer=True)
-            places.append([one["position"] for one in ranks.ask(do="where")])
-            ranks.ask(do="step", count=3)
-            ranks.ask(do="close")
-            theta, versions = daemon.theta, daemon.versions
-    assert places == [[0, 0], [30, 33]]
-    names = sorted(path.name.rpartition("-00000")[2] for path in (tmp_path / "learner" / "checkpoints").iterdir())
-    assert len(names) == 4, "two of each rank"
+    with MemoryStore(tmp_path / "memory.sock"), ExitStack() as stack:
+        regions = {count: stack.enter_context(Ranks(count)) for count in sorted({count for count, _ in RETURNS})}
+        for at, (count, layout) in enumerate(RETURNS):
+            ranks = regions[count]
+            for life in ("comes", "restarts"):
+                with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
+                    ranks.attach(layout, tmp_path, optimizer=True)
+                    if life == "restarts":
+                        assert [one["position"] for one in ranks.ask(do="where")] == places, "each rank's own"
+                    if at or life == "restarts":
+                        assert ranks.moments() == kept, (layout, life)
+                        assert all(one["global_step"] >= global_step for one in ranks.ask(do="where"))
+                    if life == "comes":
+                        ranks.merged(daemon, 2, applied=2)
+                        assert ranks.moments() != kept
+                    kept = ranks.moments()
+                    places = [one["position"] for one in ranks.ask(do="where")]
+                    global_step = ranks.ask(do="where")[0]["global_step"]
+                    ranks.ask(do="close")
+                    theta, versions = daemon.theta, daemon.versions
+            assert len(set(places)) == count, "each rank has come to another place"
+        assert {name.split()[1] for name in kept} == {"step", "exp_avg", "exp_avg_sq"}
+        assert {name.split()[0] for name in kept} >= {"embed_tokens.weight", "experts.weight"}
 
 
 def test_a_checkpoint_that_lacks_a_rank_is_none(tmp_path: Path) -> None:
     theta, versions = None, None
     first: dict[str, str] = {}
-    for at in range(2):
-        with (
-            MemoryStore(tmp_path / "memory.sock"),
-            Ranks(2) as ranks,
-            FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon,
-        ):
-            ranks.attach("fsdp", tmp_path, optimizer=True)
-            if at:
-                assert ranks.moments() == first, "the one before"
-                assert [one["position"] for one in ranks.ask(do="where")] == [20, 22]
-            else:
-                ranks.ask(do="step", count=2)
-                first = ranks.moments()
-                ranks.ask(do="checkpoint")
-                ranks.ask(do="step", count=2)
-                assert ranks.moments() != first
-            ranks.ask(do="close")
-            theta, versions = daemon.theta, daemon.versions
-        newest = max((tmp_path / "learner" / "checkpoints").glob("*-00001-of-00002.safetensors"))
-        newest.write_bytes(newest.read_bytes()[:-1])
+    folder = tmp_path / "learner" / "checkpoints"
+    with MemoryStore(tmp_path / "memory.sock"), Ranks(2) as ranks:
+        for at in range(2):
+            with FakeDaemon(tmp_path, theta=theta, versions=versions) as daemon:
+                ranks.attach("fsdp", tmp_path, optimizer=True)
+                if at:
+                    assert ranks.moments() == first, "the one before"
+                    assert [one["position"] for one in ranks.ask(do="where")] == [20, 22]
+                else:
+                    ranks.ask(do="step", count=2)
+                    first = ranks.moments()
+                    ranks.ask(do="checkpoint")
+                    ranks.ask(do="step", count=2)
+                    assert ranks.moments() != first
+                ranks.ask(do="close")
+                theta, versions = daemon.theta, daemon.versions
+            assert len(list(folder.iterdir())) == 4, "two of each rank"
+            newest = max(folder.glob("*-00001-of-00002.safetensors"))
+            newest.write_bytes(newest.read_bytes()[:-1])
 
 
-def test_versions_reach_a_model_that_an_evaluation_has_left_unsharded(tmp_path: Path) -> None:
-    seen = []
-    for count, layout in ((1, "whole"), (2, "fsdp")):
-        folder = tmp_path / layout
-        folder.mkdir()
-        with Ranks(count) as ranks, MemoryStore(folder / "memory.sock"), FakeDaemon(folder) as daemon:
-            ranks.attach(layout, folder)
-            before = ranks.ask(do="evaluate")
-            applied = 2
-            for _ in range(3):
-                applied = ranks.merged(daemon, 2, applied=applied)
-                seen.append(ranks.ask(do="evaluate")[0])
-            assert seen[-1] != before[0]
-            ranks.ask(do="close")
-    assert seen[:3] == seen[3:]
+def test_a_version_is_applied_nowhere_before_every_rank_has_its_part(tmp_path: Path) -> None:
+    with Ranks(2) as ranks, MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
+        ranks.attach("fsdp", tmp_path)
+        ranks.ask(do="step", count=1)
+        ranks.ask_one(1, do="hold")
+        daemon.commit(0, daemon.theta[0] + np.float32(1.0), -1)
+        places = ranks.ask(do="where")
+        while places[0]["arrived"] != [0] and places[0]["versions"] == [0, 0]:
+            ranks.ask(do="step", count=1)
+            places = ranks.ask(do="where")
+        ranks.ask(do="step", count=5)  # returns, though rank 1 waits for its part
+        places = ranks.ask(do="where")
+        assert [one["arrived"] for one in places] == [[0], []], "rank 0 has had its part all the time"
+        assert [one["versions"] for one in places] == [[0, 0], [0, 0]]
+        ranks.ask_one(1, do="release")
+        while places[1]["versions"] != [1, 0]:
+            ranks.ask(do="step", count=1)
+            places = ranks.ask(do="where")
+            assert places[0]["versions"] == places[1]["versions"], "at one boundary"
+        ranks.ask(do="close")
+
+
+def test_what_can_not_be_attached_is_said_on_all_ranks(tmp_path: Path) -> None:
+    with Ranks(2) as ranks:
+        for answer in ranks.ask(do="fail", at="attach", layout="tied stages", folder=str(tmp_path)):
+            assert "'embed_tokens.weight' on rank 0 and 'lm_head.weight' on rank 1 begin with" in answer["error"]
+            assert "Put both on one stage" in answer["error"]
+        ranks.tell_one(0, do="fail", at="attach", layout="ddp", folder="")
+        ranks.tell_one(1, do="fail", at="attach", layout="ddp", folder=str(tmp_path))
+        for answer in ranks.answers():
+            assert "DILOCO_SOCKET is set on rank 1, but not on rank 0" in answer["error"]
+            assert "--node-rank 0" in answer["error"]
 
 
 def test_a_region_of_which_another_rank_was_asked_to_stop_is_not_done(tmp_path: Path) -> None:
@@ -156,12 +174,10 @@ def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
         ranks.attach("fsdp", tmp_path)
         ranks.ask(do="step", count=1)
         ranks.processes[1].kill()
-        ranks.processes[1].wait()
-        first = ranks.processes[0]
-        assert first.stdin is not None
-        first.stdin.write('{"do": "step", "count": 1}\n')
-        first.stdin.flush()
-        assert first.wait(120) == 1, "for torchrun to start all of them again"
+        ranks.processes[1].join()
+        ranks.tell_one(0, do="step", count=1)
+        ranks.processes[0].join(120)
+        assert ranks.processes[0].exitcode == 1, "for torchrun to start all of them again"
 
 
 def test_a_rank_that_loses_another_one_says_so(tmp_path: Path) -> None:
@@ -169,7 +185,7 @@ def test_a_rank_that_loses_another_one_says_so(tmp_path: Path) -> None:
         ranks.attach("fsdp", tmp_path)
         ranks.ask(do="step", count=1)
         ranks.processes[1].kill()
-        ranks.processes[1].wait()
+        ranks.processes[1].join()
         error = ranks.ask_one(0, do="fail", at="step", count=1)["error"]
         assert "another rank of this region has ended" in error
         assert "Its own log says why" in error

@@ -139,10 +139,23 @@ class ShardMap:
         return LocalFragment(fragment.index, tuple(found), offset)
 
 
-def describe(specs: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]]) -> bytes:
-    """What one rank says about its part of the model; JSON."""
+def describe(
+    specs: Sequence[TensorSpec], boxes: Mapping[str, Sequence[Box]], marks: Mapping[str, str] | None = None
+) -> bytes:
+    """What one rank says about its part of the model; JSON.
+
+    Args:
+        marks: see `ModelTensors`.
+    """
+    marks = marks or {}
     said = [
-        [spec.name, spec.shape, spec.merge.value, [[box.offsets, box.sizes] for box in boxes[spec.name]]]
+        [
+            spec.name,
+            spec.shape,
+            spec.merge.value,
+            [[box.offsets, box.sizes] for box in boxes[spec.name]],
+            marks.get(spec.name, ""),
+        ]
         for spec in specs
     ]
     return json.dumps(said).encode()
@@ -159,9 +172,10 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
     """
     specs: dict[str, tuple[TensorSpec, int]] = {}
     held: list[dict[str, list[Box]]] = []
+    alike: dict[tuple[Box, str], list[tuple[str, int]]] = {}
     for rank, document in enumerate(documents):
         boxes_of: dict[str, list[Box]] = {}
-        for name, shape, rule, boxes in json.loads(document):
+        for name, shape, rule, boxes, mark in json.loads(document):
             spec = TensorSpec(name, tuple(shape), MergeRule(rule))
             before, first = specs.setdefault(name, (spec, rank))
             if before != spec:
@@ -170,9 +184,29 @@ def agreed(documents: Sequence[bytes]) -> tuple[tuple[TensorSpec, ...], ShardMap
                     f"{spec.merge} on rank {rank}: all ranks of a region must build the same model"
                 )
             boxes_of[name] = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes]
+            for box in boxes_of[name] if mark else ():
+                alike.setdefault((box, mark), []).append((name, rank))
         held.append(boxes_of)
+    for copies in alike.values():
+        _check_not_tied(copies, held)
     tensors = tuple(spec for spec, _ in specs.values())
     return tensors, ShardMap(tensors, held)
+
+
+def _check_not_tied(copies: Sequence[tuple[str, int]], held: Sequence[Mapping[str, object]]) -> None:
+    """Raise LearnerError: tensors of one value and several names are on ranks of which none has both.
+
+    Args:
+        copies: name and rank of each. held: by rank, what it has.
+    """
+    first, rank = copies[0]
+    for name, other in copies:
+        if name != first and not any(first in names and name in names for names in held):
+            raise LearnerError(
+                f"{first!r} on rank {rank} and {name!r} on rank {other} begin with the same values: a weight that is "
+                "tied across pipeline stages would be merged as two tensors, which come apart. Put both on one stage, "
+                "or untie them and draw the head's values anew"
+            )
 
 
 def whole_map(tensors: Sequence[TensorSpec]) -> ShardMap:

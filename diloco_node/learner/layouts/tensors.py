@@ -11,9 +11,11 @@ A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from hashlib import sha256
 from typing import Final
 
 import torch
@@ -49,6 +51,11 @@ REFUSED_KINDS: Final = frozenset({"FlatParameter", "ShardedTensor", "FullySharde
 
 SAMPLE_VALUES: Final = 1024
 """Of each piece; enough to tell a reverted parameter from a trained one."""
+
+MARK_ROWS: Final = 32
+"""Of a matrix, and as many columns, that are looked at to tell it from others: a part of a copy is a copy."""
+
+MATRIX: Final = 2
 
 _HEAD_DEPTH_MAX: Final = 2
 
@@ -101,10 +108,12 @@ class ModelTensors:
     Attributes:
         specs: one per tensor, with its global shape; `RDA` stands for the run's own rule.
         boxes: by name, which part of it lies on this rank.
+        marks: of embeddings and heads, by name: what tells a copy of the same values on another rank.
+        unknown: what is wrong with patterns, rules and masters that nothing here fits. Another rank may have it.
 
     Raises:
         LearnerError: a parameter is sharded in a way that can't be followed, has no memory, or is of a type that can't
-            be merged; a master or rule for a parameter that is not there.
+            be merged.
     """
 
     def __init__(
@@ -125,9 +134,10 @@ class ModelTensors:
         masters, merge = masters or {}, merge or {}
         self._tracked: dict[str, _Tracked] = {}
         self.boxes: dict[str, list[Box]] = {}
+        self.marks: dict[str, str] = {}
         specs = []
         embeddings = _embedding_parameters(self.model)
-        trained = _buffers(self.model, buffers)
+        trained, self.unknown = _buffers(self.model, buffers)
         self._names_of |= {buffer: [name] for name, buffer in trained.items()}
         for parameter, names in self._names_of.items():
             if not (parameter.requires_grad or names[0] in trained) or not parameter.numel():
@@ -137,23 +147,20 @@ class ModelTensors:
             _check_master(names[0], parameter, master)
             self._tracked[names[0]] = _Tracked(parameter, master)
             self.boxes[names[0]] = _boxes(names[0], parameter)
+            is_at_an_end = parameter in embeddings or any(map(_is_named_averaged, names))
+            if is_at_an_end and parameter.dim() == MATRIX:
+                self.marks[names[0]] = _mark(local_part(parameter))
             rule = next((merge[name] for name in names if name in merge), None)
             if rule is None:
-                is_averaged = (
-                    parameter in embeddings
-                    or names[0] in trained
-                    or len(names) > 1
-                    or any(map(_is_named_averaged, names))
-                )
+                is_averaged = is_at_an_end or names[0] in trained or len(names) > 1
                 rule = MergeRule.AVG if is_averaged else MergeRule.RDA
             specs.append(TensorSpec(names[0], tuple(parameter.shape), rule))
         self.specs = tuple(specs)
         known = {name for names in self._names_of.values() for name in names}
         for kind, given in (("masters", masters), ("merge", merge)):
-            if unknown := sorted(set(given) - known):
-                raise LearnerError(
-                    f"{kind}: the model has no parameter {unknown[0]!r}; known are {sorted(known)[:3]}, ..."
-                )
+            for name in sorted(set(given) - known):
+                text = f"{kind}: the model has no parameter {name!r}; known are {sorted(known)[:3]}, ..."
+                self.unknown[f"{kind} {name}"] = text
 
     @property
     def names(self) -> dict[Tensor, str]:
@@ -165,6 +172,16 @@ class ModelTensors:
                 held[tracked.master] = name
         return held
 
+    def check_known(self, all_bytes: Callable[[bytes], list[bytes]]) -> None:
+        """Raise LearnerError: a pattern, rule or master fits nothing on any rank.
+
+        Args:
+            all_bytes: the bytes of every rank, on every rank.
+        """
+        absent = [set(json.loads(one)) for one in all_bytes(json.dumps(sorted(self.unknown)).encode())]
+        if nowhere := sorted(set.intersection(*absent)):
+            raise LearnerError(self.unknown[nowhere[0]])
+
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise LearnerError: the model is sharded, and this optimizer was made before: it trains nothing."""
         held, known = [one for group in optimizer.param_groups for one in group["params"]], self.names
@@ -175,7 +192,14 @@ class ModelTensors:
             )
 
     def check_not_replaced(self) -> None:
-        """Raise LearnerError: the model was sharded after it was attached; it has other parameters now."""
+        """Raise LearnerError: the model was sharded after it was attached, or a buffer that is merged was replaced."""
+        for name, buffer in self.model.named_buffers():
+            tracked = self._tracked.get(name)
+            if tracked is not None and tracked.parameter is not buffer:
+                raise LearnerError(
+                    f"buffer {name!r} is another tensor than at attach(), which follows that one: change it in place, "
+                    "for instance with copy_()"
+                )
         for name, parameter in self.model.named_parameters():
             tracked = self._tracked.get(name)
             if tracked is not None and is_sharded(parameter) and not is_sharded(tracked.parameter):
@@ -323,16 +347,25 @@ def _shift(theta: Tensor, new: Tensor, anchor: Tensor, carry_factor: float) -> N
     theta.add_(new)
 
 
-def _buffers(model: nn.Module, patterns: Sequence[str]) -> dict[str, Tensor]:
-    """Those whose names fit, by name. Raises LearnerError: none fits a pattern."""
+def _buffers(model: nn.Module, patterns: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Those whose names fit, by name; and what to say of patterns that fit none."""
     found: dict[str, Tensor] = {}
+    unknown: dict[str, str] = {}
     for pattern in patterns:
         fitting = {name: buffer for name, buffer in model.named_buffers() if fnmatchcase(name, pattern)}
         if not fitting:
             known = [name for name, _ in model.named_buffers()]
-            raise LearnerError(f"buffers: {pattern!r} fits no buffer of the model; it has {known[:5]}")
+            unknown[f"buffers {pattern}"] = f"buffers: {pattern!r} fits no buffer of the model; it has {known[:5]}"
         found |= fitting
-    return found
+    return found, unknown
+
+
+def _mark(values: Tensor) -> str:
+    """Digest of some rows of a matrix; empty if all of them are one number, as where nothing is drawn."""
+    some = values[:: max(1, len(values) // MARK_ROWS)][:MARK_ROWS, :MARK_ROWS].float().cpu().contiguous()
+    if not some.numel() or bool((some == some.view(-1)[0]).all()):
+        return ""
+    return sha256(some.numpy().tobytes()).hexdigest()[:16]
 
 
 def _names_of(model: nn.Module) -> dict[Tensor, list[str]]:

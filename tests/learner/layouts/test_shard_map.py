@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.errors import ConfigError, LearnerError
-from diloco_node.learner.layouts.shard_map import Box, ShardMap
+from diloco_node.learner.layouts.shard_map import Box, ShardMap, agreed, describe, whole_box
 
 TENSORS = [
     TensorSpec("scalar", ()),
@@ -110,6 +110,29 @@ def test_replicas_follow_the_lowest_rank() -> None:
 def test_parts_that_do_not_make_the_model_are_named(change: dict[str, list[Box]], reason: str) -> None:
     with pytest.raises(LearnerError, match=reason):
         ShardMap(TENSORS, [held({}, 1)[0] | change])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_refused"),
+    [
+        ([{"embed": "a"}, {"head": "a"}], True),
+        ([{"embed": "a"}, {"head": "b"}], False),
+        ([{"embed": ""}, {"head": ""}], False),  # zeros
+        ([{"embed": "a", "head": "a"}], False),  # two tensors that began alike
+        ([{"embed": "a", "head": "a"}, {"embed": "a"}], False),
+        ([{"embed": "a"}, {"embed": "a"}], False),
+    ],
+)
+def test_a_weight_that_is_tied_across_stages_is_refused(ranks: list[dict[str, str]], is_refused: bool) -> None:
+    said = []
+    for marks in ranks:
+        specs = [TensorSpec(name, (4, 2)) for name in marks]
+        said.append(describe(specs, {spec.name: [whole_box(spec.shape)] for spec in specs}, marks))
+    if not is_refused:
+        agreed(said)
+        return
+    with pytest.raises(LearnerError, match=r"'embed' on rank 0 and 'head' on rank 1 .*Put both on one stage"):
+        agreed(said)
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +79,27 @@ def test_buffers_that_train_are_merged_by_their_mean() -> None:
 
 def test_a_pattern_that_fits_no_buffer_is_named() -> None:
     with pytest.raises(LearnerError, match=r"'router_\*' fits no buffer.*'seen'"):
-        ModelTensors(Tied(), buffers=("router_*",))
+        ModelTensors(Tied(), buffers=("router_*",)).check_known(lambda own: [own])
+
+
+def test_what_another_stage_of_a_pipeline_has_is_known() -> None:
+    stages = [ModelTensors(model, buffers=("seen",)) for model in (Tied(), nn.Linear(2, 2))]
+    said: list[bytes] = []
+    for stage in stages:
+        stage.check_known(lambda own: said.append(own) or [own, b"[]"])
+    assert [json.loads(one) for one in said] == [[], ["buffers seen"]]
+    with pytest.raises(LearnerError, match="'seen' fits no buffer"):
+        stages[1].check_known(lambda own: [own, said[1]])
+
+
+def test_a_buffer_that_the_loop_replaces_is_refused_for_its_old_values_would_be_merged() -> None:
+    model = Tied()
+    tensors = ModelTensors(model, buffers=("seen",))
+    model.seen.add_(1.0)
+    tensors.check_not_replaced()
+    model.seen = model.seen + 1.0
+    with pytest.raises(LearnerError, match=r"buffer 'seen' is another tensor.*copy_"):
+        tensors.check_not_replaced()
 
 
 def test_embeddings_and_heads_are_known_by_type_and_by_name() -> None:
@@ -99,7 +120,7 @@ def test_a_rule_can_be_given() -> None:
         "inner.bias": MergeRule.RDA,
     }
     with pytest.raises(LearnerError, match="no parameter 'nobody'"):
-        ModelTensors(Tied(), merge={"nobody": MergeRule.AVG})
+        ModelTensors(Tied(), merge={"nobody": MergeRule.AVG}).check_known(lambda own: [own])
 
 
 def test_names_do_not_depend_on_torch_compile() -> None:
