@@ -44,6 +44,30 @@ GPT2 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 256,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "max_position_embeddings": 32,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Its experts are one parameter, and a file of each their own; the router's bias is a buffer that is saved."""
 
 
 def config_in(folder: Path, document: dict[str, object] | None = None) -> Path:
@@ -70,10 +94,13 @@ def test_equal_seeds_make_equal_weights_and_leave_the_generator_alone(tmp_path: 
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("document", [LLAMA, GPT2])
+@pytest.mark.parametrize("document", [LLAMA, GPT2, DEEPSEEK])
 def test_the_loss_is_that_of_its_labels(tmp_path: Path, document: dict[str, object]) -> None:
     model = made(tmp_path, document)
     model.module.eval()
+    for name, buffer in model.module.named_buffers():
+        if name.endswith("bias"):
+            buffer.normal_(generator=torch.Generator().manual_seed(2))
     tokens = windows()
     labels = tokens.long()
     expected = model.module(input_ids=labels, labels=labels).loss
