@@ -16,26 +16,13 @@ import pytest
 
 from diloco_node.cli.demo.processes import free_ports
 from tests.kit.cluster_kit import Cluster, all_train
+from tests.kit.hf_kit import LLAMA
 from tests.kit.repository import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 EXAMPLE = str(ROOT / "examples" / "fsdp_loop.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE]
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 RENDEZVOUS_S = 45
 """Long enough for two launchers that start at once; docs/sharding.md says what else it has to be."""

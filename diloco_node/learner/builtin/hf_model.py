@@ -198,15 +198,34 @@ def _stored(value: Tensor) -> StoredTensor:
     return StoredTensor(_DTYPES[value.dtype], tuple(value.shape), data)
 
 
-def load_faults(folder: Path) -> list[str]:
-    """Why `AutoModelForCausalLM.from_pretrained` does not give the folder's model; empty if it does."""
+def loaded_state(folder: Path) -> dict[str, StoredTensor]:
+    """A saved model's tensors under the names of its module; empty if it does not load whole.
+
+    Those in the files may be other ones: `save_pretrained` writes each expert by itself, and a module has them as one.
+    """
+    try:
+        module, info = _loaded(folder)
+    except _errors():
+        return {}
+    if any(info.values()):
+        return {}
+    return {name: _stored(value.detach().contiguous()) for name, value in module.state_dict().items()}
+
+
+def _loaded(folder: Path) -> tuple[nn.Module, Mapping[str, Any]]:
     transformers = _library()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    found: tuple[nn.Module, Mapping[str, Any]] = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), output_loading_info=True, local_files_only=True
+    )
+    return found
+
+
+def load_faults(folder: Path) -> list[str]:
+    """Why `AutoModelForCausalLM.from_pretrained` does not give the folder's model; empty if it does."""
     try:
-        _, info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), output_loading_info=True, local_files_only=True
-        )
+        _, info = _loaded(folder)
     except _errors() as error:
         return [f"{folder} does not load: {_line(error)}"]
     faults = []

@@ -14,6 +14,7 @@ from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import Trainer, TrainerSettings, held_out_loss, settings_from
 from diloco_node.learner.layouts.tensors import ModelTensors
+from tests.kit.hf_kit import DEEPSEEK
 from tests.learner.builtin.test_trainer import FakeRun, corpus_of_words
 
 pytest.importorskip("transformers")
@@ -44,30 +45,6 @@ GPT2 = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 256,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 8,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "max_position_embeddings": 32,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-"""Its experts are one parameter, and a file of each their own; the router's bias is a buffer that is saved."""
 
 
 def config_in(folder: Path, document: dict[str, object] | None = None) -> Path:

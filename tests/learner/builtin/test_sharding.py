@@ -11,20 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from diloco_node.learner.builtin.sharding import TrainerRank, _blocks, begin_ranks, on_ranks, whole_norm
+from tests.kit.hf_kit import LLAMA
 from tests.kit.trainer_ranks import outcomes
-
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 
 
 def test_without_a_launcher_there_is_one_rank_and_no_group() -> None:
