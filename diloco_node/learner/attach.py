@@ -322,12 +322,13 @@ class Diloco:
 
     def _state_dict(self, vectors_of: Callable[[LearnerFragments], list[Tensor]]) -> dict[str, Tensor]:
         fragments = self._fragments
-        if fragments is None:
-            return {name: value.detach().clone() for name, value in self._tensors.model.state_dict().items()}
-        if fragments.shards.is_first_whole and not self._ranks.is_first:
-            raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
-        if not fragments.shards.is_first_whole:
+        is_cut = self._tensors.is_cut if fragments is None else not fragments.shards.is_first_whole
+        if is_cut:
             self._ranks.meet("global_state_dict() of a model in parts")
+        elif fragments is not None and not self._ranks.is_first:
+            raise LearnerError("the parameters are on rank 0 only; broadcast them if other ranks need them")
+        if fragments is None:
+            return self._tensors.own_state(is_kept=self._ranks.is_first or not is_cut)
         whole = fragments.gathered(vectors_of(fragments))
         rest = self._tensors.rest_of_state()
         return {} if whole is None else self._tensors.full_state(fragments.manifest, whole, rest)

@@ -14,22 +14,10 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 
 from tests.kit.cluster_kit import Cluster
+from tests.kit.hf_kit import LLAMA
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 TRAINER = """hf = "../model/config.json"
 accumulate = 2
 precision = "bf16"
@@ -82,5 +70,6 @@ async def test_exports_load_and_give_the_merged_models_logits(tmp_path: Path) ->
     assert torch.equal(model.lm_head.weight, merged["model.embed_tokens.weight"])
     for name in ("middle", "final"):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / name)("def merge").input_ids == list(b"def merge")
         told = model.generate(tokens, max_new_tokens=20, do_sample=False, pad_token_id=0)
         assert told.shape == (1, tokens.shape[1] + 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from diloco_node.cli.demo.processes import free_ports
 from tests.kit.cluster_kit import Cluster, all_train
+from tests.kit.hf_kit import LLAMA
 from tests.kit.repository import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
@@ -119,16 +121,25 @@ async def test_a_region_of_two_hosts_survives_the_loss_of_the_second(tmp_path: P
         await second.lose()
 
 
-async def test_the_built_in_trainer_cuts_its_model_where_it_is_told_to(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "run", 2)
-    sharded, _ = cluster.names
-    cluster.regions[sharded].settings = ("model.ranks=2", "model.shard=fsdp")
+async def test_the_built_in_trainer_cuts_a_model_of_hugging_faces_or_copies_it_and_evaluates(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    model = 'layers = 2\nhf = "../config.json"\nranks = 2\neval_every = 5\neval_windows = 8\n'
+    cluster = Cluster(tmp_path / "run", 2, changes={"layers = 2\n": model})
+    for name, shard in zip(cluster.names, ("fsdp", "ddp"), strict=True):
+        cluster.regions[name].settings = (f"model.shard={shard}",)
     try:
         await cluster.start()
-        await cluster.until_trains()
-        now = await cluster.until_commits(8)
-        tokens = {name: now[name]["learner"]["tokens"] // now[name]["learner"]["step"] for name in cluster.names}
-        assert tokens[sharded] == 2 * tokens[cluster.names[1]], "two ranks, each with a batch of its own"
+        before = await cluster.until_trains()
+        await cluster.until_commits(4)
+        now = await cluster.until(
+            "all have evaluated the merged model",
+            lambda now: all(one["learner"] and one["learner"]["val_loss_global"] for one in now.values()),
+        )
+        for name in cluster.names:
+            learner = now[name]["learner"]
+            assert learner["tokens"] == learner["step"] * 2 * 8 * 64, "two ranks, each with a batch of its own"
+            assert learner["incarnation"] == before[name]["learner"]["incarnation"], "no evaluation was its end"
         await cluster.end()
         cluster.check_equal()
         assert cluster.account().faults == ()

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from diloco_node.storage.model_files import StoredTensor
 
 REPORT_NAME: Final = "export.json"
-BYTES_VOCABULARY: Final = 256
 
 
 class ExportType(StrEnum):
@@ -65,7 +64,7 @@ def export(
     """
     from diloco_node.cli.export import parts
     from diloco_node.daemon.export_source import read_merged, region_folder
-    from diloco_node.storage.model_files import CONFIG_NAME, read_model, write_model_folder
+    from diloco_node.storage.model_files import CONFIG_NAME, write_model_folder
 
     _check_out(out, is_forced=force)
     folder = region_folder(place)
@@ -76,10 +75,10 @@ def export(
     tensors = parts.stripped(merged.tensors, strip) if strip else merged.tensors
     if base is not None:
         ties = bool(document.get("tie_word_embeddings"))
-        joined = parts.joined(tensors, read_model(base), ties_embeddings=ties, dtype=dtype.value)
+        joined = parts.joined(tensors, _base_tensors(base, tensors), ties_embeddings=ties, dtype=dtype.value)
     else:
         joined = parts.unjoined(tensors, _remade(model, folder, merged), dtype=dtype.value)
-    files, copies = _tokenizer(tokenizer, base, model)
+    files, copies = _tokenizer(tokenizer, base, model, folder)
     report = as_document(merged, joined)
     files |= {CONFIG_NAME: parts.with_dtype(document, dtype.value), REPORT_NAME: report}
     write_model_folder(out, joined.tensors, files, copies, is_forced=force)
@@ -136,23 +135,41 @@ def _remade(
     return unmerged_state(model, seed=trainer_seed(folder), merged=merged.tensors.keys())
 
 
+def _base_tensors(base: Path, merged: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Of a saved model, under the names that the run has."""
+    from diloco_node.storage.model_files import read_model
+
+    found = read_model(base)
+    if base.is_file() or found.keys() >= merged.keys() or importlib.util.find_spec("transformers") is None:
+        return found
+    from diloco_node.learner.builtin.hf_model import loaded_state
+
+    loaded = loaded_state(base)
+    return loaded if loaded.keys() >= merged.keys() else found
+
+
 def _tokenizer(
-    given: Path | None, base: Path | None, model: ModelSettings | HfModelSettings | None
+    given: Path | None, base: Path | None, model: ModelSettings | HfModelSettings | None, folder: Path
 ) -> tuple[dict[str, Mapping[str, Any]], list[Path]]:
     """Files to write, and files to copy."""
-    from diloco_node.cli.export.parts import tokenizer_files
+    from diloco_node.cli.export.parts import tokenizer_files, trained_tokenizer, trainer_tokenizer
     from diloco_node.learner.builtin.byte_tokenizer import byte_tokenizer_files
-    from diloco_node.learner.builtin.shape import ModelSettings, hf_config
 
     if given is not None:
         return {}, tokenizer_files(given)
-    if base is not None and base.is_dir():
+    if model is not None:
+        trained = trainer_tokenizer(folder)
+        if not trained:
+            return dict(byte_tokenizer_files(model.context)), []
+        if Path(trained).exists():
+            files, copies = trained_tokenizer(Path(trained), model.context)
+            return dict(files), copies
+        typer.echo(f"no tokenizer: the run's, {trained}, is not here: add --tokenizer with a copy of it", err=True)
+    elif base is not None and base.is_dir():
         try:
             return {}, tokenizer_files(base)
         except ConfigError:
             return {}, []
-    if isinstance(model, ModelSettings) and hf_config(model)["vocab_size"] == BYTES_VOCABULARY:
-        return dict(byte_tokenizer_files(model.context)), []
     return {}, []
 
 

@@ -9,12 +9,14 @@ from typing import Any, Final
 
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import ConfigError
+from diloco_node.learner.builtin.encoding import END_TOKENS, TOKENIZER_FILE
 from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.shape import ModelSettings, parameter_shapes
 from diloco_node.numeric import F32
 from diloco_node.storage.model_files import CONFIG_NAME, StoredTensor, read_json
 
 TRAINER_FILE: Final = "trainer.json"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TOKENIZER_NAMES: Final = frozenset(
     {
         "added_tokens.json",
@@ -23,9 +25,9 @@ TOKENIZER_NAMES: Final = frozenset(
         "merges.txt",
         "special_tokens_map.json",
         "spiece.model",
-        "tokenizer.json",
+        TOKENIZER_FILE,
         "tokenizer.model",
-        "tokenizer_config.json",
+        TOKENIZER_CONFIG,
         "vocab.json",
         "vocab.txt",
     }
@@ -68,6 +70,11 @@ def trained_model(folder: Path, manifest: Manifest) -> ModelSettings | HfModelSe
 def trainer_seed(folder: Path) -> int:
     """Of the built-in trainer's parameters."""
     return int(read_json(folder / TRAINER_FILE).get("seed", 0))
+
+
+def trainer_tokenizer(folder: Path) -> str:
+    """What the built-in trainer reads text with: a `tokenizer.json`, or a folder that has one; "": bytes."""
+    return str(read_json(folder / TRAINER_FILE).get("tokenizer", ""))
 
 
 def model_config(path: Path) -> dict[str, Any]:
@@ -147,3 +154,30 @@ def tokenizer_files(place: Path) -> list[Path]:
     if not found:
         raise ConfigError(f"--tokenizer {place}: no tokenizer.json or another file of a tokenizer in it")
     return found
+
+
+def trained_tokenizer(place: Path, context: int) -> tuple[dict[str, dict[str, Any]], list[Path]]:
+    """Files to write and files to copy, so that `AutoTokenizer` reads text as the built-in trainer did.
+
+    Args:
+        place: a `tokenizer.json` under any name, or a folder that has one. context: of the model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = place / TOKENIZER_FILE if place.is_dir() else place
+    read = read_json(file)
+    files, copies = {TOKENIZER_FILE: read}, []
+    if file.name == TOKENIZER_FILE:
+        files, copies = {}, tokenizer_files(file.parent)
+    if TOKENIZER_CONFIG not in {path.name for path in copies}:
+        # Without it the model's own class would be taken, which may cut text into words in another way.
+        added = [one.get("content") for one in read.get("added_tokens") or ()]
+        ends = [{"eos_token": name} for name in END_TOKENS if name in added]
+        files[TOKENIZER_CONFIG] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": context,
+            **(ends[0] if ends else {}),
+        }
+    return files, copies

@@ -6,8 +6,10 @@ no code that comes with a model is run.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 from collections.abc import Collection, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,21 +40,28 @@ class HfCausalLM:
 
     Args:
         settings: which one. seed: of random weights. vocabulary: token ids of the data are below it.
-        checkpoint_activations: keep no activations inside its blocks, compute them again.
+        checkpoint_activations: keep no activations inside its blocks, compute them again. device: of the module.
 
     Attributes:
-        module: what is trained; its names are those of the checkpoint.
+        module: what is trained; its names are those of the checkpoint. FSDP2 may cut it later.
 
     Raises:
         ConfigError: transformers is not installed, there is no such model, or it does not fit the data.
     """
 
     def __init__(
-        self, settings: HfModelSettings, *, seed: int, vocabulary: int, checkpoint_activations: bool = False
+        self,
+        settings: HfModelSettings,
+        *,
+        seed: int,
+        vocabulary: int,
+        checkpoint_activations: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         config = _config(settings)
         self.vocabulary = _check(config, settings, vocabulary)
-        self.module = _made(settings, config, seed)
+        self.module = _made(settings, config, seed).to(device)
+        self._shell = _shell(self.module)
         self.module.train()
         if checkpoint_activations:
             _checkpoint_activations(self.module)
@@ -73,19 +82,13 @@ class HfCausalLM:
         """Sum of the cross-entropy over windows of shape (B, T + 1), int64, without dropout; a scalar.
 
         Args:
-            parameters: by name, in place of its own; those that are not there are its own.
+            parameters: by name, all of them, and the buffers that are saved; its own if None.
         """
+        state = self.module.state_dict() if parameters is None else parameters
         # A tied tensor once, under its first name: `functional_call` ties the others to it.
-        own = dict(self.module.named_parameters())
-        given = (
-            {name: parameters[name].to(one) for name, one in own.items() if name in parameters} if parameters else {}
-        )
-        is_training = self.module.training
-        self.module.eval()
-        try:
-            output = functional_call(self.module, given, (), {"input_ids": tokens[:, :-1], "use_cache": False})
-        finally:
-            self.module.train(is_training)
+        named = chain(self._shell.named_parameters(), self._shell.named_buffers())
+        given = {name: state[name].to(tokens.device, one.dtype) for name, one in named if name in state}
+        output = functional_call(self._shell, given, (), {"input_ids": tokens[:, :-1], "use_cache": False})
         return functional.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
@@ -145,6 +148,15 @@ def _made(settings: HfModelSettings, config: Any, seed: int) -> nn.Module:
     return module
 
 
+def _shell(module: nn.Module) -> nn.Module:
+    """The module for evaluation: no parameters, buffers of its own, and none of the hooks that come later.
+
+    FSDP2's hooks gather parameters from all ranks. Rank 0, which evaluates alone, would wait there for ever.
+    """
+    bare = {id(one): nn.Parameter(one.detach().to("meta"), one.requires_grad) for one in module.parameters()}
+    return copy.deepcopy(module, bare).eval()
+
+
 def _checkpoint_activations(module: Any) -> None:
     if not getattr(module, "supports_gradient_checkpointing", False):
         raise ConfigError(f"trainer.checkpoint_activations: {type(module).__name__} has no support for it")
@@ -186,15 +198,34 @@ def _stored(value: Tensor) -> StoredTensor:
     return StoredTensor(_DTYPES[value.dtype], tuple(value.shape), data)
 
 
-def load_faults(folder: Path) -> list[str]:
-    """Why `AutoModelForCausalLM.from_pretrained` does not give the folder's model; empty if it does."""
+def loaded_state(folder: Path) -> dict[str, StoredTensor]:
+    """A saved model's tensors under the names of its module; empty if it does not load whole.
+
+    Those in the files may be other ones: `save_pretrained` writes each expert by itself, and a module has them as one.
+    """
+    try:
+        module, info = _loaded(folder)
+    except _errors():
+        return {}
+    if any(info.values()):
+        return {}
+    return {name: _stored(value.detach().contiguous()) for name, value in module.state_dict().items()}
+
+
+def _loaded(folder: Path) -> tuple[nn.Module, Mapping[str, Any]]:
     transformers = _library()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    found: tuple[nn.Module, Mapping[str, Any]] = transformers.AutoModelForCausalLM.from_pretrained(
+        str(folder), output_loading_info=True, local_files_only=True
+    )
+    return found
+
+
+def load_faults(folder: Path) -> list[str]:
+    """Why `AutoModelForCausalLM.from_pretrained` does not give the folder's model; empty if it does."""
     try:
-        _, info = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder), output_loading_info=True, local_files_only=True
-        )
+        _, info = _loaded(folder)
     except _errors() as error:
         return [f"{folder} does not load: {_line(error)}"]
     faults = []

@@ -310,8 +310,8 @@ class Trainer:
         self.corpus.held_out_windows(1, settings.model.context)
         self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
         self.place = begin_ranks()
-        self._lm = _made(settings, self.corpus.encoding.vocabulary)
-        self.model = (self._lm if isinstance(self._lm, ByteGPT) else self._lm.module).to(self.place.device)
+        self._lm = _made(settings, self.corpus.encoding.vocabulary, self.place.device)
+        self.model = self._lm if isinstance(self._lm, ByteGPT) else self._lm.module
         loss = on_ranks(self.model, self._lm.loss, shard=settings.shard, place=self.place)
         self.optimizer = make_optimizer(self.model, settings)
         self._loss: Callable[[Tensor], Tensor] = torch.compile(loss) if settings.compile else loss
@@ -410,10 +410,14 @@ class Trainer:
             return held_out_loss(self._lm, windows, parameters, windows_at_once=at_once)
 
 
-def _made(settings: TrainerSettings, vocabulary: int) -> ByteGPT | HfCausalLM:
+def _made(settings: TrainerSettings, vocabulary: int, device: torch.device) -> ByteGPT | HfCausalLM:
     is_checkpointed = settings.checkpoint_activations
     if isinstance(settings.model, HfModelSettings):
         return HfCausalLM(
-            settings.model, seed=settings.seed, vocabulary=vocabulary, checkpoint_activations=is_checkpointed
+            settings.model,
+            seed=settings.seed,
+            vocabulary=vocabulary,
+            checkpoint_activations=is_checkpointed,
+            device=device,
         )
-    return ByteGPT(settings.model, seed=settings.seed, checkpoint_activations=is_checkpointed)
+    return ByteGPT(settings.model, seed=settings.seed, checkpoint_activations=is_checkpointed).to(device)

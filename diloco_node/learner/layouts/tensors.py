@@ -6,7 +6,7 @@ whatever the parameter's type and device. Where an optimizer keeps its own float
 and the parameter follows.
 
 A DTensor (FSDP2, tensor parallelism) is the part of it that lies on this rank: nothing here communicates, but for
-`rest_of_state`. Slicing a DTensor itself would gather all of it, once for each slice.
+`rest_of_state` and `own_state`. Slicing a DTensor itself would gather all of it, once for each slice.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ class ModelTensors:
                 self.unknown[f"{kind} {name}"] = text
 
     @property
+    def is_cut(self) -> bool:
+        """Whether ranks hold parts of tensors."""
+        return any(map(is_sharded, self._names_of))
+
+    @property
     def names(self) -> dict[Tensor, str]:
         """What an optimizer may hold, parameters and masters, by their name in the manifest."""
         held: dict[Tensor, str] = {}
@@ -295,8 +300,16 @@ class ModelTensors:
         parameters are sharded.
         """
         merged = {name for parameter, names in self._names_of.items() if names[0] in self._tracked for name in names}
-        rest = {name: value.detach() for name, value in self.model.state_dict().items() if name not in merged}
-        return {name: value.full_tensor() if is_sharded(value) else value.clone() for name, value in rest.items()}
+        return {name: _whole(value) for name, value in self.model.state_dict().items() if name not in merged}
+
+    def own_state(self, *, is_kept: bool) -> dict[str, Tensor]:
+        """The model's `state_dict()` in whole tensors; copies. All ranks call it, where the model is cut.
+
+        Args:
+            is_kept: here; else {} is returned.
+        """
+        state = ((name, _whole(value)) for name, value in self.model.state_dict().items())
+        return {name: value for name, value in state if is_kept}
 
     def full_state(self, manifest: Manifest, vectors: list[Tensor], rest: dict[str, Tensor]) -> dict[str, Tensor]:
         """The model's `state_dict()` with these values as the trainable parameters; copies, parameter types.
@@ -333,6 +346,13 @@ class ModelTensors:
     def _reshard(self) -> None:
         for module in self._resharded:
             module.reshard()  # type: ignore[operator]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """A copy, for which a DTensor is gathered from all ranks."""
+    detached = tensor.detach()
+    gathered: Tensor = detached.full_tensor() if is_sharded(detached) else detached.clone()  # type: ignore[attr-defined]
+    return gathered
 
 
 def host_values(*shape: int) -> Tensor:

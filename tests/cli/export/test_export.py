@@ -19,8 +19,13 @@ from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.learner.builtin.documents import TextPiece
+from diloco_node.learner.builtin.encoding import TextEncoding
+from diloco_node.learner.builtin.hf_settings import HfModelSettings
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 from diloco_node.storage.store import RegionStore
+from tests.kit.data_kit import END, rows_of, write_tokenizer
+from tests.kit.hf_kit import DEEPSEEK
 from tests.kit.ledger_kit import a_round, chain
 from tests.kit.node_kit import contribution_of
 
@@ -176,6 +181,31 @@ def test_a_smaller_type_is_rounded_and_named_in_the_config(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
+def test_the_tokenizer_is_the_one_that_the_run_trained_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    texts, folder, out = rows_of(3), a_region(tmp_path / "a"), tmp_path / "out"
+    trainer = json.loads((folder / "trainer.json").read_text())
+    place = write_tokenizer(tmp_path / "words").parent
+    (tmp_path / "my-words.json").write_bytes((place / "tokenizer.json").read_bytes())
+    for tokenizer in (place, place / "tokenizer.json", tmp_path / "my-words.json"):
+        (folder / "trainer.json").write_text(json.dumps(trainer | {"tokenizer": str(tokenizer)}))
+        assert exported(capsys, folder, out, "--force")[0] == 0
+        found = transformers.AutoTokenizer.from_pretrained(out)
+        pieces = [TextPiece(text.encode(), is_last=False, is_held_out=False) for text in texts]
+        assert found(texts).input_ids == [one.tolist() for one in TextEncoding(tokenizer).encode(pieces)]
+        assert (found.eos_token, found.model_max_length) == (END, TINY.context)
+    # What lies beside the file belongs to it.
+    (place / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w7"}')
+    (folder / "trainer.json").write_text(json.dumps(trainer | {"tokenizer": str(place / "tokenizer.json")}))
+    assert exported(capsys, folder, out, "--force")[0] == 0
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == "w7"
+    (place / "tokenizer.json").unlink()
+    place.rename(tmp_path / "elsewhere")
+    assert main(["export", str(folder), str(out), "--force", "--no-check"]) == 0
+    assert f"no tokenizer: the run's, {place}/tokenizer.json, is not here: add --tokenizer" in capsys.readouterr().err
+    assert not (out / "tokenizer.json").exists()
+
+
 def a_base(folder: Path, **more: torch.Tensor) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(OWN_CONFIG))
@@ -290,3 +320,37 @@ def test_what_was_written_is_loaded_as_a_check(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["export", str(folder), str(out), "--force", "--config", str(tmp_path / "config.json")]) == 1
     assert "are lacking, and would be random" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["seed", "weights", "base"])
+def test_with_a_frozen_weight_and_a_buffer_the_loaded_model_is_the_regions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from diloco_node.learner.builtin.hf_model import HfCausalLM
+
+    saved, out, frozen = tmp_path / "saved", tmp_path / "out", "model.layers.1.self_attn.o_proj.weight"
+    saved.mkdir()
+    (saved / "config.json").write_text(json.dumps(DEEPSEEK))
+    settings = HfModelSettings(str(saved), "weights" if way == "weights" else "random", 16)
+    module = HfCausalLM(HfModelSettings(str(saved), context=16), seed=5, vocabulary=256).module
+    expected = {name: value.numpy().copy() for name, value in module.state_dict().items()}
+    buffer = next(name for name in expected if name.endswith("e_score_correction_bias"))
+    if way != "seed":
+        expected[buffer] = np.arange(1, 5, dtype=np.float32)
+        module.get_buffer(buffer).copy_(torch.from_numpy(expected[buffer]))
+        module.save_pretrained(saved)
+        assert "model.layers.1.mlp.experts.down_proj" not in load_file(saved / "model.safetensors")
+    shapes = {name: tuple(one.shape) for name, one in module.named_parameters() if name != frozen}
+    manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], 2)
+    folder = a_region(tmp_path / "a", manifest)
+    (folder / "trainer.json").write_text(json.dumps({"model": dataclasses.asdict(settings), "seed": 5}))
+    if way == "base":
+        (folder / "trainer.json").unlink()
+    expected |= finish(folder, manifest) if way == "weights" else tensors_of(manifest, 4, 6)
+    words = ["--base", str(saved)] if way == "base" else []
+    assert main(["export", str(folder), str(out), *words]) == 0, capsys.readouterr().err
+    assert "no tensor is missing or left over" in capsys.readouterr().out
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert is_equal(dict(model.state_dict()), expected)
+    assert json.loads((out / "export.json").read_text())["kept"] == sorted([frozen, buffer])

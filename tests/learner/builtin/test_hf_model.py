@@ -14,6 +14,7 @@ from diloco_node.learner.builtin.hf_settings import HfModelSettings, model_from
 from diloco_node.learner.builtin.shape import ModelSettings
 from diloco_node.learner.builtin.trainer import Trainer, TrainerSettings, held_out_loss, settings_from
 from diloco_node.learner.layouts.tensors import ModelTensors
+from tests.kit.hf_kit import DEEPSEEK
 from tests.learner.builtin.test_trainer import FakeRun, corpus_of_words
 
 pytest.importorskip("transformers")
@@ -70,10 +71,13 @@ def test_equal_seeds_make_equal_weights_and_leave_the_generator_alone(tmp_path: 
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("document", [LLAMA, GPT2])
+@pytest.mark.parametrize("document", [LLAMA, GPT2, DEEPSEEK])
 def test_the_loss_is_that_of_its_labels(tmp_path: Path, document: dict[str, object]) -> None:
     model = made(tmp_path, document)
     model.module.eval()
+    for name, buffer in model.module.named_buffers():
+        if name.endswith("bias"):
+            buffer.normal_(generator=torch.Generator().manual_seed(2))
     tokens = windows()
     labels = tokens.long()
     expected = model.module(input_ids=labels, labels=labels).loss

@@ -1,11 +1,18 @@
-"""builtin/sharding.py on one rank; several are in tests/e2e/test_sharded_regions.py and in `demo --ranks`."""
+"""builtin/sharding.py on one rank, and on two without a daemon; with one: tests/e2e/test_sharded_regions.py."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from diloco_node.learner.builtin.sharding import TrainerRank, _blocks, begin_ranks, on_ranks, whole_norm
+from tests.kit.hf_kit import LLAMA
+from tests.kit.trainer_ranks import outcomes
 
 
 def test_without_a_launcher_there_is_one_rank_and_no_group() -> None:
@@ -34,3 +41,21 @@ def test_what_is_cut_are_the_blocks_of_the_outermost_lists() -> None:
 def test_a_norm_of_a_whole_model_is_itself() -> None:
     norm = torch.tensor(2.0)
     assert whole_norm(norm) is norm
+
+
+def test_a_model_that_is_cut_trains_and_is_evaluated_like_copies_of_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "words.txt").write_text("alpha beta gamma delta\n" * 40_000)
+    shared = {"data": [str(tmp_path / "words.txt")], "batch": 4, "steps": 5, "warmup": 0, "eval_windows": 8}
+    models: list[dict[str, Any]] = [
+        {"model": {"layers": 2, "dim": 16, "heads": 2, "context": 16}},
+        {"model": {"hf": str(tmp_path), "context": 16}},
+        {"model": {"hf": str(tmp_path), "context": 16}, "checkpoint_activations": True, "precision": "bf16"},
+    ]
+    shards = ("ddp", "fsdp")
+    found = outcomes(2, [shared | model | {"eval_every": 2, "shard": shard} for model in models for shard in shards])
+    for copies, parts in zip(found[::2], found[1::2], strict=True):
+        assert copies["val_loss"] < copies["loss_first"] - 0.2
+        assert parts["val_loss"] == pytest.approx(copies["val_loss"], abs=1e-4)
+        assert [line.split()[0] for line in parts["said"]] == ["step=2", "step=4", "step=5"]
