@@ -37,8 +37,8 @@ PICTURE_NAME: Final = "chaos.svg"
 
 
 UNCOMPARED: Final = frozenset({"regions", "folder", "is_json", "has_chaos", "mtbf", "victims", "tape", "baseline"})
-"""Options that a demo and its baseline need not share: how many regions, for their names are compared, where the demo is
-kept and how it is shown, and what strikes it. An option that is not here is compared."""
+"""Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
+how it is shown, and what strikes it. An option that is not here is compared."""
 
 
 def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: float) -> dict[str, Any]:
