@@ -282,10 +282,12 @@ def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] 
 
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """The modules of the process that learners are forked from; none: they start afresh."""
+    """The modules of the process that learners are forked from; none: nobody asked for it, and they start afresh.
+
+    Where the learner is a launcher of ranks the supervisor says once that it can't be forked.
+    """
     late = () if config.model.hf is None else ("transformers",)
-    # torchrun starts its ranks itself: nothing is forked.
-    default = () if command or config.model.ranks > 1 else (*TRAINER_PRELOAD, *late)
+    default = () if command else (*TRAINER_PRELOAD, *late)
     modules = default if config.learner.preload is None else config.learner.preload
     return (*modules, LATE_IMPORTS) if modules else ()
 
