@@ -285,11 +285,13 @@ def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] 
 
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """The modules of the process that learners are forked from; none: they start afresh."""
+    """The modules of the process that learners are forked from; none: nobody asked for it, and they start afresh.
+
+    Where the learner is a launcher of ranks the supervisor says once that it can't be forked.
+    """
     model = config.model
     library = () if model.hf is None else ("transformers",)
-    # torchrun starts its ranks itself: nothing is forked.
-    default = () if command or model.ranks > 1 else (*TRAINER_PRELOAD, *library)
+    default = () if command else (*TRAINER_PRELOAD, *library)
     modules = default if config.learner.preload is None else config.learner.preload
     is_plain = modules == TRAINER_PRELOAD and model.optimizer == "adamw"
     dynamo = () if is_plain and not (model.compile or model.checkpoint_activations) else (DYNAMO,)

@@ -138,7 +138,7 @@ class RegionCore:
         self.participant = RoundParticipant(
             region=region,
             regions=self._regions,
-            pieces=tuple(len(fragment.pieces) for fragment in manifest.fragments),
+            manifest=manifest,
             settings=settings,
             history=self.history,
             versions=self.versions,

@@ -39,7 +39,7 @@ from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Effects:
     """The hands of the region core. All methods run on the event loop and return at once."""
 
@@ -199,6 +199,7 @@ def build_effects(
         pool=pool,
         post=post,
         note=note,
+        reject=transport.reject,
     )
     versions = VersionEffects(
         checkpoint_versions=settings.checkpoint_versions,

@@ -30,6 +30,8 @@ ANSWER_BYTES_MAX: Final = 65_536
 ANSWER_S: Final = 5.0
 """A fork takes hundredths of a second. A server that is silent for so long is stopped, or its memory is on disk."""
 
+# Each CDLL brings types of its own, in a cycle: garbage that a process with many objects seldom collects.
+_libc: Final = ctypes.CDLL(None, use_errno=True)
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _PYTHON: Final = re.compile(r"python(3(\.\d+)?)?")
 _OPTION: Final = re.compile(r"-[BdEIOPqsSuvb]+")
@@ -285,9 +287,8 @@ class ForkServer:
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
     """The kernel gives this process the orphans among its descendants; only while one is made on purpose."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

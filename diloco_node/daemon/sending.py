@@ -14,7 +14,7 @@ import structlog
 from diloco_node.core.messages import BulkHeader, ContributionStripe, MergedStripe, Message
 from diloco_node.core.types import Ballot
 from diloco_node.daemon.work import Spawn
-from diloco_node.errors import LinkLost
+from diloco_node.errors import LinkLost, PeerError
 from diloco_node.numeric import U8
 
 log = structlog.get_logger()
@@ -33,6 +33,10 @@ class Transport(Protocol):
         Raises:
             LinkLost: the link is down, or went down on the way.
         """
+        ...
+
+    def reject(self, peer: str, error: PeerError) -> None:
+        """Count what a peer did wrong. What no honest process does is a strike; three of them shut the peer out."""
         ...
 
 

@@ -20,7 +20,7 @@ from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.sending import Sending
 from diloco_node.daemon.stripes import MergedPart, StripeTable, checked_digest, reduce_stripe
 from diloco_node.daemon.work import in_thread
-from diloco_node.errors import PayloadCorrupt
+from diloco_node.errors import PayloadCorrupt, PeerError
 from diloco_node.numeric import U8
 
 REDUCTIONS_MAX: Final = max(1, (os.cpu_count() or 1) // 2)
@@ -38,11 +38,14 @@ class StripeEffects:
     """Moves and merges the stripes of open rounds.
 
     A stripe counts once every block of it was checked: one that does not decode must not stall the round later. That
-    includes the own learner's, for another process wrote it.
+    includes the own learner's, for another process wrote it: it is checked before it is sent. So a contribution that
+    comes from its own region and does not decode is that region's fault, and a strike: one, however many of its stripes
+    come, and however often.
 
     Args:
         region: our name. keeps_residual: with error feedback.
         learner: has the own contribution's bytes. table: where stripes are kept. drafts: where merged ones are written.
+        reject: counts what a peer did that no honest one does, as a strike.
     """
 
     region: str
@@ -55,6 +58,9 @@ class StripeEffects:
     pool: Executor
     post: Callable[[ev.Event], None]
     note: Callable[[ev.Note], None]
+    reject: Callable[[str, PeerError], None]
+    _struck: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict, init=False)
+    """Of each region and fragment, incarnation and snapshot of the last contribution that was a strike."""
     _reducing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(REDUCTIONS_MAX), init=False)
 
     async def send_contribution(self, order: ev.SendContribution) -> None:
@@ -82,14 +88,21 @@ class StripeEffects:
             header = ContributionStripe(order.ballot, index, order.version, contribution, start, stop)
             if stripe.reducer == self.region:
                 own.append((header, body))
-            else:
-                self.sending.send(stripe.reducer, header, body)
+                continue
+            try:
+                await in_thread(self.pool, squared_norms, self.learner.blocks[fragment], body, start, stop)
+            except PayloadCorrupt as error:
+                text = f"the own contribution is not sent to {stripe.reducer}: {error}"
+                self.note(ev.Note("corrupt", text, fragment, order.version, is_alarm=True))
+                continue
+            self.sending.send(stripe.reducer, header, body)
         await asyncio.gather(*(self.contribution_arrived(header, body) for header, body in own))
 
     async def contribution_arrived(self, header: ContributionStripe, body: U8) -> None:
         """Check a stripe of a contribution and keep it for the reduction.
 
         Args:
+            header: its learner is the own one, or that of the peer that sent the stripe.
             body: shape (bytes,), uint8; nobody may change it any more.
         """
         contribution, start, stop = header.contribution, header.block_start, header.block_stop
@@ -98,14 +111,24 @@ class StripeEffects:
         try:
             await in_thread(self.pool, squared_norms, blocks, body, start, stop)
         except PayloadCorrupt as error:
-            text = f"stripe {header.stripe} of the contribution of {contribution.learner}: {error}"
-            self.note(ev.Note("corrupt", text, fragment, header.version, is_alarm=True))
+            self._refuse(header, error)
             return
         if header.version <= self.parameters.versions[fragment]:
             return
         limit_bytes = KEPT_FRAGMENTS_MAX * blocks.encoded_bytes
         self.table.keep_contribution(header.version, contribution, start, stop, body, limit_bytes=limit_bytes)
         self.post(ev.ContributionStripeArrived(header.ballot, header.stripe, contribution, (start, stop)))
+
+    def _refuse(self, header: ContributionStripe, error: PayloadCorrupt) -> None:
+        """Say what is wrong with a stripe of a contribution; a strike for its region, if it is none for it already."""
+        made = header.contribution
+        text = f"stripe {header.stripe} of the contribution of {made.learner}: {error}"
+        self.note(ev.Note("corrupt", text, made.fragment, header.version, is_alarm=True))
+        # One contribution has several stripes here, and comes again in each ballot until its round commits.
+        name, place = (made.incarnation, made.snapshot), (made.learner, made.fragment)
+        if made.learner != self.region and self._struck.get(place) != name:
+            self._struck[place] = name
+            self.reject(made.learner, PayloadCorrupt(text))
 
     async def reduce(self, order: ev.ReduceStripe) -> None:
         """Merge a stripe of the contributions."""
@@ -202,27 +225,30 @@ class StripeEffects:
     def expects(self, peer: str, header: ContributionStripe | MergedStripe, raw_bytes: int) -> bool:
         """Whether a stripe that a peer begins to send makes sense."""
         if isinstance(header, MergedStripe):
-            blocks = self.parameters.blocks
-            return self._is_near(blocks, header.fragment, header, raw_bytes) and self.table.fits(header, peer)
+            fault = _shape_fault(self.parameters.blocks, header.fragment, header, raw_bytes)
+            return not fault and self._is_next(header.fragment, header.version) and self.table.fits(header, peer)
         contribution = header.contribution
-        return (
-            contribution.learner == peer
-            and contribution.base_version == header.version - 1
-            and self._is_near(self.learner.blocks, contribution.fragment, header, raw_bytes)
-        )
-
-    def _is_near(
-        self, layouts: list[FragmentBlocks], fragment: int, header: ContributionStripe | MergedStripe, raw_bytes: int
-    ) -> bool:
-        """Whether it lies in its fragment, has the bytes that its blocks encode to, and is of one of the next versions.
-
-        A region that is further behind fetches payloads.
-        """
-        if not 0 <= fragment < len(layouts):
+        if contribution.learner != peer:
             return False
-        blocks, start, stop = layouts[fragment], header.block_start, header.block_stop
-        return (
-            0 <= start < stop <= blocks.block_count
-            and raw_bytes == blocks.span_bytes(start, stop)
-            and 0 < header.version - self.parameters.versions[fragment] <= VERSIONS_AHEAD_MAX
-        )
+        fault = _shape_fault(self.learner.blocks, contribution.fragment, header, raw_bytes)
+        if fault:
+            self._refuse(header, PayloadCorrupt(fault))
+            return False
+        return contribution.base_version == header.version - 1 and self._is_next(contribution.fragment, header.version)
+
+    def _is_next(self, fragment: int, version: int) -> bool:
+        """Whether it is of one of the next versions. A region that is further behind fetches payloads."""
+        return 0 < version - self.parameters.versions[fragment] <= VERSIONS_AHEAD_MAX
+
+
+def _shape_fault(
+    layouts: list[FragmentBlocks], fragment: int, header: ContributionStripe | MergedStripe, raw_bytes: int
+) -> str:
+    """Why a stripe can't be one of this model; empty when it lies in its fragment and has its blocks' bytes."""
+    if not 0 <= fragment < len(layouts):
+        return f"fragment {fragment} of {len(layouts)}"
+    blocks, start, stop = layouts[fragment], header.block_start, header.block_stop
+    if not 0 <= start < stop <= blocks.block_count:
+        return f"blocks [{start}, {stop}) of a fragment of {blocks.block_count}"
+    expected = blocks.span_bytes(start, stop)
+    return "" if raw_bytes == expected else f"{raw_bytes} bytes for blocks [{start}, {stop}), which have {expected}"

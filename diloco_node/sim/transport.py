@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from diloco_node.core.messages import BulkHeader, Message, Payload, State
-from diloco_node.errors import LinkLost
+from diloco_node.errors import LinkLost, PeerError
 from diloco_node.sim.world import MS, SECOND, Life
 from diloco_node.wire.envelope import TransferBegin, decode_bulk, encode_begin, encode_control
 from diloco_node.wire.measure_messages import CompressibleProbe, Probe
@@ -99,6 +99,10 @@ class FakeTransport:
                 raise
             finally:
                 del self._outgoing[number]
+
+    def reject(self, peer: str, error: PeerError) -> None:
+        """See Transport. All regions with the daemon's effects are honest here (`run.simulate`)."""
+        self._host.complain(f"strikes {peer}, which is honest: {error}")
 
     def _begin(self, peer: str, number: int, transfer: OutgoingBody) -> None:
         link = self._network.links[self._host.name, peer]

@@ -11,6 +11,7 @@ from diloco_node.cli.demo.processes import free_ports
 from diloco_node.cli.main import main
 from diloco_node.config.resolve import NodeConfig, load_config
 from diloco_node.config.sources import Flag
+from diloco_node.daemon.preload import forkable_command
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.supervisor import SupervisorSpec
 from diloco_node.errors import BindError, ConfigError
@@ -98,6 +99,7 @@ def test_start_writes_what_daemon_and_trainer_read(
 
 
 TRAINER, DYNAMO, WARM = "diloco_node.learner.builtin.trainer", "torch._dynamo", "diloco_node.learner.warm"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +113,11 @@ TRAINER, DYNAMO, WARM = "diloco_node.learner.builtin.trainer", "torch._dynamo", 
         (["--set", "model.compile=true"], (TRAINER, DYNAMO, WARM)),
         (["--set", "model.checkpoint_activations=true"], (TRAINER, DYNAMO, WARM)),
         (["--set", "model.optimizer=muon"], (TRAINER, DYNAMO, WARM)),
+        # What starts its ranks itself can't be forked: the supervisor says so to who would expect it.
+        (["--set", "model.ranks=2"], (TRAINER, WARM)),
+        (["--set", "model.ranks=2", "--preload", ""], ()),
+        (["--preload", "torch", "--", *TORCHRUN, "train.py"], ("torch", DYNAMO, WARM)),
+        (["--", *TORCHRUN, "train.py"], ()),
     ],
 )
 def test_what_is_preloaded(supervised: list[SupervisorSpec], arguments: list[str], preload: tuple[str, ...]) -> None:
@@ -123,7 +130,11 @@ def test_several_ranks_of_the_built_in_trainer_are_started_by_torchrun(supervise
     spec = supervised[0]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert spec.learner_command == [sys.executable, *launcher, "-m", "diloco_node.learner"]
-    assert spec.preload == (), "torchrun starts its ranks itself"
+    assert spec.learner_command is not None
+    assert forkable_command(spec.learner_command) == (
+        0,
+        "torch.distributed.run starts its ranks itself, each as a process of its own",
+    )
     assert json.loads(Path(spec.env["DILOCO_TRAINER"]).read_text())["shard"] == "fsdp"
 
 

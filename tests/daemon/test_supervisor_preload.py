@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diloco_node.daemon.child import Child
+from diloco_node.daemon.preload import ForkServer
 from diloco_node.daemon.supervisor import SupervisorSpec, run_supervisor
 from tests.daemon.test_supervisor import MAIN, NOTE, PATIENCE_S, is_gone, lives, python
 
@@ -60,13 +67,31 @@ def test_a_module_that_is_not_there_leaves_fresh_starts(tmp_path: Path) -> None:
     assert len(lives(tmp_path, "learner")) == 3
 
 
-def test_a_command_that_is_not_python_leaves_fresh_starts(tmp_path: Path) -> None:
-    shell = spec(tmp_path, "wait_for('learner', 1)", "note('learner')")
-    assert shell.learner_command is not None
-    shell = replace(shell, learner_command=["sh", "-c", 'exec "$@"', "sh", *shell.learner_command])
-    assert run_supervisor(shell) == 0
-    assert "no preload: sh is not Python" in log(tmp_path)
-    assert len(lives(tmp_path, "learner")) == 1
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("train.sh", "train.sh is not Python"),
+        ("torchrun", "torchrun starts its ranks itself, each as a process of its own"),
+    ],
+)
+def test_a_command_that_can_not_be_forked_is_said_once_and_starts_afresh(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    launched = spec(tmp_path, "wait_for('learner', 3)", THREE_LIVES)
+    assert launched.learner_command is not None
+    launcher = tmp_path / name
+    launcher.write_text('#!/bin/sh\nexec "$@"\n')
+    launcher.chmod(0o755)
+    launched = replace(launched, learner_command=[str(launcher), *launched.learner_command])
+    assert run_supervisor(launched) == 0
+    [line] = [line for line in log(tmp_path).splitlines() if "no preload" in line]
+    assert f"no preload: {reason}" in line
+    assert len(lives(tmp_path, "learner")) == 3
+
+
+def test_who_asked_for_no_preload_hears_nothing_of_it(tmp_path: Path) -> None:
+    assert run_supervisor(spec(tmp_path, "wait_for('learner', 1)", "note('learner')", preload=())) == 0
+    assert "no preload" not in log(tmp_path)
 
 
 def test_a_killed_fork_server_costs_the_learner_nothing_and_there_is_another(tmp_path: Path) -> None:
@@ -156,3 +181,50 @@ def test_a_forked_learner_ends_with_its_supervisor(tmp_path: Path, number: int) 
     assert process.wait(PATIENCE_S) == (0 if number == signal.SIGTERM else -9)
     assert is_gone(lives(tmp_path, "learner")[0])
     assert (tmp_path / "told").exists()
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_a_restart_leaves_neither_objects_nor_threads_behind(tmp_path: Path, is_forked: bool) -> None:
+    """Counted without the garbage collector, which comes by seldom in a process that holds as much as a supervisor."""
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    restarted = spec(tmp_path, "", "print('here')")
+    assert restarted.learner_command is not None
+    child = Child("learner", restarted.learner_command, signal.SIGTERM, restarted)
+    server = ForkServer(
+        ["json"], restarted.learner_command, 1, write=child.log.write, report=events.put, say=lambda _: None,
+        backoff_min_s=0.01, backoff_max_s=0.01,
+    )  # fmt: skip
+    env = {**os.environ, **restarted.env, "DILOCO_SUPERVISOR": "here"}
+
+    def live(lives: int) -> None:
+        for _ in range(lives):
+            child.start(env, events.put)
+            assert child.is_forked == is_forked
+            assert events.get(timeout=PATIENCE_S).code == 0
+            child.ended()
+
+    try:
+        if is_forked:
+            server.start(child.marked(env))
+            server.note(events.get(timeout=PATIENCE_S))
+            child.forks = server
+        live(3)
+        gc.collect()
+        gc.disable()
+        before = held()
+        live(LIVES)
+        assert {name: count for name, count in (held() - before).items() if count >= LIVES} == {}
+        assert (tmp_path / "logs" / "learner.log").read_text() == "here\n" * (3 + LIVES)
+    finally:
+        gc.enable()
+        server.close()
+        child.log.close()
+
+
+LIVES = 8
+
+
+def held() -> Counter[str]:
+    """The objects that there are, by type, and the threads."""
+    found = Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+    return found + Counter({"running threads": threading.active_count()})

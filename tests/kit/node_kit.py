@@ -17,7 +17,7 @@ from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifes
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, MergeRule, RunSettings
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.errors import LinkLost
+from diloco_node.errors import LinkLost, PeerError
 from diloco_node.storage.store import RegionStore
 
 SETTINGS = RunSettings(fragments=2, sync_every=4, checkpoint_versions=2, payload_versions=3)
@@ -101,7 +101,7 @@ class FakeTransport:
     Attributes:
         sent: control messages. transfers: (peer, header, bytes) as they end; the bytes are read
             when the transfer ends, as those of a slow link are.
-        is_slow: transfers wait for `deliver`. is_down: they fail.
+        is_slow: transfers wait for `deliver`. is_down: they fail. rejected: peers that did wrong, each time.
     """
 
     is_slow: bool = False
@@ -110,6 +110,7 @@ class FakeTransport:
     transfers: list[tuple[str, BulkHeader, bytes]] = field(default_factory=list)
     waiting: list[tuple[str, BulkHeader, asyncio.Event]] = field(default_factory=list)
     cancelled: list[tuple[str, BulkHeader]] = field(default_factory=list)
+    rejected: list[tuple[str, PeerError]] = field(default_factory=list)
 
     def send(self, peer: str, message: Message) -> bool:
         """Record."""
@@ -131,6 +132,10 @@ class FakeTransport:
                 self.cancelled.append((peer, header))
                 raise
         self.transfers.append((peer, header, bytes(body)))
+
+    def reject(self, peer: str, error: PeerError) -> None:
+        """Record."""
+        self.rejected.append((peer, error))
 
     async def deliver(self) -> None:
         """Let all waiting transfers end."""

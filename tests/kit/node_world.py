@@ -28,7 +28,7 @@ from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.parameters import fragment_offsets
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import Threads
-from diloco_node.errors import LinkLost
+from diloco_node.errors import LinkLost, PeerError
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
@@ -206,6 +206,9 @@ class MemoryTransport:
 
     def quarantined(self, peer: str) -> str:
         return ""
+
+    def reject(self, peer: str, error: PeerError) -> None:
+        raise AssertionError(f"{self.region} strikes {peer}, which is honest: {error}")
 
     def peer_status(self) -> dict[str, Any]:
         one = SimpleNamespace(state=SimpleNamespace(value="up"), address=None, error="", connections=1)

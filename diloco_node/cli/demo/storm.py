@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,24 +36,23 @@ TAPE_NAME: Final = "tape.jsonl"
 PICTURE_NAME: Final = "chaos.svg"
 
 
+UNCOMPARED: Final = frozenset({"regions", "folder", "is_json", "has_chaos", "mtbf", "victims", "tape", "baseline"})
+"""Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
+how it is shown, and what strikes it. An option that is not here is compared."""
+
+
 def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: float) -> dict[str, Any]:
-    """The settings of a demo that its figures hang on, as they stand in its report.
+    """The settings of a demo that its figures hang on, as they stand in its report: by name, fit for JSON.
 
     Args:
         names: its regions. step_seconds: what an inner step of the fastest learner takes at least.
     """
-    return {
+    compared = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in UNCOMPARED}
+    return compared | {
         "regions": sorted(names),
-        "seconds": options.seconds,
-        "seed": options.seed,
         "step_seconds": step_seconds,
-        "speeds": options.speeds,
-        "batches": options.batches,
         "data": [str(Path(path).resolve()) for path in options.data],
-        "budget": options.budget,
         "wan": str(options.wan.resolve()) if options.wan is not None else None,
-        "wan_backend": options.wan_backend,
-        "outage": options.has_outage,
     }
 
 

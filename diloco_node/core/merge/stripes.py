@@ -11,7 +11,7 @@ disk, while the next is being summed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +40,22 @@ def piece_blocks(sizes: Sequence[int]) -> tuple[int, ...]:
 def block_count(fragment: Fragment) -> int:
     """Blocks of the whole fragment."""
     return sum(piece_blocks(fragment.piece_sizes))
+
+
+def stripes_fault(stripes: Sequence[Stripe], *, regions: Collection[str], blocks: int) -> str:
+    """Why these are not the stripes of a fragment; empty when they cover it in order, and regions of the run reduce it.
+
+    Args:
+        blocks: of the fragment.
+    """
+    at = 0
+    for stripe in stripes:
+        if stripe.reducer not in regions:
+            return f"{stripe.reducer} is no region of the run"
+        if stripe.block_start != at or stripe.block_stop <= at:
+            return f"a stripe from block {stripe.block_start} where {at} is next"
+        at = stripe.block_stop
+    return "" if at == blocks else f"stripes of {at} blocks for a fragment of {blocks}"
 
 
 def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe, ...]:

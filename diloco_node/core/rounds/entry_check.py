@@ -20,7 +20,7 @@ from typing import Any, Final
 from diloco_node.core.ledger.account import INCARNATIONS_KEPT
 from diloco_node.core.ledger.summary import decode_summary, named_disks
 from diloco_node.core.merge.fragments import Fragment, Manifest
-from diloco_node.core.merge.stripes import block_count
+from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.merge.weights import refusal, to_float32
 from diloco_node.core.types import (
     Contribution,
@@ -34,7 +34,6 @@ from diloco_node.core.types import (
     LedgerBase,
     RoundBody,
     SnapshotBody,
-    Stripe,
     SummaryBody,
 )
 
@@ -288,7 +287,7 @@ class EntryCheck:
         return (
             self._members_fault(body)
             or self._numbers_fault(body, self._fragments[body.fragment])
-            or self._stripes_fault(body.stripes, self._blocks[body.fragment])
+            or stripes_fault(body.stripes, regions=self._regions, blocks=self._blocks[body.fragment])
         )
 
     def _members_fault(self, body: RoundBody) -> str:
@@ -326,12 +325,3 @@ class EntryCheck:
         if any(to_float32(number) != number for number in (*weights, *body.factors, body.share)):
             return "a weight, factor or share that is no float32"
         return ""
-
-    def _stripes_fault(self, stripes: tuple[Stripe, ...], blocks: int) -> str:
-        at = 0
-        for stripe in stripes:
-            fault = self._region_fault(stripe.reducer)
-            if fault or stripe.block_start != at or stripe.block_stop <= at:
-                return fault or f"a stripe from block {stripe.block_start} where {at} is next"
-            at = stripe.block_stop
-        return "" if at == blocks else f"stripes of {at} blocks for a fragment of {blocks}"

@@ -18,6 +18,8 @@ from diloco_node.core.events import (
     StorePayload,
     TakeSnapshot,
 )
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
@@ -40,7 +42,7 @@ class RoundParticipant:
     """See the module. Feed it facts, then call `pump`.
 
     Args:
-        pieces: of each fragment, how many it has.
+        manifest: of the model.
 
     Attributes:
         left_out: whom the leader leaves out of its ballots, as its last one said.
@@ -51,7 +53,7 @@ class RoundParticipant:
         *,
         region: str,
         regions: tuple[str, ...],
-        pieces: tuple[int, ...],
+        manifest: Manifest,
         settings: RunSettings,
         history: RoundHistory,
         versions: Versions,
@@ -65,10 +67,11 @@ class RoundParticipant:
         self._versions = versions
         self._effects = effects
         self._learner: LearnerStatus | None = None
-        self._pieces = pieces
-        self._fragments = [FollowedRound() for _ in pieces]
+        self._pieces = [len(fragment.pieces) for fragment in manifest.fragments]
+        self._blocks = [block_count(fragment) for fragment in manifest.fragments]
+        self._fragments = [FollowedRound() for _ in manifest.fragments]
         self._early = EarlyArrivals()
-        self._committed: list[list[RoundBody]] = [[] for _ in pieces]
+        self._committed: list[list[RoundBody]] = [[] for _ in manifest.fragments]
         self._dirty: set[int] = set()
 
     def open_versions(self) -> dict[int, int]:
@@ -155,11 +158,21 @@ class RoundParticipant:
         self._dirty.add(fragment)
 
     def ballot_opened(self, leader: str, opened: BallotOpened) -> None:
-        """Follow a ballot, or answer again if it is the one that is followed. Lower ones are refused by silence."""
+        """Follow a ballot, or answer again if it is the one that is followed. Lower ones are refused by silence.
+
+        One whose stripes are none of the fragment is refused aloud: nobody could cut a contribution by them.
+        """
         if not 0 <= opened.fragment < len(self._fragments):
             return
         one = self._fragments[opened.fragment]
         if opened.version <= self._history.versions[opened.fragment] or opened.version < one.version:
+            return
+        fault = stripes_fault(
+            opened.stripes, regions=(self._region, *self._others), blocks=self._blocks[opened.fragment]
+        )
+        if fault:
+            text = f"ballot of {leader}: {fault}"
+            self._effects.note("ballot", text, fragment=opened.fragment, version=opened.version, is_alarm=True)
             return
         part = one.part
         if part is not None and opened.version == one.version:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -85,36 +85,43 @@ def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any],
         DemoStorm(replace(OPTIONS, **changes), NAMES, tmp_path, SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"seconds": 61},
-        {"seed": 5},
-        {"regions": ["a", "b"]},
-        {"step_seconds": 0.05},
-        {"speeds": "1,2,2"},
-        {"batches": "8,8,4"},
-        {"data": ["/text"]},
-        {"budget": "20Mbit/s"},
-        {"wan": "/us-4.toml"},
-        {"wan_backend": "tun"},
-        {"outage": True},
-    ],
-)
+UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "victims", "tape", "baseline")
+"""Their values may differ: the names of the regions are compared, and the others change no figure without a storm."""
+
+OTHER_VALUES: dict[str, Any] = {
+    "seconds": 61, "data": ("/text",), "seed": 5, "wan": Path("/us-4.toml"), "wan_backend": "tun", "has_outage": True,
+    "budget": "1Mbit/s", "speeds": "1,2,2", "batches": "8,8,4", "ranks": "2,1,1", "shards": "fsdp,none,none",
+}  # fmt: skip
+"""Another value of each option that is compared."""
+
+
+def test_each_option_is_compared_or_named_as_one_that_is_not() -> None:
+    """From the options that there are: the next one can't be forgotten."""
+    assert {one.name for one in fields(DemoOptions)} == {*OTHER_VALUES, *UNCOMPARED}
+
+
+@pytest.mark.parametrize("changes", [{name: value} for name, value in OTHER_VALUES.items()], ids=list(OTHER_VALUES))
 def test_a_baseline_of_another_demo_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     [name] = changes
+    made = baseline(tmp_path, **comparable(replace(OPTIONS, **changes), NAMES, step_seconds=0.1))
     with pytest.raises(ConfigError, match=f"another demo: {name} is"):
-        DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path, **changes)), NAMES, tmp_path, SETTINGS)
+        DemoStorm(replace(OPTIONS, baseline=made), NAMES, tmp_path, SETTINGS)
 
 
-def test_every_option_that_changes_the_figures_is_compared() -> None:
-    changed = replace(
-        OPTIONS, seconds=61, seed=5, speeds="1,2,2", batches="8,8,4", data=("/text",), budget="1Mbit/s",
-        wan=Path("/us-4.toml"), wan_backend="tun", has_outage=True,
-    )  # fmt: skip
-    other = comparable(changed, ["a"], step_seconds=0.05)
-    assert other.keys() == SETTINGS.keys()
-    assert all(other[name] != SETTINGS[name] for name in SETTINGS)
+@pytest.mark.parametrize(("name", "names", "step_seconds"), [("regions", "ab", 0.1), ("step_seconds", "abc", 0.05)])
+def test_a_baseline_of_other_regions_or_steps_is_refused(
+    name: str, names: str, step_seconds: float, tmp_path: Path
+) -> None:
+    made = baseline(tmp_path, **comparable(OPTIONS, names, step_seconds=step_seconds))
+    with pytest.raises(ConfigError, match=f"another demo: {name} is"):
+        DemoStorm(replace(OPTIONS, baseline=made), NAMES, tmp_path, SETTINGS)
+
+
+def test_a_baseline_of_the_same_demo_is_taken(tmp_path: Path) -> None:
+    """Kept elsewhere, shown otherwise, and without the storm."""
+    changes = {"regions": 3, "folder": tmp_path, "is_json": True, "has_chaos": False}
+    made = baseline(tmp_path, **comparable(replace(OPTIONS, **changes), sorted(NAMES), step_seconds=0.1))
+    DemoStorm(replace(OPTIONS, baseline=made, mtbf="2s", victims="daemon"), NAMES, tmp_path, SETTINGS)
 
 
 def test_a_storm_is_no_baseline(tmp_path: Path) -> None:

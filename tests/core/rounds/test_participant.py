@@ -23,6 +23,7 @@ from diloco_node.core.events import (
     StorePayload,
     TakeSnapshot,
 )
+from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.messages import (
     BallotOpened,
     Contributed,
@@ -52,6 +53,9 @@ from tests.kit.rounds_kit import (
     position,
     status,
 )
+
+MODEL = build_manifest([TensorSpec("one", (1200,)), TensorSpec("two", (700,)), TensorSpec("three", (500,))], 2)
+"""Fragments of one and two pieces, as those of MANIFEST, and of five blocks each."""
 
 STRIPES = (Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 5))
 FIRST, SECOND_BALLOT = Ballot(3, 1), Ballot(3, 2)
@@ -83,7 +87,7 @@ class Place:
         self.participant = RoundParticipant(
             region="b",
             regions=REGIONS,
-            pieces=(pieces(0), pieces(1)),
+            manifest=MODEL,
             settings=settings,
             history=self.history,
             versions=self.versions,
@@ -361,7 +365,9 @@ def test_a_reducer_of_several_stripes_holds_a_contribution_when_it_has_them_all(
         StripesReceived(FIRST, "c", 1, 1),
         MergedReceived(FIRST, (b"",) * 4),
     ]
-    effects = place.open(replace(AGAIN, members=("a", "c"), stripes=(Stripe("b", 1, 2), Stripe("b", 2, 4))))
+    effects = place.open(
+        replace(AGAIN, members=("a", "c"), stripes=(Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("b", 4, 5)))
+    )
     assert told(effects) == [], "one of the two has moved"
 
 
@@ -631,6 +637,32 @@ def test_bytes_that_come_after_the_round_are_freed() -> None:
     place.apply(committed_round(0, 1, [], ballot=FIRST))
     assert place.stripes("a", SECOND_BALLOT) == [CloseBallot(SECOND_BALLOT, 0, 1, committed=False)]
     assert place.merged([0], SECOND_BALLOT) == [CloseBallot(SECOND_BALLOT, 0, 1, committed=False)]
+
+
+@pytest.mark.parametrize(
+    ("stripes", "reason"),
+    [
+        ((Stripe("a", 0, 2), Stripe("b", 2, 4), Stripe("c", 4, 6)), "stripes of 6 blocks for a fragment of 5"),
+        (STRIPES[:2], "stripes of 4 blocks"),
+        ((), "stripes of 0 blocks"),
+        ((Stripe("a", 0, 2), Stripe("b", 3, 5)), "from block 3 where 2 is next"),
+        ((Stripe("a", 0, 3), Stripe("b", 2, 5)), "from block 2 where 3 is next"),
+        ((*STRIPES[:2], Stripe("x", 4, 5)), "x is no region"),
+    ],
+)
+def test_a_ballot_whose_stripes_are_none_of_the_fragment_is_not_followed(
+    stripes: tuple[Stripe, ...], reason: str
+) -> None:
+    """A contribution can't be cut by them: a leader that lies would end every daemon that tried."""
+    place = Place()
+    place.participant.ballot_opened("a", replace(OPENED, stripes=stripes))
+    [note] = place.go()
+    assert isinstance(note, Note)
+    assert note.is_alarm
+    assert note.text.startswith("ballot of a: ")
+    assert reason in note.text
+    place.participant.ballot_opened("a", OPENED)
+    assert place.go() == [TAKE]
 
 
 # ---- error feedback --------------------------------------------------------------------------------------------------
