@@ -22,17 +22,18 @@ test-fast: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
-# Every test: the longest runs beside the others, then what wants the machine for itself.
+# Every test: what waits runs beside the others, then what wants the machine for itself.
 test-all: $(STAMP)
-	$(PYTEST) $(PARALLEL) 3 -m 'not system' $(PYTEST_ARGS)
-	$(MAKE) test-system
+	$(PYTEST) $(PARALLEL) 3 -m 'not alone' $(PYTEST_ARGS)
+	$(PYTEST) -m alone $(PYTEST_ARGS)
 
 # What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
 # .ci/system installs what they need; what a machine lacks is skipped with the reason.
-test-system: export DILOCO_CI_DOCKER ?= 1
-test-system: export DILOCO_CI_UML ?= 1
 test-system: $(STAMP)
 	$(PYTEST) -m system $(PYTEST_ARGS)
+
+test-all test-system: export DILOCO_CI_DOCKER ?= 1
+test-all test-system: export DILOCO_CI_UML ?= 1
 
 check: $(STAMP) docs
 	$(BIN)/ruff format --check diloco_node tests benchmarks examples
