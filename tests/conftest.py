@@ -31,8 +31,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-LONGEST_FIRST = ("long", "e2e", "seeds", "system")
-"""Markers of tests, by how long such tests take."""
+LONGEST_FIRST = ("long", "system", "e2e", "seeds")
+"""Markers of tests, by how long the longest of each take: the containers take minutes."""
 
 
 @pytest.hookimpl(tryfirst=True)
