@@ -23,7 +23,7 @@ from diloco_node.daemon.manifest_file import load_manifest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-SECONDS = 40
+SECONDS = 60
 REGIONS = 4
 
 
