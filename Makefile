@@ -14,7 +14,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 demo: $(STAMP)
 	$(BIN)/diloco-node demo $(DEMO_ARGS)
 
-# Everything below the end-to-end tier: three minutes. Half of it is waiting, so three workers share two cores.
+# Everything below the end-to-end tier: four minutes. Half of it is waiting, so three workers share two cores.
 test-fast: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not e2e and not seeds and not system' $(PYTEST_ARGS)
 
@@ -22,17 +22,18 @@ test-fast: $(STAMP)
 test: $(STAMP)
 	$(PYTEST) $(PARALLEL) 3 -m 'not system and not long' $(PYTEST_ARGS)
 
-# Every test: the longest runs beside the others, then what wants the machine for itself.
+# Every test: first all that may run beside others, then what wants the machine for itself, from the files that say so.
 test-all: $(STAMP)
-	$(PYTEST) $(PARALLEL) 3 -m 'not system' $(PYTEST_ARGS)
-	$(MAKE) test-system
+	$(PYTEST) $(PARALLEL) 3 -m 'not alone' $(PYTEST_ARGS)
+	$(PYTEST) -m alone $(PYTEST_ARGS) $$(grep -rl --include='*.py' 'mark\.alone' tests)
 
 # What measures links or needs root, one at a time: namespaces, containers, the kernel's sch_netem in User-Mode Linux.
 # .ci/system installs what they need; what a machine lacks is skipped with the reason.
-test-system: export DILOCO_CI_DOCKER ?= 1
-test-system: export DILOCO_CI_UML ?= 1
 test-system: $(STAMP)
 	$(PYTEST) -m system $(PYTEST_ARGS)
+
+test-all test-system: export DILOCO_CI_DOCKER ?= 1
+test-all test-system: export DILOCO_CI_UML ?= 1
 
 check: $(STAMP) docs
 	$(BIN)/ruff format --check diloco_node tests benchmarks examples

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,6 +31,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONGEST_FIRST = ("long", "system", "e2e", "seeds")
+"""Markers of tests, by how long the longest of each take: the containers take minutes."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Before workers start: compile the kernels once, for them and for every process that tests start."""
@@ -39,10 +44,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with long tests first, then by their number of tests: so no worker is left alone with much in the end."""
+    """Files with the longest tests first, then by number of tests: no worker is left alone with much in the end."""
     counts = Counter(item.path for item in items)
-    long = {item.path for item in items if item.get_closest_marker("e2e") is not None}
-    items.sort(key=lambda item: (item.path not in long, -counts[item.path]))
+    ranks: dict[Path, int] = {}
+    for item in items:
+        rank = next((at for at, name in enumerate(LONGEST_FIRST) if item.get_closest_marker(name)), len(LONGEST_FIRST))
+        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+    items.sort(key=lambda item: (ranks[item.path], -counts[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,12 +29,17 @@ def test_the_help_of_a_command_ends_with_its_example(words: str) -> None:
     assert last == ["Example:", *shown]
 
 
+@cache
+def whole_command() -> Any:
+    return typer.main.get_command(app)
+
+
 @pytest.mark.parametrize("line", LINES)
 def test_an_example_is_taken_by_the_parser(line: str) -> None:
     """Names, types and ranges of options and arguments are checked; nothing is run."""
     program, *rest = shlex.split(line)
     assert program == "diloco-node"
-    command: Any = typer.main.get_command(app)
+    command = whole_command()
     while hasattr(command, "commands"):
         command = command.commands[rest.pop(0)]
     assert command.make_context(command.name, rest).params

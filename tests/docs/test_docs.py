@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, Final
@@ -138,9 +139,15 @@ def commands(text: str) -> Iterator[tuple[int, list[str]]]:
         yield number, words[: next(ends, len(words))]
 
 
+@cache
+def program() -> Any:
+    """All commands. Typer may bring a click of its own, so no type of click's."""
+    return typer.main.get_command(app)
+
+
 def rejection_reason(words: list[str]) -> str:
     """What is wrong with a command, "" if it exists with all its flags. Nothing is run."""
-    command: Any = typer.main.get_command(app)  # typer may bring a click of its own, so no type of click's
+    command = program()
     path = ["diloco-node"]
     rest = list(words)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.daemon.history import HISTORY_NAME
+from diloco_node.learner.checkpoint import KEPT, FileName, newest_first
 from diloco_node.storage.store import STATES_KEPT
 from diloco_node.storage.tensor_files import named_version
 from tests.kit.cluster_kit import Cluster, all_train
@@ -24,8 +25,8 @@ KINDS_MIN = 10
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
-    made = Cluster(tmp_path / "run", request.param, changes=MORE_ROUNDS)
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    made = Cluster(tmp_path / "run", 3, changes=MORE_ROUNDS)
     try:
         yield made
     finally:
@@ -50,7 +51,6 @@ async def lose_folder(cluster: Cluster, victim: str) -> None:
     await cluster.until_merged(victim, why="after its folder was lost")
 
 
-@pytest.mark.parametrize("cluster", [3], indirect=True)
 async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vote_again(cluster: Cluster) -> None:
     await cluster.start()
     await cluster.until_trains()
@@ -68,25 +68,6 @@ async def test_a_follower_and_a_leader_that_lose_their_folders_come_back_and_vot
     await cluster.kill(third)
     await cluster.until_commits(4, wiped, why=f"with both wiped regions, without {third}")
     await cluster.start(third)
-    await cluster.until_trains()
-    await end_and_check(cluster)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("cluster", [5], indirect=True)
-async def test_two_of_five_lose_their_folders_one_after_the_other(cluster: Cluster) -> None:
-    await cluster.start()
-    await cluster.until_trains()
-    await cluster.until_commits(8)
-    wiped = cluster.names[:2]
-    for name in wiped:
-        await lose_folder(cluster, name)
-    # Of the three that are left two were wiped: a majority needs both.
-    stopped = cluster.names[-2:]
-    for name in stopped:
-        await cluster.kill(name)
-    await cluster.until_commits(4, [name for name in cluster.names if name not in stopped], why="with both wiped")
-    await cluster.start(*stopped)
     await cluster.until_trains()
     await end_and_check(cluster)
 
@@ -157,7 +138,10 @@ def is_kept(folder: Path, path: Path, data: bytes) -> bool:
 
 
 def is_pruned(folder: Path, path: Path) -> bool:
-    """Whether a payload is older than what a region keeps: nobody had to read it, and the run went on."""
+    """Whether a file is older than what a region keeps of its kind: nobody had to read it, and the run went on."""
+    if path.parent.name == "checkpoints":
+        own = FileName.parse(path.name)
+        return own is not None and sum(one.age > own.age for one in newest_first(path.parent)) >= KEPT
     named = named_version(path)
     if named is None or path.parent.name != "payloads":
         return False
@@ -167,11 +151,11 @@ def is_pruned(folder: Path, path: Path) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cluster", [3], indirect=True)
 async def test_a_region_comes_back_from_damage_in_each_kind_of_file(cluster: Cluster) -> None:
     """One region, one kind of file after the other, while the two others go on. Nobody has to do anything.
 
-    A bit of every second kind is turned, and the others are cut. tests/storage does both to each kind.
+    A bit of every second kind is turned, and the others are cut. tests/storage does both to each kind. What every start
+    writes anew is damaged all at once: the region starts as if it were not there.
     """
     await cluster.start()
     await cluster.until_trains()
@@ -188,23 +172,27 @@ async def test_a_region_comes_back_from_damage_in_each_kind_of_file(cluster: Clu
         waiting = {kind: path for kind, path in kinds(folder).items() if kind not in seen}
         if not waiting:
             break
-        kind, path = next(iter(waiting.items()))
-        data = DAMAGES[len(seen) % len(DAMAGES)](path)
-        seen.add(kind)
+        hit = [kind for kind, path in waiting.items() if path.name in REWRITTEN] or [next(iter(waiting))]
+        named = ", ".join(hit)
+        damaged: dict[Path, bytes] = {}
+        for kind in hit:
+            damaged[waiting[kind]] = DAMAGES[len(seen) % len(DAMAGES)](waiting[kind])
+            seen.add(kind)
         await cluster.start(victim)
         try:
-            await cluster.until(f"it trains after damage to {kind}", all_train, [victim], wait_s=BACK_S)
-            await cluster.until_merged(victim, why=f"after damage to {kind}", wait_s=BACK_S)
+            await cluster.until(f"it trains after damage to {named}", all_train, [victim], wait_s=BACK_S)
+            await cluster.until_merged(victim, why=f"after damage to {named}", wait_s=BACK_S)
         except AssertionError as error:
-            lost.append(f"{kind}: {error}")
+            lost.append(f"{named}: {error}")
             await cluster.kill(victim)
             cluster.wipe(victim)
             await cluster.start(victim)
             await cluster.until_merged(victim, why="with an empty folder")
         else:
-            needless = path.name in REWRITTEN or not data
-            if not needless and not is_kept(folder, path, data) and not is_pruned(folder, path):
-                lost.append(f"{kind}: the damaged file is gone")
+            for path, data in damaged.items():
+                needless = path.name in REWRITTEN or not data
+                if not needless and not is_kept(folder, path, data) and not is_pruned(folder, path):
+                    lost.append(f"{named}: the damaged file is gone")
         await cluster.until_commits(1, others)
     assert not lost, "\n\n".join(lost)
     assert len(seen) >= KINDS_MIN, seen

@@ -60,24 +60,3 @@ async def test_killed_learner_daemon_and_leader_come_back_and_the_digests_stay_e
     assert report["tokens"]["balanced"] is True
     assert report["tokens"]["discarded"] > 0, "two learners died with steps that no merge has"
     cluster.check_equal()
-
-
-async def test_a_killed_supervisor_takes_its_children_along_and_the_region_can_be_started_again(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "run", 3)
-    try:
-        await cluster.start()
-        before = await cluster.until_trains()
-        victim = cluster.names[0]
-        await cluster.kill(victim)  # waits for the children to go
-        await cluster.start(victim)
-        committed = before[victim]["rounds_committed"]
-        await cluster.until(
-            "the region is back and merges",
-            lambda now: all_train(now) and all(one["rounds_committed"] >= committed + 8 for one in now.values()),
-        )
-        await cluster.end()
-    finally:
-        await cluster.clear()
-    report = cluster.report()
-    assert report["equal_digests"] is True
-    assert report["tokens"]["balanced"] is True, report["tokens"]

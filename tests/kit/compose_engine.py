@@ -39,7 +39,7 @@ SETTINGS = {"DILOCO_RUN__STEPS": "0", "DILOCO_MODEL__SCHEDULE_STEPS": "600", "DI
 TRAINS_ON = ("cut", "disconnect")
 PATIENCE_S = 600.0
 """For what comes true within seconds on a quiet machine."""
-OUTAGES = (("cut", "disconnect", "pause"), ("cut", "kill"))
+OUTAGES = (("cut", "disconnect", "pause"), ("kill",))
 """For each Compose that is here, of those in docs/compose.md."""
 
 

@@ -40,6 +40,7 @@ needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="network namespaces need root: NOTHING of the WAN emulation is tested on this machine"
 )
 real = [pytest.mark.system, needs_root]
+measured = [*real, pytest.mark.alone]
 
 TEXT = """
 [wan]
@@ -113,7 +114,7 @@ def answers(wan: EmulationState, source: str, target: str, *, patience_s: float 
 class TestReal:
     """One emulation for all of these; each leaves it as it was."""
 
-    pytestmark = real
+    pytestmark = measured
 
     def test_round_trips_are_those_of_the_file(self, wan: EmulationState) -> None:
         topology, by_region = wan.topology(), {place.region: place for place in wan.places()}

@@ -438,6 +438,7 @@ def measure(options: Options, namespace: str = "") -> Found:
 
 @needs_root
 @pytest.mark.system
+@pytest.mark.alone
 def test_the_interface_never_counts_more_than_the_budget_and_comes_near_it() -> None:
     """100 Mbit/s out by our own bucket and in by grants, without segmentation offload.
 
@@ -473,6 +474,7 @@ def lines() -> Iterator[Sequence[Place]]:
 
 
 @pytest.mark.system
+@pytest.mark.alone
 @needs_root
 @pytest.mark.parametrize("arm", ["budget", "no_budget"])
 def test_control_does_not_wait_for_the_queue_that_bulk_could_make(lines: Sequence[Place], arm: str) -> None:
