@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from diloco_node.config import NodeConfig
+    from diloco_node.config.resolve import NodeConfig
     from diloco_node.daemon.supervisor import SupervisorSpec
 
 BACKOFF_S = 0.5
