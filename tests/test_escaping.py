@@ -1,9 +1,11 @@
 """What peers write is shown escaped."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_node.escaping import escaped, escaped_document
+from tests.kit.hostile import TEXTS
 
 
 def test_what_a_terminal_obeys_is_written_out() -> None:
@@ -18,6 +20,12 @@ def test_what_a_terminal_obeys_is_written_out() -> None:
 def test_what_can_be_read_stays() -> None:
     for text in ("", "plain text, 5 % of it", "Zürich 東京", "C:\\path", "\\x1b"):
         assert escaped(text) == text
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=ascii)
+def test_a_hostile_text_is_shown_in_one_line_without_anything_to_obey(text: str) -> None:
+    assert escaped(text).isprintable()
+    assert escaped_document({text: [text]}) == {escaped(text): [escaped(text)]}
 
 
 @given(st.text(st.characters()))

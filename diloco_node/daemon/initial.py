@@ -15,11 +15,14 @@ from safetensors.numpy import load_file
 from diloco_node.codec.digest import fragment_digest
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import ConfigError
+from diloco_node.escaping import escaped
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
 
 HEADER_BYTES_MAX: Final = 8 * 2**20
 _LENGTH: Final = struct.Struct("<Q")
+_SHOWN_MAX: Final = 200
+"""Characters of a name or shape from the file that an error shows."""
 
 
 class InitialStates:
@@ -74,21 +77,13 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
     Raises:
         ConfigError: the file is no such file, or holds another model; the message names the first difference.
     """
-    _check_header(path)
+    # All of it from the header: what is another model costs neither time nor memory.
+    _check_tensors(path, _read_header(path), {spec.name: spec.shape for spec in manifest.tensors})
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError, KeyError, TypeError) as error:
         raise ConfigError(f"run.init: {path} can't be read ({error}); give a safetensors file of float32") from error
-    expected = {spec.name: spec.shape for spec in manifest.tensors}
-    for name in sorted(expected.keys() | tensors.keys()):
-        if name not in tensors or name not in expected:
-            where = "the file" if name not in tensors else "the run's model"
-            raise ConfigError(f"run.init: {path}: tensor {name} is not in {where}")
-        found = tensors[name]
-        if found.shape != expected[name] or found.dtype != np.float32:
-            raise ConfigError(
-                f"run.init: {path}: tensor {name} is {found.dtype} {found.shape}, expected float32 {expected[name]}"
-            )
+    for name, found in tensors.items():
         if not np.isfinite(np.dot(found.ravel(), found.ravel())):
             raise ConfigError(f"run.init: {path}: tensor {name} holds NaN, infinite or huge values")
     parts = [np.empty(fragment.size, np.float32) for fragment in manifest.fragments]
@@ -99,16 +94,36 @@ def read_initial(path: Path, manifest: Manifest) -> list[F32]:
     return parts
 
 
-def _check_header(path: Path) -> None:
-    """What safetensors itself lets pass: a name twice, a huge header."""
+def _read_header(path: Path) -> dict[str, Any]:
+    """By tensor what a file says of it. Refused is what safetensors itself lets pass: a name twice, a huge header."""
     try:
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             if length > HEADER_BYTES_MAX:
                 raise ConfigError(f"run.init: {path}: a header of {length} B, at most {HEADER_BYTES_MAX} B")
-            json.loads(file.read(length), object_pairs_hook=_unique)
-    except (OSError, ValueError, struct.error) as error:
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
+            if not isinstance(header, dict):
+                raise ValueError("its header is no object")
+    except (OSError, ValueError, struct.error, RecursionError) as error:
         raise ConfigError(f"run.init: {path} is no safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    return header
+
+
+def _check_tensors(path: Path, header: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> None:
+    """Exactly the run's names, shapes and types."""
+    for name in sorted(expected.keys() | header.keys()):
+        if name not in header or name not in expected:
+            where = "the file" if name not in header else "the run's model"
+            raise ConfigError(
+                f"run.init: {path}: tensor {escaped(name[:_SHOWN_MAX])} is not in {where}; "
+                f"tensors there: {len(header)}, in the run's model: {len(expected)}"
+            )
+        entry = header[name] if isinstance(header[name], dict) else {}
+        kind, shape = entry.get("dtype"), entry.get("shape")
+        if kind != "F32" or shape != list(expected[name]):
+            found = escaped(f"{kind} {shape}"[:_SHOWN_MAX])
+            raise ConfigError(f"run.init: {path}: tensor {name} is {found}, expected F32 {list(expected[name])}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import random
 
 import pytest
 
-from diloco_node.core.messages import Payload, RequestVoteReply
+from diloco_node.core.messages import Payload, ReductionReported, Refused, RequestVoteReply
+from diloco_node.core.types import Ballot
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
@@ -236,12 +236,33 @@ def test_the_largest_chunk_is_allowed_and_fits_a_frame() -> None:
     assert len(frame) < e.FRAME_BYTES_MAX
 
 
-def test_random_frames_never_raise_anything_but_peer_errors() -> None:
+FRAMES = (
+    (e.decode_hello, e.encode_hello(dataclasses.replace(HELLO, settings=("rounds.sync_every=24",)))),
+    (e.decode_control_lane, e.encode_control(RequestVoteReply(3, True, False, b"x" * 16))),
+    (e.decode_control_lane, e.encode_control(Refused(1, 77, "gone"))),
+    (e.decode_control_lane, e.encode_control(ReductionReported(Ballot(1, 2), 0, (0.5,), ((0.25,),), bytes(32)))),
+    (e.decode_bulk, e.encode_begin(7, HEADER, 1000)),
+    (e.decode_bulk, e.encode_chunk(7, 2**33, 3, b"abc", is_compressed=False)),
+    (e.decode_bulk, e.encode_end(7, [3, 0, 2**32 - 1])),
+    (e.decode_bulk, e.encode_abort(7, "gone", [1, 2])),
+)
+MUTANTS = 100_000
+
+
+def test_mutated_and_random_frames_never_raise_anything_but_peer_errors() -> None:
     seed = 7
     print("seed", seed)
     rng = random.Random(seed)
-    for _ in range(2000):
-        frame = bytes([rng.choice([1, 2, 16, 17, 18, 19])]) + rng.randbytes(rng.randrange(60))
-        for decode in (e.decode_hello, e.decode_control, e.decode_bulk):
-            with contextlib.suppress(ProtocolViolation, PeerIncompatible):
-                decode(frame)
+    refused = 0
+    for number in range(MUTANTS):
+        decode, right = FRAMES[number % len(FRAMES)]
+        frame = bytearray(right) if number % 5 else bytearray(right[:1] + rng.randbytes(rng.randrange(60)))
+        for _ in range(1 + number % 3):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        if number % 7 == 0:
+            del frame[rng.randrange(len(frame)) :]
+        try:
+            decode(bytes(frame))
+        except (ProtocolViolation, PeerIncompatible):
+            refused += 1
+    assert MUTANTS // 2 < refused < MUTANTS

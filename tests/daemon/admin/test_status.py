@@ -32,6 +32,7 @@ from diloco_node.daemon.learner.proxy import LearnerFacts
 from diloco_node.errors import StorageError
 from diloco_node.transport.kernel.wire_meter import PeerTraffic
 from diloco_node.transport.link import LinkState, PeerStatus
+from tests.kit.hostile import TEXTS
 
 SECOND = 1_000_000_000
 
@@ -297,6 +298,23 @@ def test_what_a_peer_wrote_is_escaped_in_status_log_and_metrics() -> None:
     document["rejections"] = [{"peer": "eu", "reason": document["notes"][0]["text"], "count": 1}]
     registry.register(StatusCollector(lambda: document))
     assert b"\x1b" not in generate_latest(registry)
+
+
+def test_hostile_texts_are_printable_in_status_log_and_metrics() -> None:
+    notes = NoteBook("us", lambda: 0)
+    with capture_logs() as lines:
+        for text in TEXTS:
+            notes.add(Note("declined", f"eu: {text}"))
+    assert all(line["reason"].isprintable() for line in lines)
+    assert len(lines) > 30, "each is another one"
+    document = status_of(replace(view_of(), finished=TEXTS[-1], waiting="\n".join(TEXTS)), notes=notes)
+    assert all(text.isprintable() for text in texts(document))
+    document["rejections"] = [{"peer": "eu", "reason": text, "count": 1} for text in TEXTS]
+    registry = CollectorRegistry()
+    registry.register(StatusCollector(lambda: document))
+    lines_shown = generate_latest(registry).decode().split("\n")
+    assert all(line.startswith(("#", "diloco_")) for line in lines_shown if line), "no line of a peer's own"
+    assert sum(line.startswith("diloco_rejections_total{") for line in lines_shown) == len(set(TEXTS))
 
 
 def texts(value: Any) -> Iterator[str]:
