@@ -28,6 +28,14 @@ from diloco_node.storage.trained import read_trained
 WAIT_S = 300.0
 Statuses = dict[str, dict[str, Any]]
 
+PACE_STEPS = 64
+"""Four times `sync_every`: 16 rounds are due."""
+
+PACE_WINDOWS = 5
+"""Steps of a demo are paced at ten a second, so these are the 30 s for which a process may stand still."""
+
+PACE_SHARE = 0.6
+
 
 class Cluster:
     """Several regions, each a `diloco-node start` with daemon and learner.
@@ -130,6 +138,35 @@ class Cluster:
             names,
         )
 
+    async def rounds_per_step(self, names: Iterable[str] = (), *, why: str = "at first") -> float:
+        """Rounds for each inner step, of the slowest of these regions, over PACE_STEPS steps of each from now on.
+
+        A round is due every so many steps, so this says whether rounds wait for somebody, on a slow machine as well.
+        """
+        before = await self.until("they train", all_train, names)
+        now = await self.until(
+            f"{PACE_STEPS} more steps {why}",
+            lambda now: all_train(now) and all(gain(before, now, name)[1] >= PACE_STEPS for name in now),
+            names,
+        )
+        gains = {name: gain(before, now, name) for name in now}
+        print(f"rounds and steps {why}: {gains}")
+        return min(rounds / steps for rounds, steps in gains.values())
+
+    async def until_paced(self, usual: float, names: Iterable[str], *, why: str) -> Statuses:
+        """Until these regions wait for nobody: they have at least 0.6 of their usual rounds per step.
+
+        That must be so within PACE_WINDOWS times PACE_STEPS of their steps. What waits for somebody in each round never
+        has it. The first of these steps may go by until another region counts as gone, or until another one leads.
+        """
+        names = list(names)
+        rates: list[float] = []
+        while len(rates) < PACE_WINDOWS:
+            rates.append(await self.rounds_per_step(names, why=why))
+            if rates[-1] >= PACE_SHARE * usual:
+                return await self.statuses(names)
+        raise AssertionError(f"{usual:.3f} rounds per step before; {why}: {rates}")
+
     async def until_merged(self, name: str, *, why: str = "", wait_s: float = WAIT_S) -> Statuses:
         """Until merges of every fragment have steps that this region's learner makes from now on."""
         learner = (await self.until("it trains", all_train, [name], wait_s=wait_s))[name]["learner"]
@@ -216,6 +253,18 @@ class Cluster:
         """Stop all that runs, and remove the lost folders."""
         await self.stop(*self.running())
         shutil.rmtree(self.folder.parent / "lost", ignore_errors=True)
+
+
+def gain(before: Statuses, now: Statuses, name: str) -> tuple[int, int]:
+    """How many rounds a region has committed meanwhile, and how many steps its learner has made."""
+    old, new = before[name], now[name]
+    assert old["learner"]["incarnation"] == new["learner"]["incarnation"], f"the learner of {name} was started again"
+    return new["rounds_committed"] - old["rounds_committed"], new["learner"]["step"] - old["learner"]["step"]
+
+
+def children(pid: int) -> list[int]:
+    """Processes that are its children now."""
+    return [int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()]
 
 
 def all_train(statuses: Statuses) -> bool:

@@ -56,6 +56,9 @@ OLD_PORT = 1
 """A server that gRPC has closed keeps a descriptor as long as a link goes on over it."""
 
 BODY = os.urandom(2**20)
+HANDSHAKES = 300
+"""Tries of one who has no certificate, beside those with more to say. They take some two seconds."""
+
 BY_NAME = {attack.name: attack for attack in ATTACKS}
 
 
@@ -106,12 +109,19 @@ async def until_under_way(attack: Attack, progress: Progress) -> None:
     )
 
 
-async def under(attack: Attack, listener: Victim, exchange: Exchange, identity: Path | None) -> Facts:
-    """The exchange goes on under an attack, and then everything is as before. What the victim knows in the end."""
+async def under(
+    attack: Attack, listener: Victim, exchange: Exchange, identity: Path | None, *, closed: int = 0
+) -> Facts:
+    """The exchange goes on under an attack, and then everything is as before. What the victim knows in the end.
+
+    Args:
+        closed: it goes on at least until the victim has ended so many connections.
+    """
     before = await listener.facts()
     memory_bytes = before.memory_bytes
     async with attacking(attack, listener.port, identity) as progress:
         await until_under_way(attack, progress)
+        await eventually(lambda: progress.closed >= closed)
         for _ in range(EXCHANGES):
             await exchange.turn()
             memory_bytes = max(memory_bytes, (await listener.facts()).memory_bytes)
@@ -145,7 +155,8 @@ async def test_who_has_no_certificate_of_the_run_reaches_no_handler(mesh: Mesh, 
     async with linked(mesh) as (listener, exchange):
         before = await listener.facts()
         for name in ("rapid reset", "pings", "new connections"):
-            after = await under(BY_NAME[name], listener, exchange, identity)
+            closed = HANDSHAKES if name == "new connections" else 0
+            after = await under(BY_NAME[name], listener, exchange, identity, closed=closed)
             assert after.calls == before.calls
             assert after.rejections == {}
 
@@ -157,6 +168,35 @@ async def test_a_method_that_is_no_text_does_not_keep_other_regions_out(mesh: Me
         late, seen = await mesh.start("c", {"b": f"127.0.0.1:{listener.port}"})
         await seen.until(lambda: seen.is_up.get("b"))
         await late.stop()
+
+
+SILENT = 500
+
+
+async def test_sockets_that_never_begin_tls_are_closed_while_another_region_links(mesh: Mesh) -> None:
+    """More than half of what the run's connections may be; the victim's descriptors are its own."""
+    async with linked(mesh) as (listener, exchange):
+        before = await listener.facts()
+        silent = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(SILENT)]
+        late, seen = await mesh.start("c", {"b": f"127.0.0.1:{listener.port}"})
+        await seen.until(lambda: seen.is_up.get("b"))
+        await exchange.turn()
+        await late.stop()
+        ended = await asyncio.wait_for(asyncio.gather(*(end_of(reader) for reader, _ in silent)), DEADLINE_S)
+        for _, writer in silent:
+            writer.close()
+        after = await until_as_before(listener, before)
+        assert len(ended) == SILENT
+        assert after.faults == 0
+        assert after.rejections == {}
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes:
+    """What came before the other side ended the connection."""
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
 
 
 NO_WINDOW = PREFACE + settings(s4=0)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import pickle
+import random
 import struct
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,8 +20,11 @@ from diloco_node.codec.payload import compress_chunk
 from diloco_node.core.messages import Message, Payload, ReductionReported, Refused
 from diloco_node.core.types import Ballot
 from diloco_node.errors import LinkLost
+from diloco_node.transport.streams import DialedStream
+from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import Mesh, address, meshed, rogue
+from tests.kit.hostile import DOCUMENTS
+from tests.kit.transport_kit import Mesh, Recorder, address, meshed, rogue
 
 SIZE = 2**16
 BEGIN = e.encode_begin(0, Payload(1, 2, bytes(32)), SIZE)
@@ -57,7 +65,7 @@ VERSION, REASON, NORM = b"M", b"\xa4gone", b"\xcb" + struct.pack(">d", 0.5)
 LONG_TEXT = b"\xdb" + struct.pack(">I", 3 * 2**20) + bytes(3 * 2**20)
 TERABYTE = bytes.fromhex("28b52ffde0") + struct.pack("<Q", 2**40)
 SKIPPABLE = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"
-PICKLE = b"\x80\x05\x95\x1d\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94."
+PICKLE = pickle.dumps(os.system, 5)
 NAN = b"\xcb\x7f\xf8" + bytes(6)
 
 
@@ -90,6 +98,34 @@ ATTACKS = {
     "a NaN where a number is": (changed(REPORTED, NORM, NAN), "squared_norms[0]: nan is not finite"),
 }
 """Frames, and what is said of them."""
+
+MUTANTS = 200
+REPLAYS = 500
+
+CLASSES_FOUND: list[str] = []
+"""What any pickle that was read in this process has asked for."""
+
+
+def _watch_pickles(event: str, given: tuple[object, ...]) -> None:
+    if event == "pickle.find_class":
+        CLASSES_FOUND.append(f"{given}")
+
+
+sys.addaudithook(_watch_pickles)  # for good: no hook can be taken away
+
+
+@pytest.fixture(autouse=True)
+def no_pickle() -> Iterator[None]:
+    """Whatever came, nobody took it for a pickle."""
+    CLASSES_FOUND.clear()
+    yield
+    assert CLASSES_FOUND == []
+
+
+def test_a_pickle_that_is_read_would_be_seen() -> None:
+    assert pickle.loads(PICKLE) is os.system
+    assert CLASSES_FOUND == ["('posix', 'system')"]
+    CLASSES_FOUND.clear()
 
 
 @pytest.fixture
@@ -132,5 +168,93 @@ async def test_the_same_frames_without_the_fault_are_taken(mesh: Mesh) -> None:
     await at_b.until(lambda: at_b.closed and len(at_b.messages) == 2)
     assert at_b.messages == [("a", REFUSED), ("a", REPORTED)]
     assert at_b.closed[0][2:] == (bytes(range(256)) * (SIZE // 256), True)
+    for stream in made.values():
+        await stream.aclose()
+
+
+class Breaker:
+    """Region a, which sends what costs it its link, and comes again; c is linked with b all the time."""
+
+    def __init__(self, mesh: Mesh, b: GrpcTransport, at_b: Recorder) -> None:
+        self.mesh, self.b, self.at_b = mesh, b, at_b
+        self.made: dict[e.Lane, DialedStream] = {}
+        self.refused = 0
+
+    async def send(self, lane: e.Lane, frame: bytes) -> None:
+        """Over the link that there is, or a new one."""
+        if not self.at_b.is_up.get("a"):
+            await self.close()
+            self.made = await rogue(self.mesh, self.b)
+            await self.at_b.until(lambda: self.at_b.is_up.get("a"))
+        with suppress(LinkLost):
+            await self.made[lane].write(frame)
+
+    async def until_refused(self) -> None:
+        """The link is gone, and nobody is shut out for it: the next frame is to come over the listener, too."""
+        await self.at_b.until(lambda: not self.at_b.is_up["a"])
+        self.refused += 1
+        self.b.lift_quarantine("a")
+
+    async def close(self) -> None:
+        """Of what is left."""
+        for stream in self.made.values():
+            await stream.aclose()
+
+
+async def test_every_hostile_document_costs_the_link_over_the_listener(mesh: Mesh) -> None:
+    b, at_b = await mesh.start("b", {"a": None, "c": None})
+    _, at_c = await mesh.start("c", {"b": address(b)})
+    await at_c.until(lambda: at_c.is_up.get("b"))
+    breaker = Breaker(mesh, b, at_b)
+    for name, document in DOCUMENTS.items():
+        await breaker.send(e.Lane.CONTROL, CONTROL + document)
+        await breaker.until_refused()
+        assert b.rejections == {("a", "protocol"): breaker.refused}, name
+    await breaker.close()
+    assert breaker.refused == len(DOCUMENTS) >= 50
+    assert at_b.messages == []
+    assert at_c.changes == [("b", True)]
+
+
+async def test_mutated_messages_are_refused_or_taken_and_nothing_else(mesh: Mesh) -> None:
+    seed = 12
+    print("seed", seed)
+    rng = random.Random(seed)
+    b, at_b = await mesh.start("b", {"a": None, "c": None})
+    _, at_c = await mesh.start("c", {"b": address(b)})
+    await at_c.until(lambda: at_c.is_up.get("b"))
+    breaker = Breaker(mesh, b, at_b)
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+    right = [e.encode_control(REFUSED), e.encode_control(REPORTED)]
+    for number in range(MUTANTS):
+        frame = bytearray(right[number % 2])
+        for _ in range(1 + number % 4):
+            frame[rng.randrange(len(frame))] = rng.randrange(256)
+        taken = len(at_b.messages)
+        await breaker.send(e.Lane.CONTROL, bytes(frame))
+        await at_b.until(lambda taken=taken: not at_b.is_up["a"] or len(at_b.messages) > taken)
+        if not at_b.is_up["a"]:
+            await breaker.until_refused()
+    await breaker.close()
+    assert breaker.refused + len(at_b.messages) == MUTANTS
+    assert sum(b.rejections.values()) == breaker.refused > MUTANTS // 4
+    assert {peer for peer, _ in b.rejections} == {"a"}
+    assert faults == []
+    assert at_c.changes == [("b", True)]
+
+
+async def test_a_captured_message_is_handed_on_as_often_as_it_comes_and_is_no_offence(mesh: Mesh) -> None:
+    """That a contribution counts once is the core's part: tests/core/rounds/test_history.py."""
+    b, at_b = await mesh.start("b", {"a": None, "c": None})
+    made = await rogue(mesh, b)
+    await at_b.until(lambda: at_b.is_up.get("a"))
+    frame = e.encode_control(REPORTED)
+    for _ in range(REPLAYS):
+        await made[e.Lane.CONTROL].write(frame)
+    await at_b.until(lambda: len(at_b.messages) == REPLAYS)
+    assert at_b.messages == [("a", REPORTED)] * REPLAYS
+    assert at_b.changes == [("a", True)]
+    assert b.rejections == {}
     for stream in made.values():
         await stream.aclose()
