@@ -189,8 +189,6 @@ class Diloco:
             return ()
         return tuple(position.base_version for position in self._session.fragments.positions)
 
-    # ---- the loop ----------------------------------------------------------------------------------------------------
-
     def step(self, *, tokens: int, loss: Tensor | float | None = None, grad_norm: Tensor | float | None = None) -> None:
         """One inner step (one `optimizer.step()`) was made: the step boundary. Never waits for the network.
 
@@ -285,8 +283,6 @@ class Diloco:
                 global_step=self.global_step,
             )
         )
-
-    # ---- what a loop may also want -----------------------------------------------------------------------------------
 
     def evaluated(self, *, val_loss: float | None = None, val_loss_global: float | None = None) -> None:
         """Held-out losses were measured, of the own and of the global parameters; shown by `status`."""
@@ -405,8 +401,6 @@ class Diloco:
             self._fragments.close()
         self._checkpoints.wait()
         self._ranks.close()
-
-    # ---- joining -----------------------------------------------------------------------------------------------------
 
     def _join(self) -> None:
         self._tensors.check_known(self._ranks.all_bytes)
