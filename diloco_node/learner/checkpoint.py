@@ -37,6 +37,7 @@ from diloco_node.storage.durable import make_folder, sync_folder
 FORMAT: Final = 2
 KEPT: Final = 2
 WRITER_STOP_S: Final = 60.0
+DAMAGED: Final = ".damaged"
 
 _STATEFUL: Final = "stateful"
 """What the names of its tensors begin with."""
@@ -356,11 +357,15 @@ def read_newest(folder: Path, manifest_digest: str) -> Checkpoint | None:
 
 
 def read_usable(path: Path, manifest_digest: str) -> Checkpoint | None:
-    """A file's checkpoint; None, with a warning, if it is damaged or of another model."""
+    """A file's checkpoint; None, with a warning, if it is damaged or of another model. A damaged one is set aside."""
     try:
         checkpoint = read_checkpoint(path)
-    except (OSError, LearnerError) as error:
-        log.warning("passing over a damaged checkpoint: %s", error)
+    except OSError as error:
+        log.warning("passing over a checkpoint that can't be read: %s", error)
+        return None
+    except LearnerError as error:
+        log.warning("passing over a damaged checkpoint, which is kept as *%s: %s", DAMAGED, error)
+        _set_aside(path)
         return None
     if checkpoint.progress.manifest_digest == manifest_digest:
         return checkpoint
@@ -384,6 +389,14 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint.from_parts(text, tensors)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise LearnerError(f"{path}: {error}") from error
+
+
+def _set_aside(path: Path) -> None:
+    """Keep it for people, where the next checkpoint would remove it. One at most, so that a bad disk is not filled."""
+    with contextlib.suppress(OSError):
+        for old in path.parent.glob(f"learner-*{DAMAGED}"):
+            old.unlink(missing_ok=True)
+        path.replace(path.with_name(path.name + DAMAGED))
 
 
 def _remove_partial(folder: Path, place: RankPlace) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from diloco_node.daemon.history import HISTORY_NAME
-from diloco_node.learner.checkpoint import KEPT, FileName, newest_first
 from diloco_node.storage.store import STATES_KEPT
 from diloco_node.storage.tensor_files import named_version
 from tests.kit.cluster_kit import Cluster, all_train
@@ -138,10 +137,7 @@ def is_kept(folder: Path, path: Path, data: bytes) -> bool:
 
 
 def is_pruned(folder: Path, path: Path) -> bool:
-    """Whether a file is older than what a region keeps of its kind: nobody had to read it, and the run went on."""
-    if path.parent.name == "checkpoints":
-        own = FileName.parse(path.name)
-        return own is not None and sum(one.age > own.age for one in newest_first(path.parent)) >= KEPT
+    """Whether a payload is older than what a region keeps: nobody had to read it, and the run went on."""
     named = named_version(path)
     if named is None or path.parent.name != "payloads":
         return False

@@ -138,6 +138,15 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(
     assert found is not None
     assert found.progress.step == 1
     assert "damaged" in caplog.text
+    # Writing more removes old checkpoints, and not what people may want to look at.
+    for step in (3, 4, 5):
+        write_checkpoint(tmp_path, checkpoint(step))
+    kept = newest.with_name(newest.name + ".damaged")
+    assert kept.read_bytes() == {"cut": data[:-5], "empty": b""}.get(where, bytes(data))
+    later = tmp_path / newest_first(tmp_path)[0].text
+    later.write_bytes(b"damaged, too")
+    read_newest(tmp_path, DIGEST)
+    assert [path.name for path in tmp_path.glob("*.damaged")] == [f"{later.name}.damaged"], "one at most"
 
 
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
