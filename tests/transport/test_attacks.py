@@ -15,7 +15,7 @@ import ssl
 import threading
 import warnings
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +56,9 @@ OLD_PORT = 1
 """A server that gRPC has closed keeps a descriptor as long as a link goes on over it."""
 
 BODY = os.urandom(2**20)
+AT_LEAST = {"cancelled uploads": {"sent_bytes": 5000 * 8100}, "mutated frames": {"closed": 200}}
+"""5,000 cancelled calls of 8 kB, of which gRPC hands on few; and connections that end at a frame that is too wrong."""
+
 HANDSHAKES = 300
 """Tries of one who has no certificate, beside those with more to say. They take some two seconds."""
 
@@ -110,18 +113,18 @@ async def until_under_way(attack: Attack, progress: Progress) -> None:
 
 
 async def under(
-    attack: Attack, listener: Victim, exchange: Exchange, identity: Path | None, *, closed: int = 0
+    attack: Attack, listener: Victim, exchange: Exchange, identity: Path | None, *, closed: int = 0, sent_bytes: int = 0
 ) -> Facts:
     """The exchange goes on under an attack, and then everything is as before. What the victim knows in the end.
 
     Args:
-        closed: it goes on at least until the victim has ended so many connections.
+        closed: it goes on at least until the victim has ended so many connections. sent_bytes: and got so much.
     """
     before = await listener.facts()
     memory_bytes = before.memory_bytes
     async with attacking(attack, listener.port, identity) as progress:
         await until_under_way(attack, progress)
-        await eventually(lambda: progress.closed >= closed)
+        await eventually(lambda: progress.closed >= closed and progress.sent_bytes >= sent_bytes)
         for _ in range(EXCHANGES):
             await exchange.turn()
             memory_bytes = max(memory_bytes, (await listener.facts()).memory_bytes)
@@ -145,7 +148,7 @@ async def until_as_before(listener: Victim, before: Facts) -> Facts:
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name.replace(", ", "_").replace(" ", "_"))
 async def test_the_others_exchange_goes_on_under_an_attack_of_a_member(mesh: Mesh, attack: Attack) -> None:
     async with linked(mesh) as (listener, exchange):
-        await under(attack, listener, exchange, mesh.folder / "run" / "c")
+        await under(attack, listener, exchange, mesh.folder / "run" / "c", **AT_LEAST.get(attack.name, {}))
 
 
 @pytest.mark.parametrize("run", [None, "stranger"])
@@ -171,6 +174,8 @@ async def test_a_method_that_is_no_text_does_not_keep_other_regions_out(mesh: Me
 
 
 SILENT = 500
+OLD_LINK = 2
+"""Descriptors of a link that its peer has ended: gRPC closes them some 20 s later, which nobody waits for here."""
 
 
 async def test_sockets_that_never_begin_tls_are_closed_while_another_region_links(mesh: Mesh) -> None:
@@ -185,7 +190,7 @@ async def test_sockets_that_never_begin_tls_are_closed_while_another_region_link
         ended = await asyncio.wait_for(asyncio.gather(*(end_of(reader) for reader, _ in silent)), DEADLINE_S)
         for _, writer in silent:
             writer.close()
-        after = await until_as_before(listener, before)
+        after = await until_as_before(listener, replace(before, descriptors=before.descriptors + OLD_LINK))
         assert len(ended) == SILENT
         assert after.faults == 0
         assert after.rejections == {}

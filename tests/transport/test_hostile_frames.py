@@ -24,7 +24,7 @@ from diloco_node.transport.streams import DialedStream
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from tests.kit.hostile import DOCUMENTS
-from tests.kit.transport_kit import Mesh, Recorder, address, meshed, rogue
+from tests.kit.transport_kit import Mesh, Recorder, address, eventually, meshed, rogue
 
 SIZE = 2**16
 BEGIN = e.encode_begin(0, Payload(1, 2, bytes(32)), SIZE)
@@ -101,6 +101,7 @@ ATTACKS = {
 
 MUTANTS = 200
 REPLAYS = 500
+CANCELLED = 100
 
 CLASSES_FOUND: list[str] = []
 """What any pickle that was read in this process has asked for."""
@@ -258,3 +259,27 @@ async def test_a_captured_message_is_handed_on_as_often_as_it_comes_and_is_no_of
     assert b.rejections == {}
     for stream in made.values():
         await stream.aclose()
+
+
+async def test_uploads_that_are_cancelled_leave_no_task_and_no_buffer(mesh: Mesh) -> None:
+    """Each in the middle of a transfer, as the handler of its call waits for more."""
+    b, at_b = await mesh.start("b", {"a": None, "c": None})
+    _, at_c = await mesh.start("c", {"b": address(b)})
+    await at_c.until(lambda: at_c.is_up.get("b"))
+    breaker = Breaker(mesh, b, at_b)
+    for number in range(1, CANCELLED + 1):
+        await breaker.send(e.Lane.BULK, BEGIN)
+        await breaker.send(e.Lane.BULK, e.encode_chunk(0, 0, SIZE, GOOD, is_compressed=True))
+        await at_b.until(lambda number=number: len(at_b.opened) == number)
+        await breaker.close()
+        await at_b.until(lambda: not at_b.is_up["a"])
+    assert [whole for *_, whole in at_b.closed] == [False] * CANCELLED, "each buffer is given back"
+    await eventually(lambda: not [name for name in task_names() if name.endswith(" a")])
+    await eventually(lambda: sum(name.startswith("HandleExceptions") for name in task_names()) == len(e.Lane))
+    assert at_c.changes == [("b", True)]
+    assert b.rejections == {}
+
+
+def task_names() -> list[str]:
+    """Tasks of a link have the peer's name at their end; those of gRPC for a call on the server begin as it does."""
+    return [task.get_name() for task in asyncio.all_tasks()]
