@@ -10,12 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cluster_kit import Cluster, end_process
+from tests.kit.cluster_kit import Cluster, children, end_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
-
-ROUNDS = 8
-"""Rounds that the others commit meanwhile: two of each fragment."""
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 SHORT_OF_MEMORY_BYTES = 192 * 2**20
@@ -58,11 +55,6 @@ def without_memory(name: str, supervisor: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def children(pid: int) -> list[int]:
-    """Processes that are its children now."""
-    return [int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()]
-
-
 def killed_for_memory(group: Path) -> int:
     """How many processes of the group the kernel has killed."""
     words = dict(line.split() for line in (group / "memory.oom_control").read_text().splitlines())
@@ -85,11 +77,13 @@ async def test_a_daemon_that_can_open_nothing_more_holds_up_nobody_else(tmp_path
     try:
         await cluster.start()
         await cluster.until_trains()
+        usual = await cluster.rounds_per_step()
         leader = await cluster.until_leader()
         for region in (leader, cluster.others(leader)[0]):
             pid = (await cluster.until_trains())[region]["pids"]["daemon"]
             with without_descriptors(pid):
-                await cluster.until_commits(ROUNDS, cluster.others(region), why=f"while {region} can open nothing more")
+                others = cluster.others(region)
+                await cluster.until_paced(usual, others, why=f"while {region} can open nothing more")
             await cluster.until_merged(region, why="with descriptors")
         await cluster.end()
     finally:
@@ -104,13 +98,14 @@ async def test_a_region_without_memory_holds_up_nobody_else(tmp_path: Path) -> N
     try:
         await cluster.start()
         await cluster.until_trains()
+        usual = await cluster.rounds_per_step()
         region = await cluster.until_leader()
         supervisor = cluster.regions[region].process
         assert supervisor is not None
         with without_memory(f"diloco-{os.getpid()}", supervisor.pid) as group:
             for pid in children(supervisor.pid):
                 end_process(pid)  # the next ones find no room
-            await cluster.until_commits(ROUNDS, cluster.others(region), why=f"while {region} has no memory")
+            await cluster.until_paced(usual, cluster.others(region), why=f"while {region} has no memory")
             assert killed_for_memory(group) > 0
         await cluster.until_merged(region, why="with memory")
         await cluster.end()

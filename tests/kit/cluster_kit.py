@@ -143,10 +143,11 @@ class Cluster:
 
         A round is due every so many steps, so this says whether rounds wait for somebody, on a slow machine as well.
         """
-        before = await self.until("they train", all_train, names)
+        # Not `all_train`: who waits for a leader makes steps, too, and these count.
+        before = await self.until("they step", all_step, names)
         now = await self.until(
             f"{PACE_STEPS} more steps {why}",
-            lambda now: all_train(now) and all(gain(before, now, name)[1] >= PACE_STEPS for name in now),
+            lambda now: all_step(now) and all(gain(before, now, name)[1] >= PACE_STEPS for name in now),
             names,
         )
         gains = {name: gain(before, now, name) for name in now}
@@ -273,6 +274,11 @@ def all_train(statuses: Statuses) -> bool:
         status["state"] == "training" and status["learner"] is not None and status["learner"]["step"] > 0
         for status in statuses.values()
     )
+
+
+def all_step(statuses: Statuses) -> bool:
+    """Whether every region has a learner that has begun."""
+    return all(status["learner"] is not None and status["learner"]["step"] > 0 for status in statuses.values())
 
 
 def is_running(pid: int) -> bool:
