@@ -234,15 +234,21 @@ class Child:
     def kill(self, number: int = signal.SIGKILL) -> None:
         """With all of its process group, and the ranks of a launcher."""
         if self._process is not None:
-            self._kill_left_behind(number)
+            # Each process once: a second SIGABRT ends Python while it still writes its stacks.
+            self._kill_left_behind(number, but_group=self._process.pid)
             _kill_group(self._process.pid, number)
 
-    def _kill_left_behind(self, number: int) -> None:
-        """Ranks of a launcher and the like; not the process that learners are forked from, which has the same marks."""
+    def _kill_left_behind(self, number: int, but_group: int = 0) -> None:
+        """Ranks of a launcher and the like; not the process that learners are forked from, which has the same marks.
+
+        Args:
+            but_group: a process group that is left alone.
+        """
         for pid in _left_behind(self._marks):
             if self.forks is None or pid != self.forks.pid:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, number)
+                    if os.getpgid(pid) != but_group:
+                        os.kill(pid, number)
 
 
 def _kill_group(pid: int, number: int) -> None:

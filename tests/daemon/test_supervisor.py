@@ -536,3 +536,27 @@ def test_a_tracker_is_restarted_and_stopped_last(tmp_path: Path) -> None:
     daemon = NOTE + "wait_for('tracker', 3)\n(place / 'daemon.done').touch()"
     assert run_supervisor(dataclasses.replace(spec(tmp_path, daemon, None), tracker_command=python(tracker))) == 0
     assert (tmp_path / "last").read_text() == "True"
+
+
+def test_a_signal_to_all_that_a_learner_is_reaches_each_process_once(tmp_path: Path) -> None:
+    """Python writes its stacks at SIGABRT, and a second one ends it meanwhile. Real-time signals are counted."""
+    count = """
+    import signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+    print("ready", flush=True)
+    signal.sigwait([signal.SIGRTMIN])
+    again = signal.sigtimedwait([signal.SIGRTMIN], 0.3)
+    print("once" if again is None else "twice", flush=True)
+    """
+    ended = threading.Event()
+    one = child.Child("learner", python(count), signal.SIGKILL, spec(tmp_path, "", None))
+    one.start({**os.environ, "DILOCO_SUPERVISOR": str(tmp_path)}, lambda _: ended.set())
+    log = tmp_path / "logs" / "learner.log"
+    until_s = time.monotonic() + PATIENCE_S
+    while "ready" not in log.read_text() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    one.kill(signal.SIGRTMIN)
+    assert ended.wait(PATIENCE_S)
+    one.ended()
+    one.log.close()
+    assert log.read_text().split() == ["ready", "once"]
