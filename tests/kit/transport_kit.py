@@ -190,3 +190,11 @@ async def read_on(stream: DialedStream) -> None:
     async with asyncio.timeout(DEADLINE_S):
         while True:
             await stream.read()
+
+
+async def end_of(reader: asyncio.StreamReader) -> bytes:
+    """What came before the other side ended the connection."""
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""

@@ -41,7 +41,7 @@ from diloco_node.core.messages import Payload, RequestVoteReply
 from diloco_node.transport import certs
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
-from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, eventually, hello_of, meshed
+from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, end_of, eventually, hello_of, meshed
 from tests.kit.victim import WHOLE, Facts, Victim, victim
 
 pytestmark = pytest.mark.e2e
@@ -194,14 +194,6 @@ async def test_sockets_that_never_begin_tls_are_closed_while_another_region_link
         assert len(ended) == SILENT
         assert after.faults == 0
         assert after.rejections == {}
-
-
-async def end_of(reader: asyncio.StreamReader) -> bytes:
-    """What came before the other side ended the connection."""
-    try:
-        return await reader.read()
-    except ConnectionError:
-        return b""
 
 
 NO_WINDOW = PREFACE + settings(s4=0)

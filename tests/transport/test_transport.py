@@ -35,6 +35,7 @@ from tests.kit.transport_kit import (
     Recorder,
     address,
     connect_as,
+    end_of,
     eventually,
     expect_no_orphans,
     hello_of,
@@ -511,18 +512,11 @@ async def test_a_peer_without_a_certificate_never_reaches_a_handler(mesh: Mesh) 
     await writer.drain()
     reader, plain = await asyncio.open_connection("127.0.0.1", b.port)
     plain.write(b"GET / HTTP/1.1\r\n\r\n")
-    assert await asyncio.wait_for(_end_of(reader), DEADLINE_S) is not None
+    assert await asyncio.wait_for(end_of(reader), DEADLINE_S) is not None
     for made in (writer, plain):
         made.close()
     assert at_b.changes == []
     assert b.rejections == {}
-
-
-async def _end_of(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.read()
-    except ConnectionError:
-        return b""
 
 
 async def test_the_wrong_region_at_an_address_is_not_talked_to(mesh: Mesh) -> None:
