@@ -83,6 +83,7 @@ class Bench:
         wanted = SnapshotRequested(index, version, version - 1)
         start = now_s()
         self.fragments.snapshot(wanted)
+        self.fragments.encode_taken()
         snapshot_s = now_s() - start
         answer = self.answers.get(timeout=60)
         encoded_s = time.perf_counter() - start

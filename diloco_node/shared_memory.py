@@ -8,7 +8,8 @@ are worthless. Who still maps the old area keeps it until he unmaps it. Areas ar
 a mapping never faults.
 
 `multiprocessing.shared_memory` is not used: on Python 3.11 a process that merely attached unlinks the segment when it
-exits, and /dev/shm has 64 MiB in a container.
+exits, and /dev/shm has 64 MiB in a container. What is worth having also after the supervisor's death, but can be done
+without, lies there all the same (`boundary_file`).
 
 Standard library only: the supervisor imports this.
 """
@@ -16,6 +17,7 @@ Standard library only: the supervisor imports this.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import mmap
 import os
@@ -45,6 +47,19 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 class _Area:
     fd: int
     size_bytes: int
+
+
+def boundary_file(state_dir: Path) -> Path:
+    """Where a region's learner keeps its last step boundary: in memory that outlives all processes, but no reboot.
+
+    Named after the folder itself, not its path alone: a folder that was made anew has nothing to go on with.
+
+    Raises:
+        OSError: there is no such folder.
+    """
+    info = state_dir.stat()
+    name = f"{state_dir.resolve()}\0{info.st_dev}\0{info.st_ino}"
+    return Path("/dev/shm") / f"diloco-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 class MemoryStore:

@@ -29,7 +29,7 @@ class RegionSample:
     Attributes:
         has_daemon: its daemon answers, and a learner is attached to it.
         has_learner: a learner lives, attached or not. is_stopped: it stands still (SIGSTOP).
-        incarnation, step: of its learner, as last known.
+        incarnation, step: of its learner, as last known. attached_step: where its process attached.
         commit_index, rounds, tokens_merged: of the run, as this region knows them.
         val_loss: held-out loss of the merged parameters, as last measured there; None: not yet, or not known any more.
     """
@@ -38,6 +38,7 @@ class RegionSample:
     has_learner: bool
     incarnation: int = 0
     step: int = 0
+    attached_step: int = 0
     commit_index: int = 0
     rounds: int = 0
     tokens_merged: int = 0
@@ -242,15 +243,36 @@ def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence
     region = fault.fault.target.region
     known = bisect_right(samples, fault.at_ns, key=lambda one: one.at_ns)
     before = samples[known - 1].regions[region] if known else None
-    incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
-    lives_on = fault.fault.target.part == "daemon"
+    incarnation = before.incarnation if before is not None else 0
+    mark = _step_before(fault, before, samples[known:])
     for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda one: one.at_ns), None):
         part = merge.members.get(region)
         if part is None:
             continue
-        if part.incarnation > incarnation or (lives_on and part.incarnation == incarnation and part.step_to > step):
+        is_later = part.incarnation == incarnation and mark is not None and part.step_to > mark
+        if part.incarnation > incarnation or is_later:
             return merge.at_ns - fault.at_ns
     return None
+
+
+def _step_before(fault: StruckFault, before: RegionSample | None, after: Sequence[RunSample]) -> int | None:
+    """The last step of the learner's incarnation that was made before a death; None: none was made after it.
+
+    One whose daemon died goes on. One that died goes on where another process of its incarnation attached.
+    """
+    if before is None:
+        return None
+    if fault.fault.target.part == "daemon":
+        return before.step
+    later = (one.regions[fault.fault.target.region] for one in after)
+    return next(
+        (
+            one.attached_step
+            for one in later
+            if one.incarnation == before.incarnation and one.attached_step > before.attached_step
+        ),
+        None,
+    )
 
 
 def rejoins(
@@ -292,10 +314,10 @@ def rejoins(
 def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:
     """What a region did within the window: spans without gaps, no two neighbours alike.
 
-    After each time without learner or daemon, or at a standstill, it is catching up until its learner of then is in a
-    merge.
+    After each time without learner or daemon, or at a standstill, it is catching up until a merge has steps that its
+    learner made from then on.
     """
-    joined = [(one.at_ns, one.members[region].incarnation) for one in merges if region in one.members]
+    joined = [(one.at_ns, one.members[region]) for one in merges if region in one.members]
     spans: list[LifeSpan] = []
     is_back, away_ns, at = True, 0, 0
     inside = [one for one in samples if one.at_ns <= end_ns]
@@ -307,7 +329,9 @@ def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge]
             is_back, away_ns = False, sample.at_ns
         else:
             while not is_back and at < len(joined) and joined[at][0] <= sample.at_ns:
-                is_back = joined[at][0] > away_ns and joined[at][1] >= own.incarnation
+                at_ns, part = joined[at]
+                is_later = (part.incarnation, part.step_to) > (own.incarnation, own.attached_step)
+                is_back = at_ns > away_ns and is_later
                 at += 1
             state = LifeState.TRAINING if is_back else LifeState.CATCHING_UP
         from_ns = max(0, sample.at_ns)

@@ -36,6 +36,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -47,7 +48,7 @@ from diloco_node.daemon.learner.watch import COUNTERS_AREA, FROM_OUTSIDE, Action
 from diloco_node.daemon.preload import ForkServer, ServerEnded, ServerReady, forkable_command
 from diloco_node.daemon.service_manager import NOTIFY_VARIABLES, ServiceManager
 from diloco_node.errors import StorageError
-from diloco_node.shared_memory import MemoryStore
+from diloco_node.shared_memory import MemoryStore, boundary_file
 from diloco_node.unix_sockets import socket_path
 
 FINAL_CODES: Final = frozenset({2, 4, 6, 7})
@@ -412,3 +413,6 @@ def run_supervisor(spec: SupervisorSpec) -> int:
             finally:
                 for number, handler in before:
                     signal.signal(number, handler)
+                # Of a learner that was interrupted: who stops a region wants nothing left in memory.
+                with suppress(OSError):
+                    boundary_file(spec.state_dir).unlink()

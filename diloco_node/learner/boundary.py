@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.fragments import LearnerFragments
+from diloco_node.learner.fragments import Answer, LearnerFragments
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
 from diloco_node.learner.session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
 
@@ -59,9 +59,15 @@ class StepBoundaries:
             if is_step:
                 fragments.step += 1
                 fragments.tokens += agreed.tokens
-                if session is not None:
+            answers = self._carry_out(agreed, orders)
+            if session is not None:
+                # Whatever is told of this boundary, also by the encoder, is told after it is saved and counted.
+                session.save()
+                if is_step:
                     session.count()
-            self._carry_out(agreed, orders)
+                for answer in answers:
+                    session.reply(answer)
+            fragments.encode_taken()
         self.checkpoints.all_wrote(agreed.written_step)
         return agreed
 
@@ -86,8 +92,10 @@ class StepBoundaries:
             part=session.run_clock.part,
         )
 
-    def _carry_out(self, agreed: Boundary, orders: Orders) -> None:
+    def _carry_out(self, agreed: Boundary, orders: Orders) -> list[Answer]:
+        """Returns what to tell the daemon."""
         fragments, session = self.fragments, self.session
+        answers: list[Answer] = []
         if orders.wants_initial_state:
             fragments.write_initial_state()
             if session is not None:
@@ -96,13 +104,12 @@ class StepBoundaries:
             fragments.take(offer)
         for request in orders.requests:
             answer = fragments.snapshot(request)
-            if answer is not None and session is not None:
-                session.reply(answer)
+            if answer is not None:
+                answers.append(answer)
         # One rank alone has what it is offered; of several each says so at the next boundary.
         for index in agreed.arrived if self.ranks.size > 1 else fragments.arrived():
-            applied = fragments.finish(index)
-            if session is not None:
-                session.reply(applied)
+            answers.append(fragments.finish(index))
+        return answers
 
     def place(self) -> Boundary:
         """Boundaries until every fragment has a version, or somebody was asked to stop. Returns the last one."""

@@ -16,8 +16,9 @@ snapshot of the fragment replaces it. Asked again for the same version and base 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -28,12 +29,14 @@ from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition
+from diloco_node.core.types import CarryMode, Codec, FragmentPosition
 from diloco_node.errors import LearnerError, PayloadCorrupt
 from diloco_node.learner.exchange import RankExchange
+from diloco_node.learner.last_boundary import BoundaryFacts
 from diloco_node.learner.layouts.shard_map import ShardMap, whole_map
 from diloco_node.learner.layouts.tensors import ModelTensors, host_values
 from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.snapshots import HeldSnapshot, SnapshotFacts, SnapshotRooms, room
 from diloco_node.learner.worker import BackgroundWorker
 from diloco_node.numeric import F32, U8
 from diloco_node.wire.learner_link import (
@@ -58,31 +61,6 @@ class FragmentSettings:
     codec_up: Codec
     carry: CarryMode
     carry_steps_limit: int
-
-
-@dataclass(slots=True)
-class _Snapshot:
-    """S: the parameters of one fragment at a step boundary, until a version resolves it.
-
-    Attributes:
-        version, base_version: of the request.
-        values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the pool.
-        answer: set by the encoder when it is done and the counters are durable.
-        encoded: set by the encoder after `answer`.
-    """
-
-    number: int
-    fragment: int
-    version: int
-    base_version: int
-    step_from: int
-    step: int
-    tokens_from: int
-    tokens: int
-    values: Tensor
-    buffer: Tensor
-    answer: SnapshotReady | SnapshotDenied | None = None
-    encoded: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(slots=True)
@@ -155,13 +133,12 @@ class LearnerFragments:
         sizes = [part.size for part in self._owned]
         # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
         is_pinned = torch.cuda.is_available()
-        self._base = list(torch.split(_room(sum(sizes), is_pinned=is_pinned), sizes))
-        self._largest = max(sizes)
-        self._pool = [_room(self._largest, is_pinned=is_pinned) for _ in range(2)]
-        self._is_pinned = is_pinned
+        self._base = list(torch.split(room(sum(sizes), is_pinned=is_pinned), sizes))
+        self._rooms = SnapshotRooms(max(sizes), kept=len(sizes), is_pinned=is_pinned)
         held = [slab.size for part in (*self._owned, *self._followed) for slab in part.slabs]
-        self._scratch = _room(max(held, default=0), is_pinned=is_pinned)
-        self._snapshots: dict[int, _Snapshot] = {}
+        self._scratch = room(max(held, default=0), is_pinned=is_pinned)
+        self._snapshots: dict[int, HeldSnapshot] = {}
+        self._taken: list[HeldSnapshot] = []
         self._incoming: dict[int, _ComingVersion] = {}
         self._last_included: dict[int, int] = {}
         self._own: list[Tensor] | None = None
@@ -187,7 +164,7 @@ class LearnerFragments:
     def unresolved(self) -> tuple[int, ...]:
         """Per fragment the number of its unresolved snapshot, or NO_SNAPSHOT."""
         held = self._snapshots
-        return tuple(held[index].number if index in held else NO_SNAPSHOT for index in range(len(self.positions)))
+        return tuple(held[index].facts.number if index in held else NO_SNAPSHOT for index in range(len(self.positions)))
 
     def write_initial_state(self) -> None:
         """Copy the model's parameters into the version area, where the daemon takes Theta_0 from. All ranks call it."""
@@ -230,8 +207,56 @@ class LearnerFragments:
     def vector(self, index: int) -> Tensor:
         """What this rank owns of fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy."""
         values = host_values(self._owned[index].size)
-        self.tensors.read(self._owned[index], values)
+        self.read(index, values)
         return values
+
+    @property
+    def has_last_version(self) -> bool:
+        """Whether the run's last merges have begun here."""
+        return self._own is not None
+
+    def facts(self) -> BoundaryFacts:
+        """Where this learner stands."""
+        return BoundaryFacts(
+            step=self.step,
+            tokens=self.tokens,
+            next_snapshot=self._next_snapshot,
+            positions=tuple(self.positions),
+            last_included=tuple(self._last_included.get(index, NO_SNAPSHOT) for index in range(len(self.positions))),
+            unresolved=tuple(self._snapshots[index].facts for index in sorted(self._snapshots)),
+        )
+
+    def read(self, index: int, out: Tensor) -> None:
+        """Copy what the model holds of a fragment now: shape (n,), float32, CPU."""
+        self.tensors.read(self._owned[index], out)
+
+    def snapshot_values(self, index: int) -> Tensor:
+        """The values of the unresolved snapshot of a fragment: shape (n,), float32, CPU. Not a copy."""
+        return self._snapshots[index].values
+
+    def begin_at(
+        self,
+        facts: BoundaryFacts,
+        *,
+        parameters: Sequence[Tensor],
+        bases: Sequence[Tensor],
+        snapshots: Sequence[Tensor],
+    ) -> None:
+        """Stand where a dead process stood. Before the first boundary; each vector, shape (n,), float32, CPU, is copied.
+
+        Unresolved snapshots are encoded again, to the same bytes.
+        """
+        self.step, self.tokens, self._next_snapshot = facts.step, facts.tokens, facts.next_snapshot
+        self.positions = list(facts.positions)
+        self._last_included = {index: number for index, number in enumerate(facts.last_included) if number >= 0}
+        for part, theta, base, values in zip(self._owned, parameters, bases, self._base, strict=True):
+            self.tensors.write(part, theta)
+            values.copy_(base)
+        for one in facts.unresolved:
+            buffer = self._rooms.take()
+            values = buffer[: self._owned[one.fragment].size].copy_(snapshots[one.fragment])
+            self._snapshots[one.fragment] = HeldSnapshot(one, values, buffer)
+            self._taken.append(self._snapshots[one.fragment])
 
     # ---- snapshots ---------------------------------------------------------------------------------------------------
 
@@ -239,11 +264,12 @@ class LearnerFragments:
         """Copy a fragment and have it encoded.
 
         Returns:
-            The answer if it is known at once (denied, or the same snapshot as before), else None: it comes by `answer`.
+            The answer if it is known at once (denied, or the same snapshot as before), else None: it comes by `answer`,
+            after `encode_taken`.
         """
         self._worker.check()
         held = self._snapshots.get(wanted.fragment)
-        if held is not None and (held.version, held.base_version) == (wanted.version, wanted.base_version):
+        if held is not None and (held.facts.version, held.facts.base_version) == (wanted.version, wanted.base_version):
             return held.answer if held.encoded.is_set() else None
         position = self.positions[wanted.fragment]
         if wanted.base_version != position.base_version:
@@ -254,11 +280,10 @@ class LearnerFragments:
         if held is not None:
             self._resolve(held)
         part = self._owned[wanted.fragment]
-        # Memory that has been touched before, where there is some: copying into it is fast.
-        buffer = self._pool.pop() if self._pool else _room(self._largest, is_pinned=self._is_pinned)
+        buffer = self._rooms.take()
         values = buffer[: part.size]
         self.tensors.read(part, values)
-        taken = _Snapshot(
+        facts = SnapshotFacts(
             number=self._next_snapshot,
             fragment=wanted.fragment,
             version=wanted.version,
@@ -267,15 +292,20 @@ class LearnerFragments:
             step=self.step,
             tokens_from=position.included_tokens,
             tokens=self.tokens,
-            values=values,
-            buffer=buffer,
         )
+        taken = HeldSnapshot(facts, values, buffer)
         self._next_snapshot += 1
         self._snapshots[wanted.fragment] = taken
-        self._worker.put(lambda: self._encode(taken))
+        self._taken.append(taken)
         return None
 
-    def _encode(self, taken: _Snapshot) -> None:
+    def encode_taken(self) -> None:
+        """Have the snapshots of this boundary encoded, now that nothing else is to be done before they are told."""
+        for taken in self._taken:
+            self._worker.put(partial(self._encode, taken))
+        self._taken.clear()
+
+    def _encode(self, taken: HeldSnapshot) -> None:
         """In the worker. Base can't change meanwhile: `is_busy` says so."""
         # A step that others may merge must not be forgotten by a power cut: the counters first.
         durable = self._worker.disk.submit(self._before_ready)
@@ -286,9 +316,9 @@ class LearnerFragments:
         if answer is not None:
             self._answer(answer)
 
-    def _encoded(self, taken: _Snapshot) -> SnapshotReady | SnapshotDenied | None:
+    def _encoded(self, taken: HeldSnapshot) -> SnapshotReady | SnapshotDenied | None:
         """The answer; None on ranks other than 0."""
-        index = taken.fragment
+        index = taken.facts.fragment
         base, theta = self._base[index].numpy(), taken.values.numpy()
         if self._exchange is not None and self._is_gathered:
             # The same subtraction as the kernel's; what it subtracts then changes nothing.
@@ -303,19 +333,9 @@ class LearnerFragments:
         try:
             norms = kernels.encode_delta(self._blocks[index], base, theta, out)
         except PayloadCorrupt as error:
-            return SnapshotDenied(index, taken.version, f"step {taken.step}: {error}")
-        contribution = Contribution(
-            learner=self.settings.region,
-            incarnation=self.settings.incarnation,
-            fragment=index,
-            base_version=taken.base_version,
-            snapshot=taken.number,
-            step_from=taken.step_from,
-            step_to=taken.step,
-            tokens=taken.tokens - taken.tokens_from,
-            squared_norms=tuple(norms.tolist()),
-        )
-        return SnapshotReady(contribution)
+            return SnapshotDenied(index, taken.facts.version, f"step {taken.facts.step}: {error}")
+        settings = self.settings
+        return SnapshotReady(taken.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
 
     # ---- versions ----------------------------------------------------------------------------------------------------
 
@@ -408,7 +428,7 @@ class LearnerFragments:
         self.tensors.held(owned, new, self._base[index])
         self.positions[index] = position_after(
             position,
-            included=None if taken is None else (taken.step, taken.tokens),
+            included=None if taken is None else (taken.facts.step, taken.facts.tokens),
             step=self.step,
             tokens=self.tokens,
             version=version,
@@ -416,7 +436,7 @@ class LearnerFragments:
             is_kept=plan.anchor is not Anchor.NONE,
         )
         if taken is not None:
-            self._last_included[index] = taken.number
+            self._last_included[index] = taken.facts.number
         if index in self._snapshots:
             self._resolve(self._snapshots[index])
         carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
@@ -432,59 +452,46 @@ class LearnerFragments:
         """
         self._revert.verify()
 
-    def _included(self, offered: VersionOffered) -> _Snapshot | None:
+    def _included(self, offered: VersionOffered) -> HeldSnapshot | None:
         if offered.included_snapshot == NO_SNAPSHOT:
             return None
         if offered.included_snapshot <= self._last_included.get(offered.fragment, NO_SNAPSHOT):
             # The daemon made this offer before it knew what this learner had just applied: the snapshot is in its base.
             return None
         held = self._snapshots.get(offered.fragment)
-        if held is None or held.number != offered.included_snapshot:
+        if held is None or held.facts.number != offered.included_snapshot:
             raise LearnerError(
                 f"fragment {offered.fragment} version {offered.version} includes snapshot {offered.included_snapshot}, "
                 f"but this learner (incarnation {self.settings.incarnation}) holds "
-                f"{'none' if held is None else held.number}: its steps can't be carried over; restart the learner"
+                f"{'none' if held is None else held.facts.number}: its steps can't be carried over; restart the learner"
             )
         return held
 
-    def _plan(self, position: FragmentPosition, taken: _Snapshot | None, version: int) -> tuple[CarryPlan, int]:
+    def _plan(self, position: FragmentPosition, taken: HeldSnapshot | None, version: int) -> tuple[CarryPlan, int]:
         """The plan, and how many own steps it keeps."""
         if position.base_version < 0:
             return CarryPlan(Anchor.NONE, 0.0), 0
-        since = self.step - (position.included_step if taken is None else taken.step)
+        since = self.step - (position.included_step if taken is None else taken.facts.step)
         plan = carry_plan(
             self.settings.carry,
             included=taken is not None,
-            versions_missed=version - (position.base_version if taken is None else taken.version),
+            versions_missed=version - (position.base_version if taken is None else taken.facts.version),
             steps_since_inclusion=since,
             carry_steps_limit=self.settings.carry_steps_limit,
         )
         return plan, since if plan.carry_factor > 0.0 else 0
 
-    # ---- buffers -----------------------------------------------------------------------------------------------------
-
-    def _resolve(self, taken: _Snapshot) -> None:
-        del self._snapshots[taken.fragment]
+    def _resolve(self, taken: HeldSnapshot) -> None:
+        del self._snapshots[taken.facts.fragment]
         # While the encoder still reads the values, they are left to the garbage collector.
-        if taken.encoded.is_set() and len(self._pool) < len(self.positions):
-            self._pool.append(taken.buffer)
+        if taken.encoded.is_set():
+            self._rooms.give_back(taken.buffer)
 
     def close(self) -> None:
         """Stop the worker and let go of the shared memory."""
         self._worker.close()
         self._places = []
         self._contribution_area = np.zeros(0, np.uint8)
-
-
-def _room(size: int, *, is_pinned: bool) -> Tensor:
-    """Zeros, shape (size,), float32, on the CPU.
-
-    Memory that is not pinned comes from numpy: it asks the kernel for huge pages, torch does not. Copies and encoding
-    take a quarter less time with them.
-    """
-    if is_pinned:
-        return torch.zeros(size, dtype=torch.float32, device="cpu", pin_memory=True)
-    return torch.from_numpy(np.zeros(size, np.float32))
 
 
 def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:

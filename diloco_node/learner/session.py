@@ -17,6 +17,7 @@ from diloco_node.core.merge.schedule import next_news_step
 from diloco_node.errors import LearnerError, StorageError
 from diloco_node.learner.exchange import RankExchange
 from diloco_node.learner.fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
+from diloco_node.learner.last_boundary import last_boundary_of
 from diloco_node.learner.layouts.shard_map import ShardMap
 from diloco_node.learner.layouts.tensors import ModelTensors
 from diloco_node.learner.link import LearnerLink
@@ -105,6 +106,7 @@ class LearnerSession:
         self._specs = specs
         self._shards = shards
         self._ranks = ranks
+        self._last_boundary = last_boundary_of(tensors, ranks)
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
         self._wants_initial_state = False
@@ -162,7 +164,9 @@ class LearnerSession:
         """In the link's thread, with its lock held."""
         fragments, welcome = self._fragments, self.welcome
         if fragments is None or welcome is None:
-            return Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
+            found = None if self._last_boundary is None else self._last_boundary.found
+            new = Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
+            return new if found is None else found.attach(new)
         return Attach(
             protocol=LINK_PROTOCOL,
             pid=os.getpid(),
@@ -180,6 +184,10 @@ class LearnerSession:
         if self.welcome is None or self._fragments is None:
             self._fragments = self._build(welcome)
             self.welcome = welcome
+            if self._last_boundary is not None and self._last_boundary.begin(self._fragments, welcome):
+                log.info("going on at step %d of incarnation %d", self._fragments.step, welcome.incarnation)
+                self.count()
+                self._fragments.encode_taken()
             self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
             raise LearnerError(
@@ -215,6 +223,17 @@ class LearnerSession:
             shards=self._shards,
             exchange=exchange_of(self._ranks, self._shards, manifest),
         )
+
+    def save(self) -> None:
+        """This boundary is done, but nobody has heard of it."""
+        last, welcome = self._last_boundary, self.welcome
+        if last is None or welcome is None:
+            return
+        if self.fragments.has_last_version:
+            last.forget()  # what the own parameters were before the last merges is not in it
+            self._last_boundary = None
+        elif self.fragments.is_placed:
+            last.save(self.fragments, welcome, step_ns=self.timer.average_ns)
 
     def count(self) -> None:
         """A step was made: count it, durably against a kill, before anybody hears of it."""
@@ -328,6 +347,9 @@ class LearnerSession:
             self._fragments.close()
         if self._counter is not None:
             self._counter.close()
+        if self._last_boundary is not None:
+            # Who failed or is done leaves nothing; who was interrupted goes on here.
+            (self._last_boundary.close if last is None else self._last_boundary.forget)()
 
 
 def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:

@@ -201,6 +201,23 @@ def test_who_died_is_back_with_the_first_merge_of_its_next_incarnation() -> None
     assert rejoin_ns(death(10), samples, merges[:3]) is None
 
 
+def test_who_goes_on_as_the_same_incarnation_is_back_with_steps_from_where_it_attached() -> None:
+    def up(step: int, attached_step: int) -> RegionSample:
+        return RegionSample(True, True, incarnation=1, step=step, attached_step=attached_step)
+
+    samples = [sample(0, a=up(40, 12)), sample(9.75, a=up(60, 12)), sample(10.25, a=up(61, 12))]
+    merges = [
+        merge(10.5, a=(1, 61, 1.0)),  # on its way when it died, and not known of before
+        merge(11, b=(1, 80, 1.0)),
+        merge(12, a=(1, 63, 1.0)),
+    ]
+    assert rejoin_ns(death(10), samples, merges) is None
+    samples += [sample(11.75, a=up(62, 62))]
+    for part in ("learner", "supervisor", "region"):
+        assert rejoin_ns(death(10, part), samples, merges) == 2 * S
+    assert rejoin_ns(death(10), samples, merges[:2]) is None
+
+
 def test_a_learner_that_outlives_its_daemon_is_back_with_later_steps() -> None:
     samples = [sample(0, a=UP), sample(9.75, a=RegionSample(True, True, incarnation=1, step=60))]
     merges = [merge(10.5, a=(1, 60, 1.0)), merge(13, a=(1, 61, 1.0))]
@@ -244,6 +261,19 @@ def test_a_region_is_dead_then_catches_up_until_its_next_incarnation_is_in_a_mer
         LifeSpan(3 * S, 6 * S, LifeState.DEAD),
         LifeSpan(6 * S, 7 * S, LifeState.CATCHING_UP),
         LifeSpan(7 * S, 10 * S, LifeState.TRAINING),
+    ]
+
+
+def test_a_region_that_goes_on_catches_up_until_steps_from_then_on_are_merged() -> None:
+    gone = RegionSample(has_daemon=True, has_learner=False, incarnation=1, step=9)
+    back = RegionSample(True, True, incarnation=1, step=9, attached_step=9)
+    samples = [sample(-1, a=UP), sample(2, a=gone), sample(4, a=back), sample(6, a=back)]
+    merges = [merge(at, a=(1, step, 1.0)) for at, step in ((0, 4), (3, 9), (5, 9), (6, 10))]
+    assert [(span.to_ns // S, span.state) for span in life("a", samples, merges, end_ns=8 * S)] == [
+        (2, LifeState.TRAINING),
+        (4, LifeState.DEAD),
+        (6, LifeState.CATCHING_UP),
+        (8, LifeState.TRAINING),
     ]
 
 

@@ -74,6 +74,7 @@ class Bench:
     def snapshot(self, version: int, *, fragment: int = 0, base: int | None = None) -> Answer:
         wanted = SnapshotRequested(fragment, version, version - 1 if base is None else base)
         answer = self.fragments.snapshot(wanted)
+        self.fragments.encode_taken()
         return self.answers.get(timeout=PATIENCE_S) if answer is None else answer
 
     def ready(self, version: int, *, fragment: int = 0, base: int | None = None) -> SnapshotReady:
@@ -388,6 +389,7 @@ def test_apply_waits_while_the_encoder_reads_the_base() -> None:
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
     assert bench.fragments.snapshot(SnapshotRequested(0, 1, 0)) is None
+    bench.fragments.encode_taken()
     assert bench.fragments.is_busy(0)
     assert bench.fragments.snapshot(SnapshotRequested(0, 1, 0)) is None  # asked again: the answer is on its way
     gate.set()
@@ -409,6 +411,8 @@ def test_a_snapshot_is_encoded_while_the_counters_go_to_the_disk_and_announced_a
     encode = bench.fragments._encoded
     bench.fragments._encoded = lambda taken: (encode(taken), encoded.set())[0]  # type: ignore[method-assign]
     bench.fragments.snapshot(SnapshotRequested(0, 1, 0))
+    assert bench.answers.empty()
+    bench.fragments.encode_taken()
     assert isinstance(bench.answers.get(timeout=PATIENCE_S), SnapshotReady)
     assert seen == [True], "encoded while the disk was waited for, and nothing said before it was done"
 
@@ -421,6 +425,7 @@ def test_what_ends_the_encoder_is_raised_in_the_training_thread() -> None:
     bench.offer(0, 0, 10.0)
     bench.step(-2.0)
     bench.fragments.snapshot(SnapshotRequested(0, 1, 0))
+    bench.fragments.encode_taken()
     bench.fragments.close()
     with pytest.raises(LearnerError, match="planted"):
         bench.fragments.is_busy(0)
@@ -438,4 +443,4 @@ def test_memory_of_snapshots_is_used_again() -> None:
         bench.step(0.1)
         bench.ready(version + 2, base=version)  # a round that will pass without it
         bench.ready(version + 3, base=version)
-    assert len(bench.fragments._pool) + len(bench.fragments._snapshots) == 2
+    assert len(bench.fragments._rooms) + len(bench.fragments._snapshots) == 2

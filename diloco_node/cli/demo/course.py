@@ -54,15 +54,18 @@ class CourseRecorder:
         # A daemon that has just started names no learner, although the one that it had may train on.
         known = self._learners.get(region.name)
         if learner is None:
-            incarnation, step = (before.incarnation, before.step) if before is not None else (0, 0)
+            known_before = before or RegionSample(False, False)
+            incarnation, step, attached_step = known_before.incarnation, known_before.step, known_before.attached_step
         else:
             incarnation, step = int(learner["incarnation"]), int(learner["step"])
+            attached_step = int(learner["attached_step"])
         return RegionSample(
             has_daemon=is_attached,
             has_learner=known is not None and is_alive(known),
             is_stopped=known is not None and is_stopped(known),
             incarnation=incarnation,
             step=step,
+            attached_step=attached_step,
             commit_index=int(status.get("commit_index", 0)),
             rounds=int(status.get("rounds_committed", 0)),
             tokens_merged=int(status.get("tokens_merged", 0)),

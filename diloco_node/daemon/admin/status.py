@@ -220,6 +220,7 @@ def _learner(learner: LearnerProxy, now_ns: int) -> dict[str, Any] | None:
     return {
         "incarnation": status.incarnation,
         "step": status.step,
+        "attached_step": facts.attached_step,
         "tokens": status.tokens,
         "step_seconds": status.step_time_ns / 1e9,
         "tokens_per_second": tokens / seconds if seconds > 0 else None,

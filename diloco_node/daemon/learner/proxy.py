@@ -48,6 +48,7 @@ class LearnerFacts:
         loss_first, loss_last: the first and the newest loss that was reported.
         val_loss: held-out loss of the learner's own parameters, val_loss_global: of the global ones.
         blocked_ns: time the training loops of all learners so far spent inside `step()`.
+        attached_step: of its incarnation, where the present process began, or was when this daemon came.
         first_report_ns, last_report_ns: monotonic, of the present learner, for tokens per second.
         tokens_at_first_report: of its incarnation.
         warnings: losses and gradient norms that were out of their range, and were told.
@@ -61,6 +62,7 @@ class LearnerFacts:
     val_loss: float | None = None
     val_loss_global: float | None = None
     blocked_ns: int = 0
+    attached_step: int = 0
     first_report_ns: int = 0
     last_report_ns: int = 0
     tokens_at_first_report: int = 0
@@ -163,11 +165,14 @@ class LearnerProxy:
         self._refuse_requested("the learner restarted")
         self.version_area.attached(writes_initial=writes_initial)
         self.done = None
-        self.pid = attach.pid
+        if (attach.pid, incarnation) != (self.pid, self._incarnation):
+            # Another process, maybe of the same incarnation (`learner.last_boundary`): it has blocked for no time yet.
+            self.pid = attach.pid
+            self._blocked_before_ns = self.facts.blocked_ns
+        self.facts.attached_step = attach.step
         if incarnation != self._incarnation:
             # Its counters begin at zero; so does what is measured by them.
             self._incarnation = incarnation
-            self._blocked_before_ns = self.facts.blocked_ns
             self.facts.first_report_ns = self.facts.last_report_ns = 0
             self.facts.tokens.reset()
         self.status = LearnerStatus(

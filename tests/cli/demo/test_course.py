@@ -26,7 +26,7 @@ class MadeUpCourse:
         self.child = subprocess.Popen(SLEEP)
         self.region = RegionProcess("a", 0, Path())
         self.recorder = CourseRecorder()
-        self.answer({"incarnation": 1, "step": 7})
+        self.answer({"incarnation": 1, "step": 7, "attached_step": 2})
 
     def answer(self, learner: dict[str, Any] | None) -> None:
         pids = {"learner": self.child.pid if learner is not None else None}
@@ -53,7 +53,7 @@ def course() -> Iterator[MadeUpCourse]:
 
 
 def test_what_a_region_answers_is_in_the_sample(course: MadeUpCourse) -> None:
-    assert course.take() == RegionSample(True, True, incarnation=1, step=7, rounds=3, tokens_merged=90)
+    assert course.take() == RegionSample(True, True, incarnation=1, step=7, attached_step=2, rounds=3, tokens_merged=90)
     assert course.state() is LifeState.TRAINING
 
 

@@ -49,8 +49,8 @@ SECOND = 1_000_000_000
 FRAGMENTS = len(MANIFEST.fragments)
 
 
-def attach(step: int = 0, tokens: int = 0) -> Attach:
-    return Attach(LINK_PROTOCOL, 7, (), NEW_PROCESS, "", step, tokens, 0, (), ()).in_fragments(FRAGMENTS)
+def attach(step: int = 0, tokens: int = 0, *, pid: int = 7) -> Attach:
+    return Attach(LINK_PROTOCOL, pid, (), NEW_PROCESS, "", step, tokens, 0, (), ()).in_fragments(FRAGMENTS)
 
 
 def report(step: int, tokens: int, *, loss: float | None = None, blocked_ns: int = 0) -> Report:
@@ -210,6 +210,18 @@ def test_rates_and_blocked_time_survive_the_restart_of_a_learner(bench: Bench) -
     assert (facts.tokens_at_first_report, facts.first_report_ns) == (1000, 20 * SECOND)
     assert facts.blocked_ns == 4 * SECOND
     assert bench.side.tokens_total == 101_500
+
+
+def test_a_process_that_goes_on_for_a_dead_one_keeps_its_counters_and_adds_its_own_blocked_time(bench: Bench) -> None:
+    bench.side.attached(attach(), 1, ())
+    bench.now_ns = 10 * SECOND
+    bench.side.reported(report(100, 1000, blocked_ns=3 * SECOND))
+    bench.side.detached()
+    bench.side.attached(attach(101, 1010, pid=8), 1, ())
+    bench.side.reported(report(102, 1020, blocked_ns=SECOND))
+    assert bench.side.facts.blocked_ns == 4 * SECOND
+    assert bench.side.facts.attached_step == 101
+    assert bench.side.tokens_total == 1020
 
 
 def test_a_reconnect_of_the_same_learner_counts_nothing_twice(bench: Bench) -> None:

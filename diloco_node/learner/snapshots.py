@@ -1,0 +1,100 @@
+"""Snapshots of one fragment: what is known of each, and the memory that they lie in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco_node.core.types import Contribution
+from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFacts:
+    """What names a snapshot, and the steps and tokens that it covers.
+
+    Attributes:
+        version, base_version: of the request.
+    """
+
+    number: int
+    fragment: int
+    version: int
+    base_version: int
+    step_from: int
+    step: int
+    tokens_from: int
+    tokens: int
+
+    def contribution(self, learner: str, incarnation: int, squared_norms: Sequence[float]) -> Contribution:
+        """What it becomes when it is encoded."""
+        return Contribution(
+            learner=learner,
+            incarnation=incarnation,
+            fragment=self.fragment,
+            base_version=self.base_version,
+            snapshot=self.number,
+            step_from=self.step_from,
+            step_to=self.step,
+            tokens=self.tokens - self.tokens_from,
+            squared_norms=tuple(squared_norms),
+        )
+
+
+@dataclass(slots=True)
+class HeldSnapshot:
+    """S: the parameters of one fragment at a step boundary, until a version resolves it.
+
+    Attributes:
+        values: shape (owned size,), float32, CPU; the first part of `buffer`, which comes from the rooms.
+        answer: set by the encoder when it is done and the counters are durable.
+        encoded: set by the encoder after `answer`.
+    """
+
+    facts: SnapshotFacts
+    values: Tensor
+    buffer: Tensor
+    answer: SnapshotReady | SnapshotDenied | None = None
+    encoded: threading.Event = field(default_factory=threading.Event)
+
+
+class SnapshotRooms:
+    """Memory for snapshots: what has been touched before is given out again, for copying into it is fast.
+
+    Args:
+        largest: values of the largest fragment. kept: rooms to keep, at most.
+    """
+
+    def __init__(self, largest: int, *, kept: int, is_pinned: bool) -> None:
+        self._largest = largest
+        self._kept = kept
+        self._is_pinned = is_pinned
+        self._free = [room(largest, is_pinned=is_pinned) for _ in range(2)]
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self) -> Tensor:
+        """Shape (largest,), float32, CPU; what is in it is of no use."""
+        return self._free.pop() if self._free else room(self._largest, is_pinned=self._is_pinned)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Nobody reads it any more."""
+        if len(self._free) < self._kept:
+            self._free.append(buffer)
+
+
+def room(size: int, *, is_pinned: bool) -> Tensor:
+    """Zeros, shape (size,), float32, on the CPU.
+
+    Memory that is not pinned comes from numpy: it asks the kernel for huge pages, torch does not. Copies and encoding
+    take a quarter less time with them.
+    """
+    if is_pinned:
+        return torch.zeros(size, dtype=torch.float32, device="cpu", pin_memory=True)
+    return torch.from_numpy(np.zeros(size, np.float32))

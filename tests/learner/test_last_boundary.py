@@ -1,0 +1,404 @@
+"""A learner's last boundary, which the next process goes on from: over the real link, with a process that is killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import diloco_node
+from diloco_node.errors import LearnerError
+from diloco_node.learner import last_boundary
+from diloco_node.learner.attach import Diloco
+from diloco_node.learner.last_boundary import BEGUN_MAX, HEAD_BYTES, LastBoundary
+from diloco_node.shared_memory import boundary_file
+from diloco_node.wire.learner_link import NEW_PROCESS, NO_SNAPSHOT, Done, OfferApplied, Report, SnapshotReady
+from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
+from tests.kit.learner_kit import Toy, region_folder, vector
+
+TOKENS = 7
+ALWAYS = 1e9
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A region's folder. Boundaries are saved from the second step on, whatever they take."""
+    monkeypatch.setenv("DILOCO_STATE", str(tmp_path))
+    monkeypatch.setattr(last_boundary, "COST_PART", ALWAYS)
+    yield from region_folder(tmp_path, monkeypatch)
+    boundary_file(tmp_path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def daemon(folder: Path) -> Iterator[FakeDaemon]:
+    with FakeDaemon(folder) as made:
+        yield made
+
+
+class Life:
+    """One learner process of the region, in this one. `killed` puts back what lay in memory at some moment of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = boundary_file(folder)
+        self.toy = Toy(seed=random.Random(5).getrandbits(20))
+        self.left = b""
+        self.diloco = diloco_node.attach(self.toy.model, self.toy.optimizer)
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.toy.step(self.diloco, tokens=TOKENS)
+
+    def vectors(self) -> list[list[float]]:
+        return [vector(self.diloco, index).tolist() for index in range(2)]
+
+    def look(self) -> None:
+        """What lies in memory now is what a SIGKILL leaves."""
+        self.left = self.path.read_bytes()
+
+    def killed(self) -> None:
+        """The end. It says nothing to its daemon."""
+        if not self.left:
+            self.look()
+        self.diloco._close(None)
+        self.path.write_bytes(self.left)
+        self.path.chmod(0o600)
+
+
+def steps_made(diloco: Diloco) -> int:
+    assert diloco._session is not None
+    return diloco._session.fragments.step
+
+
+def test_the_next_process_goes_on_at_the_last_boundary(folder: Path, daemon: FakeDaemon) -> None:
+    first = Life(folder)
+    first.step(9)
+    theta = first.vectors()
+    first.killed()
+    second = Life(folder)
+    said = daemon.wait_attached(2)
+    assert (said.incarnation, said.step, said.tokens) == (1, 9, 9 * TOKENS)
+    assert second.vectors() == theta
+    assert theta != [part.tolist() for part in daemon.theta]
+    second.step()
+    second.diloco.close()
+    done = daemon.wait_for(Done)
+    assert (done.step, done.tokens) == (10, 10 * TOKENS)
+    assert not second.path.exists(), "who is done leaves nothing"
+
+
+def test_an_announced_snapshot_is_there_again_with_the_same_bytes(folder: Path, daemon: FakeDaemon) -> None:
+    first = Life(folder)
+    first.step(3)
+    daemon.want(0)
+    first.toy.steps_until(first.diloco, daemon, SnapshotReady, 1)
+    contribution, encoded = daemon.wait_for(SnapshotReady).contribution, daemon.encoded(0)
+    first.step(4)
+    theta = first.vectors()
+    first.killed()
+    second = Life(folder)
+    assert daemon.wait_attached(2).snapshots == (contribution.snapshot, NO_SNAPSHOT)
+    assert daemon.wait_for(SnapshotReady, 2).contribution == contribution
+    assert daemon.encoded(0) == encoded
+    # The merge includes it: what was made since is kept, as by one that was never killed.
+    new = daemon.theta[0] - np.float32(3)
+    daemon.commit(0, new, contribution.snapshot)
+    second.toy.steps_until(second.diloco, daemon, OfferApplied, 3)
+    applied = daemon.wait_for(OfferApplied, 3)
+    assert (applied.version, applied.carry_factor) == (1, 1.0)
+    assert applied.position.included_step == contribution.step_to
+    own = 0.25 * (steps_made(second.diloco) - contribution.step_to)
+    np.testing.assert_allclose(vector(second.diloco, 0), new - own, rtol=1e-5, atol=1e-5)
+    since = steps_made(second.diloco) - daemon.wait_attached(2).step
+    np.testing.assert_allclose(vector(second.diloco, 1) + 0.25 * since, theta[1], rtol=1e-5, atol=1e-5)
+    second.diloco.close()
+
+
+def test_whatever_moment_a_kill_leaves_nothing_that_was_told_is_forgotten(
+    folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looks at the memory after each write into it, and at what the daemon had been told by then."""
+    told: list[tuple[bytes, int, int]] = []
+    life: list[Life] = []
+
+    def look(step: int, snapshot: int) -> None:
+        if life and life[0].path.exists():
+            told.append((life[0].path.read_bytes(), step, snapshot))
+
+    def heard() -> tuple[int, int]:
+        steps = [one.step for one in daemon.said if isinstance(one, Report)]
+        numbers = [one.contribution.snapshot for one in daemon.said if isinstance(one, SnapshotReady)]
+        return max(steps, default=0), max(numbers, default=NO_SNAPSHOT)
+
+    life.append(Life(folder))
+    session = life[0].diloco._session
+    assert session is not None
+    fragments = session.fragments
+    read = fragments.read
+
+    def reading(index: int, out: torch.Tensor) -> None:
+        look(*heard())  # in the middle of a boundary
+        read(index, out)
+        look(*heard())
+
+    monkeypatch.setattr(fragments, "read", reading)
+    life[0].step(3)
+    for version in range(1, 4):
+        daemon.want(0)
+        life[0].toy.steps_until(life[0].diloco, daemon, SnapshotReady, version)
+        look(*heard())
+        ready = daemon.wait_for(SnapshotReady, version).contribution
+        daemon.commit(0, daemon.theta[0] + 1, ready.snapshot)
+        life[0].toy.steps_until(life[0].diloco, daemon, OfferApplied, 2 + version)
+        look(*heard())
+    life[0].diloco._close(None)
+    whole = 0
+    for raw, step, snapshot in told[:: max(1, len(told) // 60)]:
+        life[0].path.write_bytes(raw)
+        life[0].path.chmod(0o600)
+        found = LastBoundary.at(life[0].path)
+        assert found is not None
+        if found.found is None:
+            assert step < 3, "nothing was saved before the usual time of a step was known"
+        else:
+            whole += 1
+            facts = found.found.facts
+            assert facts.step >= step
+            known = {one.number for one in facts.unresolved} | set(facts.last_included)
+            assert snapshot == NO_SNAPSHOT or snapshot in known
+            assert facts.next_snapshot > snapshot
+        found.close()
+    assert whole > 20
+
+
+@pytest.mark.parametrize("begun", range(1, BEGUN_MAX + 2))
+def test_processes_that_die_before_a_step_go_on_so_often_and_then_begin_anew(
+    folder: Path, daemon: FakeDaemon, begun: int
+) -> None:
+    first = Life(folder)
+    first.step(5)
+    first.killed()
+    for _ in range(begun - 1):
+        Life(folder).killed()
+    Life(folder).diloco.close()
+    attached = daemon.wait_attached(begun + 1)
+    assert attached.incarnation == (1 if begun <= BEGUN_MAX else NEW_PROCESS)
+
+
+def test_a_step_makes_the_count_of_beginners_start_again(folder: Path, daemon: FakeDaemon) -> None:
+    first = Life(folder)
+    first.step(5)
+    first.killed()
+    for count in range(1, 2 * BEGUN_MAX):
+        life = Life(folder)
+        assert daemon.wait_attached(count + 1).step == 4 + count
+        life.step()
+        life.killed()
+
+
+@pytest.mark.parametrize("end", ["failed", "done", "stopped"])
+def test_only_who_was_interrupted_leaves_its_boundary(folder: Path, daemon: FakeDaemon, end: str) -> None:
+    life = Life(folder)
+    life.step(5)
+    assert life.path.exists()
+    if end == "failed":
+        with pytest.raises(ZeroDivisionError), life.diloco:
+            raise ZeroDivisionError("planted")
+    else:
+        if end == "stopped":
+            life.diloco._terminate.is_set = True
+            life.step()
+        life.diloco.close()
+    assert life.path.exists() == (end == "stopped")
+    Life(folder).diloco.close()
+    assert daemon.wait_attached(2).incarnation == (1 if end == "stopped" else NEW_PROCESS)
+
+
+def test_a_torn_head_is_passed_over_for_the_one_before(folder: Path, daemon: FakeDaemon) -> None:
+    life = Life(folder)
+    life.step(6)
+    life.look()
+    heads = [life.left[:HEAD_BYTES], life.left[HEAD_BYTES : 2 * HEAD_BYTES]]
+    steps = [last_boundary._head(one).facts.step for one in heads]  # type: ignore[union-attr]
+    assert sorted(steps) == [5, 6]
+    newest = steps.index(6)
+    torn = bytearray(life.left)
+    torn[newest * HEAD_BYTES + 20] ^= 1
+    life.left = bytes(torn)
+    life.killed()
+    Life(folder).diloco.close()
+    assert daemon.wait_attached(2).step == 5
+
+
+@pytest.mark.parametrize("spoil", ["cut", "noise", "longer", "empty", "manifest", "run"])
+def test_what_is_of_no_use_is_refused_and_the_next_process_begins_anew(
+    folder: Path, daemon: FakeDaemon, spoil: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(folder)
+    life.step(6)
+    life.look()
+    if spoil == "cut":
+        life.left = life.left[:-4]
+    elif spoil == "noise":
+        life.left = random.Random(3).randbytes(len(life.left))
+    elif spoil == "longer":
+        life.left += bytes(8)
+    elif spoil == "empty":
+        life.left = life.left[: HEAD_BYTES - 1]
+    life.killed()
+    if spoil in ("manifest", "run"):
+        head = last_boundary._head
+        changes = {"manifest": {"manifest_digest": "other"}, "run": {"run_id": "other"}}[spoil]
+        monkeypatch.setattr(
+            last_boundary, "_head", lambda raw: (one := head(raw)) and last_boundary.replace(one, **changes)
+        )
+    if spoil in ("noise", "empty"):
+        Life(folder).diloco.close()
+    else:
+        with pytest.raises(LearnerError, match="of another model or run"):
+            Life(folder)
+        Life(folder).diloco.close()
+        assert daemon.wait_attached(3).incarnation == NEW_PROCESS
+        return
+    assert daemon.wait_attached(2).incarnation == NEW_PROCESS
+
+
+@pytest.mark.parametrize("who", ["link", "open", "folder", "two names"])
+def test_a_file_of_somebody_else_is_left_alone(folder: Path, daemon: FakeDaemon, who: str, tmp_path: Path) -> None:
+    path = boundary_file(folder)
+    other = tmp_path / "other"
+    other.write_bytes(b"precious")
+    other.chmod(0o600)
+    if who == "link":
+        path.symlink_to(other)
+    elif who == "folder":
+        path.mkdir()
+    elif who == "two names":
+        shutil.copy(other, path)
+        path.chmod(0o600)
+        os.link(path, second := path.with_name(path.name + "-2"))
+    else:
+        path.write_bytes(b"precious")
+        path.chmod(0o666)
+    try:
+        life = Life(folder)
+        life.step(5)
+        life.diloco.close()
+        assert daemon.wait_attached().incarnation == NEW_PROCESS
+        assert other.read_bytes() == b"precious"
+        if who in ("open", "two names"):
+            assert path.read_bytes() == b"precious"
+    finally:
+        if who == "folder":
+            path.rmdir()
+        if who == "two names":
+            second.unlink()
+
+
+HOLDER = """
+import fcntl, os, sys, time
+fcntl.lockf(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+def test_while_a_process_lives_no_other_takes_its_boundary(folder: Path, daemon: FakeDaemon) -> None:
+    life = Life(folder)
+    life.step(5)
+    life.killed()
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(life.path)], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "locked\n"
+            second = Life(folder)
+            assert daemon.wait_attached(2).incarnation == NEW_PROCESS
+            second.step(5)
+            second.diloco.close()
+            assert life.path.read_bytes() == life.left
+        finally:
+            holder.kill()
+
+
+def test_a_copy_that_takes_too_long_is_not_made(
+    folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_boundary, "COST_PART", 0.0)
+    life = Life(folder)
+    life.step(4)
+    assert not life.path.exists()
+    life.diloco.close()
+
+
+def test_what_turns_out_to_take_too_long_ends_and_leaves_nothing(
+    folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(folder)
+    life.step(5)
+    assert life.path.exists()
+    monkeypatch.setattr(last_boundary, "COST_PART", 0.0)
+    life.step(last_boundary.LOOK_STEPS)
+    assert not life.path.exists()
+    life.step(3)
+    life.diloco.close()
+
+
+def test_memory_that_is_short_is_left_to_others(
+    folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_boundary, "MEMORY_PART", 1 << 40)
+    life = Life(folder)
+    life.step(4)
+    assert not life.path.exists()
+    life.diloco.close()
+
+
+def test_once_the_last_merges_have_begun_nothing_is_left(folder: Path, daemon: FakeDaemon) -> None:
+    life = Life(folder)
+    life.step(4)
+    assert life.path.exists()
+    life.diloco._session.fragments._own = []  # type: ignore[union-attr]
+    life.step()
+    assert not life.path.exists()
+    life.diloco.close()
+
+
+SCRIPT = """
+import os, sys
+import torch
+import diloco_node
+from diloco_node.learner import last_boundary
+from tests.kit.learner_kit import Toy
+last_boundary.COST_PART = 1e9
+torch.set_num_threads(1)
+toy = Toy()
+with diloco_node.attach(toy.model, toy.optimizer) as diloco:
+    while True:
+        toy.step(diloco)
+"""
+
+
+def test_a_killed_process_costs_the_step_under_way(folder: Path, daemon: FakeDaemon) -> None:
+    """SIGKILL at random moments of a loop that does nothing but boundaries; each next one is there at what was told."""
+    rng = random.Random(11)
+    for life in (1, 2):
+        process = subprocess.Popen([sys.executable, "-c", SCRIPT], cwd=Path(__file__).parents[2])
+        try:
+            attached = daemon.wait_attached(life)
+            reported = max((one.step for one in daemon.said if isinstance(one, Report)), default=0)
+            if life > 1:
+                assert (attached.incarnation, attached.step >= reported) == (1, True)
+            already = sum(isinstance(one, Report) for one in daemon.said)
+            daemon.wait_for(Report, already + rng.randrange(20, 60))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(PATIENCE_S)
+        assert boundary_file(folder).exists()
