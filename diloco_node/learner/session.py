@@ -187,7 +187,6 @@ class LearnerSession:
             if self._last_boundary is not None and self._last_boundary.begin(self._fragments, welcome):
                 log.info("going on at step %d of incarnation %d", self._fragments.step, welcome.incarnation)
                 self.count()
-                self._fragments.encode_taken()
             self.run_clock.resume(welcome.global_step)
         elif _identity(welcome) != _identity(self.welcome):
             raise LearnerError(

@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,23 @@ import pytest
 import torch
 
 import diloco_node
+from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import LearnerError
 from diloco_node.learner import last_boundary
 from diloco_node.learner.attach import Diloco
-from diloco_node.learner.last_boundary import BEGUN_MAX, HEAD_BYTES, LastBoundary
-from diloco_node.shared_memory import boundary_file
-from diloco_node.wire.learner_link import NEW_PROCESS, NO_SNAPSHOT, Done, OfferApplied, Report, SnapshotReady
+from diloco_node.learner.last_boundary import BEGUN_MAX, HEAD_BYTES, BoundaryFacts, LastBoundary
+from diloco_node.shared_memory import boundary_file, request_area
+from diloco_node.storage.trained import AREA_BYTES, read_trained
+from diloco_node.wire.learner_link import (
+    COUNTERS_AREA,
+    NEW_PROCESS,
+    NO_SNAPSHOT,
+    Done,
+    OfferApplied,
+    Report,
+    SnapshotReady,
+    ToDaemon,
+)
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 from tests.kit.learner_kit import Toy, region_folder, vector
 
@@ -122,61 +134,151 @@ def test_an_announced_snapshot_is_there_again_with_the_same_bytes(folder: Path, 
     second.diloco.close()
 
 
-def test_whatever_moment_a_kill_leaves_nothing_that_was_told_is_forgotten(
+@dataclass
+class Told:
+    """What the region has heard of a learner by some moment, and what then lay in memory."""
+
+    image: bytes
+    step: int
+    snapshot: int
+    versions: tuple[int, int]
+
+
+class Watched:
+    """A life that is looked at in the middle of each boundary, and after it.
+
+    Attributes:
+        told: in the order of time. boundaries: by facts, the parameters, bases and snapshots of each.
+    """
+
+    def __init__(self, life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert life.diloco._session is not None
+        self.life, self.session = life, life.diloco._session
+        self.told: list[Told] = []
+        self.boundaries: dict[BoundaryFacts, list[list[list[float]]]] = {}
+        self._step, self._snapshot, self._versions = 0, NO_SNAPSHOT, [0, 0]
+        fragments, link, counter = self.session.fragments, self.session._link, self.session._counter
+        assert counter is not None
+        read, send, write, save = fragments.read, link.send, counter.write, self.session.save
+
+        def reading(index: int, out: torch.Tensor) -> None:
+            self.look()
+            read(index, out)
+            self.look()
+
+        def sending(message: ToDaemon) -> None:
+            match message:
+                case Report():
+                    self._step = max(self._step, message.step)
+                case SnapshotReady():
+                    self._snapshot = max(self._snapshot, message.contribution.snapshot)
+                case OfferApplied():
+                    self._versions[message.fragment] = message.version
+            send(message)
+
+        def counting(steps: int, tokens: int) -> None:
+            self._step = max(self._step, steps)
+            write(steps, tokens)
+
+        def saving() -> None:
+            facts, held = fragments.facts(), {one.fragment for one in fragments.facts().unresolved}
+            snapshots = [fragments.snapshot_values(one).tolist() if one in held else [] for one in range(2)]
+            bases = [one.tolist() for one in fragments.global_vectors()]
+            self.boundaries[facts] = [life.vectors(), bases, snapshots]
+            save()
+            self.look()
+
+        monkeypatch.setattr(fragments, "read", reading)
+        monkeypatch.setattr(link, "send", sending)
+        monkeypatch.setattr(counter, "write", counting)
+        monkeypatch.setattr(self.session, "save", saving)
+
+    def look(self) -> None:
+        # Whatever the encoder has been given by now is told as well.
+        self.session.fragments._worker.wait_for(lambda: None)
+        if self.life.path.exists():
+            image = self.life.path.read_bytes()
+            self.told.append(Told(image, self._step, self._snapshot, (self._versions[0], self._versions[1])))
+
+
+class Resumed:
+    """Takes what `LastBoundary.begin` gives."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.facts_begun: BoundaryFacts | None = None
+        self.vectors: list[list[list[float]]] = []
+
+    def begin_at(self, facts: BoundaryFacts, **vectors: Sequence[torch.Tensor]) -> None:
+        held = {one.fragment for one in facts.unresolved}
+        self.facts_begun = facts
+        self.vectors = [[one.tolist() for one in vectors[name]] for name in ("parameters", "bases")]
+        self.vectors.append([one.tolist() if at in held else [] for at, one in enumerate(vectors["snapshots"])])
+
+
+def test_whatever_moment_a_kill_comes_a_whole_boundary_is_there_and_nothing_that_was_told_is_missing(
     folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looks at the memory after each write into it, and at what the daemon had been told by then."""
-    told: list[tuple[bytes, int, int]] = []
-    life: list[Life] = []
-
-    def look(step: int, snapshot: int) -> None:
-        if life and life[0].path.exists():
-            told.append((life[0].path.read_bytes(), step, snapshot))
-
-    def heard() -> tuple[int, int]:
-        steps = [one.step for one in daemon.said if isinstance(one, Report)]
-        numbers = [one.contribution.snapshot for one in daemon.said if isinstance(one, SnapshotReady)]
-        return max(steps, default=0), max(numbers, default=NO_SNAPSHOT)
-
-    life.append(Life(folder))
-    session = life[0].diloco._session
-    assert session is not None
-    fragments = session.fragments
-    read = fragments.read
-
-    def reading(index: int, out: torch.Tensor) -> None:
-        look(*heard())  # in the middle of a boundary
-        read(index, out)
-        look(*heard())
-
-    monkeypatch.setattr(fragments, "read", reading)
-    life[0].step(3)
-    for version in range(1, 4):
-        daemon.want(0)
-        life[0].toy.steps_until(life[0].diloco, daemon, SnapshotReady, version)
-        look(*heard())
-        ready = daemon.wait_for(SnapshotReady, version).contribution
-        daemon.commit(0, daemon.theta[0] + 1, ready.snapshot)
-        life[0].toy.steps_until(life[0].diloco, daemon, OfferApplied, 2 + version)
-        look(*heard())
-    life[0].diloco._close(None)
-    whole = 0
-    for raw, step, snapshot in told[:: max(1, len(told) // 60)]:
-        life[0].path.write_bytes(raw)
-        life[0].path.chmod(0o600)
-        found = LastBoundary.at(life[0].path)
+    life = Life(folder)
+    life.step(3)
+    watched = Watched(life, monkeypatch)
+    life.step(3)
+    ready = 0
+    for round_number in range(1, 5):
+        for fragment in range(2):
+            daemon.want(fragment)
+            ready += 1
+            life.toy.steps_until(life.diloco, daemon, SnapshotReady, ready)
+        for fragment in range(2):
+            number = daemon.wait_for(SnapshotReady, ready - 1 + fragment).contribution.snapshot
+            daemon.commit(fragment, daemon.theta[fragment] + 1, number if round_number % 2 else NO_SNAPSHOT)
+            life.toy.steps_until(life.diloco, daemon, OfferApplied, 2 * round_number + 1 + fragment)
+    life.step(3)
+    manifest, welcome = watched.session.manifest, watched.session.welcome
+    assert welcome is not None
+    life.diloco._close(None)
+    assert len(watched.told) > 60
+    for moment in watched.told:
+        life.path.write_bytes(moment.image)
+        life.path.chmod(0o600)
+        found = LastBoundary.at(life.path)
         assert found is not None
-        if found.found is None:
-            assert step < 3, "nothing was saved before the usual time of a step was known"
-        else:
-            whole += 1
-            facts = found.found.facts
-            assert facts.step >= step
-            known = {one.number for one in facts.unresolved} | set(facts.last_included)
-            assert snapshot == NO_SNAPSHOT or snapshot in known
-            assert facts.next_snapshot > snapshot
+        resumed = Resumed(manifest)
+        assert found.begin(resumed, welcome)  # type: ignore[arg-type] - it is saved nowhere
         found.close()
-    assert whole > 20
+        facts = resumed.facts_begun
+        assert facts is not None
+        if facts in watched.boundaries:
+            assert resumed.vectors == watched.boundaries[facts]
+        else:
+            assert facts.step <= 3, "from before it was watched"
+        assert facts.step >= moment.step
+        assert facts.next_snapshot > moment.snapshot
+        reached = [position.base_version for position in facts.positions]
+        assert all(told <= reached[at] for at, told in enumerate(moment.versions))
+
+
+def test_counters_and_numbers_go_on_where_they_were(folder: Path, daemon: FakeDaemon) -> None:
+    first = Life(folder)
+    first.step(3)
+    daemon.want(0)
+    first.toy.steps_until(first.diloco, daemon, SnapshotReady, 1)
+    daemon.commit(0, daemon.theta[0] + 1, 1)
+    first.toy.steps_until(first.diloco, daemon, OfferApplied, 3)
+    made = steps_made(first.diloco)
+    first.killed()
+    with request_area(folder / "memory.sock", COUNTERS_AREA, AREA_BYTES) as area:
+        area[:] = bytes(AREA_BYTES)  # the supervisor died too
+        second = Life(folder)
+        [trained] = read_trained(folder, area)
+        assert (trained.steps, trained.tokens) == (made, made * TOKENS)
+    # An offer that crossed the kill names the snapshot that is in the base by now.
+    daemon.commit(0, daemon.theta[0] + 1, 1)
+    second.toy.steps_until(second.diloco, daemon, OfferApplied, 4)
+    daemon.want(1)
+    second.toy.steps_until(second.diloco, daemon, SnapshotReady, 2)
+    assert daemon.wait_for(SnapshotReady, 2).contribution.snapshot == 2
+    second.diloco.close()
 
 
 @pytest.mark.parametrize("begun", range(1, BEGUN_MAX + 2))
