@@ -199,7 +199,7 @@ async def test_what_a_document_holds_breaks_no_part_and_is_no_element(tmp_path: 
             fields, found = await tab.evaluate(SPOILED.replace("DOCUMENT", json.dumps(document)))
             assert fields > 150
             assert found == []
-        # The run is gone, and the page knows: no status of it comes after ours and is drawn instead, however late we look.
+        # The run is gone, and the page knows: no status of it comes after ours and is drawn instead.
         await tab.evaluate("import('/page/store.js').then(m => { window.store = m.store; })")
         await tab.until("!store.isOpen")
         # What stops even the making of a text stops one part.
