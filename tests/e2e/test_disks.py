@@ -200,7 +200,7 @@ async def test_a_region_comes_back_from_damage_in_each_kind_of_file(cluster: Clu
             for path, data in damaged.items():
                 needless = path.name in REWRITTEN or not data
                 if not needless and not is_kept(folder, path, data) and not is_pruned(folder, path):
-                    lost.append(f"{named}: the damaged file is gone")
+                    lost.append(f"{named}: the damaged {path.name} is gone")
         await cluster.until_commits(1, others)
     assert not lost, "\n\n".join(lost)
     assert len(seen) >= KINDS_MIN, seen
