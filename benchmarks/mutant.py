@@ -34,6 +34,9 @@ from diloco_node.wire.tables import BULK_HEADERS, ENTRY_BODIES, MESSAGES
 
 TIMES = LinkTimes(backoff_min_s=0.05, backoff_max_s=0.2, violation_backoff_s=0.1)
 UP_S = 60.0
+LIFT_S = 0.15
+"""A link that is not up again by then may be one of a peer that has shut us out."""
+
 PAUSE_S = 0.006
 """Between two messages: a flood would only show that floods are slowed down."""
 
@@ -138,7 +141,7 @@ class Mutant:
         started_s = loop.time()
         while not self._is_up[peer].is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(0.5):
+                async with asyncio.timeout(LIFT_S):
                     await self._is_up[peer].wait()
                     return
             if loop.time() - started_s > UP_S:

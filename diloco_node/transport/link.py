@@ -39,7 +39,15 @@ from diloco_node.transport.kernel.congestion import (
 )
 from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.session import LinkEnvironment, Session
-from diloco_node.transport.streams import AcceptedStream, DialedStream, DuplicateInstance, Metadata, RedundantDial, dial
+from diloco_node.transport.streams import (
+    AcceptedStream,
+    DialedStream,
+    DuplicateInstance,
+    Metadata,
+    RedundantDial,
+    dial,
+    raise_if_cancelled,
+)
 from diloco_node.wire.envelope import (
     TRANSFER_CONNECTIONS_MAX,
     Hello,
@@ -171,6 +179,7 @@ class PeerLink:
             may_wait = True
             started_s = asyncio.get_running_loop().time()
             ended = await self._dial_once()
+            raise_if_cancelled()
             if asyncio.get_running_loop().time() - started_s > times.backoff_max_s:
                 backoff_s = times.backoff_min_s
             if _is_violation(ended):

@@ -25,7 +25,7 @@ from diloco_node.transport.kernel.wire_meter import WireMeter
 from diloco_node.transport.outbound import BulkOutbound, ControlQueue
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.pacing.token_bucket import NS_PER_S
-from diloco_node.transport.streams import DialedStream, Stream
+from diloco_node.transport.streams import DialedStream, Stream, raise_if_cancelled
 from diloco_node.wire.envelope import KIND_BEGIN, PING_FRAME, Hello, TransferBegin, decode_control_lane
 
 _log = structlog.get_logger(part="transport")
@@ -312,6 +312,7 @@ class Session:
                     raise
                 wait_s, again_s = 0.0, times.backoff_max_s
             except PeerError as error:
+                raise_if_cancelled()
                 if not isinstance(error, LinkLost):
                     self._env.reject(self._peer, error)
                 if str(error) != last_reason:

@@ -135,7 +135,7 @@ class DialedStream:
         return _metadata_value(await self._call.initial_metadata(), key)
 
     async def _lost(self, error: BaseException | None) -> LinkLost:
-        _raise_if_cancelled()
+        raise_if_cancelled()
         if isinstance(error, aio.AioRpcError):
             code, details = error.code(), error.details() or ""
         elif self._call.done():
@@ -358,15 +358,15 @@ async def _failure(channel: aio.Channel) -> str:
         await call.read()
         return await call.details() or str(await call.code())
     except aio.AioRpcError as error:
-        _raise_if_cancelled()
+        raise_if_cancelled()
         return error.details() or str(error.code())
     finally:
         call.cancel()
 
 
-def _raise_if_cancelled() -> None:
+def raise_if_cancelled() -> None:
     """gRPC swallows the cancellation of a task that waits for a call's start, and tells how the call ended instead. Who
-    then goes on, as a dialer does, is waited for forever.
+    then goes on, as a dialer does, is waited for forever: so whoever dials again asks this first.
     """
     task = asyncio.current_task()
     if task is not None and task.cancelling():

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.func import functional_call
+from typer.testing import CliRunner
 
+from diloco_node.cli.main import app
 from tests.kit.cluster_kit import Cluster
 from tests.kit.hf_kit import LLAMA
 
@@ -26,26 +28,39 @@ checkpoint_activations = true
 """
 
 
+def checked(said: str, code: int | None, out: Path) -> dict[str, Any]:
+    """What the export says of itself."""
+    assert code == 0, said
+    assert "no tensor is missing or left over" in said
+    document: dict[str, Any] = json.loads((out / "export.json").read_text())
+    return document
+
+
+def exported_here(place: Path, out: Path) -> dict[str, Any]:
+    """In this process, which has imported what it needs."""
+    done = CliRunner().invoke(app, ["export", str(place), str(out)])
+    return checked(done.output, done.exit_code, out)
+
+
 async def exported(place: Path, out: Path) -> dict[str, Any]:
+    """As its users do it."""
     words = ("-m", "diloco_node.cli.main", "export", str(place), str(out))
     process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=-1, stderr=-2)
     said, _ = await process.communicate()
-    assert process.returncode == 0, said.decode()
-    assert "no tensor is missing or left over" in said.decode()
-    document: dict[str, Any] = json.loads((out / "export.json").read_text())
-    return document
+    return checked(said.decode(), process.returncode, out)
 
 
 async def test_exports_load_and_give_the_merged_models_logits(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
-    cluster = Cluster(tmp_path / "run", 2, changes={"layers = 2\n": f"layers = 2\n{TRAINER}"})
+    changes = {"layers = 2\n": f"layers = 2\n{TRAINER}", "sync_every = 16": "sync_every = 8"}
+    cluster = Cluster(tmp_path / "run", 2, changes=changes)
     try:
         await cluster.start()
         await cluster.until_trains()
         await cluster.until_commits(4 * 9, why="so that each fragment is on disk again")
-        middle = await exported(cluster.folder, tmp_path / "middle")
+        middle = exported_here(cluster.folder, tmp_path / "middle")
         assert not middle["is_final"]
         assert max(middle["versions"]) >= 8
         assert middle["tokens"] > 0

@@ -113,7 +113,7 @@ async def test_links_are_measured_while_the_run_trains(tmp_path: Path) -> None:
             assert time.monotonic() < deadline_s, "who goes away ends its measurement"
             await asyncio.sleep(0.1)
 
-        bandwidth = await measure(folder, "bandwidth", "us-west", "--seconds", "3", *here)
+        bandwidth = await measure(folder, "bandwidth", "us-west", "--seconds", "1", *here)
         after = await statuses(demo)
         elapsed_s = time.monotonic() - started_s
         assert bandwidth["through"] == "daemon"

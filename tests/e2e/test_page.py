@@ -191,17 +191,23 @@ async def test_what_a_document_holds_breaks_no_part_and_is_no_element(tmp_path: 
     facts = document["status"]
     facts |= {"notes": facts["notes"][-2:], "round_log": facts["round_log"][-2:], "offers": [[0, 3, 10**9]]}
     facts |= {"learner_process": {"state": "running", "reason": "r"}, "budget_warning": "w"}
-    async with shown(ShownRun(), tmp_path) as url, tab_on(url, tmp_path) as tab:
-        await tab.until("document.querySelector('.pill')")
-        fields, found = await tab.evaluate(SPOILED.replace("DOCUMENT", json.dumps(document)))
-        assert fields > 150
-        assert found == []
+    async with chromium(tmp_path) as browser:
+        tab = await browser.tab()
+        async with shown(ShownRun(), tmp_path) as url:
+            await tab.open(url)
+            await tab.until("document.querySelector('.pill')")
+            fields, found = await tab.evaluate(SPOILED.replace("DOCUMENT", json.dumps(document)))
+            assert fields > 150
+            assert found == []
+        # The run is gone, and the page knows: no status of it comes after ours and is drawn instead.
+        await tab.evaluate("import('/page/store.js').then(m => { window.store = m.store; })")
+        await tab.until("!store.isOpen")
         # What stops even the making of a text stops one part.
         spoiled = status(1_300) | {"round_log": [], "reason": "still drawn"}
         spoiled["health"] |= {"state": {"toString": 0}}
-        await tab.evaluate(
-            "import('/page/main.js').then(m => m.receive('status', {regions: [" + json.dumps(spoiled) + "]}))"
-        )
+        received = f"import('/page/main.js').then(m => m.receive('status', {{regions: [{json.dumps(spoiled)}]}}))"
+        # It stays fresh: of a page that has heard nothing for a while that part is drawn without this field.
+        await tab.evaluate(f"{received}.then(() => {{ store.heard = Infinity; }})")
         await tab.until("document.getElementById('regions').innerText.includes('still drawn')")
 
 

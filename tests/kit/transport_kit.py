@@ -17,6 +17,7 @@ from diloco_node.transport.streams import DialedStream, dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.tables import PROTOCOL_VERSION
+from tests.kit.stacks import to_its_end
 
 DEADLINE_S = 120.0
 RUN = "run1"
@@ -136,7 +137,7 @@ async def meshed(folder: Path) -> AsyncIterator[Mesh]:
     """A mesh that leaves no task behind."""
     made = Mesh(folder)
     yield made
-    await made.stop()
+    await to_its_end(made.stop(), "the end of the transports")
     await expect_no_orphans(DEADLINE_S)
 
 

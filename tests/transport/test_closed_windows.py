@@ -1,4 +1,4 @@
-"""A peer that takes nothing of what we send does not hold a call, or a link, for ever."""
+"""A peer that takes nothing of what we send, and a gRPC that forgets a cancellation, hold nothing for ever."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import pytest
 
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.transport.intake import Intake
+from diloco_node.transport.link import PeerLink
 from diloco_node.transport.session import Session
-from diloco_node.transport.streams import Metadata
+from diloco_node.transport.streams import DialedStream, Metadata
 from diloco_node.wire import envelope as e
+from tests.kit.stacks import to_its_end
 from tests.kit.transport_kit import DEADLINE_S, FAST, Mesh, hello_of, meshed
 
 
@@ -60,6 +62,50 @@ async def test_a_control_lane_that_takes_nothing_ends_the_link(mesh: Mesh) -> No
     async with asyncio.timeout(DEADLINE_S):
         ended = await session.run()
     assert "a: takes nothing any more: its window is closed" in str(ended)
+
+
+async def forgets_its_cancellation(is_waited_for: asyncio.Event) -> None:
+    """What gRPC does to a task that waits for a call's start, when that fails at the moment of the cancellation.
+
+    Only the first time: a test that fails must end.
+    """
+    is_first = not is_waited_for.is_set()
+    is_waited_for.set()
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        if is_first:
+            raise LinkLost("Socket closed") from None
+        raise
+
+
+async def test_a_session_that_ends_dials_no_more_connections(mesh: Mesh) -> None:
+    times = dataclasses.replace(FAST, ping_s=0.001, backoff_max_s=0.001)
+    b, _ = await mesh.start("b", {"a": None}, times=times, connections=2)
+    is_dialing = asyncio.Event()
+
+    async def more(_: int) -> DialedStream:
+        await forgets_its_cancellation(is_dialing)
+        raise AssertionError
+
+    env = b._links["a"]._env
+    session = Session("a", _Quiet(), _Quiet(), env, intake=Intake(1000, now_ns=0), more=more)
+
+    async def ends() -> None:
+        assert "the test wants it" in str(await session.run())
+
+    running = asyncio.create_task(to_its_end(ends(), "the session", limit_s=DEADLINE_S))
+    await is_dialing.wait()
+    session.drop("the test wants it")
+    await running
+
+
+async def test_a_transport_that_stops_dials_nobody_any_more(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_dialing = asyncio.Event()
+    monkeypatch.setattr(PeerLink, "_connect", lambda *_: forgets_its_cancellation(is_dialing))
+    a, _ = await mesh.start("a", {"b": "127.0.0.1:1"})
+    await is_dialing.wait()
+    await to_its_end(a.stop(), "the transport", limit_s=DEADLINE_S)
 
 
 class _Quiet(Closed):
