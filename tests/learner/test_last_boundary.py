@@ -21,7 +21,7 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import LearnerError
 from diloco_node.learner import last_boundary
 from diloco_node.learner.attach import Diloco
-from diloco_node.learner.last_boundary import BEGUN_MAX, HEAD_BYTES, BoundaryFacts, LastBoundary
+from diloco_node.learner.last_boundary import BEGUN_MAX, HEAD_BYTES, BoundaryFacts, LastBoundary, SavedBoundary
 from diloco_node.shared_memory import boundary_file, request_area
 from diloco_node.storage.trained import AREA_BYTES, read_trained
 from diloco_node.wire.learner_link import (
@@ -159,12 +159,18 @@ class Watched:
         self._step, self._snapshot, self._versions = 0, NO_SNAPSHOT, [0, 0]
         fragments, link, counter = self.session.fragments, self.session._link, self.session._counter
         assert counter is not None
+        checked = last_boundary._checked
         read, send, write, save = fragments.read, link.send, counter.write, self.session.save
 
         def reading(index: int, out: torch.Tensor) -> None:
             self.look()
             read(index, out)
             self.look()
+
+        def writing(head: SavedBoundary) -> bytes:
+            if not life.diloco._is_closed:
+                self.look()
+            return checked(head)
 
         def sending(message: ToDaemon) -> None:
             match message:
@@ -189,6 +195,7 @@ class Watched:
             self.look()
 
         monkeypatch.setattr(fragments, "read", reading)
+        monkeypatch.setattr(last_boundary, "_checked", writing)
         monkeypatch.setattr(link, "send", sending)
         monkeypatch.setattr(counter, "write", counting)
         monkeypatch.setattr(self.session, "save", saving)
@@ -225,13 +232,17 @@ def test_whatever_moment_a_kill_comes_a_whole_boundary_is_there_and_nothing_that
     life.step(3)
     ready = 0
     for round_number in range(1, 5):
-        for fragment in range(2):
-            daemon.want(fragment)
+        numbers = {}
+        # The first fragment is asked for again, for a round that passed without it: the new snapshot replaces the old.
+        for fragment, ahead in ((0, 1), (0, 2), (1, 1)):
+            daemon.want(fragment, version=daemon.versions[fragment] + ahead)
             ready += 1
             life.toy.steps_until(life.diloco, daemon, SnapshotReady, ready)
-        for fragment in range(2):
-            number = daemon.wait_for(SnapshotReady, ready - 1 + fragment).contribution.snapshot
-            daemon.commit(fragment, daemon.theta[fragment] + 1, number if round_number % 2 else NO_SNAPSHOT)
+            numbers[fragment] = daemon.wait_for(SnapshotReady, ready).contribution.snapshot
+        for fragment, number in numbers.items():
+            version = daemon.versions[fragment] + 2
+            included = number if round_number % 2 else NO_SNAPSHOT
+            daemon.commit(fragment, daemon.theta[fragment] + 1, included, version=version)
             life.toy.steps_until(life.diloco, daemon, OfferApplied, 2 * round_number + 1 + fragment)
     life.step(3)
     manifest, welcome = watched.session.manifest, watched.session.welcome
@@ -268,7 +279,8 @@ def test_counters_and_numbers_go_on_where_they_were(folder: Path, daemon: FakeDa
     made = steps_made(first.diloco)
     first.killed()
     with request_area(folder / "memory.sock", COUNTERS_AREA, AREA_BYTES) as area:
-        area[:] = bytes(AREA_BYTES)  # the supervisor died too
+        area[:] = bytes(AREA_BYTES)  # the supervisor died too, and nothing was saved for long
+        (folder / "learner" / "trained-1").write_bytes(bytes(16))
         second = Life(folder)
         [trained] = read_trained(folder, area)
         assert (trained.steps, trained.tokens) == (made, made * TOKENS)
