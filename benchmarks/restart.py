@@ -32,7 +32,7 @@ from diloco_node.daemon.supervisor import MEMORY_SOCKET
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.trained import AREA_BYTES, Trained
 from diloco_node.transport.certs import init_run
-from diloco_node.unix_sockets import socket_path
+from diloco_node.unix_sockets import process_of, socket_path
 from diloco_node.wire.learner_link import COUNTERS_AREA
 
 HERE: Final = Path(__file__).resolve().parent
@@ -220,11 +220,15 @@ class Victim:
             seconds: how long the call takes, at least.
         """
         pid = await wait_for_steps(self._region)
-        dead = self._read()
-        self.step_tokens = dead.tokens // dead.steps
+        process = process_of(pid)
         started_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        while (now := self._read()).incarnation == dead.incarnation or not now.steps:
+        while process is not None and process_of(pid) == process:
+            await asyncio.sleep(LOOK_S)
+        dead = self._read()
+        self.step_tokens = dead.tokens // dead.steps
+        # The next one may go on with the same incarnation, where this one stood.
+        while (now := self._read()) == dead or not now.steps:
             if self._region.has_exited or time.monotonic() - started_s > PATIENCE_S:
                 raise SystemExit(f"no learner came back:\n{self._region.last_lines(40)}")
             await asyncio.sleep(LOOK_S)

@@ -58,5 +58,4 @@ async def test_killed_learner_daemon_and_leader_come_back_and_the_digests_stay_e
     assert report["equal_digests"] is True
     assert report["tokens"]["faults"] == []
     assert report["tokens"]["balanced"] is True
-    assert report["tokens"]["discarded"] > 0, "two learners died with steps that no merge has"
     cluster.check_equal()

@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from diloco_node.core.ledger.summary import decode_summary
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.types import Entry, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.shared_memory import boundary_file
 from diloco_node.storage.trained import read_trained
 
 WAIT_S = 300.0
@@ -251,8 +253,11 @@ class Cluster:
         assert len({hashlib.sha256(final).hexdigest() for final in finals}) == 1
 
     async def clear(self) -> None:
-        """Stop all that runs, and remove the lost folders."""
+        """Stop all that runs, and remove the lost folders, and what killed learners have left in memory."""
         await self.stop(*self.running())
+        for region in self.regions.values():
+            with suppress(OSError):
+                boundary_file(region.state_dir).unlink()
         shutil.rmtree(self.folder.parent / "lost", ignore_errors=True)
 
 
