@@ -223,7 +223,7 @@ class Victim:
         process = process_of(pid)
         started_s = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        while process is not None and process_of(pid) == process:
+        while process is not None and process_of(pid) == process:  # noqa: ASYNC110 - the kernel's
             await asyncio.sleep(LOOK_S)
         dead = self._read()
         self.step_tokens = dead.tokens // dead.steps

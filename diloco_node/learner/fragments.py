@@ -242,7 +242,7 @@ class LearnerFragments:
         bases: Sequence[Tensor],
         snapshots: Sequence[Tensor],
     ) -> None:
-        """Stand where a dead process stood. Before the first boundary; each vector, shape (n,), float32, CPU, is copied.
+        """Stand where a dead process stood. Before the first boundary; vectors, shape (n,), float32, CPU, are copied.
 
         Unresolved snapshots are encoded again, to the same bytes.
         """
