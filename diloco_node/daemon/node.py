@@ -85,7 +85,12 @@ class Node:
         self._note = runtime.notes.add
         self._manifest = manifest
         self.parameters = Parameters(
-            manifest, spec.settings, runtime.store, threads.pool, threads.files, threads.background
+            manifest,
+            spec.settings,
+            runtime.store,
+            threads.pool,
+            files=threads.files,
+            background=threads.background,
         )
         self.core = RegionCore(
             region=spec.region,

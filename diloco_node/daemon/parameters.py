@@ -48,6 +48,7 @@ class Parameters:
         settings: RunSettings,
         store: RegionStore,
         pool: Executor,
+        *,
         files: Executor | None = None,
         background: Executor | None = None,
     ) -> None:

@@ -21,8 +21,10 @@ POOL_THREADS: Final = 6
 """For what a round waits for: sums, digests, compression."""
 
 FILE_THREADS: Final = 6
-"""For payloads and states. Apart from the pool: a disk that takes seconds for a sync must not hold up a sum or a transfer
-that others wait for. As many as rounds in flight, their checkpoints and a few fetches ask for at once."""
+"""For payloads and states: two rounds in flight, their checkpoints and some fetches at once.
+
+They are apart from the pool, for a disk that takes seconds for a sync must not hold up sums and transfers that
+others wait for."""
 
 BACKGROUND_NICENESS: Final = 5
 """What the thread for digests and the like adds to its own: rounds and the learner go first."""

@@ -173,7 +173,7 @@ class DaemonHost(Host):
             disk=threads(1, MS // 10),
         )
         recovered = store.load(len(self.setup.layouts))
-        parameters = Parameters(manifest, settings, store, pools.pool, pools.files, pools.background)
+        parameters = Parameters(manifest, settings, store, pools.pool, files=pools.files, background=pools.background)
         self.plane = cast(Any, RealPlane(parameters))
         self.core = self.make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
         self.transport = FakeTransport(self, life, self._lives)
