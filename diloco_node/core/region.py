@@ -164,9 +164,7 @@ class RegionCore:
             effects=self._effects,
             genesis_fault=self._genesis.fault,
         )
-        self._succession = Succession(
-            ledger=self.ledger, upkeep=self._upkeep, leader=self.leader, patience_ns=settings.ballot_deadline_min_ns
-        )
+        self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
         self._due: frozenset[int] = frozenset()
@@ -335,7 +333,7 @@ class RegionCore:
             return
         # Everything that older leaders committed is known and applied to the history now.
         reopen, left_out = self.participant.open_versions(), self.participant.left_out
-        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out)
+        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out, yielded=ledger.offered_by)
 
     def _has_payload(self, body: EntryBody) -> bool:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""

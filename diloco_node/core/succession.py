@@ -11,14 +11,13 @@ class Succession:
     """Asked with each heartbeat.
 
     Args:
-        patience_ns: how long the own disk may lack what is committed.
+        leader: knows how long the own disk may lack what is committed.
     """
 
-    def __init__(self, *, ledger: LedgerCore, upkeep: Upkeep, leader: RoundLeader, patience_ns: int) -> None:
+    def __init__(self, *, ledger: LedgerCore, upkeep: Upkeep, leader: RoundLeader) -> None:
         self._ledger = ledger
         self._upkeep = upkeep
         self._leader = leader
-        self._patience_ns = patience_ns
         self._behind_since_ns: int | None = None
 
     def reason(self, *, now_ns: int) -> str:
@@ -30,7 +29,7 @@ class Succession:
             self._behind_since_ns = now_ns
         if not ledger.is_leader:
             return ""
-        if self._behind_since_ns is not None and now_ns - self._behind_since_ns >= self._patience_ns:
+        if self._behind_since_ns is not None and now_ns - self._behind_since_ns >= self._leader.disk_patience_ns:
             return "its disk lacks what is committed"
         in_the_way = "it holds up the others: its disk, or its bulk" if self._leader.is_in_the_way else ""
         return self._upkeep.reason or in_the_way

@@ -194,8 +194,8 @@ class Daemon:
         # A learner that attaches from now on waits until the node is there: it must not build a second one.
         self._is_building = True
         # In a thread: recovery reads and checks whole states.
-        recovered = await in_thread(self._threads.pool, self._store.load, len(manifest.fragments))
-        counters = await in_thread(self._threads.pool, set_damaged_aside, self.spec.state_dir)
+        recovered = await in_thread(self._threads.files, self._store.load, len(manifest.fragments))
+        counters = await in_thread(self._threads.files, set_damaged_aside, self.spec.state_dir)
         self._note_damage(self._store, counters)
         runtime = NodeRuntime(
             self.spec,
@@ -215,7 +215,7 @@ class Daemon:
             node = Node(runtime, manifest, recovered)
         except (StorageError, ProtocolViolation) as error:  # whole frames, but what they say can't be
             begin_again = self._store.begin_again
-            recovered = await in_thread(self._threads.pool, begin_again, str(error), len(manifest.fragments))
+            recovered = await in_thread(self._threads.files, begin_again, str(error), len(manifest.fragments))
             node = Node(runtime, manifest, recovered)
         if self._store.lost:
             text = f"{self._store.lost}. What is left is set aside; the region comes back with another folder id"
@@ -383,7 +383,7 @@ class Daemon:
             self.notes.add(Note("budget", "SIGHUP: this region was started without a run.toml", is_alarm=True))
             return
         try:
-            plan = await in_thread(self._threads.pool, plan_of_file, path, self.spec.region)
+            plan = await in_thread(self._threads.files, plan_of_file, path, self.spec.region)
         except ConfigError as error:
             self.notes.add(Note("budget", f"SIGHUP: the budget stays as it is: {error}", is_alarm=True))
         else:

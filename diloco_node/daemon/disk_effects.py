@@ -41,7 +41,7 @@ class DiskEffects:
         init: a file with Theta_0; None: it is the learner's.
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
         save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
-        pool: for everything but the ledger. disk: one thread, for the ledger.
+        files: threads for everything but the ledger. disk: one thread, for the ledger.
 
     Attributes:
         refusals: what the disk does not take at this moment, and why.
@@ -55,7 +55,7 @@ class DiskEffects:
     drafts: Drafts
     fetcher: Fetcher
     initial: InitialStates
-    pool: Executor
+    files: Executor
     disk: Executor
     post: Callable[[ev.Event], None]
     note: Callable[[ev.Note], None]
@@ -100,7 +100,7 @@ class DiskEffects:
         if not await self.drafts.finish(order.ballot, fragment, version, digest, parts):
             chunks = [part.encoded for part in parts]
             write = partial(self.store.store_payload, fragment, version, digest, chunks)
-            await self._until_written(f"payload {fragment}.{version}", self.pool, write)
+            await self._until_written(f"payload {fragment}.{version}", self.files, write)
         self.fetcher.stored(fragment, version)
         self.post(ev.PayloadStored(fragment, version, digest))
 
@@ -117,12 +117,12 @@ class DiskEffects:
             manifest = self.parameters.manifest
             given = None
             if self.init is not None:
-                given = await in_thread(self.pool, read_initial, self.init, manifest)
+                given = await in_thread(self.files, read_initial, self.init, manifest)
             digests = []
             for fragment in range(len(manifest.fragments)):
                 theta = version_area.place(fragment) if given is None else given[fragment]
                 write = partial(self.initial.store_own, fragment, theta)
-                digests.append(await self._until_written("Theta_0", self.pool, write))
+                digests.append(await self._until_written("Theta_0", self.files, write))
             if version_area.generation != generation:
                 return  # it may have been written over while it was read; the next learner lays down its own
             self.post(ev.InitialStateStored(manifest.digest, tuple(digests)))
@@ -131,7 +131,7 @@ class DiskEffects:
     async def write_final(self) -> None:
         """Write final.safetensors."""
         await self._until_written(
-            "final.safetensors", self.pool, lambda: self.write_final_file(self.parameters.full_tensors())
+            "final.safetensors", self.files, lambda: self.write_final_file(self.parameters.full_tensors())
         )
         self.post(ev.FinalWritten())
 

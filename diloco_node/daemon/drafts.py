@@ -49,11 +49,11 @@ class _Draft:
 
 
 class Drafts:
-    """See the module. All methods run on the event loop; the disk is waited for in `pool`."""
+    """See the module. All methods run on the event loop; the disk is waited for in `files`."""
 
-    def __init__(self, store: RegionStore, pool: Executor, spawn: Spawn) -> None:
+    def __init__(self, store: RegionStore, files: Executor, spawn: Spawn) -> None:
         self._store = store
-        self._pool = pool
+        self._files = files
         self._spawn = spawn
         self._drafts: dict[_Name, _Draft] = {}
 
@@ -86,9 +86,9 @@ class Drafts:
         try:
             async with draft.lock:
                 if draft.file is None:
-                    draft.file = await in_thread(self._pool, self._store.draft_payload, blocks.encoded_bytes)
+                    draft.file = await in_thread(self._files, self._store.draft_payload, blocks.encoded_bytes)
             offset = self._store.content_offset(blocks.span_bytes(0, block_start))
-            await in_thread(self._pool, draft.file.write, offset, encoded.data)
+            await in_thread(self._files, draft.file.write, offset, encoded.data)
         except StorageError:
             draft.has_failed = True
         except BaseException:
@@ -118,7 +118,7 @@ class Drafts:
         )
         try:
             if draft.file is not None and is_same and not draft.has_failed:
-                await in_thread(self._pool, self._store.finish_payload, draft.file, fragment, version, digest, sizes)
+                await in_thread(self._files, self._store.finish_payload, draft.file, fragment, version, digest, sizes)
                 return True
         except StorageError:
             pass
@@ -135,4 +135,4 @@ class Drafts:
         if draft.tasks:
             await asyncio.wait(set(draft.tasks))
         if draft.file is not None:
-            await in_thread(self._pool, draft.file.discard)
+            await in_thread(self._files, draft.file.discard)

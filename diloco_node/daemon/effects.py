@@ -162,14 +162,15 @@ def build_effects(
         write_final_file: makes the final model durable, by tensor name; raises StorageError.
         save_counter_file: makes durable what the shared memory says of an incarnation; raises StorageError.
     """
-    pool = threads.pool
-    table, drafts = StripeTable(), Drafts(store, pool, spawn)
+    pool, files = threads.pool, threads.files
+    table, drafts = StripeTable(), Drafts(store, files, spawn)
     initial = InitialStates(len(parameters.manifest.fragments), store)
     fetcher = Fetcher(
         parameters=parameters,
         store=store,
         transport=transport,
         pool=pool,
+        files=files,
         post=post,
         spawn=spawn,
         initial=initial,
@@ -183,7 +184,7 @@ def build_effects(
         drafts=drafts,
         fetcher=fetcher,
         initial=initial,
-        pool=pool,
+        files=files,
         disk=threads.disk,
         post=post,
         note=note,
@@ -207,7 +208,7 @@ def build_effects(
         store=store,
         table=table,
         version_area=learner.version_area,
-        pool=pool,
+        files=files,
         post=post,
         note=note,
     )

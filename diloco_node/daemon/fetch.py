@@ -46,6 +46,7 @@ class Fetcher:
     """Both sides of a fetch. Every order of the core is answered exactly once.
 
     Attributes:
+        pool: threads for digests. files: threads that wait for the disk.
         serves: transfers to peers that are being prepared or are on their way.
     """
 
@@ -53,6 +54,7 @@ class Fetcher:
     store: RegionStore
     transport: Transport
     pool: Executor
+    files: Executor
     post: Callable[[Event], None]
     spawn: Spawn
     initial: InitialStates
@@ -141,7 +143,7 @@ class Fetcher:
         digest = await in_thread(self.pool, lambda: payload_digest([stripe_digest(part) for part in parts]))
         if digest != order.digest:
             return FetchFailed(order.peer, order.fragment, order.version, "the payload does not match its digest")
-        await in_thread(self.pool, self.store.store_payload, order.fragment, order.version, order.digest, parts)
+        await in_thread(self.files, self.store.store_payload, order.fragment, order.version, order.digest, parts)
         return PayloadStored(order.fragment, order.version, order.digest)
 
     async def _store_state(self, order: FetchPayload | FetchState, body: U8) -> Event:
@@ -151,9 +153,9 @@ class Fetcher:
             return FetchFailed(order.peer, order.fragment, order.version, "the state is not what the ledger names")
         state = (theta, momentum, digest)
         if order.version == 0:
-            await in_thread(self.pool, lambda: self.initial.store_fetched(order.fragment, *state))
+            await in_thread(self.files, lambda: self.initial.store_fetched(order.fragment, *state))
         else:
-            await in_thread(self.pool, lambda: self.store.store_state(order.fragment, order.version, *state))
+            await in_thread(self.files, lambda: self.store.store_state(order.fragment, order.version, *state))
         return StateStored(order.fragment, order.version, digest)
 
     def _fail(self, key: tuple[str, int, bool], reason: str) -> None:
@@ -179,11 +181,11 @@ class Fetcher:
         try:
             header: Payload | State
             if isinstance(message, PayloadRequested):
-                body = await in_thread(self.pool, self.store.read_payload, *name)
+                body = await in_thread(self.files, self.store.read_payload, *name)
                 header = Payload(*name)
             else:
                 # From disk, where a version stays as it is while later rounds change the memory.
-                body = await in_thread(self.pool, self.store.read_state_bytes, *name)
+                body = await in_thread(self.files, self.store.read_state_bytes, *name)
                 header = State(*name)
             await self.transport.transfer(peer, header, body.data)
         except DamagedFile:

@@ -84,7 +84,14 @@ class Node:
         self._spec = spec
         self._note = runtime.notes.add
         self._manifest = manifest
-        self.parameters = Parameters(manifest, spec.settings, runtime.store, threads.pool, threads.background)
+        self.parameters = Parameters(
+            manifest,
+            spec.settings,
+            runtime.store,
+            threads.pool,
+            files=threads.files,
+            background=threads.background,
+        )
         self.core = RegionCore(
             region=spec.region,
             regions=spec.regions,

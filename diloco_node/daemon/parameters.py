@@ -34,7 +34,8 @@ class Parameters:
     """Theta and momentum of all fragments.
 
     Args:
-        pool: for what a round waits for. background: for what nobody waits for; the same by default.
+        pool: for what a round waits for. files: for what waits for the disk. background: for what nobody waits for.
+            The last two are the pool by default.
 
     Attributes:
         versions: per fragment the version in memory; -1 before genesis.
@@ -47,6 +48,8 @@ class Parameters:
         settings: RunSettings,
         store: RegionStore,
         pool: Executor,
+        *,
+        files: Executor | None = None,
         background: Executor | None = None,
     ) -> None:
         self.manifest = manifest
@@ -58,6 +61,7 @@ class Parameters:
         self._settings = settings
         self._store = store
         self._pool = pool
+        self._files = files or pool
         self._background = background or pool
         self._theta: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
         self._momentum: list[F32] = [np.zeros(0, np.float32) for _ in manifest.fragments]
@@ -72,7 +76,7 @@ class Parameters:
         async with self._locks[fragment]:
             # The store's arrays are the caller's to keep: a copy of a fragment here would hold up the loop.
             self._theta[fragment], self._momentum[fragment] = await in_thread(
-                self._pool, self._store.read_state, fragment, version
+                self._files, self._store.read_state, fragment, version
             )
             self.versions[fragment] = version
 
@@ -143,7 +147,7 @@ class Parameters:
             version = self.versions[fragment]
             digest = await in_thread(self._pool, fragment_digest, self._theta[fragment], self._momentum[fragment])
             await in_thread(
-                self._pool,
+                self._files,
                 self._store.store_state,
                 fragment,
                 version,
@@ -156,7 +160,7 @@ class Parameters:
     async def set_states_aside(self, fragment: int, version_min: int) -> None:
         """Rename the fragment's state files from this version on, after what is being written. Raises StorageError."""
         async with self._locks[fragment]:
-            await in_thread(self._pool, self._store.set_states_aside, fragment, version_min)
+            await in_thread(self._files, self._store.set_states_aside, fragment, version_min)
 
     async def write_ahead(self, fragment: int) -> None:
         """Prepare a file for the fragment's next payload. Raises StorageError."""

@@ -38,6 +38,7 @@ class VersionEffects:
         checkpoint_versions: a checkpoint is written every so many versions.
         table: merged stripes in memory.
         version_area: the learner's, where the next version is written if its place is free.
+        files: threads that wait for the disk.
     """
 
     checkpoint_versions: int
@@ -45,7 +46,7 @@ class VersionEffects:
     store: RegionStore
     table: StripeTable
     version_area: VersionArea
-    pool: Executor
+    files: Executor
     post: Callable[[Event], None]
     note: Callable[[Note], None]
 
@@ -81,7 +82,7 @@ class VersionEffects:
             return [part.encoded for part in parts], True
         name = (body.fragment, body.version, body.payload_digest)
         try:
-            payload = await in_thread(self.pool, self.store.read_payload, *name)
+            payload = await in_thread(self.files, self.store.read_payload, *name)
         except StorageError as error:
             raise _lost_on_disk(f"payload {body.fragment}.{body.version}", error) from error
         return cut_payload(payload, self.parameters.blocks[body.fragment], body.stripes), False
@@ -106,7 +107,7 @@ class VersionEffects:
     async def prune(self, order: PruneFiles) -> None:
         """Remove files that nobody needs any more; those that the disk refuses to remove stay until the next time."""
         with contextlib.suppress(StorageError):
-            await in_thread(self.pool, self.store.prune, order.fragment, order.keep_from_version)
+            await in_thread(self.files, self.store.prune, order.fragment, order.keep_from_version)
 
     async def _compute_digest(self, fragment: int) -> None:
         self.post(DigestComputed(fragment, *await self.parameters.digest(fragment)))

@@ -18,7 +18,13 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 """Starts a named task of the daemon. When it breaks, the daemon ends with it."""
 
 POOL_THREADS: Final = 6
-"""For what a round waits for; some of them wait for the disk."""
+"""For what a round waits for: sums, digests, compression."""
+
+FILE_THREADS: Final = 6
+"""For payloads and states: two rounds in flight, their checkpoints and some fetches at once.
+
+They are apart from the pool, for a disk that takes seconds for a sync must not hold up sums and transfers that
+others wait for."""
 
 BACKGROUND_NICENESS: Final = 5
 """What the thread for digests and the like adds to its own: rounds and the learner go first."""
@@ -34,11 +40,13 @@ class Threads:
     """The daemon's threads.
 
     Attributes:
-        pool: for what a round waits for. background: for what nobody waits for; behind everything else.
+        pool: for what a round waits for; never for a file. files: for payloads and states, which wait for the disk.
+        background: for what nobody waits for; behind everything else.
         disk: one, for the ledger: its writes stay in order.
     """
 
     pool: Executor
+    files: Executor
     background: Executor
     disk: Executor
 
@@ -47,13 +55,14 @@ class Threads:
         """Executors that start their threads when they are first used."""
         return cls(
             ThreadPoolExecutor(POOL_THREADS, "work"),
+            ThreadPoolExecutor(FILE_THREADS, "files"),
             ThreadPoolExecutor(1, "background", _lower_priority),
             ThreadPoolExecutor(1, "disk"),
         )
 
     def stop(self) -> None:
         """Wait for the calls that are being made, and drop those that have not begun."""
-        for executor in (self.pool, self.background, self.disk):
+        for executor in (self.pool, self.files, self.background, self.disk):
             executor.shutdown(wait=True, cancel_futures=True)
 
 

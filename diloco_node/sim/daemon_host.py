@@ -26,7 +26,7 @@ from diloco_node.daemon.effects import Effects, build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.pump import Pump
-from diloco_node.daemon.work import Threads
+from diloco_node.daemon.work import FILE_THREADS, POOL_THREADS, Threads
 from diloco_node.errors import DilocoError, PeerError
 from diloco_node.numeric import F32
 from diloco_node.sim.host import WAKES_MAX, Host
@@ -37,9 +37,6 @@ from diloco_node.sim.transport import FakeTransport
 from diloco_node.sim.world import LOCAL_NS, MS, SECOND, Life
 from diloco_node.wire import learner_link
 from diloco_node.wire.envelope import decode_control
-
-POOL_THREADS = 6
-"""As `daemon.work` starts them."""
 
 CALL_NS_MAX = 2 * MS
 BACKGROUND_NS_MAX = 20 * MS
@@ -169,9 +166,14 @@ class DaemonHost(Host):
         def threads(count: int, ns_max: int) -> VirtualThreads:
             return VirtualThreads(self.world, life, self.loop, time, count=count, ns_max=ns_max)
 
-        pools = Threads(threads(POOL_THREADS, CALL_NS_MAX), threads(1, BACKGROUND_NS_MAX), threads(1, MS // 10))
+        pools = Threads(
+            pool=threads(POOL_THREADS, CALL_NS_MAX),
+            files=threads(FILE_THREADS, CALL_NS_MAX),
+            background=threads(1, BACKGROUND_NS_MAX),
+            disk=threads(1, MS // 10),
+        )
         recovered = store.load(len(self.setup.layouts))
-        parameters = Parameters(manifest, settings, store, pools.pool, pools.background)
+        parameters = Parameters(manifest, settings, store, pools.pool, files=pools.files, background=pools.background)
         self.plane = cast(Any, RealPlane(parameters))
         self.core = self.make_core(self.name, self.setup, recovered, self.world.rng.getrandbits(63), self.world.now_ns)
         self.transport = FakeTransport(self, life, self._lives)

@@ -521,7 +521,7 @@ class FakeArea:
 async def test_theta_0_of_a_learner_that_is_gone_is_not_read_from_what_the_next_one_writes(bench: Bench) -> None:
     area: Any = FakeArea()
     disk, held = bench.effects.disk, HeldExecutor()
-    disk.pool = held
+    disk.files = held
     store = disk.store_initial_state
     bench.tasks.spawn(store(area, area.generation), "first")
     bench.tasks.spawn(store(area, area.generation), "told again, and waits for the first")

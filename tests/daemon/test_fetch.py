@@ -46,6 +46,7 @@ class Bench:
             store=store,
             transport=self.transport,
             pool=self.pool,
+            files=self.pool,
             post=self.posted.append,
             spawn=self.tasks.spawn,
             initial=self.initial,
@@ -296,7 +297,7 @@ async def test_a_state_that_is_not_what_the_ledger_names_is_not_served(bench: Be
 async def test_a_state_is_not_read_on_the_loop(bench: Bench) -> None:
     digest = bench.keep(0)
     held = HeldExecutor()
-    bench.fetcher.pool = held
+    bench.fetcher.files = held
     read: list[int] = []
     real = bench.store.read_state_bytes
     bench.store.read_state_bytes = lambda *args: read.append(1) or real(*args)  # type: ignore[method-assign,func-returns-value]

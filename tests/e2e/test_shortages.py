@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cluster_kit import Cluster, children, end_process
+from tests.kit.cluster_kit import FAILED_BALLOT_WINDOWS, Cluster, children, end_process
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -83,7 +83,9 @@ async def test_a_daemon_that_can_open_nothing_more_holds_up_nobody_else(tmp_path
             pid = (await cluster.until_trains())[region]["pids"]["daemon"]
             with without_descriptors(pid):
                 others = cluster.others(region)
-                await cluster.until_paced(usual, others, why=f"while {region} can open nothing more")
+                await cluster.until_paced(
+                    usual, others, why=f"while {region} can open nothing more", windows=FAILED_BALLOT_WINDOWS
+                )
             await cluster.until_merged(region, why="with descriptors")
         await cluster.end()
     finally:

@@ -12,7 +12,7 @@ import gray_region
 import pytest
 
 from diloco_node.daemon.preload import FORK_SERVER
-from tests.kit.cluster_kit import Cluster, children, end_process, is_running
+from tests.kit.cluster_kit import FAILED_BALLOT_WINDOWS, Cluster, children, end_process, is_running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -98,7 +98,9 @@ async def test_a_disk_that_takes_ten_seconds_for_a_sync_holds_up_nobody_else(tmp
         for region in (leader, cluster.others(leader)[0]):
             with slow_disk(faults, region):
                 others = cluster.others(region)
-                now = await cluster.until_paced(usual, others, why=f"while the disk of {region} is slow")
+                now = await cluster.until_paced(
+                    usual, others, why=f"while the disk of {region} is slow", windows=FAILED_BALLOT_WINDOWS
+                )
                 if region == leader:
                     assert leader not in {one["leader"] for one in now.values()}, "it has handed the lead over"
             await cluster.until_merged(region, why="after its disk was well again")

@@ -36,6 +36,9 @@ PACE_STEPS = 64
 PACE_WINDOWS = 5
 """Steps of a demo are paced at ten a second, so these are the 30 s for which a process may stand still."""
 
+FAILED_BALLOT_WINDOWS = 2
+"""As long as one failed ballot, and an election, may be in the way: they take some 30 steps of the first window."""
+
 PACE_SHARE = 0.6
 
 
@@ -156,15 +159,17 @@ class Cluster:
         print(f"rounds and steps {why}: {gains}")
         return min(rounds / steps for rounds, steps in gains.values())
 
-    async def until_paced(self, usual: float, names: Iterable[str], *, why: str) -> Statuses:
+    async def until_paced(
+        self, usual: float, names: Iterable[str], *, why: str, windows: int = PACE_WINDOWS
+    ) -> Statuses:
         """Until these regions wait for nobody: they have at least 0.6 of their usual rounds per step.
 
-        That must be so within PACE_WINDOWS times PACE_STEPS of their steps. What waits for somebody in each round never
+        That must be so within `windows` times PACE_STEPS of their steps. What waits for somebody in each round never
         has it. The first of these steps may go by until another region counts as gone, or until another one leads.
         """
         names = list(names)
         rates: list[float] = []
-        while len(rates) < PACE_WINDOWS:
+        while len(rates) < windows:
             rates.append(await self.rounds_per_step(names, why=why))
             if rates[-1] >= PACE_SHARE * usual:
                 return await self.statuses(names)

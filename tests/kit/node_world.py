@@ -445,7 +445,7 @@ class Region:
         runtime = NodeRuntime(
             spec=self.spec,
             store=self.store,
-            threads=Threads(threads, threads, threads),
+            threads=Threads(threads, threads, threads, threads),
             learner_server=SimpleNamespace(send=self._send, refuse=self._refuse),  # type: ignore[arg-type]
             notes=self.notes,
             spawn=self.spawn,

@@ -13,6 +13,7 @@ from diloco_node.core.region import RegionCore
 from diloco_node.core.types import CarryMode
 from diloco_node.core.view import RegionView
 from diloco_node.sim import run
+from diloco_node.sim.host import Host
 from diloco_node.sim.run import Simulation
 from diloco_node.sim.setup import draw_setup
 from diloco_node.sim.tensors import FragmentLayout
@@ -28,6 +29,7 @@ class Small:
     Args:
         slower: how many times as long the steps of each region take, in the order of their names. Versions are then
             taken at the next step boundary, as real learners do.
+        host_type: what carries the effects out.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Small:
         *,
         loss: float = 0.0,
         slower: tuple[int, ...] = (),
+        host_type: type[Host] = Host,
         **settings: object,
     ) -> None:
         def setup(rng: object, _: int) -> object:
@@ -78,7 +81,7 @@ class Small:
 
         patch.setattr(run, "draw_setup", setup)
         patch.setattr(run, "draw_links", links)
-        self.sim = Simulation(SEED)
+        self.sim = Simulation(SEED, host_type=host_type)
         self.world = self.sim.world
         self.hosts = self.sim.hosts
         self.notes: list[tuple[str, Note]] = []

@@ -209,6 +209,7 @@ class LedgerCore(LedgerState):
         )
         self._followers.clear()
         if leader:
+            self.offered_by = ""
             self._note(f"follows {leader}")
 
     def _request_vote(self, peer: str, request: RequestVote, now_ns: int) -> None:
@@ -239,7 +240,7 @@ class LedgerCore(LedgerState):
     def _leadership_offered(self, peer: str, offered: TimeoutNow, now_ns: int) -> None:
         if offered.term != self.term or peer != self.leader or self.is_leader:
             return
-        self._offered_until_ns = now_ns + self._election_timeout_ns
+        self._offered_until_ns, self.offered_by = now_ns + self._election_timeout_ns, peer
         if offered.successor == self._region and self._may_stand():
             self._election.stand(now_ns=now_ns)
 

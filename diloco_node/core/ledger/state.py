@@ -104,6 +104,8 @@ class LedgerState:
         self._following = Following(matched_index=base.index)
         # Up to then the leader's own offer lets others stand and be voted for.
         self._offered_until_ns = now_ns
+        # Who offered its lead to the others, until a new leader is followed.
+        self.offered_by = ""
         self._claims = TermClaims(election_timeout_ns)
         # Only of a leader.
         self._followers: dict[str, Follower] = {}

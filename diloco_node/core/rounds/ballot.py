@@ -137,17 +137,23 @@ class BallotClock:
             else self._reported_rate(members, stripes),
         )
 
+    def patience_ns(self, fragment: int) -> int:
+        """How long a single region may hold up what the others have done, when it is in doubt already."""
+        usual_ns = self._usual_ns(fragment)
+        if not usual_ns:
+            return self._settings.ballot_deadline_min_ns
+        return max(PROBE_HEARTBEATS * self._settings.heartbeat_ns, PROBE_MARGIN * usual_ns)
+
     def of_probe(self, fragment: int, usual: Deadline, doublings: int) -> Deadline:
-        """For a ballot that tries a region which was left out: short, so that it costs the others little.
+        """For a ballot that tries a region which failed or was left out: short, so that it costs the others little.
 
         Args:
             usual: what a ballot with these members is given; never more than that.
             doublings: how often the region was tried in vain; the time doubles with every second one, as the pause does
                 with each. Who is slow and not broken gets there in the end.
         """
-        shortest_ns = max(PROBE_HEARTBEATS * self._settings.heartbeat_ns, PROBE_MARGIN * self._usual_ns(fragment))
-        duration_ns = min(usual.duration_ns, shortest_ns << doublings // 2)
-        return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who was left out, of {usual.derivation}")
+        duration_ns = min(usual.duration_ns, self.patience_ns(fragment) << doublings // 2)
+        return Deadline(duration_ns, f"{duration_ns / NS_PER_S:.3g} s to try who is in doubt, of {usual.derivation}")
 
     def _reported_rate(self, members: tuple[str, ...], stripes: tuple[Stripe, ...]) -> int:
         """What the slowest reported budget leaves to one round, where that is less than what is assumed; else 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +29,10 @@ BEHIND_NS_MAX: Final = 10_000_000_000
 
 BEHIND_MARGIN: Final = 2
 """Of the time that it usually takes."""
+
+COMMITS_KEPT: Final = 256
+"""Of so many entries the time of the commit is remembered: `BEHIND_NS_MAX` of them at 25 commits a second. Who lacks
+older ones lacks these too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,11 @@ class Eligibility:
         self._incarnations: dict[str, int] = {}
         self._applied: dict[str, int] = {}
         self._lag: dict[str, StepTime] = {}
+        self._commits: deque[tuple[int, int]] = deque(maxlen=COMMITS_KEPT)
+
+    def committed(self, index: int, *, now_ns: int) -> None:
+        """A ledger entry is committed."""
+        self._commits.append((index, now_ns))
 
     def reported(self, region: str, *, now_ns: int) -> None:
         """Another region reported how far it is: learn how long it takes it to apply what was committed."""
@@ -179,6 +189,18 @@ class Eligibility:
         usual_ns = self._lag.get(region, StepTime()).average_ns
         return max(BEHIND_NS, self._liveness.silent_ns, min(BEHIND_MARGIN * usual_ns, BEHIND_NS_MAX))
 
+    def is_behind(self, region: str, *, now_ns: int) -> bool:
+        """Whether another region lacks what was committed longer ago than it may take it to apply it and say so.
+
+        Its disk is slow, or it fetches what it missed. It takes no stripes of versions that are far ahead of it, so it
+        can't reduce. A member it may be: who is never waited for may never catch up with the others.
+        """
+        if region == self._region:
+            return False
+        applied = self._liveness.applied_index(region)
+        since_ns = next((at_ns for index, at_ns in self._commits if index > applied), now_ns)
+        return now_ns - since_ns > self.behind_ns(region)
+
     def saw_incarnation(self, learner: str, incarnation: int) -> None:
         """An incarnation of this number is there, or will be the next: older ones are over."""
         if not is_plausible_incarnation(incarnation, self._history.incarnation(learner)):
@@ -195,18 +217,19 @@ class Eligibility:
         return self._liveness.reach_each_other(self._region, region, now_ns=now_ns)
 
     def reachability(self, *, now_ns: int, excluded: Collection[str] = (), probed: str = "") -> Reachability:
-        """See `assess_reachability`; without those that are left out.
+        """See `assess_reachability`; without those that are left out, and reducers that are behind.
 
         Args:
             probed: the region that is tried again, if its pause is over.
         """
         reducers = self._book.held_back(BallotPart.REDUCER, probed=probed, now_ns=now_ns)
+        behind = (name for name in self._regions if self.is_behind(name, now_ns=now_ns))
         return assess_reachability(
             self._region,
             self._regions,
             self._liveness,
             now_ns=now_ns,
-            excluded={*excluded, *reducers},
+            excluded={*excluded, *reducers, *behind},
             left_out=self._book.held_back(BallotPart.MEMBER, probed=probed, now_ns=now_ns),
         )
 

@@ -39,8 +39,15 @@ class Judge:
             self._blame_all(one, found.blames, now_ns=now_ns)
             return self._region in found.cut_off
         seen = {(blame.region, blame.part): blame for blame in found.blames}
-        late = [Blame(name, part, "the ballot that tried it took too long") for name, part in one.tried]
-        self._blame_all(one, [seen.get((one.region, one.part), one) for one in late], now_ns=now_ns)
+        blames = []
+        for name, part in one.tried:
+            if (name, part) in seen:
+                blames.append(seen[name, part])
+            elif not self.book.is_doubted(
+                name, part
+            ):  # who was left out has to show more than that others are late too
+                blames.append(Blame(name, part, "the ballot that tried it took too long"))
+        self._blame_all(one, blames, now_ns=now_ns)
         return False
 
     def disputed(self, one: OpenRound, *, now_ns: int) -> str:
@@ -111,9 +118,9 @@ class Judge:
     def tried_parts(
         self, probed: str, members: Collection[str], reducers: Collection[str], *, now_ns: int
     ) -> tuple[tuple[str, BallotPart], ...]:
-        """In which parts that it was left out of a region takes part in a new ballot.
+        """Who is tried by a new ballot: the probed region in parts that it was left out of, and who failed once.
 
-        One that gets no part (a small fragment has fewer blocks than there are reducers) lets the others try first.
+        A probed one that gets no part (a small fragment has fewer blocks than reducers) lets the others try first.
         """
         chosen = {BallotPart.MEMBER: members, BallotPart.REDUCER: reducers}
         found = tuple(
@@ -123,7 +130,13 @@ class Judge:
         )
         if probed and not found:
             self._passed_over.add(probed)
-        return found
+        doubted = (
+            (name, part)
+            for part, names in chosen.items()
+            for name in sorted(set(names))
+            if self.book.is_doubted(name, part)
+        )
+        return (*found, *doubted)
 
     def _remember(self, pairs: Iterable[Pair]) -> None:
         for member, reducer in pairs:

@@ -7,7 +7,7 @@ past, the heartbeats, and the answers to its ballots; a new leader asks again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import assert_never
 
 from diloco_node.core.effects_buffer import EffectBuffer
@@ -47,8 +47,9 @@ class RoundLeader:
         proposals: bodies for the ledger, in order.
         rounds: open rounds by fragment.
         progress: how far the run is; to be asked in every region, whoever leads.
-        is_in_the_way: when the second ballot of a round failed, the others had the payload or its stripes, this region
-            had not. Its disk is full or stands still, or bulk does not reach it: merging goes on when another leads.
+        is_in_the_way: a majority has had a payload for a while, and this region has not; or the second ballot of a
+            round failed, and the others had its merged stripes. Its disk is full or stands still, or bulk does not
+            reach it: merging goes on when another leads.
     """
 
     def __init__(
@@ -117,20 +118,34 @@ class RoundLeader:
         return self._agenda.reason
 
     @property
+    def disk_patience_ns(self) -> int:
+        """How long the others wait for nothing but this region's disk before another one is to lead."""
+        return max(self._clock.patience_ns(fragment) for fragment in range(len(self._fragments)))
+
+    @property
     def left_out(self) -> tuple[LeftOut, ...]:
         """Who takes no part in ballots for now, and why."""
         return self._book.left_out()
 
-    def begin(self, term: int, reopen: Mapping[int, int], *, now_ns: int, left_out: tuple[LeftOut, ...] = ()) -> None:
+    def begin(
+        self,
+        term: int,
+        reopen: Mapping[int, int],
+        *,
+        now_ns: int,
+        left_out: tuple[LeftOut, ...] = (),
+        yielded: str = "",
+    ) -> None:
         """Take over.
 
         Args:
             term: of this leader.
             reopen: rounds (fragment to version) that are known to have been open under an older leader; they were due.
             left_out: by the leader before, as far as is known here.
+            yielded: the leader before, if it gave its place to this region.
         """
         self._is_acting, self._is_stale = True, True
-        self._book.begin(left_out, self._regions)
+        self._book.begin(left_out, self._regions, yielded=yielded, now_ns=now_ns)
         self._term, self._number = term, 0
         self._agenda = self._new_agenda()
         for name in self._regions:
@@ -179,6 +194,7 @@ class RoundLeader:
         """An entry is committed."""
         body = entry.body
         self._is_stale = True
+        self._eligibility.committed(entry.index, now_ns=now_ns)
         self._answers.committed(body)
         if not isinstance(body, RoundBody):
             return
@@ -256,7 +272,7 @@ class RoundLeader:
         if self.rounds.get(one.fragment) is one and not one.is_proposed and now_ns >= one.deadline_ns:
             reason = f"deadline passed while it {one.waiting()}"
             is_cut_off = self._judge.deadline_passed(one, now_ns=now_ns)
-            self.is_in_the_way |= one.attempt > 0 and (is_cut_off or self._lacks_alone(one))
+            self.is_in_the_way |= one.attempt > 0 and is_cut_off
             self._next_ballot(one, reason, now_ns=now_ns, is_late=True)
 
     def _try_decide(self, one: OpenRound, now_ns: int) -> None:
@@ -294,9 +310,15 @@ class RoundLeader:
         if self._is_wrong(one, now_ns):
             return
         holders = one.payload_holders()
-        if self._region in holders and 2 * len(holders) > len(self._regions):
+        if 2 * len(holders) <= len(self._regions):
+            return
+        if self._region in holders:
             one.is_proposed = True
             self.proposals.append(self._merges.body(one))
+        elif one.held_since_ns is None:
+            one.held_since_ns = now_ns
+        elif now_ns - one.held_since_ns >= self._clock.patience_ns(one.fragment):
+            self.is_in_the_way = True
 
     def _is_wrong(self, one: OpenRound, now_ns: int) -> bool:
         """Whether a merged ballot can't be what it says; then there is another one."""
@@ -310,13 +332,6 @@ class RoundLeader:
             own = tuple(Stripe(self._region, cut.block_start, cut.block_stop) for cut in one.stripes)
             self._next_ballot(one, text or "norms are in question", now_ns=now_ns, stripes=None if text else own)
         return bool(disputed or mismatched)
-
-    def _lacks_alone(self, one: OpenRound) -> bool:
-        """Whether the round waits for nothing but this region's disk."""
-        if not one.is_merged:
-            return False
-        holders = one.payload_holders()
-        return self._region not in holders and 2 * len(holders) > len(self._regions)
 
     def _next_number(self) -> Ballot:
         """A ballot that never was before: one leader per term, one number per attempt of that leader."""
@@ -340,7 +355,7 @@ class RoundLeader:
                 self._next_number(), fragment, version, members, stripes, left_out=self._book.left_out()
             ),
             ballot_at_ns=now_ns,
-            deadline=self._deadline(fragment, members, stripes, probed if tried else ""),
+            deadline=self._deadline(fragment, members, stripes, [name for name, _ in tried]),
             tried=tried,
         )
         self.rounds[fragment] = one
@@ -356,9 +371,12 @@ class RoundLeader:
         self._announce(one)
         return True
 
-    def _deadline(self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], probed: str) -> Deadline:
+    def _deadline(
+        self, fragment: int, members: tuple[str, ...], stripes: tuple[Stripe, ...], tried: Iterable[str]
+    ) -> Deadline:
         deadline = self._clock.deadline(fragment, members, stripes, attempt=0)
-        return self._clock.of_probe(fragment, deadline, self._book.doublings(probed)) if probed else deadline
+        doublings = [self._book.doublings(name) for name in tried]
+        return self._clock.of_probe(fragment, deadline, max(doublings)) if doublings else deadline
 
     def _next_ballot(
         self,

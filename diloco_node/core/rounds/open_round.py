@@ -76,11 +76,12 @@ class OpenRound:
         holders: regions that have the merged payload on disk, with its digest.
         received_merged: the digests of the merged stripes that a region has, as it says.
         questioned: the ballot before, whose norms did not add up.
-        tried: the region and the parts in which this ballot tries it after it was left out.
+        tried: regions in doubt, with the part in which this ballot tries each.
         renamed: members that gave their contribution another name in this round.
         rejected: learners that may not be in any ballot of this round, and why.
         excluded: reducers that held up a ballot of this round.
         is_proposed: it is in the leader's log; nothing is changed any more.
+        held_since_ns: when a majority had the payload of this ballot, and the leader had not.
         is_last: it is the run's last round of this fragment.
     """
 
@@ -105,6 +106,7 @@ class OpenRound:
     rejected: dict[str, str] = field(default_factory=dict)
     excluded: set[str] = field(default_factory=set)
     is_proposed: bool = False
+    held_since_ns: int | None = None
 
     def begin_ballot(
         self, announcement: BallotOpened, *, deadline: Deadline, contributions: dict[str, Contribution], now_ns: int
@@ -114,7 +116,7 @@ class OpenRound:
         self.attempt += 1
         self.contributions = contributions
         self.declined, self.received, self.merged, self.holders, self.received_merged = {}, {}, {}, {}, {}
-        self.decision, self.weights, self.clips, self.tried = None, (), (), ()
+        self.decision, self.weights, self.clips, self.tried, self.held_since_ns = None, (), (), (), None
 
     @property
     def fragment(self) -> int:

@@ -1,8 +1,9 @@
 """Whom the leader leaves out of its ballots, as member or as reducer, for how long, and why.
 
 A region whose control lives while its bulk fails, or that says what the others deny, must not hold up every round. Who
-fails its part twice in a row is left out for a while, who disagrees with the majority of the others at once. When the
-while is over, one ballot with a short deadline tries the region. Each further failure doubles the pause.
+fails its part once is tried by the next ballot, with a short deadline. Who fails twice in a row is left out for a
+while, who disagrees with the majority of the others at once. When the while is over, a short ballot tries the region
+again. Each further failure doubles the pause.
 
 The book belongs to one leader. The next one learns again, with what the ballots of this one said as a first strike.
 """
@@ -20,13 +21,15 @@ FAILURES_MAX: Final = 2
 """Failures in a row: one may be a stall of a second, or the loss of a connection."""
 
 PAUSE_BALLOTS: Final = 2
-"""The first pause is so many shortest ballots: as long as those two failures have cost the others."""
+"""The first pause is so many shortest ballots: at least as long as those two failures have cost the others."""
 
 DOUBLINGS_MAX: Final = 4
 """The pause doubles up to 16 times: with ballots of 2 s to about a minute, in which a healed region is back."""
 
 CLEAN_BALLOTS: Final = 64
 """So many ballots without a fault take one doubling back: who fails each 64th costs the others little."""
+
+YIELDED: Final = "it led before, and gave its place away"
 
 LEFT_OUT_SHOWN_MAX: Final = 16
 REASON_SHOWN_MAX: Final = 160
@@ -117,14 +120,22 @@ class SuspicionBook:
             del self._suspects[region, part]
         return was_out
 
-    def begin(self, left_out: Iterable[LeftOut], regions: Iterable[str]) -> None:
-        """This region leads now: whom the leader before left out has failed once here. Its next failure counts."""
+    def begin(self, left_out: Iterable[LeftOut], regions: Iterable[str], *, yielded: str = "", now_ns: int = 0) -> None:
+        """This region leads now: whom the leader before left out has failed once here. Its next failure counts.
+
+        Args:
+            yielded: the leader before, if it gave its place away: it stops, or held up the others. It is left out for
+                the first pause.
+        """
         self._suspects.clear()
         known = {(name, part) for name in regions for part in BallotPart}
         for one in left_out:
             if (one.region, one.part) in known:
                 reason = f"{one.reason[:REASON_SHOWN_MAX]}, said the leader before"
                 self._suspects[one.region, BallotPart(one.part)] = _Suspect(reason, failures=1)
+        for part in BallotPart if yielded else ():
+            until_ns = now_ns + self._pause_ns
+            self._suspects[yielded, part] = _Suspect(YIELDED, failures=FAILURES_MAX, level=1, until_ns=until_ns)
 
     def held_back(self, part: BallotPart, *, probed: str = "", now_ns: int) -> dict[str, str]:
         """Who is left out, and why.
@@ -149,7 +160,14 @@ class SuspicionBook:
 
     def doublings(self, region: str) -> int:
         """How often the region failed a probe, for the time that the next one gets."""
-        return max((one.level - 1 for (name, _), one in self._suspects.items() if name == region), default=0)
+        return max(
+            (one.level - 1 for (name, _), one in self._suspects.items() if name == region and one.level), default=0
+        )
+
+    def is_doubted(self, region: str, part: BallotPart) -> bool:
+        """Whether it failed this part in its last ballot, and is not left out for it: the next ballot shows more."""
+        one = self._suspects.get((region, part))
+        return one is not None and one.failures > 0 and one.until_ns is None
 
     def left_out(self) -> tuple[LeftOut, ...]:
         """For the ballots and the status, by region."""

@@ -210,3 +210,22 @@ def test_newest_incarnation_is_remembered_whatever_comes_later() -> None:
     eligibility.saw_incarnation("b", 2)
     assert eligibility.incarnation_min("b") == 3
     assert eligibility.incarnation_min("a") == 0
+
+
+def test_a_region_that_lacks_what_was_committed_a_while_ago_does_not_reduce_until_it_has_it() -> None:
+    """Also where each fragment was committed again just now."""
+    world, ledger, history = Neighbourhood(), Ledger(), RoundHistory(2)
+    asked = eligibility_of(world.liveness, history)
+    now_ns = SECOND
+    for version in range(6):
+        body = GENESIS if version == 0 else committed_round(0, version, [contribution("a", base=version - 1)])
+        history.apply(ledger.add(body), now_ns=now_ns)
+        asked.committed(version + 1, now_ns=now_ns)
+        now_ns += BEHIND_NS // 4
+    for applied, is_behind in ((0, True), (1, True), (2, False), (6, False)):
+        world.liveness.own_learner(status(), now_ns=now_ns)
+        for name in ("b", "c"):
+            world.hear(name, status(), now_ns=now_ns, applied_index=applied if name == "b" else 1_000)
+        assert asked.is_behind("b", now_ns=now_ns) is is_behind
+        assert ("b" in asked.reachability(now_ns=now_ns).reducers) is not is_behind
+    assert not asked.is_behind("a", now_ns=now_ns)

@@ -41,6 +41,30 @@ def test_the_second_failure_in_a_row_leaves_a_region_out() -> None:
     assert own.held_back(BallotPart.REDUCER, now_ns=20) == {}, "only in the part that it failed"
 
 
+def test_who_failed_once_is_in_doubt_until_it_does_its_part_or_is_left_out() -> None:
+    own = book()
+    fail(own, 10)
+    assert own.is_doubted("b", BallotPart.MEMBER)
+    assert not own.is_doubted("b", BallotPart.REDUCER)
+    assert own.doublings("b") == 0
+    own.did("b", BallotPart.MEMBER)
+    assert not own.is_doubted("b", BallotPart.MEMBER)
+    fail(own, 20)
+    fail(own, 30)
+    assert not own.is_doubted("b", BallotPart.MEMBER), "it is left out, and a probe asks more of it"
+
+
+def test_a_leader_that_gave_its_place_away_is_left_out_for_the_first_pause() -> None:
+    own = book()
+    own.begin((), ["a", "b"], yielded="b", now_ns=10)
+    assert {(one.region, one.part) for one in own.left_out()} == {("b", "member"), ("b", "reducer")}
+    assert own.next_probe(now_ns=10 + PAUSE_NS - 1) == ""
+    assert own.next_probe(now_ns=10 + PAUSE_NS) == "b"
+    assert own.did("b", BallotPart.MEMBER)
+    own.begin((), ["a", "b"], now_ns=20)
+    assert own.left_out() == ()
+
+
 def test_a_part_that_is_done_in_between_begins_the_row_again() -> None:
     own = book()
     for now_ns in range(10, 100, 10):
