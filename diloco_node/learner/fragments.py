@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Final
 
 import numpy as np
 import torch
@@ -45,6 +46,10 @@ from diloco_node.wire.learner_link import (
     SnapshotRequested,
     VersionOffered,
 )
+
+SPARE_BUFFERS: Final = 2
+"""Snapshots whose memory is kept for the next ones: as many rounds are in flight by default. When more were, as after
+ballots that failed, the memory of the others is given back."""
 
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
 
@@ -157,7 +162,7 @@ class LearnerFragments:
         is_pinned = torch.cuda.is_available()
         self._base = list(torch.split(_room(sum(sizes), is_pinned=is_pinned), sizes))
         self._largest = max(sizes)
-        self._pool = [_room(self._largest, is_pinned=is_pinned) for _ in range(2)]
+        self._pool = [_room(self._largest, is_pinned=is_pinned) for _ in range(SPARE_BUFFERS)]
         self._is_pinned = is_pinned
         held = [slab.size for part in (*self._owned, *self._followed) for slab in part.slabs]
         self._scratch = _room(max(held, default=0), is_pinned=is_pinned)
@@ -466,7 +471,7 @@ class LearnerFragments:
     def _resolve(self, taken: _Snapshot) -> None:
         del self._snapshots[taken.fragment]
         # While the encoder still reads the values, they are left to the garbage collector.
-        if taken.encoded.is_set() and len(self._pool) < len(self.positions):
+        if taken.encoded.is_set() and len(self._pool) < SPARE_BUFFERS:
             self._pool.append(taken.buffer)
 
     def close(self) -> None:
