@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.cli.demo.processes import RegionProcess, free_ports
-from tests.kit.cluster_kit import Cluster, all_train
+from tests.kit.cluster_kit import Cluster, Statuses, all_train
 from tests.kit.data_kit import END, rows_of, write_jsonl, write_tokenizer
 from tests.kit.repository import ROOT
 
@@ -29,6 +29,9 @@ NEEDS = {
     "fsdp_loop.py": (),
     "torchtitan_train.py": ("torchtitan",),
 }
+KILLED = ("accelerate_loop.py", "fsdp_loop.py", "torchtitan_train.py")
+"""What callbacks bring back after a restart, tests/integrations/test_callbacks.py looks at."""
+
 MICRO_BATCHES = {"accelerate_loop.py": 4}
 BATCH_TOKENS = 8 * 64
 TITAN = "torchtitan_train.py"
@@ -119,8 +122,19 @@ def for_a_cpu(script: str, folder: Path) -> str:
     return script.replace(" train.toml", f" {shlex.quote(str(folder / 'train.toml'))}")
 
 
+async def come_back(cluster: Cluster, before: Statuses) -> None:
+    """Kill a learner, the first of its ranks if there are two, and wait until it is in merges again."""
+    was = before["west"]
+    os.kill(was["pids"]["learner"], signal.SIGKILL)
+    await cluster.until(
+        "the learner is back",
+        lambda now: all_train(now) and now["west"]["learner"]["incarnation"] > was["learner"]["incarnation"],
+    )
+    await cluster.until_merged("west", why="after its learner was killed")
+
+
 @pytest.mark.parametrize("example", NEEDS)
-async def test_an_example_trains_in_two_regions_and_comes_back_after_a_kill(tmp_path: Path, example: str) -> None:
+async def test_an_example_trains_in_two_regions_as_its_readme_says(tmp_path: Path, example: str) -> None:
     missing = [name for name in NEEDS[example] if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed: pip install 'diloco-node[hf,lightning,titan]'")
@@ -143,19 +157,11 @@ async def test_an_example_trains_in_two_regions_and_comes_back_after_a_kill(tmp_
             start_new_session=True,
         )
     cluster = ByHand(checkout / "two-regions" / "state", sorted(ranks), shell)
-    # Two ranks of Hugging Face's import for as long as all else takes; Lightning's and FSDP2's come back together.
-    victim = "east" if example == "hf_trainer.py" else "west"
     try:
         before = await cluster.until_trains()
         await cluster.until_commits(8)
-        os.kill(before[victim]["pids"]["learner"], signal.SIGKILL)  # rank 0; others follow
-        await cluster.until(
-            "the learner is back",
-            lambda now: (
-                all_train(now) and now[victim]["learner"]["incarnation"] > before[victim]["learner"]["incarnation"]
-            ),
-        )
-        await cluster.until_merged(victim, why="after its learner was killed")
+        if example in KILLED:
+            await come_back(cluster, before)
         after = await cluster.until_commits(4)
         for name in cluster.names:
             learner = after[name]["learner"]

@@ -76,6 +76,7 @@ class Seen:
                     optimizer, weight = given["optimizer"], given["model"].embedding.weight
                     moments = [one["exp_avg"].clone() for one in optimizer.state.values()]
                     seen.first = {"step": state.global_step, "weight": weight.detach().clone(), "moments": moments}
+                    seen.first["schedule"] = given["lr_scheduler"].last_epoch
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
                 seen.events.append(("step", diloco_callback.diloco.steps))
@@ -138,7 +139,23 @@ def test_a_trainer_that_goes_on_from_its_checkpoint_takes_the_runs_parameters(fo
     assert seen.first["step"] == 2, "the Trainer's own count"
     assert torch.equal(seen.first["weight"], torch.full((8, 4), 0.25)), "not the checkpoint's"
     assert all(bool(one.any()) for one in seen.first["moments"]), "the checkpoint's: the learner had none"
+    assert seen.first["moments"]
+    assert seen.first["schedule"] == 2
     assert callback.diloco.steps == 2
+
+
+def test_a_trainer_that_is_started_again_has_moments_and_schedule(folder: Path) -> None:
+    trainer, _, _ = hf_trainer(folder)
+    with FakeDaemon(folder) as daemon:
+        trainer.train()
+        theta = [np.full_like(part, 0.25) for part in daemon.theta]
+    trainer, _, seen = hf_trainer(folder)
+    with FakeDaemon(folder, theta=theta, versions=[3, 3]):
+        trainer.train()
+    assert (seen.first["step"], seen.first["schedule"]) == (0, 4)
+    assert torch.equal(seen.first["weight"], torch.full((8, 4), 0.25))
+    assert all(bool(one.any()) for one in seen.first["moments"])
+    assert seen.first["moments"]
 
 
 def test_an_exception_that_ends_the_process_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +179,14 @@ def test_training_that_was_caught_and_begins_again_is_one_learner(folder: Path) 
     with FakeDaemon(folder) as daemon:
         with pytest.raises(ValueError, match="spoiled"):
             trainer.train()
-        first = callback.diloco
+        first, steps = callback.diloco, callback.diloco.steps
         trainer.train_dataset.bad = -1
         trainer.args.max_steps = 3
         trainer.train()
         assert daemon.wait_for(Done).step == 3
         assert "train() was called again" in daemon.wait_for(Failed).reason
     assert first is not callback.diloco
-    assert first.steps == 3, "it has left the optimizer"
+    assert first.steps == steps, "it has left the optimizer"
 
 
 def test_ranks_that_the_trainer_does_not_bring_together_are_refused(
@@ -236,6 +253,27 @@ def test_lightning_goes_on_from_its_checkpoint_with_the_runs_parameters(folder: 
         trainer.fit(module, loader, ckpt_path=folder / "two.ckpt")
         assert daemon.wait_for(Done).step == callback.diloco.steps == 1
     assert torch.equal(seen[0], torch.full((8, 4), 0.25)), "not the checkpoint's"
+
+
+def test_lightning_that_is_started_again_has_its_moments(folder: Path) -> None:
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH)
+    trainer, _, module = lightning_trainer(folder)
+    with FakeDaemon(folder) as daemon:
+        trainer.fit(module, loader)
+        theta = [np.full_like(part, 0.25) for part in daemon.theta]
+    trainer, _, module = lightning_trainer(folder)
+    seen: list[tuple[bool, Tensor]] = []
+
+    def look(*_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        has_moments = any(bool(state["exp_avg"].any()) for state in optimizer.state.values())
+        seen.append((has_moments, module.inner.embedding.weight.detach().clone()))
+
+    module.on_train_batch_start = look
+    with FakeDaemon(folder, theta=theta, versions=[3, 3]):
+        trainer.fit(module, loader)
+    assert seen[0][0]
+    assert torch.equal(seen[0][1], torch.full((8, 4), 0.25))
 
 
 def test_an_exception_in_lightning_is_said(folder: Path) -> None:
