@@ -3,6 +3,8 @@
     pip install 'diloco-node[hf]'
     diloco-node start --region us-east -- python examples/hf_trainer.py
 
+The README beside it has all commands of a run in two regions, one of them with two ranks.
+
 A small Llama with random weights learns Python's standard library byte by byte. Each region reads its own part of it.
 """
 
@@ -48,6 +50,7 @@ def main() -> None:
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),  # else several ranks on a CPU would train apart
     )
     trainer = Trainer(
         model=LlamaForCausalLM(config), args=arguments, train_dataset=Bytes(), callbacks=[DilocoCallback()]

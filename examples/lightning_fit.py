@@ -3,6 +3,8 @@
     pip install 'diloco-node[lightning]'
     diloco-node start --region us-east -- python examples/lightning_fit.py
 
+The README beside it has all commands of a run in two regions, one of them with two ranks.
+
 A small network learns Python's standard library byte by byte. Each region reads its own part of it.
 """
 
@@ -49,13 +51,14 @@ def main() -> None:
     trainer = Trainer(
         max_epochs=-1,  # the run says when it is over
         accelerator="cpu",
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # of torchrun; with several, the strategy is ddp
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[LightningDiloco()],
     )
-    trainer.fit(NextByte(), DataLoader(own_part(), batch_size=8, shuffle=True))
+    trainer.fit(NextByte(), DataLoader(own_part(), batch_size=8, shuffle=True, drop_last=True))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,15 @@ come from the run. Optimizer and learning-rate schedule come from the learner's 
 
 from __future__ import annotations
 
+import os
+import sys
+from types import TracebackType
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
 
+from diloco_node.errors import LearnerError
 from diloco_node.learner.attach import Diloco, attach
 
 
@@ -29,14 +34,27 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         self.diloco: Diloco | None = None
         self._options = options
+        self._hook_before: Any = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        """Join the run: the model gets its parameters."""
+        """Join the run: the model gets its parameters.
+
+        Raises:
+            LearnerError: a launcher has started several ranks, and the trainer trains each of them by itself.
+        """
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and args.parallel_mode != ParallelMode.DISTRIBUTED:
+            raise LearnerError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the Trainer is {args.parallel_mode.value}: each rank "
+                "would train a model of its own. On a CPU, give TrainingArguments(use_cpu=True)"
+            )
+        # Training that was ended by an exception tells no callback; the loop may have caught it, to train again.
+        self._leave(LearnerError("train() was called again"))
         stateful = {"lr_scheduler": given["lr_scheduler"]} if given.get("lr_scheduler") is not None else {}
         stateful |= self._options.get("stateful", {})
         self.diloco = attach(given["model"], given["optimizer"], step="auto", **{**self._options, "stateful": stateful})
+        self._hook_before, sys.excepthook = sys.excepthook, self._failed
         self._stop(control)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
@@ -51,8 +69,24 @@ class DilocoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Leave the run."""
-        if self.diloco is not None:
+        self._leave(None)
+
+    def _failed(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """The process ends by an exception, of which the trainer told nobody: say the reason."""
+        hook = self._hook_before
+        self._leave(error)
+        hook(kind, error, traceback)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if self._hook_before is None or self.diloco is None:
+            return
+        if sys.excepthook == self._failed:
+            sys.excepthook = self._hook_before
+        self._hook_before = None
+        if error is None:
             self.diloco.close()
+        else:
+            self.diloco.__exit__(type(error), error, error.__traceback__)
 
     def _stop(self, control: TrainerControl) -> None:
         if self.diloco is not None and self.diloco.should_stop:

@@ -67,6 +67,7 @@ def attach(
     masters: Mapping[str, Tensor] | None = None,
     merge: Mapping[str, MergeRule] | None = None,
     buffers: Sequence[str] = (),
+    untied: Sequence[str] = (),
     stateful: Mapping[str, Stateful] | None = None,
     checkpoint_every_s: float = CHECKPOINT_EVERY_S,
     step: Literal["call", "auto"] = "call",
@@ -81,6 +82,7 @@ def attach(
         masters: name of a parameter -> float32 master of it, for optimizers that keep their own.
         merge: name of a parameter -> rule, where the guess (embeddings and head are averaged) is wrong.
         buffers: patterns of the names of buffers that train, such as "*.expert_bias": they are merged by their mean.
+        untied: names of embeddings and heads that begin as copies of another rank's weight, but are trained apart.
         stateful: parts of the loop that a restart continues (data loader, schedule); their states are nested values.
         checkpoint_every_s: seconds between checkpoints of optimizer and `stateful`, at most; 0 for none. There are more
             as long as they take less than a hundredth of the time.
@@ -94,7 +96,7 @@ def attach(
     """
     if step not in ("call", "auto"):
         raise LearnerError(f'attach(step={step!r}): give "call", or "auto" to follow the optimizer')
-    tensors = ModelTensors(model, masters=masters, merge=merge, buffers=buffers)
+    tensors = ModelTensors(model, masters=masters, merge=merge, buffers=buffers, untied=untied)
     kept = as_one(optimizer)
     if kept is not None:
         tensors.check_optimizer(kept)

@@ -49,6 +49,7 @@ from diloco_node.wire.learner_link import (
     VersionOffered,
 )
 
+
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
 
 
@@ -134,7 +135,7 @@ class LearnerFragments:
         # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
         is_pinned = torch.cuda.is_available()
         self._base = list(torch.split(room(sum(sizes), is_pinned=is_pinned), sizes))
-        self._rooms = SnapshotRooms(max(sizes), kept=len(sizes), is_pinned=is_pinned)
+        self._rooms = SnapshotRooms(max(sizes), is_pinned=is_pinned)
         held = [slab.size for part in (*self._owned, *self._followed) for slab in part.slabs]
         self._scratch = room(max(held, default=0), is_pinned=is_pinned)
         self._snapshots: dict[int, HeldSnapshot] = {}

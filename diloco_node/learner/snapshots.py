@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 
 from diloco_node.core.types import Contribution
 from diloco_node.wire.learner_link import SnapshotDenied, SnapshotReady
+
+SPARE_ROOMS: Final = 2
+"""Kept for the next snapshots: as many rounds are in flight by default. When more were, as after ballots that failed,
+the memory of the others is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +72,13 @@ class SnapshotRooms:
     """Memory for snapshots: what has been touched before is given out again, for copying into it is fast.
 
     Args:
-        largest: values of the largest fragment. kept: rooms to keep, at most.
+        largest: values of the largest fragment.
     """
 
-    def __init__(self, largest: int, *, kept: int, is_pinned: bool) -> None:
+    def __init__(self, largest: int, *, is_pinned: bool) -> None:
         self._largest = largest
-        self._kept = kept
         self._is_pinned = is_pinned
-        self._free = [room(largest, is_pinned=is_pinned) for _ in range(2)]
+        self._free = [room(largest, is_pinned=is_pinned) for _ in range(SPARE_ROOMS)]
 
     def __len__(self) -> int:
         return len(self._free)
@@ -85,7 +89,7 @@ class SnapshotRooms:
 
     def give_back(self, buffer: Tensor) -> None:
         """Nobody reads it any more."""
-        if len(self._free) < self._kept:
+        if len(self._free) < SPARE_ROOMS:
             self._free.append(buffer)
 
 

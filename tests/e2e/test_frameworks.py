@@ -1,28 +1,40 @@
-"""Loops of other libraries join a run by their callback alone: the examples, as their users start them."""
+"""Loops of other libraries join a run by their callback alone: the commands of examples/README.md as they stand."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import json
 import os
+import re
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.kit.cluster_kit import Cluster, all_train
+from diloco_node.cli.demo.processes import RegionProcess, free_ports
+from tests.kit.cluster_kit import Cluster, Statuses, all_train
 from tests.kit.data_kit import END, rows_of, write_jsonl, write_tokenizer
 from tests.kit.repository import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
-EXAMPLES = {
+NEEDS = {
     "hf_trainer.py": ("transformers", "accelerate"),
     "lightning_fit.py": ("lightning",),
     "accelerate_loop.py": ("accelerate",),
+    "fsdp_loop.py": (),
     "torchtitan_train.py": ("torchtitan",),
 }
+KILLED = ("accelerate_loop.py", "fsdp_loop.py", "torchtitan_train.py")
+"""What callbacks bring back after a restart, tests/integrations/test_callbacks.py looks at."""
+
+MICRO_BATCHES = {"accelerate_loop.py": 4}
+BATCH_TOKENS = 8 * 64
+TITAN = "torchtitan_train.py"
 TITAN_TOML = """
 [job]
 dump_folder = "{folder}"
@@ -44,48 +56,135 @@ log_freq = 1
 """
 
 
-def command_of(example: str, folder: Path) -> list[str]:
-    """How its user starts it."""
-    script = str(ROOT / "examples" / example)
-    if example != "torchtitan_train.py":
-        return [sys.executable, script]
+class Page:
+    """examples/README.md: its fences marked `sh`, by the heading above them."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, list[str]] = {}
+        text = (ROOT / "examples" / "README.md").read_text()
+        for section in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]:
+            heading, _, body = section.partition("\n")
+            found = re.findall(r"^```sh\n(.*?)^```$", body, re.MULTILINE | re.DOTALL)
+            self.blocks[heading.partition(":")[0].strip("`")] = found
+
+    def script(self, example: str) -> str:
+        """Everything that a reader of this example types. It waits for a line of input before it looks and ends."""
+        (make,), start, (look, end) = self.blocks["Make a run of two regions"], self.blocks[example], self._last
+        # Others may have these ports just now.
+        for port, free in zip(("7400", "7500"), free_ports(2), strict=True):
+            assert f"127.0.0.1:{port}" in make
+            make = make.replace(f"127.0.0.1:{port}", f"127.0.0.1:{free}")
+        return "\n".join((make, *start, "read go", look, end))
+
+    @property
+    def _last(self) -> list[str]:
+        return self.blocks["Look at it, and end it"]
+
+    def ranks(self, example: str) -> dict[str, int]:
+        """By region, how many processes train."""
+        started = re.findall(r"--region (\w+) -- (.*)", "\n".join(self.blocks[example]))
+        return {name: int((re.findall(r"--nproc-per-node (\d+)", line) or [1])[0]) for name, line in started}
+
+
+class ByHand(Cluster):
+    """Regions that a shell has started."""
+
+    def __init__(self, folder: Path, names: list[str], shell: asyncio.subprocess.Process) -> None:
+        self.folder = folder
+        self.names = names
+        self.lost = {name: [] for name in names}
+        self.regions = {name: RegionProcess(name, 0, folder / name, process=shell) for name in names}
+
+
+def a_checkout(folder: Path) -> Path:
+    """A folder with `examples` in it; beside it `diloco-node`, `python` and `torchrun` of an active environment."""
+    checkout, programs = folder / "checkout", folder / "bin"
+    checkout.mkdir()
+    programs.mkdir()
+    (checkout / "examples").symlink_to(ROOT / "examples")
+    python = shlex.quote(sys.executable)
+    modules = {"diloco-node": "-m diloco_node.cli.main", "torchrun": "-m torch.distributed.run", "python": ""}
+    for name, module in modules.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec {python} {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    return checkout
+
+
+def for_a_cpu(script: str, folder: Path) -> str:
+    """torchtitan's settings, and what it needs to run on a machine like this."""
     write_tokenizer(folder / "tokenizer")
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     write_jsonl(folder / "text" / "rows.jsonl", rows_of(300))
-    settings = folder / "train.toml"
-    settings.write_text(TITAN_TOML.format(folder=folder))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    return [*launcher, "-m", "tests.kit.titan_on_cpu", script, "--job.config_file", str(settings)]
+    (folder / "train.toml").write_text(TITAN_TOML.format(folder=folder))
+    where = f"../examples/{TITAN}"
+    assert script.count(where) == 2
+    script = script.replace(where, f"-m tests.kit.titan_on_cpu {where}")
+    return script.replace(" train.toml", f" {shlex.quote(str(folder / 'train.toml'))}")
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-async def test_an_example_trains_in_two_regions_and_comes_back_after_a_kill(tmp_path: Path, example: str) -> None:
-    missing = [name for name in EXAMPLES[example] if importlib.util.find_spec(name) is None]
+async def come_back(cluster: Cluster, before: Statuses) -> None:
+    """Kill a learner, the first of its ranks if there are two, and wait until it is in merges again."""
+    was = before["west"]
+    os.kill(was["pids"]["learner"], signal.SIGKILL)
+    await cluster.until(
+        "the learner is back",
+        lambda now: all_train(now) and now["west"]["learner"]["incarnation"] > was["learner"]["incarnation"],
+    )
+    await cluster.until_merged("west", why="after its learner was killed")
+
+
+@pytest.mark.parametrize("example", NEEDS)
+async def test_an_example_trains_in_two_regions_as_its_readme_says(tmp_path: Path, example: str) -> None:
+    missing = [name for name in NEEDS[example] if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} is not installed: pip install 'diloco-node[hf,lightning,titan]'")
-    cluster = Cluster(tmp_path / "run", 2)
-    command = command_of(example, tmp_path)
+    page = Page()
+    script, ranks = page.script(example), page.ranks(example)
+    checkout = a_checkout(tmp_path)
+    if example == TITAN:
+        script = for_a_cpu(script, tmp_path)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+    env |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    output = tmp_path / "output.txt"
+    with output.open("wb") as told:
+        shell = await asyncio.create_subprocess_exec(
+            *("sh", "-e", "-c", script),
+            cwd=checkout,
+            env=env,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=told,
+            stderr=told,
+            start_new_session=True,
+        )
+    cluster = ByHand(checkout / "two-regions" / "state", sorted(ranks), shell)
     try:
-        for region in cluster.regions.values():
-            await region.start(cluster.config, command)
         before = await cluster.until_trains()
         await cluster.until_commits(8)
-        victim = cluster.names[0]
-        os.kill(before[victim]["pids"]["learner"], signal.SIGKILL)
-        await cluster.until(
-            "the learner is back",
-            lambda now: (
-                all_train(now) and now[victim]["learner"]["incarnation"] > before[victim]["learner"]["incarnation"]
-            ),
-        )
-        await cluster.until_merged(victim, why="after its learner was killed")
+        if example in KILLED:
+            await come_back(cluster, before)
         after = await cluster.until_commits(4)
         for name in cluster.names:
             learner = after[name]["learner"]
+            assert (learner["loss"] is not None) == (example != TITAN), "its model returns no loss"
+            batch = BATCH_TOKENS * MICRO_BATCHES.get(example, 1) * ranks[name]
+            expected = learner["step"] * batch if example != TITAN else learner["tokens"]
+            assert learner["tokens"] == expected, "tokens of all ranks and micro-batches"
             assert learner["tokens"] % learner["step"] == 0, "each step has as many tokens"
-            assert (learner["loss"] is not None) == (example != "torchtitan_train.py"), "its model returns no loss"
-        await cluster.end()
+        assert shell.stdin is not None
+        shell.stdin.write(b"go\n")
+        assert await asyncio.wait_for(shell.wait(), 600) == 0
+        said = output.read_text()
+        assert set(re.findall(r"^(\w+) +(?:leader|follower) ", said, re.MULTILINE)) == set(cluster.names), "status"
+        digests = re.findall(r"^([0-9a-f]{64})  state/(\w+)/final.safetensors$", said, re.MULTILINE)
+        assert {name for _, name in digests} == set(cluster.names)
+        assert len({digest for digest, _ in digests}) == 1
         cluster.check_equal()
         assert cluster.account().faults == ()
+    except AssertionError:
+        for log in (output, *sorted((checkout / "two-regions").glob("*.log"))):
+            print(f"{log.name}:\n{log.read_text(errors='replace')[-4000:]}")
+        raise
     finally:
-        await cluster.clear()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(shell.pid, signal.SIGTERM)  # supervisors, which end what they have started
+        await shell.wait()

@@ -1,4 +1,7 @@
-"""Regions of different sizes in one run: one with two ranks under FSDP2, one with a single process."""
+"""A region of two hosts beside one with a single process, and the built-in trainer on several ranks.
+
+The FSDP2 example on one host is in tests/e2e/test_frameworks.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import sys
 from pathlib import Path
 
@@ -22,37 +24,9 @@ from tests.kit.repository import ROOT
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 EXAMPLE = str(ROOT / "examples" / "fsdp_loop.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLE]
 
 RENDEZVOUS_S = 45
 """Long enough for two launchers that start at once; docs/sharding.md says what else it has to be."""
-
-
-async def test_a_region_of_two_shards_and_one_of_a_single_process_are_learners_of_one_run(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "run", 2)
-    sharded, single = cluster.names
-    try:
-        await cluster.regions[sharded].start(cluster.config, TORCHRUN)
-        await cluster.regions[single].start(cluster.config, [sys.executable, EXAMPLE])
-        before = await cluster.until_trains()
-        now = await cluster.until_commits(8)
-        for name, ranks in ((sharded, 2), (single, 1)):
-            learner = now[name]["learner"]
-            assert learner["tokens"] == learner["step"] * ranks * 8 * 64, "tokens of all ranks"
-        os.kill(before[sharded]["pids"]["learner"], signal.SIGKILL)  # rank 0; the other one follows
-        await cluster.until(
-            "the ranks are back",
-            lambda now: (
-                all_train(now) and now[sharded]["learner"]["incarnation"] > before[sharded]["learner"]["incarnation"]
-            ),
-        )
-        await cluster.until_merged(sharded, why="after a rank was killed")
-        await cluster.until_commits(4)
-        await cluster.end()
-        cluster.check_equal()
-        assert cluster.account().faults == ()
-    finally:
-        await cluster.clear()
 
 
 class SecondHost:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import threading
 import zlib
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ class Rank:
     def __init__(self) -> None:
         self.steps = 0
 
-    def attach(self, layout: str, folder: str, optimizer: bool = False) -> None:
+    def attach(self, layout: str, folder: str, optimizer: bool = False, untied: Sequence[str] = ()) -> None:
         import torch
 
         import diloco_node
@@ -195,6 +196,7 @@ class Rank:
             self.optimizer,
             masters=self.masters,
             buffers=(TRAINED_BUFFER,),
+            untied=untied,
             stateful={"position": self.position},
         )
 

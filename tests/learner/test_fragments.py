@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -444,3 +445,17 @@ def test_memory_of_snapshots_is_used_again() -> None:
         bench.ready(version + 2, base=version)  # a round that will pass without it
         bench.ready(version + 3, base=version)
     assert len(bench.fragments._rooms) + len(bench.fragments._snapshots) == 2
+
+
+def test_memory_of_many_snapshots_at_once_is_given_back() -> None:
+    count = 6
+    bench = Bench(nn.Linear(40, 40), fragments=count)
+    for index in range(count):
+        bench.offer(index, 0, 1.0)
+    bench.step(0.1)
+    taken = [bench.ready(1, fragment=index).contribution.snapshot for index in range(count)]
+    held = [weakref.ref(one.buffer) for one in bench.fragments._snapshots.values()]
+    for index, number in enumerate(taken):
+        bench.offer(index, 1, 1.0, included=number)
+    bench.fragments._worker.wait_for(lambda: None)  # the thread has let go of what it did last
+    assert len([one for one in held if one() is not None]) == 2

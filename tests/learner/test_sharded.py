@@ -24,7 +24,8 @@ ROUNDS = 20
 LAYOUTS = {
     2: ["ddp", "fsdp", "tp", "offload", "fsdp-masters", "pipeline", "experts"],
     3: ["fsdp"],  # shards of 14, 14 and 14 rows, of 4, 4 and 3, and of 1, 1 and 1
-    4: ["fsdp", "hsdp", "fsdp-tp", "experts", "fsdp-experts"],  # with empty shards
+    4: ["fsdp-tp", "experts", "fsdp-experts"],  # with empty shards
+    8: ["fsdp", "hsdp"],  # with empty shards; two copies of four parts each
 }
 RETURNS = [
     (2, "fsdp"),
@@ -153,6 +154,11 @@ def test_what_can_not_be_attached_is_said_on_all_ranks(tmp_path: Path) -> None:
         for answer in ranks.ask(do="fail", at="attach", layout="tied stages", folder=str(tmp_path)):
             assert "'embed_tokens.weight' on rank 0 and 'lm_head.weight' on rank 1 begin with" in answer["error"]
             assert "Put both on one stage" in answer["error"]
+            assert "attach(..., untied=('lm_head.weight',))" in answer["error"]
+        with MemoryStore(tmp_path / "memory.sock"), FakeDaemon(tmp_path) as daemon:
+            ranks.ask(do="attach", layout="tied stages", folder=str(tmp_path), untied=["lm_head.weight"])
+            assert {"embed_tokens.weight", "lm_head.weight"} <= {one.name for one in daemon.wait_attached().tensors}
+            ranks.ask(do="close")
         ranks.tell_one(0, do="fail", at="attach", layout="ddp", folder="")
         ranks.tell_one(1, do="fail", at="attach", layout="ddp", folder=str(tmp_path))
         for answer in ranks.answers():

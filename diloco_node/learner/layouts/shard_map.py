@@ -204,8 +204,8 @@ def _check_not_tied(copies: Sequence[tuple[str, int]], held: Sequence[Mapping[st
         if name != first and not any(first in names and name in names for names in held):
             raise LearnerError(
                 f"{first!r} on rank {rank} and {name!r} on rank {other} begin with the same values: a weight that is "
-                "tied across pipeline stages would be merged as two tensors, which come apart. Put both on one stage, "
-                "or untie them and draw the head's values anew"
+                "tied across pipeline stages would be merged as two tensors, which come apart. Put both on one stage. "
+                f"If the loop trains them as two tensors, say so on all ranks: attach(..., untied=({name!r},))"
             )
 
 

@@ -104,6 +104,7 @@ class ModelTensors:
         masters: name of a parameter -> the optimizer's float32 master of it, same shape.
         merge: name of a parameter -> rule, where the guess (see the module) is wrong.
         buffers: patterns of the names of buffers that are merged, such as "*.expert_bias".
+        untied: names of parameters that have no mark: they are copies of nothing.
 
     Attributes:
         specs: one per tensor, with its global shape; `RDA` stands for the run's own rule.
@@ -123,6 +124,7 @@ class ModelTensors:
         masters: Mapping[str, Tensor] | None = None,
         merge: Mapping[str, MergeRule] | None = None,
         buffers: Sequence[str] = (),
+        untied: Sequence[str] = (),
     ) -> None:
         self.model = unwrap(model)
         # After an evaluation FSDP2 leaves its root unsharded: it names other parameters then, which it throws away, and
@@ -148,7 +150,7 @@ class ModelTensors:
             self._tracked[names[0]] = _Tracked(parameter, master)
             self.boxes[names[0]] = _boxes(names[0], parameter)
             is_at_an_end = parameter in embeddings or any(map(_is_named_averaged, names))
-            if is_at_an_end and parameter.dim() == MATRIX:
+            if is_at_an_end and parameter.dim() == MATRIX and not set(names) & set(untied):
                 self.marks[names[0]] = _mark(local_part(parameter))
             rule = next((merge[name] for name in names if name in merge), None)
             if rule is None:
@@ -157,7 +159,7 @@ class ModelTensors:
             specs.append(TensorSpec(names[0], tuple(parameter.shape), rule))
         self.specs = tuple(specs)
         known = {name for names in self._names_of.values() for name in names}
-        for kind, given in (("masters", masters), ("merge", merge)):
+        for kind, given in (("masters", masters), ("merge", merge), ("untied", untied)):
             for name in sorted(set(given) - known):
                 text = f"{kind}: the model has no parameter {name!r}; known are {sorted(known)[:3]}, ..."
                 self.unknown[f"{kind} {name}"] = text

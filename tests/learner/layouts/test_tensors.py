@@ -123,6 +123,14 @@ def test_a_rule_can_be_given() -> None:
         ModelTensors(Tied(), merge={"nobody": MergeRule.AVG}).check_known(lambda own: [own])
 
 
+def test_a_head_that_is_said_to_be_untied_is_taken_for_no_copy() -> None:
+    layers = Layers()
+    assert ModelTensors(layers).marks.keys() == {"model.embed_tokens.weight", "lm_head.weight"}
+    assert ModelTensors(layers, untied=("lm_head.weight",)).marks.keys() == {"model.embed_tokens.weight"}
+    with pytest.raises(LearnerError, match="untied: the model has no parameter 'head'"):
+        ModelTensors(layers, untied=("head",)).check_known(lambda own: [own])
+
+
 def test_names_do_not_depend_on_torch_compile() -> None:
     model, compiled = Tied(), nn.Module()
     compiled.add_module("_orig_mod", model)  # what torch.compile wraps it in

@@ -1,0 +1,284 @@
+"""Callbacks in the trainers that they are for, under a fake daemon. tests/e2e/test_frameworks.py has several ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from diloco_node.errors import LearnerError
+from diloco_node.wire.learner_link import Done, Failed
+from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.learner_kit import region_folder
+
+pytestmark = [
+    pytest.mark.e2e,  # importing the libraries takes longer than the tests
+    pytest.mark.filterwarnings("default"),  # theirs
+]
+
+ROWS, BATCH, LENGTH = 64, 2, 5
+BAD_ROW = 7
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    yield from region_folder(tmp_path, monkeypatch)
+
+
+class Language(nn.Module):
+    """As models of transformers: takes ids by name, returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+
+    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.embedding(input_ids) - 1).square().mean()}
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Of which one may be spoiled."""
+
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if index == self.bad:
+            raise ValueError(f"row {index} is spoiled")
+        return {"input_ids": torch.full((LENGTH,), index % 8)}
+
+
+# ---- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """What a Hugging Face trainer tells its callbacks, in order, with where the learner was."""
+
+    def __init__(self, diloco_callback: Any) -> None:
+        from transformers import TrainerCallback
+
+        seen = self
+        self.events: list[tuple[str, int]] = []
+        self.first: dict[str, Any] = {}
+
+        class Spy(TrainerCallback):  # type: ignore[misc]
+            def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+                if not seen.first:
+                    optimizer, weight = given["optimizer"], given["model"].embedding.weight
+                    moments = [one["exp_avg"].clone() for one in optimizer.state.values()]
+                    seen.first = {"step": state.global_step, "weight": weight.detach().clone(), "moments": moments}
+                    seen.first["schedule"] = given["lr_scheduler"].last_epoch
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                seen.events.append(("step", diloco_callback.diloco.steps))
+
+            def on_save(self, *_: Any, **__: Any) -> None:
+                seen.events.append(("save", diloco_callback.diloco.steps))
+
+            def on_train_end(self, *_: Any, **__: Any) -> None:
+                seen.events.append(("end", diloco_callback.diloco.steps))
+
+        self.callback = Spy()
+
+
+def hf_trainer(folder: Path, *, bad: int = -1, **arguments: Any) -> tuple[Any, Any, Seen]:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from diloco_node.integrations.hf import DilocoCallback
+
+    callback = DilocoCallback()
+    seen = Seen(callback)
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder / "out"),
+        per_device_train_batch_size=BATCH,
+        learning_rate=0.1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **{"save_strategy": "no", "max_steps": 4} | arguments,
+    )
+    trainer = transformers.Trainer(
+        model=Language(), args=settings, train_dataset=Rows(bad), callbacks=[callback, seen.callback]
+    )
+    return trainer, callback, seen
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_trainers_steps_are_counted_before_it_saves_and_the_end_is_said(folder: Path, micro_batches: int) -> None:
+    trainer, _, seen = hf_trainer(
+        folder, gradient_accumulation_steps=micro_batches, save_strategy="steps", save_steps=2
+    )
+    hook = sys.excepthook
+    with FakeDaemon(folder) as daemon:
+        trainer.train()
+        done = daemon.wait_for(Done)
+    steps = [("step", 1), ("step", 2), ("save", 2), ("step", 3), ("step", 4), ("save", 4), ("end", 4)]
+    assert seen.events == steps
+    assert (done.step, done.tokens) == (4, 4 * micro_batches * BATCH * LENGTH)
+    assert sys.excepthook is hook
+
+
+def test_a_trainer_that_goes_on_from_its_checkpoint_takes_the_runs_parameters(folder: Path) -> None:
+    trainer, _, _ = hf_trainer(folder, save_strategy="steps", save_steps=2)
+    with FakeDaemon(folder) as daemon:
+        trainer.train()
+        theta = [np.full_like(part, 0.25) for part in daemon.theta]
+    (folder / "learner").rename(folder / "of another learner")
+    trainer, callback, seen = hf_trainer(folder)
+    with FakeDaemon(folder, theta=theta, versions=[3, 3]):
+        trainer.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+    assert seen.first["step"] == 2, "the Trainer's own count"
+    assert torch.equal(seen.first["weight"], torch.full((8, 4), 0.25)), "not the checkpoint's"
+    assert all(bool(one.any()) for one in seen.first["moments"]), "the checkpoint's: the learner had none"
+    assert seen.first["moments"]
+    assert seen.first["schedule"] == 2
+    assert callback.diloco.steps == 2
+
+
+def test_a_trainer_that_is_started_again_has_moments_and_schedule(folder: Path) -> None:
+    trainer, _, _ = hf_trainer(folder)
+    with FakeDaemon(folder) as daemon:
+        trainer.train()
+        theta = [np.full_like(part, 0.25) for part in daemon.theta]
+    trainer, _, seen = hf_trainer(folder)
+    with FakeDaemon(folder, theta=theta, versions=[3, 3]):
+        trainer.train()
+    assert (seen.first["step"], seen.first["schedule"]) == (0, 4)
+    assert torch.equal(seen.first["weight"], torch.full((8, 4), 0.25))
+    assert all(bool(one.any()) for one in seen.first["moments"])
+    assert seen.first["moments"]
+
+
+def test_an_exception_that_ends_the_process_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _traceback: said.append(str(error)))
+    before = sys.excepthook
+    trainer, _, _ = hf_trainer(folder, bad=BAD_ROW, max_steps=ROWS)
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(ValueError, match="spoiled") as raised:
+            trainer.train()
+        assert not [one for one in daemon.said if isinstance(one, Failed | Done)], "it may be caught"
+        sys.excepthook(raised.type, raised.value, raised.tb)  # as Python does
+        assert daemon.wait_for(Failed).reason == f"ValueError: row {BAD_ROW} is spoiled"
+    assert said == [f"row {BAD_ROW} is spoiled"], "who else wanted to know"
+    assert sys.excepthook is before
+
+
+def test_training_that_was_caught_and_begins_again_is_one_learner(folder: Path) -> None:
+    trainer, callback, _ = hf_trainer(folder, bad=BAD_ROW)
+    trainer.args.max_steps = ROWS
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(ValueError, match="spoiled"):
+            trainer.train()
+        first, steps = callback.diloco, callback.diloco.steps
+        trainer.train_dataset.bad = -1
+        trainer.args.max_steps = 3
+        trainer.train()
+        assert daemon.wait_for(Done).step == 3
+        assert "train() was called again" in daemon.wait_for(Failed).reason
+    assert first is not callback.diloco
+    assert first.steps == steps, "it has left the optimizer"
+
+
+def test_ranks_that_the_trainer_does_not_bring_together_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, _, _ = hf_trainer(folder)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LearnerError, match=r"WORLD_SIZE is 2, but the Trainer is not_parallel.*use_cpu=True"):
+        trainer.train()
+
+
+# ---- Lightning -------------------------------------------------------------------------------------------------------
+
+
+def lightning_trainer(folder: Path, **arguments: Any) -> tuple[Any, Any, Any]:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from diloco_node.integrations.lightning import LightningDiloco
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Language()
+
+        def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+            return self.inner(**batch)["loss"]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    callback = LightningDiloco()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[callback],
+        **{"max_steps": 4, "max_epochs": -1} | arguments,
+    )
+    return trainer, callback, Module()
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_lightnings_steps_are_counted_and_the_end_is_said(folder: Path, micro_batches: int) -> None:
+    trainer, _, module = lightning_trainer(folder, accumulate_grad_batches=micro_batches)
+    with FakeDaemon(folder) as daemon:
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=BATCH))
+        done = daemon.wait_for(Done)
+    assert (done.step, done.tokens) == (4, 4 * micro_batches * BATCH * LENGTH)
+
+
+def test_lightning_goes_on_from_its_checkpoint_with_the_runs_parameters(folder: Path) -> None:
+    trainer, _, module = lightning_trainer(folder, max_steps=2)
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH)
+    with FakeDaemon(folder) as daemon:
+        trainer.fit(module, loader)
+        trainer.save_checkpoint(folder / "two.ckpt")
+        theta = [np.full_like(part, 0.25) for part in daemon.theta]
+    trainer, callback, module = lightning_trainer(folder, max_steps=3)
+    seen: list[Tensor] = []
+    module.on_train_batch_start = lambda *_: seen.append(module.inner.embedding.weight.detach().clone())
+    with FakeDaemon(folder, theta=theta, versions=[3, 3]) as daemon:
+        trainer.fit(module, loader, ckpt_path=folder / "two.ckpt")
+        assert daemon.wait_for(Done).step == callback.diloco.steps == 1
+    assert torch.equal(seen[0], torch.full((8, 4), 0.25)), "not the checkpoint's"
+
+
+def test_lightning_that_is_started_again_has_its_moments(folder: Path) -> None:
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=BATCH)
+    trainer, _, module = lightning_trainer(folder)
+    with FakeDaemon(folder) as daemon:
+        trainer.fit(module, loader)
+        theta = [np.full_like(part, 0.25) for part in daemon.theta]
+    trainer, _, module = lightning_trainer(folder)
+    seen: list[tuple[bool, Tensor]] = []
+
+    def look(*_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        has_moments = any(bool(state["exp_avg"].any()) for state in optimizer.state.values())
+        seen.append((has_moments, module.inner.embedding.weight.detach().clone()))
+
+    module.on_train_batch_start = look
+    with FakeDaemon(folder, theta=theta, versions=[3, 3]):
+        trainer.fit(module, loader)
+    assert seen[0][0]
+    assert torch.equal(seen[0][1], torch.full((8, 4), 0.25))
+
+
+def test_an_exception_in_lightning_is_said(folder: Path) -> None:
+    trainer, _, module = lightning_trainer(folder, max_steps=ROWS)
+    with FakeDaemon(folder) as daemon:
+        with pytest.raises(ValueError, match="spoiled"):
+            trainer.fit(module, torch.utils.data.DataLoader(Rows(BAD_ROW), batch_size=BATCH))
+        assert daemon.wait_for(Failed).reason == f"ValueError: row {BAD_ROW} is spoiled"
