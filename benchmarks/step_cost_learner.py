@@ -53,6 +53,8 @@ def storages(holder: Any) -> dict[int, int]:
             waiting.extend(one.values())
         elif hasattr(one, "buffer"):  # a snapshot
             waiting.append(one.buffer)
+        elif hasattr(one, "_free"):  # room for snapshots
+            waiting.extend(one._free)
         elif hasattr(one, "anchor_followed"):  # a version on its way
             waiting += [one.new, one.anchor_followed]
     return found

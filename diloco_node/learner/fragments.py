@@ -49,7 +49,6 @@ from diloco_node.wire.learner_link import (
     VersionOffered,
 )
 
-
 Answer = SnapshotReady | SnapshotDenied | OfferApplied
 
 
