@@ -124,6 +124,7 @@ class Diloco:
         should_stop: leave the loop now: the run is finished, or this process was asked to stop (SIGTERM).
         stop_reason: why, in words.
         steps, tokens: made by this process, over all ranks.
+        unsaved_steps: of a killed process, in the parameters but not in its checkpoint: `stateful` is so far behind.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Diloco:
         self.should_stop = False
         self.stop_reason = ""
         self.steps = 0
-        self.tokens = 0
+        self.tokens = self.unsaved_steps = 0
         self._tensors = tensors
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
         self._blocked_ns = 0
@@ -455,11 +456,12 @@ class Diloco:
                 rank=self._ranks.rank,
                 exchange=exchange_of(self._ranks, shards, manifest),
             )
-        resumed_step = self._checkpoints.resume(
+        resumed = self._checkpoints.resume(
             Path(welcome.state_dir), welcome.manifest_digest, self._ranks, tensors=self._tensors, shards=shards
         )
+        self.unsaved_steps = self._fragments.step - resumed.step_of(welcome.incarnation)
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
-        self.global_step = max(self.global_step, resumed_step)
+        self.global_step = max(self.global_step, resumed.global_step)
         if self._session is not None:
             self._session.run_clock.resume(self.global_step)
         self._boundaries = StepBoundaries(

@@ -24,6 +24,7 @@ from safetensors.torch import load, save
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.checkpoint import (
+    NO_PROGRESS,
     Checkpoint,
     CheckpointWriter,
     FileName,
@@ -75,11 +76,11 @@ class Checkpointing:
 
     def resume(
         self, state_dir: Path, manifest_digest: str, ranks: Ranks, *, tensors: ModelTensors, shards: ShardMap
-    ) -> int:
+    ) -> TrainingProgress:
         """Optimizer and `stateful` from the region's last checkpoint, on every rank; parameters come from the run.
 
         Returns:
-            The step on the schedule where it was written; 0 if there is none.
+            Where it was written; NO_PROGRESS if there is none.
 
         Raises:
             LearnerError: the checkpoint does not fit this training script, or only some ranks want one.
@@ -88,7 +89,7 @@ class Checkpointing:
         if not all(asked):
             if any(asked):
                 raise LearnerError("attach(checkpoint_every_s=0) on some ranks only: give all of them the same")
-            return 0
+            return NO_PROGRESS
         folder = state_dir / "learner" / "checkpoints"
         if self._optimizer is not None:
             self._parts = OptimizerParts(self._optimizer, tensors, shards, ranks.rank)
@@ -100,8 +101,8 @@ class Checkpointing:
             if found is not None:
                 self._whole = next(iter(group)).age
                 log.info("optimizer and data position from the checkpoint at step %d", found.progress.global_step)
-                return found.progress.global_step
-        return 0
+                return found.progress
+        return NO_PROGRESS
 
     def _read(
         self, folder: Path, manifest_digest: str, ranks: Ranks, viewers: Mapping[FileName, int]

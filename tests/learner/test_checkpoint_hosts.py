@@ -72,7 +72,8 @@ class Host:
         self.checkpoints = Checkpointing(self.optimizer, {"position": self.position}, every_s=60)
         tensors = ModelTensors(model)
         shards = ShardMap(tensors.specs, [tensors.boxes] * threads.size)
-        self.step = self.checkpoints.resume(folder, DIGEST, threads.rank(rank), tensors=tensors, shards=shards)
+        resumed = self.checkpoints.resume(folder, DIGEST, threads.rank(rank), tensors=tensors, shards=shards)
+        self.step = resumed.global_step
 
     def moments(self) -> list[float]:
         return [float(state["exp_avg"].sum()) for state in self.optimizer.state.values()]

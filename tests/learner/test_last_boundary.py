@@ -21,6 +21,7 @@ from diloco_node.core.merge.fragments import Manifest
 from diloco_node.errors import LearnerError
 from diloco_node.learner import last_boundary
 from diloco_node.learner.attach import Diloco
+from diloco_node.learner.checkpoint import Stateful
 from diloco_node.learner.last_boundary import BEGUN_MAX, HEAD_BYTES, BoundaryFacts, LastBoundary, SavedBoundary
 from diloco_node.shared_memory import boundary_file, request_area
 from diloco_node.storage.trained import AREA_BYTES, read_trained
@@ -59,11 +60,11 @@ def daemon(folder: Path) -> Iterator[FakeDaemon]:
 class Life:
     """One learner process of the region, in this one. `killed` puts back what lay in memory at some moment of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stateful: dict[str, Stateful] | None = None) -> None:
         self.path = boundary_file(folder)
         self.toy = Toy(seed=random.Random(5).getrandbits(20))
         self.left = b""
-        self.diloco = diloco_node.attach(self.toy.model, self.toy.optimizer)
+        self.diloco = diloco_node.attach(self.toy.model, self.toy.optimizer, stateful=stateful)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
@@ -291,6 +292,38 @@ def test_counters_and_numbers_go_on_where_they_were(folder: Path, daemon: FakeDa
     second.toy.steps_until(second.diloco, daemon, SnapshotReady, 2)
     assert daemon.wait_for(SnapshotReady, 2).contribution.snapshot == 2
     second.diloco.close()
+
+
+class Position:
+    """Counts what the loop has read."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def test_the_next_process_is_told_how_far_its_checkpoint_is_behind(folder: Path, daemon: FakeDaemon) -> None:
+    made = 0
+    for steps, is_saved in ((4, False), (3, True), (5, False), (2, True), (1, False)):
+        position = Position()
+        life = Life(folder, {"position": position})
+        # Each batch is read once: the checkpoint's, and so many more, are in the parameters.
+        assert position.batches + life.diloco.unsaved_steps == steps_made(life.diloco) == made
+        position.batches = made
+        for _ in range(steps):
+            position.batches += 1
+            life.step()
+        made += steps
+        if is_saved:
+            life.diloco.checkpoint()
+            life.step()
+            made += 1
+        life.killed()
 
 
 @pytest.mark.parametrize("begun", range(1, BEGUN_MAX + 2))
