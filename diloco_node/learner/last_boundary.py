@@ -13,6 +13,7 @@ device. A learner that failed, or was told to stop, leaves nothing: the next one
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import logging
 import mmap
@@ -188,6 +189,8 @@ class LastBoundary:
         self._is_off = False
         self._began_at_step = -1
         self._first_ns = self._took_ns = self._boundaries = 0
+        # A loop that ends by an exception, and closes nothing, was not killed.
+        atexit.register(self.forget)
 
     @classmethod
     def at(cls, path: Path) -> LastBoundary | None:
@@ -347,6 +350,7 @@ class LastBoundary:
 
     def close(self) -> None:
         """Let go of it; what is saved stays."""
+        atexit.unregister(self.forget)
         self._is_off = True
         self.found = self._saved = self._area = None
         self._vectors = []

@@ -532,6 +532,27 @@ with diloco_node.attach(toy.model, toy.optimizer) as diloco:
         toy.step(diloco)
 """
 
+BARE = """
+import diloco_node
+from diloco_node.learner import last_boundary
+from tests.kit.learner_kit import Toy
+last_boundary.COST_PART = 1e9
+toy = Toy()
+diloco = diloco_node.attach(toy.model, toy.optimizer)
+for _ in range(5):
+    toy.step(diloco)
+assert diloco._session._last_boundary._path.exists()
+raise ZeroDivisionError("planted")
+"""
+
+
+def test_an_exception_in_a_loop_that_closes_nothing_leaves_nothing(folder: Path, daemon: FakeDaemon) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BARE], cwd=Path(__file__).parents[2], capture_output=True, timeout=PATIENCE_S
+    )
+    assert b"planted" in ended.stderr
+    assert not boundary_file(folder).exists()
+
 
 def test_a_killed_process_costs_the_step_under_way(folder: Path, daemon: FakeDaemon) -> None:
     """SIGKILL at random moments of a loop that does nothing but boundaries; each next one is there at what was told."""
