@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-import diloco_node
 from diloco_node.core.merge.fragments import Manifest
-from diloco_node.errors import LearnerError
 from diloco_node.learner import last_boundary
 from diloco_node.learner.attach import Diloco
-from diloco_node.learner.checkpoint import Stateful
-from diloco_node.learner.last_boundary import BEGUN_MAX, HEAD_BYTES, BoundaryFacts, LastBoundary, SavedBoundary
+from diloco_node.learner.last_boundary import BEGUN_MAX, BoundaryFacts, LastBoundary, SavedBoundary
 from diloco_node.shared_memory import boundary_file, request_area
 from diloco_node.storage.trained import AREA_BYTES, read_trained
 from diloco_node.wire.learner_link import (
@@ -35,55 +30,20 @@ from diloco_node.wire.learner_link import (
     SnapshotReady,
     ToDaemon,
 )
+from tests.kit.boundary_kit import TOKENS, Life, saving_folder
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
-from tests.kit.learner_kit import Toy, region_folder, vector
-
-TOKENS = 7
-ALWAYS = 1e9
+from tests.kit.learner_kit import vector
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A region's folder. Boundaries are saved from the second step on, whatever they take."""
-    monkeypatch.setenv("DILOCO_STATE", str(tmp_path))
-    monkeypatch.setattr(last_boundary, "COST_PART", ALWAYS)
-    yield from region_folder(tmp_path, monkeypatch)
-    boundary_file(tmp_path).unlink(missing_ok=True)
+    yield from saving_folder(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def daemon(folder: Path) -> Iterator[FakeDaemon]:
     with FakeDaemon(folder) as made:
         yield made
-
-
-class Life:
-    """One learner process of the region, in this one. `killed` puts back what lay in memory at some moment of it."""
-
-    def __init__(self, folder: Path, stateful: dict[str, Stateful] | None = None) -> None:
-        self.path = boundary_file(folder)
-        self.toy = Toy(seed=random.Random(5).getrandbits(20))
-        self.left = b""
-        self.diloco = diloco_node.attach(self.toy.model, self.toy.optimizer, stateful=stateful)
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.toy.step(self.diloco, tokens=TOKENS)
-
-    def vectors(self) -> list[list[float]]:
-        return [vector(self.diloco, index).tolist() for index in range(2)]
-
-    def look(self) -> None:
-        """What lies in memory now is what a SIGKILL leaves."""
-        self.left = self.path.read_bytes()
-
-    def killed(self) -> None:
-        """The end. It says nothing to its daemon."""
-        if not self.left:
-            self.look()
-        self.diloco._close(None)
-        self.path.write_bytes(self.left)
-        self.path.chmod(0o600)
 
 
 def steps_made(diloco: Diloco) -> int:
@@ -367,155 +327,6 @@ def test_only_who_was_interrupted_leaves_its_boundary(folder: Path, daemon: Fake
     assert life.path.exists() == (end == "stopped")
     Life(folder).diloco.close()
     assert daemon.wait_attached(2).incarnation == (1 if end == "stopped" else NEW_PROCESS)
-
-
-def test_a_torn_head_is_passed_over_for_the_one_before(folder: Path, daemon: FakeDaemon) -> None:
-    life = Life(folder)
-    life.step(6)
-    life.look()
-    heads = [life.left[:HEAD_BYTES], life.left[HEAD_BYTES : 2 * HEAD_BYTES]]
-    steps = [last_boundary._head(one).facts.step for one in heads]  # type: ignore[union-attr]
-    assert sorted(steps) == [5, 6]
-    newest = steps.index(6)
-    torn = bytearray(life.left)
-    torn[newest * HEAD_BYTES + 20] ^= 1
-    life.left = bytes(torn)
-    life.killed()
-    Life(folder).diloco.close()
-    assert daemon.wait_attached(2).step == 5
-
-
-@pytest.mark.parametrize("spoil", ["cut", "noise", "longer", "empty", "manifest", "run"])
-def test_what_is_of_no_use_is_refused_and_the_next_process_begins_anew(
-    folder: Path, daemon: FakeDaemon, spoil: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    life = Life(folder)
-    life.step(6)
-    life.look()
-    if spoil == "cut":
-        life.left = life.left[:-4]
-    elif spoil == "noise":
-        life.left = random.Random(3).randbytes(len(life.left))
-    elif spoil == "longer":
-        life.left += bytes(8)
-    elif spoil == "empty":
-        life.left = life.left[: HEAD_BYTES - 1]
-    life.killed()
-    if spoil in ("manifest", "run"):
-        head = last_boundary._head
-        changes = {"manifest": {"manifest_digest": "other"}, "run": {"run_id": "other"}}[spoil]
-        monkeypatch.setattr(
-            last_boundary, "_head", lambda raw: (one := head(raw)) and last_boundary.replace(one, **changes)
-        )
-    if spoil in ("noise", "empty"):
-        Life(folder).diloco.close()
-    else:
-        with pytest.raises(LearnerError, match="of another model or run"):
-            Life(folder)
-        Life(folder).diloco.close()
-        assert daemon.wait_attached(3).incarnation == NEW_PROCESS
-        return
-    assert daemon.wait_attached(2).incarnation == NEW_PROCESS
-
-
-@pytest.mark.parametrize("who", ["link", "open", "folder", "two names"])
-def test_a_file_of_somebody_else_is_left_alone(folder: Path, daemon: FakeDaemon, who: str, tmp_path: Path) -> None:
-    path = boundary_file(folder)
-    other = tmp_path / "other"
-    other.write_bytes(b"precious")
-    other.chmod(0o600)
-    if who == "link":
-        path.symlink_to(other)
-    elif who == "folder":
-        path.mkdir()
-    elif who == "two names":
-        shutil.copy(other, path)
-        path.chmod(0o600)
-        os.link(path, second := path.with_name(path.name + "-2"))
-    else:
-        path.write_bytes(b"precious")
-        path.chmod(0o666)
-    try:
-        life = Life(folder)
-        life.step(5)
-        life.diloco.close()
-        assert daemon.wait_attached().incarnation == NEW_PROCESS
-        assert other.read_bytes() == b"precious"
-        if who in ("open", "two names"):
-            assert path.read_bytes() == b"precious"
-    finally:
-        if who == "folder":
-            path.rmdir()
-        if who == "two names":
-            second.unlink()
-
-
-HOLDER = """
-import fcntl, os, sys, time
-fcntl.lockf(os.open(sys.argv[1], os.O_RDWR), fcntl.LOCK_EX)
-print("locked", flush=True)
-time.sleep(600)
-"""
-
-
-def test_while_a_process_lives_no_other_takes_its_boundary(folder: Path, daemon: FakeDaemon) -> None:
-    life = Life(folder)
-    life.step(5)
-    life.killed()
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(life.path)], stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "locked\n"
-            second = Life(folder)
-            assert daemon.wait_attached(2).incarnation == NEW_PROCESS
-            second.step(5)
-            second.diloco.close()
-            assert life.path.read_bytes() == life.left
-        finally:
-            holder.kill()
-
-
-def test_a_copy_that_takes_too_long_is_not_made(
-    folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(last_boundary, "COST_PART", 0.0)
-    life = Life(folder)
-    life.step(4)
-    assert not life.path.exists()
-    life.diloco.close()
-
-
-def test_what_turns_out_to_take_too_long_ends_and_leaves_nothing(
-    folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    life = Life(folder)
-    life.step(5)
-    assert life.path.exists()
-    monkeypatch.setattr(last_boundary, "COST_PART", 0.0)
-    life.step(last_boundary.LOOK_STEPS)
-    assert not life.path.exists()
-    life.step(3)
-    life.diloco.close()
-
-
-def test_memory_that_is_short_is_left_to_others(
-    folder: Path, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(last_boundary, "MEMORY_PART", 1 << 40)
-    life = Life(folder)
-    life.step(4)
-    assert not life.path.exists()
-    life.diloco.close()
-
-
-def test_once_the_last_merges_have_begun_nothing_is_left(folder: Path, daemon: FakeDaemon) -> None:
-    life = Life(folder)
-    life.step(4)
-    assert life.path.exists()
-    life.diloco._session.fragments._own = []  # type: ignore[union-attr]
-    life.step()
-    assert not life.path.exists()
-    life.diloco.close()
 
 
 SCRIPT = """
