@@ -202,10 +202,11 @@ class Host:
         """A learner process of this region."""
         return FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
 
-    def kill_learner(self, *, is_power_cut: bool = False) -> None:
+    def kill_learner(self, *, is_power_cut: bool = False, leaves_boundary: bool = False) -> None:
         """The learner process dies; its counters live in the supervisor's memory unless the power is cut.
 
-        Half of them leave their last boundary behind (`learner.last_boundary`).
+        Args:
+            leaves_boundary: the next process goes on at its last boundary (`learner.last_boundary`).
         """
         self._left = None if is_power_cut else self._left
         if self.learner is None:
@@ -216,7 +217,7 @@ class Host:
             self.contribution_area.clear()
         elif learner.incarnation:
             self.disk.counters[learner.incarnation] = (learner.step, learner.tokens)
-            if learner.is_training and self.world.rng.getrandbits(1):
+            if learner.is_training and leaves_boundary:
                 self._left = learner
         self.world.note(self.name, "learner died", b"learner-kill")
         self.tell_daemon(ev.LearnerDetached())
