@@ -41,6 +41,7 @@ from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.snapshots import SnapshotFacts
 from diloco_node.shared_memory import boundary_file
+from diloco_node.storage.trained import is_allotted
 from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.learner_link import NO_SNAPSHOT, Attach, Welcome
 from diloco_node.wire.schema import Schema
@@ -238,13 +239,13 @@ class LastBoundary:
         """
         found = self.found
         if found is None or found.incarnation != welcome.incarnation:
-            self._forget()
+            self.drop()
             return False
         manifest = fragments.manifest
         counts = {len(found.base_places), len(found.snapshot_places), len(found.facts.last_included)}
         is_same = (found.manifest_digest, found.run_id) == (manifest.digest, welcome.run_id)
         if not is_same or counts != {len(manifest.fragments)} or os.fstat(self._descriptor).st_size != _size(manifest):
-            self._forget()
+            self.drop()
             raise LearnerError(f"the parameters that are kept in {self._path} are of another model or run")
         self._map(manifest)
         count = range(len(manifest.fragments))
@@ -337,7 +338,7 @@ class LastBoundary:
         places = [list(torch.split(one, sizes)) for one in torch.split(values, manifest.size)]
         self._vectors = [places[start : start + PLACES] for start in range(0, len(places), PLACES)]
 
-    def _forget(self) -> None:
+    def drop(self) -> None:
         """Nothing that is there is of use; this process may save anew."""
         self.found = self._saved = None
         with suppress(OSError):
@@ -366,7 +367,10 @@ def last_boundary_of(tensors: ModelTensors, ranks: Ranks) -> LastBoundary | None
     if not state_dir or ranks.size > 1 or not is_on_cpu:
         return None
     with suppress(OSError):
-        return LastBoundary.at(boundary_file(Path(state_dir)))
+        made = LastBoundary.at(boundary_file(Path(state_dir)))
+        if made is not None and made.found and not is_allotted(Path(state_dir), made.found.incarnation):
+            made.drop()  # another folder, which has the number of one that was removed
+        return made
     return None
 
 

@@ -185,6 +185,11 @@ def _read_slot(area: mmap.mmap, incarnation: int) -> tuple[int, int] | None:
     return None
 
 
+def is_allotted(state_dir: Path, incarnation: int) -> bool:
+    """Whether this folder has handed out that life."""
+    return _counter_path(state_dir, incarnation).exists()
+
+
 def newest_incarnation(state_dir: Path) -> int:
     """The last life that was allotted; 0 if there was none. Raises StorageError."""
     return max((number for number, _ in _counter_files(state_dir)), default=0)

@@ -97,6 +97,7 @@ class Cluster:
         taken = self.folder.parent / "lost" / f"{name}-{len(self.lost[name])}"
         taken.parent.mkdir(exist_ok=True)
         folder = self.regions[name].state_dir
+        boundary_file(folder).unlink(missing_ok=True)  # nobody will find it: it is named after the folder
         folder.rename(taken)
         folder.mkdir()
         self.lost[name].append(taken)

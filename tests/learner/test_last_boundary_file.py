@@ -83,6 +83,19 @@ def test_what_is_of_no_use_is_refused_and_the_next_process_begins_anew(
     assert daemon.wait_attached(2).incarnation == NEW_PROCESS
 
 
+def test_a_folder_that_never_had_this_life_begins_anew(folder: Path, daemon: FakeDaemon) -> None:
+    """A folder that was made anew may get the inode of the one that was removed, and so its name here."""
+    life = Life(folder)
+    life.step(5)
+    life.killed()
+    (folder / "learner" / "trained-1").unlink()
+    again = Life(folder)
+    again.step(5)
+    assert again.path.exists()
+    again.diloco.close()
+    assert daemon.wait_attached(2).incarnation == NEW_PROCESS
+
+
 @pytest.mark.parametrize("who", ["link", "open", "folder", "two names"])
 def test_a_file_of_somebody_else_is_left_alone(folder: Path, daemon: FakeDaemon, who: str, tmp_path: Path) -> None:
     path = boundary_file(folder)
