@@ -154,7 +154,9 @@ class DataPlane:
         A straggler may close a ballot once more after it committed: that touches nothing that was installed.
         """
         self._merged.pop(effect.ballot, None)
-        residuals = {key: self._pending.pop(key) for key in list(self._pending) if key.ballot == effect.ballot}
+        # As the daemon's table: a liar's words about another fragment close nothing of this ballot.
+        name = effect.ballot, effect.fragment
+        residuals = {key: self._pending.pop(key) for key in list(self._pending) if (key.ballot, key.fragment) == name}
         if not effect.committed:
             return
         for key, (version, _) in list(self._contributions.items()):
