@@ -76,10 +76,11 @@ class Ward:
         """The same while this loop goes on."""
         return await asyncio.to_thread(self.examine)
 
-    def examine_apart(self, *before: str, **options: Any) -> Sheet:
+    def examine_apart(self, *before: str) -> Sheet:
         """The same in a process of its own, which these words begin."""
         command = [*before, sys.executable, "-m", "diloco_node.cli.main", *self.arguments()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout, (done.returncode, done.stderr)
         return Sheet(done.returncode, done.stdout)
 
     @contextlib.asynccontextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import resource
 import shutil
 import socket
 import subprocess
@@ -168,7 +167,7 @@ def test_a_port_that_is_taken(ward: Ward, which: str) -> None:
 
 def test_few_open_files_allowed(ward: Ward) -> None:
     ward.certify()
-    found = ward.examine_apart(preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)))
+    found = ward.examine_apart("prlimit", "--nofile=256:256")
     assert found.one("descriptors")["mark"] == "warning"
     assert "256 open files allowed" in found.one("descriptors")["text"]
 
