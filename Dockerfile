@@ -27,9 +27,7 @@ RUN python3 -m venv /opt/diloco \
  && cd /opt/diloco/lib/python3*/site-packages/torch && rm -rf include test bin/protoc*
 
 COPY diloco_node ./diloco_node
-# Whole seconds: numba's cache compares the sources' times with those it saw, and layers don't keep fractions.
 RUN /opt/diloco/bin/pip install --no-cache-dir --disable-pip-version-check --no-deps ${PIP_ARGS} . \
- && find /opt/diloco/lib/python3*/site-packages/diloco_node -name '*.py' -exec touch -d '2025-01-01 00:00:00' {} + \
  && /opt/diloco/bin/python -m compileall -q -f /opt/diloco/lib/python3*/site-packages/diloco_node \
  && rm -rf build *.egg-info
 ENV PATH=/opt/diloco/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \

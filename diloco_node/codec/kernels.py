@@ -22,16 +22,13 @@ written.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diloco_node.codec import loops
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.core.types import Codec
+from diloco_node.codec.machine_code import loops
 from diloco_node.errors import PayloadCorrupt
 from diloco_node.numeric import F32, F64, U8
 
@@ -97,7 +94,7 @@ def squared_norms(blocks: FragmentBlocks, encoded: Buffer, block_start: int = 0,
     """
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
-    refused = loops.norms_span(*span.place, span.encoded(encoded), norms, *_scratch())
+    refused = loops()["norms"](*span.place, span.encoded(encoded), norms, *_scratch())
     span.raise_if_corrupt(refused)
     return norms
 
@@ -112,7 +109,7 @@ def decode(
     span = _Span(blocks, block_start, block_stop)
     norms = np.zeros(blocks.pieces, dtype=np.float64)
     source, target = span.encoded(encoded), span.writable(out, np.float32, "out")
-    span.raise_if_corrupt(loops.decode_span(*span.place, source, target, norms, *_scratch()))
+    span.raise_if_corrupt(loops()["decode"](*span.place, source, target, norms, *_scratch()))
     return norms
 
 
@@ -142,7 +139,7 @@ def accumulate(
     norms = np.zeros(blocks.pieces, dtype=np.float64)
     source, target = span.encoded(encoded), span.writable(acc, np.float32, "acc")
     factors = span.per_piece(coefficients, "coefficients")
-    span.raise_if_corrupt(loops.accumulate_span(*span.place, source, factors, target, norms, *_scratch()))
+    span.raise_if_corrupt(loops()["accumulate"](*span.place, source, factors, target, norms, *_scratch()))
     return norms
 
 
@@ -191,41 +188,17 @@ def outer_step(
     copy = None if out_theta is None else span.writable(out_theta, np.float32, "out_theta")
     if not is_checked:
         unused = np.zeros(blocks.pieces, dtype=np.float64)
-        span.raise_if_corrupt(loops.norms_span(*span.place, source, unused, *_scratch()))
-    loops.outer_span(*span.place, source, scale, np.float32(lr), np.float32(mu), *arrays, copy, *_scratch())
+        span.raise_if_corrupt(loops()["norms"](*span.place, source, unused, *_scratch()))
+    loop = loops()["outer" if copy is None else "outer_copy"]
+    loop(*span.place, source, scale, np.float32(lr), np.float32(mu), *arrays, copy, *_scratch())
 
 
 def warm_up() -> None:
-    """Compile every loop, or load it from numba's cache: some seconds the first time on a machine, else milliseconds.
+    """Load every loop, or compile it first: some seconds the first time on a machine, else milliseconds.
 
-    Without it the first round of a run would pay for the compiler. A damaged cache (a power cut leaves empty files) is
-    thrown away and made again.
+    Without it the first round of a run would pay for the compiler.
     """
-    repair_cache_for(_run_all)
-
-
-def repair_cache_for(action: Callable[[], object]) -> None:
-    """Run something that needs compiled loops; if their cache can't be read, throw it away and run it again."""
-    try:
-        action()
-    except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError):  # what unpickling can raise
-        for loop in loops.ALL:
-            loop._cache.flush()
-        action()
-
-
-def _run_all() -> None:
-    blocks = FragmentBlocks((300, 4096), Codec.INT4)
-    ones = np.ones(blocks.values, dtype=np.float32)
-    factors = np.ones(blocks.pieces, dtype=np.float32)
-    encoded = np.zeros(blocks.encoded_bytes, dtype=np.uint8)
-    encode(blocks, ones, encoded)
-    encode_delta(blocks, ones, ones, encoded)
-    squared_norms(blocks, encoded)
-    decode(blocks, encoded, ones.copy())
-    accumulate(blocks, encoded, 0, blocks.block_count, factors, ones.copy())
-    outer_step(blocks, encoded, factors, 1.0, 0.0, ones.copy(), ones.copy())
-    outer_step(blocks, encoded, factors, 1.0, 0.0, ones.copy(), ones.copy(), ones.copy())
+    loops()
 
 
 def _encode(
@@ -237,7 +210,8 @@ def _encode(
     other = None if minus is None else span.read_only(minus, np.float32, "theta")
     target = span.writable(_as_bytes(out), np.uint8, "out", span.bytes_count)
     difference = np.empty(256, np.float32)
-    refused = loops.encode_span(*span.place, source, other, target, norms, difference, *_scratch())
+    loop = loops()["encode" if other is None else "encode_delta"]
+    refused = loop(*span.place, source, other, target, norms, difference, *_scratch())
     if refused >= 0:
         piece = blocks.piece_of(refused)
         raise PayloadCorrupt(
@@ -278,10 +252,8 @@ class _Span:
     def read_only(
         self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None
     ) -> NDArray[_Scalar]:
-        """A read-only view, so that numba sees one type however the caller's array came about, and compiles once."""
-        view = self._checked(array, dtype, name, size).view()
-        view.flags.writeable = False
-        return view
+        """The array itself, after the checks, whether it could be written or not."""
+        return self._checked(array, dtype, name, size)
 
     def writable(
         self, array: NDArray[_Scalar], dtype: type[_Scalar], name: str, size: int | None = None

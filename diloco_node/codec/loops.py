@@ -1,8 +1,9 @@
-"""The compiled inner loops of the codec. Call them through `kernels`, which checks sizes and raises the errors.
+"""The inner loops of the codec, for numba to compile. Call them through `kernels`, which checks sizes and raises the
+errors; `machine_code` compiles and keeps them, and is the only one to import this.
 
 What keeps the bytes equal on every machine: no fast-math, no contraction of `a * b + c` into one rounding, reductions
-over integers where the order would matter, and a fixed order where they are floats. All loops are in this one file
-because the cache notices only changes of the file that the called function is in.
+over integers where the order would matter, and a fixed order where they are floats. All loops are in this one file,
+by whose content the machine code is found.
 
 Written so that LLVM vectorises them: unsigned indices (signed ones are checked for negative values), integer maximum
 over the bit patterns instead of a float maximum, codes in a small scratch array between quantising and packing.
@@ -23,7 +24,6 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from diloco_node.codec.kernel_cache import KernelCache
 from diloco_node.numeric import F32, F64, U8
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -52,25 +52,23 @@ _ROUNDER_BITS = np.int32(0x4B400000)
 
 PIECE, START, STOP, FIRST_VALUE, FIRST_BYTE = 0, 1, 2, 3, 4
 """The entries of a `span`: the piece of its first block, its blocks [start, stop), and where its arrays begin in the
-fragment. Plain int64 arrays and no classes: numba pickles the types of arguments into its cache, and a cache that
-names a class which an upgrade removed can't be read."""
+fragment."""
 
 _njit: Any = njit  # its types don't know `_nrt`
-_KernelCache: Any = KernelCache  # numba's part of it has no types
+
+
+def compiler(**options: bool) -> Callable[[F], F]:
+    """numba's decorator with the options of all loops, and with these.
+
+    _nrt: without reference counts, for their atomic additions per block and view cost half of the speed. So the loops
+    can't allocate: scratch memory comes from the caller. (inline="always" would give another fifth, and takes 14
+    instead of 8 CPU-seconds to compile.)
+    """
+    return cast(Callable[[F], F], _njit(nogil=True, fastmath=False, boundscheck=False, _nrt=False, **options))
 
 
 def _compiled(function: F) -> F:
-    # _nrt: without reference counts, for their atomic additions per block and view cost half of the speed. So the loops
-    # can't allocate: scratch memory comes from the caller. (inline="always" would give another fifth, and takes 14
-    # instead of 8 CPU-seconds to compile.)
-    return cast(F, _njit(nogil=True, fastmath=False, boundscheck=False, _nrt=False)(function))
-
-
-def _callable(function: F) -> F:
-    """For what Python calls. Only these are cached, with the parts they call in them: no cached part can be stale."""
-    loop: Any = _compiled(function)
-    loop._cache = _KernelCache(function)
-    return cast(F, loop)
+    return compiler()(function)
 
 
 @_compiled
@@ -286,7 +284,6 @@ def _scale_up(kind: int, scale_bits: np.uint32, n: int, codes: U8, decoded: F32)
 # ---- what is called --------------------------------------------------------------------------------------------------
 
 
-@_callable
 def encode_span(
     layout: I64,
     span: I64,
@@ -324,7 +321,6 @@ def encode_span(
     return -1
 
 
-@_callable
 def norms_span(layout: I64, span: I64, encoded: U8, norms: F64, codes: U8, decoded: F32, sums: F64) -> int:
     """Check every block and add the squared norms per piece to `norms`."""
     piece = span[PIECE]
@@ -340,7 +336,6 @@ def norms_span(layout: I64, span: I64, encoded: U8, norms: F64, codes: U8, decod
     return -1
 
 
-@_callable
 def decode_span(layout: I64, span: I64, encoded: U8, out: F32, norms: F64, codes: U8, decoded: F32, sums: F64) -> int:
     """Write the decoded values to `out`, and add their squared norms per piece to `norms`."""
     piece = span[PIECE]
@@ -361,7 +356,6 @@ def decode_span(layout: I64, span: I64, encoded: U8, out: F32, norms: F64, codes
     return -1
 
 
-@_callable
 def accumulate_span(
     layout: I64, span: I64, encoded: U8, coefficients: F32, acc: F32, norms: F64, codes: U8, decoded: F32, sums: F64
 ) -> int:
@@ -385,7 +379,6 @@ def accumulate_span(
     return -1
 
 
-@_callable
 def outer_span(
     layout: I64,
     span: I64,
@@ -421,7 +414,3 @@ def outer_span(
             theta[o + i] = new
             if out is not None:
                 out[o + i] = new
-
-
-ALL: Final[tuple[Any, ...]] = (encode_span, norms_span, decode_span, accumulate_span, outer_span)
-"""The loops that are called from Python."""
