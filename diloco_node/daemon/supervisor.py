@@ -21,6 +21,9 @@ Children are put into process groups of their own (a Ctrl-C in the terminal reac
 PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner command left behind (the ranks of a killed
 `torchrun`, which have sessions of their own) is found by its environment and killed before the next start.
 
+The daemon starts first, for the other regions wait for its vote. Where processors are few, the learner's imports would
+hold it up. So they begin when it is up, or `daemon_first_s` later.
+
 With `preload` the learner is forked from a process that has imported these modules (`daemon/preload.py`). It is a child
 of the supervisor like any other then. The first learner waits for the imports, for it would make the same ones itself;
 later, where a fork can't be had, it is started as a new process.
@@ -65,7 +68,7 @@ USAGE_CODE: Final = 2
 LOOK_S: Final = 1.0
 """Between two looks at the learner's counters."""
 
-READY_LOOK_S: Final = 0.25
+READY_LOOK_S: Final = 0.05
 """Between two looks whether the daemon is up, until it is."""
 
 ADMIN_PORT_NAME: Final = "admin.port"
@@ -92,6 +95,7 @@ class SupervisorSpec:
         backoff_min_s, backoff_max_s: wait before the first and the later restarts.
         healthy_s: a child that lived so long begins again with backoff_min_s.
         learner_stop_s, daemon_stop_s, tracker_stop_s: from SIGTERM to SIGKILL.
+        daemon_first_s: for which a start of the learner waits, at most, until the daemon is up.
         finish_s: what the learner has to end by itself once the daemon has finished the run.
         hang_s: a learner that makes no step for so long may hang; 0: it never does.
         is_echoing: what people read also goes to the supervisor's own standard error: what the learner prints, and
@@ -112,6 +116,7 @@ class SupervisorSpec:
     learner_stop_s: float = 10.0
     daemon_stop_s: float = 15.0
     tracker_stop_s: float = 10.0
+    daemon_first_s: float = 2.0
     finish_s: float = 30.0
     hang_s: float = 300.0
     is_echoing: bool = True
@@ -157,6 +162,7 @@ class _Supervisor:
             self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
             self._children.append(self._tracker)
         self._forks = self._learner.forks if self._learner is not None else None
+        self._has_preloaded = False
 
     def _fork_server(self, command: list[str], learner: Child) -> ForkServer | None:
         if not self._spec.preload:
@@ -192,9 +198,11 @@ class _Supervisor:
                 write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
             # One that lies there is that of a daemon before, and would say that this one is up.
             (self._spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
-            self._start_fork_server()
             for child in self._children:
-                self._start(child)
+                if child is self._learner:
+                    child.restart_at_s = time.monotonic() + self._spec.daemon_first_s
+                else:
+                    self._start(child)
             code: int | None = None
             while code is None:
                 code = self._turn()
@@ -211,12 +219,16 @@ class _Supervisor:
 
     def _start_fork_server(self) -> None:
         if self._forks is not None and self._learner is not None:
+            self._has_preloaded = True
             self._forks.start(self._learner.marked(self._env))
 
     def _start(self, child: Child) -> None:
-        if child is self._learner and not child.starts and self._forks is not None and self._forks.is_starting:
-            child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
-            return
+        if child is self._learner and not child.starts and self._forks is not None:
+            if not self._has_preloaded:
+                self._start_fork_server()
+            if self._forks.is_starting:
+                child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
+                return
         child.start(self._env, self._events.put)
         self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
         if child is self._learner:
@@ -236,6 +248,7 @@ class _Supervisor:
     def _turn(self) -> int | None:
         """Carry out one event or one restart that is due. Returns the exit code when it is over."""
         now_s = time.monotonic()
+        looks = self._look_at_daemon(now_s)
         due = [child for child in self._children if child.restart_at_s is not None and child.restart_at_s <= now_s]
         for child in due:
             self._start(child)
@@ -247,7 +260,7 @@ class _Supervisor:
             waiting.append(self._forks.restart_at_s)
             if waiting[-1] <= now_s:
                 self._start_fork_server()
-        waiting += self._tell_manager(now_s)
+        waiting += looks
         try:
             event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
         except queue.Empty:
@@ -266,11 +279,13 @@ class _Supervisor:
             return None
         return self._child_exited(event.child, event.code)
 
-    def _tell_manager(self, now_s: float) -> list[float]:
-        """That the daemon is up, once, and that this process lives. When to come again."""
+    def _look_at_daemon(self, now_s: float) -> list[float]:
+        """Tell the service manager once that it is up, and that this process lives. When to come again."""
         if not self._is_ready and (self._spec.state_dir / ADMIN_PORT_NAME).exists():
             self._is_ready = True
             self._manager.ready()
+            if self._learner is not None and not self._has_preloaded and not self._learner.starts:
+                self._learner.restart_at_s = now_s
         every_s = self._manager.alive_every_s
         if every_s:
             self._manager.alive()

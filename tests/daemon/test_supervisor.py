@@ -40,6 +40,7 @@ def spec(state_dir: Path, daemon: str, learner: str | None) -> SupervisorSpec:
         env={"PLACE": str(state_dir)},
         backoff_min_s=0.01,
         backoff_max_s=0.05,
+        daemon_first_s=0.0,
         is_echoing=False,
     )
 
@@ -202,7 +203,8 @@ import pathlib, sys
 from diloco_node.daemon.supervisor import SupervisorSpec, run_supervisor
 place = pathlib.Path(sys.argv[1])
 sys.exit(run_supervisor(SupervisorSpec(
-    region="us-east", state_dir=place, env={"PLACE": str(place)}, is_echoing=False, learner_stop_s=float(sys.argv[4]),
+    region="us-east", state_dir=place, env={"PLACE": str(place)}, is_echoing=False,
+    learner_stop_s=float(sys.argv[4]), daemon_first_s=0.0,
     daemon_command=[sys.executable, "-c", sys.argv[2]], learner_command=[sys.executable, "-c", sys.argv[3]])))
 """
 
@@ -298,6 +300,7 @@ def test_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
         daemon_command=wrong.daemon_command,
         env=wrong.env,
         learner_command=["/no/such/trainer"],
+        daemon_first_s=0.0,
         is_echoing=False,
     )
     assert run_supervisor(wrong) == 0
@@ -472,7 +475,7 @@ def test_what_the_daemon_says_to_people_is_shown_and_its_log_only_when_asked_for
             "import sys\nfrom pathlib import Path\n"
             "from diloco_node.daemon.supervisor import SupervisorSpec, run_supervisor\n"
             f"spec = SupervisorSpec('us', Path({str(place)!r}), {daemon}, {learner}, is_verbose={is_verbose}, "
-            "log_format='json')\n"
+            "log_format='json', daemon_first_s=0.0)\n"
             "sys.exit(run_supervisor(spec))\n"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)

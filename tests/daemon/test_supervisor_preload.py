@@ -33,6 +33,7 @@ def spec(state_dir: Path, daemon: str, learner: str, *, preload: tuple[str, ...]
         env={"PLACE": str(state_dir)},
         backoff_min_s=0.01,
         backoff_max_s=0.05,
+        daemon_first_s=0.0,
         is_echoing=False,
         preload=preload,
     )
@@ -40,6 +41,32 @@ def spec(state_dir: Path, daemon: str, learner: str, *, preload: tuple[str, ...]
 
 def log(state_dir: Path) -> str:
     return (state_dir / "logs" / "supervisor.log").read_text()
+
+
+@pytest.mark.parametrize("preload", [(), ("json",)])
+def test_nothing_of_the_learner_starts_before_the_daemon_is_up(tmp_path: Path, preload: tuple[str, ...]) -> None:
+    # What preloads would be a child of the supervisor's thread. This one may have had children before: it runs tests.
+    before = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+    daemon = (
+        "import time\n"
+        "family = lambda: pathlib.Path(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read_text().split()\n"
+        "alone = family()\n"
+        "time.sleep(0.2)\n"
+        f"(place / 'alone').write_text(str(alone == family() == [*{before}, str(os.getpid())]))\n"
+        "(place / 'admin.port').write_text('1')\n"
+        "wait_for('learner', 1)"
+    )
+    learner = "note('learner')\nimport time\ntime.sleep(600)"
+    patient = replace(spec(tmp_path, daemon, learner, preload=preload), daemon_first_s=10 * PATIENCE_S, finish_s=0.0)
+    assert run_supervisor(patient) == 0
+    assert (tmp_path / "alone").read_text() == "True"
+    assert len(lives(tmp_path, "learner")) == 1
+
+
+def test_a_daemon_that_does_not_come_up_keeps_no_learner_waiting(tmp_path: Path) -> None:
+    learner = "note('learner')\nimport time\ntime.sleep(600)"
+    impatient = replace(spec(tmp_path, "wait_for('learner', 1)", learner), daemon_first_s=0.05, finish_s=0.0)
+    assert run_supervisor(impatient) == 0
 
 
 THREE_LIVES = "import json\nlife = note('learner')\nprint(life, *sys.argv[1:])\n"
