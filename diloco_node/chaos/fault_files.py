@@ -1,7 +1,7 @@
 """Faults that a daemon has from within, such as a cut link: switched on by a file that says until when.
 
-Only the daemons of a demo look (`cli.demo.region` starts them so). The time is in the file, so that a fault ends by
-itself also when whoever has set it was killed.
+Only the daemons of a demo look, and those of `docker/chaos.yml` (`cli.demo.region` starts them so). The time is in the
+file, so that a fault ends by itself also when whoever has set it was killed.
 """
 
 from __future__ import annotations

@@ -191,6 +191,16 @@ def left_behind(state_dir: Path) -> list[Process]:
     return marked(f"DILOCO_STATE={state_dir.resolve()}")
 
 
+def supervisor_of(state_dir: Path) -> Process | None:
+    """The process whose children work on this folder; None while it has none."""
+    mark = f"DILOCO_STATE={state_dir.resolve()}"
+    for child in reversed(marked(mark)):
+        for setting in _settings(child.pid):
+            if setting.startswith(b"DILOCO_CHILD="):
+                return process_of(int(setting.rpartition(b"-")[2]))
+    return None
+
+
 def running_demo() -> Path:
     """The folder of the only demo that runs out of `runs/` here.
 
@@ -204,7 +214,7 @@ def running_demo() -> Path:
                 found.append(path.parent)
     if len(found) != 1:
         here = "no demo runs" if not found else f"{len(found)} demos run ({', '.join(map(str, found))})"
-        raise ConfigError(f"{here} in runs/ here: name its folder with --folder")
+        raise ConfigError(f"{here} in runs/ here: name its folder with --folder; --compose strikes containers")
     return found[0]
 
 
@@ -215,14 +225,25 @@ def marked(*settings: str) -> list[Process]:
         if not path.name.isdecimal() or int(path.name) == os.getpid():
             continue
         process = process_of(int(path.name))
-        try:
-            environment = (path / "environ").read_bytes().split(b"\0")
-        except OSError:  # gone meanwhile, or another user's
-            continue
+        environment = _settings(int(path.name))
         # Looked at before and after: else the environment may be that of an earlier process of this number.
         if all(one in environment for one in wanted) and process is not None and process_of(process.pid) == process:
             found.append(process)
     return sorted(found, key=lambda one: (one.start_ticks, one.pid))
+
+
+def _settings(pid: int) -> list[bytes]:
+    """Its environment; none if it is gone, or another user's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def command_line(pid: int) -> list[str]:
+    """The words that it was started with; none if it is gone."""
+    with contextlib.suppress(OSError):
+        return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    return []
 
 
 def _learner(family: list[Process], attached: int | None) -> list[Process]:
@@ -238,10 +259,7 @@ def _learner(family: list[Process], attached: int | None) -> list[Process]:
 
 def _is_fork_server(pid: int) -> bool:
     """Whether it was started as one. What was forked from it has the same command line, but has started no program."""
-    with contextlib.suppress(OSError):
-        if os.fsencode(FORK_SERVER) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            return not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
-    return False
+    return str(FORK_SERVER) in command_line(pid) and not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
 
 
 def _process(document: Mapping[str, Any]) -> Process:

@@ -1,4 +1,4 @@
-"""Whether a region's supervisor that has ended is started again: nearly as systemd does with docs/run.md's unit. Pure.
+"""Whether a region's supervisor that has ended is started again: nearly as systemd does with deploy's unit. Pure.
 
 Two things differ, so that a storm can kill and stop as often as it likes:
 
@@ -19,7 +19,7 @@ FAILURES_WITHIN_NS: Final = 10 * NS_PER_S
 """RestartSec, StartLimitBurst and StartLimitIntervalSec of the unit, which are systemd's own defaults."""
 
 FINAL_CODES: Final = frozenset({2, 4, 6, 7})
-"""RestartPreventExitStatus of the unit in docs/run.md: another start would only repeat them."""
+"""RestartPreventExitStatus of that unit: another start would only repeat them."""
 
 
 @dataclass(slots=True)

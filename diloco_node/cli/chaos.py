@@ -1,16 +1,19 @@
-"""`diloco-node chaos`: one fault, on purpose, in a demo that runs on this machine; and tapes of faults."""
+"""`diloco-node chaos`: one fault, on purpose, in a demo or in the containers of a compose run; and tapes of faults."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeVar
 
 import typer
 
+if TYPE_CHECKING:
+    from diloco_node.chaos.executor import StruckFault
+
 app = typer.Typer(
-    help="Strike a running demo of this machine. Containers are not struck: use docker compose kill, or pause.",
+    help="Strike a demo that runs on this machine, or with --compose the containers of docker-compose.yml.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -24,54 +27,104 @@ RegionArgument = Annotated[str, typer.Argument(metavar="REGION", help="Such as u
 FolderOption = Annotated[
     Path | None, typer.Option("--folder", metavar="FOLDER", help="Of the demo [default: the one that runs in runs/].")
 ]
+ComposeOption = Annotated[bool, typer.Option("--compose", help="Strike containers, through the docker command.")]
+ProjectOption = Annotated[
+    str | None, typer.Option("--project", metavar="NAME", help="Of Compose [default: the one that is up].")
+]
 ForOption = Annotated[str, typer.Option("--for", metavar="TIME", help="How long it lasts.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
 
 FOR_DEFAULT: Final = "5s"
 
 
-@app.command()
-def kill(*, target: TargetArgument, folder: FolderOption = None, as_json: JsonOption = False) -> None:
-    """SIGKILL. What has died is started again: by the region's supervisor, and that by the demo."""
-    _strike("kill", target, "", folder, as_json)
+class StruckRun(NamedTuple):
+    """Which run to strike, as the options name it."""
+
+    folder: Path | None
+    is_compose: bool
+    project: str | None
 
 
 @app.command()
-def stop(*, target: TargetArgument, folder: FolderOption = None, as_json: JsonOption = False) -> None:
+def kill(
+    *,
+    target: TargetArgument,
+    folder: FolderOption = None,
+    compose: ComposeOption = False,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """SIGKILL. What has died is started again: by the region's supervisor, and that by the demo or by this command."""
+    _strike("kill", target, "", StruckRun(folder, compose, project), as_json)
+
+
+@app.command()
+def stop(
+    *,
+    target: TargetArgument,
+    folder: FolderOption = None,
+    compose: ComposeOption = False,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """SIGTERM: it ends in order, and is started again. A region is its supervisor, which stops the other two."""
-    _strike("stop", target, "", folder, as_json)
+    _strike("stop", target, "", StruckRun(folder, compose, project), as_json)
 
 
 @app.command()
 def pause(
-    *, target: TargetArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+    *,
+    target: TargetArgument,
+    lasts: ForOption = FOR_DEFAULT,
+    folder: FolderOption = None,
+    compose: ComposeOption = False,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """SIGSTOP, and SIGCONT after a time; this command lasts as long."""
-    _strike("pause", target, lasts, folder, as_json)
+    _strike("pause", target, lasts, StruckRun(folder, compose, project), as_json)
 
 
 @app.command()
 def slow(
-    *, target: TargetArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+    *,
+    target: TargetArgument,
+    lasts: ForOption = FOR_DEFAULT,
+    folder: FolderOption = None,
+    compose: ComposeOption = False,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """A quarter of its time to run, by SIGSTOP and SIGCONT; this command lasts as long."""
-    _strike("slow", target, lasts, folder, as_json)
+    _strike("slow", target, lasts, StruckRun(folder, compose, project), as_json)
 
 
 @app.command()
 def partition(
-    *, target: RegionArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+    *,
+    target: RegionArgument,
+    lasts: ForOption = FOR_DEFAULT,
+    folder: FolderOption = None,
+    compose: ComposeOption = False,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """End all links of a region and refuse new ones. Lost packets: `demo --wan`, and `wan cut`."""
-    _strike("partition", target, lasts, folder, as_json)
+    """End all links of a region and refuse new ones; a container's link goes down. Others: `demo --wan`, `wan cut`."""
+    _strike("partition", target, lasts, StruckRun(folder, compose, project), as_json)
 
 
 @app.command()
 def disk(
-    *, target: RegionArgument, lasts: ForOption = FOR_DEFAULT, folder: FolderOption = None, as_json: JsonOption = False
+    *,
+    target: RegionArgument,
+    lasts: ForOption = FOR_DEFAULT,
+    folder: FolderOption = None,
+    compose: ComposeOption = False,
+    project: ProjectOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Let every fsync of a region's daemon fail with EIO."""
-    _strike("disk", target, lasts, folder, as_json)
+    """Let every fsync of a region's daemon fail with EIO; containers must be up with docker/chaos.yml."""
+    _strike("disk", target, lasts, StruckRun(folder, compose, project), as_json)
 
 
 @app.command()
@@ -95,31 +148,23 @@ def tape(
     typer.echo(tape_text(plan), nl=False)
 
 
-def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bool) -> None:
+def _strike(kind: str, target: str, lasts: str, run: StruckRun, as_json: bool) -> None:
     import asyncio
-    import time
 
-    from diloco_node.chaos.executor import FaultExecutor
-    from diloco_node.chaos.plan import PlannedFault, parse_target
-    from diloco_node.chaos.processes import DemoFile, running_demo
     from diloco_node.cli.options import parsed
     from diloco_node.config.units import parse_duration
     from diloco_node.errors import ConfigError, PeersUnreachable
 
-    place = folder if folder is not None else running_demo()
-    demo = DemoFile.load(place)
-    if not demo.is_running:
-        raise ConfigError(f"the demo of {place} has ended: name the folder of one that runs")
     lasts_ns = parsed("--for", lasts, parse_duration).ns if lasts else 0
-    fault = PlannedFault(0, kind, parse_target(target, list(demo.supervisors)), lasts_ns)
-    began_ns = time.monotonic_ns()
-    executor = FaultExecutor(
-        lambda: DemoFile.load(place),
-        now_ns=lambda: time.monotonic_ns() - began_ns,
-        attached=lambda region: _attached(place / region),
-    )
+    in_containers = run.is_compose or run.project is not None
+    if in_containers and run.folder is not None:
+        raise ConfigError("--folder is for a demo, --compose and --project are for containers: leave one of them out")
+    if in_containers:
+        work = _in_container(kind, target, lasts_ns, run.project)
+    else:
+        work = _in_demo(kind, target, lasts_ns, run.folder)
     try:
-        done = asyncio.run(_until_told(executor.strike(fault)))
+        done, where = asyncio.run(_until_told(work))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     if done.is_missed:
@@ -128,7 +173,38 @@ def _strike(kind: str, target: str, lasts: str, folder: Path | None, as_json: bo
         typer.echo(json.dumps(done.document()))
     else:
         over = f", over after {lasts}" if lasts else ""
-        typer.echo(f"{kind} {target}: process {', '.join(map(str, done.pids))}{over}")
+        typer.echo(f"{kind} {target}: process {', '.join(map(str, done.pids))}{where}{over}")
+
+
+async def _in_demo(kind: str, target: str, lasts_ns: int, folder: Path | None) -> tuple[StruckFault, str]:
+    import time
+
+    from diloco_node.chaos.executor import FaultExecutor
+    from diloco_node.chaos.plan import PlannedFault, parse_target
+    from diloco_node.chaos.processes import DemoFile, running_demo
+    from diloco_node.errors import ConfigError
+
+    place = folder if folder is not None else running_demo()
+    demo = DemoFile.load(place)
+    if not demo.is_running:
+        raise ConfigError(f"the demo of {place} has ended: name the folder of one that runs")
+    fault = PlannedFault(0, kind, parse_target(target, list(demo.supervisors)), lasts_ns)
+    began_ns = time.monotonic_ns()
+    executor = FaultExecutor(
+        lambda: DemoFile.load(place),
+        now_ns=lambda: time.monotonic_ns() - began_ns,
+        attached=lambda region: attached(place / region),
+    )
+    return await executor.strike(fault), ""
+
+
+async def _in_container(kind: str, target: str, lasts_ns: int, project: str | None) -> tuple[StruckFault, str]:
+    from diloco_node.chaos.containers import find_run
+    from diloco_node.chaos.plan import PlannedFault, parse_target
+
+    run = await find_run(project)
+    fault = PlannedFault(0, kind, parse_target(target, list(run.regions)), lasts_ns)
+    return await run.strike(fault), f" in {run.regions[fault.target.region].name}"
 
 
 async def _until_told(work: Awaitable[T]) -> T:
@@ -143,7 +219,7 @@ async def _until_told(work: Awaitable[T]) -> T:
     return await work
 
 
-def _attached(state_dir: Path) -> int | None:
+def attached(state_dir: Path) -> int | None:
     """The process that the daemon of this folder names as its learner, if it answers."""
     from diloco_node.cli.demo.processes import attached_learner
     from diloco_node.cli.status import ask, find_targets

@@ -16,7 +16,8 @@ import pytest
 from diloco_node.chaos import plan
 from diloco_node.chaos.processes import DemoFile
 from diloco_node.chaos.tape import read_tape
-from diloco_node.cli.main import INTERRUPTED_CODE, main
+from diloco_node.cli.main import main
+from diloco_node.errors import INTERRUPTED_CODE
 from tests.kit.chaos_kit import MadeUpDemo, until
 
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +39,32 @@ PORTS = {"us-east": 7411, "us-central": 7412, "us-south": 7413, "us-west": 7414}
 ADDRESS = "10.211.77.14"
 SETTINGS = {"DILOCO_RUN__STEPS": "0", "DILOCO_MODEL__SCHEDULE_STEPS": "600", "DILOCO_MODEL__EVAL_WINDOWS": "8"}
 """No end of its own: the test ends it."""
-TRAINS_ON = ("cut", "disconnect")
+HEALTH_INTERVAL = "3s"
+"""The image's own check, but more often: it is waited for."""
+
+TRAINS_ON = ("partition", "disconnect")
 PATIENCE_S = 600.0
 """For what comes true within seconds on a quiet machine."""
-OUTAGES = (("cut", "disconnect", "pause"), ("kill",))
-"""For each Compose that is here, of those in docs/compose.md."""
+OUTAGES = (("partition", "disconnect", "pause"), ("kill",))
+"""For each Compose that is here, of those in docs/compose.md. A partition and a pause are made by `chaos`."""
+
+PROGRAM = (sys.executable, "-c", "import sys; from diloco_node.cli.main import main; sys.exit(main())")
+INTERRUPTED = 130
 
 
 class Run:
     """The containers of one `up`. Files of theirs are copied to `folder`."""
 
-    def __init__(self, compose: list[str], folder: Path) -> None:
+    def __init__(self, compose: list[str], folder: Path, *more_files: Path) -> None:
         self.folder = folder
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         override = folder / "override.json"
-        override.write_text(json.dumps({"services": {name: {"environment": SETTINGS} for name in NAMES}}))
-        files = ("--file", str(ROOT / "docker-compose.yml"), "--file", str(override))
-        self.command = [*compose, *files, "--project-name", "diloco-test"]
+        changed = {"environment": SETTINGS, "healthcheck": {"interval": HEALTH_INTERVAL}}
+        override.write_text(json.dumps({"services": dict.fromkeys(NAMES, changed)}))
+        files = [ROOT / "docker-compose.yml", *more_files, override]
+        named = [word for file in files for word in ("--file", str(file))]
+        self.command = [*compose, *named, "--project-name", "diloco-test"]
 
     def do(self, *words: str, check: bool = True) -> str:
         return sh(*self.command, *words, check=check)
@@ -88,6 +99,10 @@ class Run:
     def rounds(self, name: str) -> int:
         """Rounds committed; 0 as well when it does not answer: for conditions that are waited for."""
         return int(self.status(name).get("rounds_committed") or 0)
+
+    def pids(self, name: str) -> dict[str, int]:
+        """The processes of a region, by their numbers in its container; {} when it does not answer."""
+        return dict(self.status(name).get("pids") or {})
 
     def is_level(self) -> bool:
         """All regions hold the same commits, give or take what is on its way, and us-west takes part again."""
@@ -153,13 +168,12 @@ def check_walls(run: Run) -> None:
 
 
 def check_commands(run: Run) -> None:
-    """Those of docs/compose.md that only look, and a cut of one link."""
-    program = "from diloco_node.cli.main import main; main()"
+    """Those of docs/compose.md that only look, a cut of one link, and a fault that the run has not asked for."""
     ports = [str(port) for port in PORTS.values()]
 
     def shows_all() -> bool:
         inside = run.do("exec", "-T", "us-east", "diloco-node", "status", "7401", check=False)
-        outside = sh(sys.executable, "-c", program, "status", *ports, cwd=ROOT, check=False)
+        outside = sh(*PROGRAM, "status", *ports, cwd=ROOT, check=False)
         return "us-east" in inside and all(name in outside for name in NAMES)
 
     await_that("status shows all, inside and outside", shows_all, PATIENCE_S)
@@ -168,11 +182,78 @@ def check_commands(run: Run) -> None:
     run.do(*link, "cut", "us-east")
     require("blackhole 10.211.77.11" in run.do("exec", "-T", "us-west", "ip", "route"), "one link is cut")
     run.do(*link, "heal")
+    words = (*PROGRAM, "chaos", "disk", "us-west", "--compose")
+    refused = subprocess.run(words, check=False, capture_output=True, text=True, cwd=ROOT)
+    said = refused.stderr
+    require(refused.returncode == 2 and "looks for no faults" in said, f"no disk fails without chaos.yml: {said}")
 
 
-def outage(run: Run, kind: str, begin: list[str], end: list[str], *, trains: bool) -> dict[str, Any]:
+class HeldFault:
+    """A `diloco-node chaos` that would last ten minutes: ended by SIGTERM, it ends its fault."""
+
+    def __init__(self, kind: str, is_on: Callable[[], bool]) -> None:
+        self.kind, self.is_on = kind, is_on
+
+    def begin(self) -> None:
+        words = (*PROGRAM, "chaos", self.kind, "us-west", "--compose", "--for", "10min")
+        self.process = subprocess.Popen(words, cwd=ROOT)
+        await_that(f"chaos {self.kind}", lambda: self.process.poll() is not None or self.is_on(), PATIENCE_S)
+
+    def end(self) -> None:
+        require(self.is_on(), f"chaos {self.kind} lasts until it is ended")
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(PATIENCE_S)
+        require(code == INTERRUPTED and not self.is_on(), f"chaos {self.kind} ends its fault: exit code {code}")
+
+
+def strike(kind: str, target: str, *more: str) -> dict[str, Any]:
+    """One that ends by itself; what it says."""
+    said: dict[str, Any] = json.loads(sh(*PROGRAM, "chaos", kind, target, "--compose", *more, "--json", cwd=ROOT))
+    require((said["do"], said["target"], said["missed"]) == (kind, target, False), f"chaos {kind} {target}: {said}")
+    return said
+
+
+STRIKES = (
+    ("kill", "us-south.daemon"),
+    ("kill", "us-south.learner"),
+    ("disk", "us-east"),
+    ("slow", "us-east.learner"),
+    ("kill", "us-west"),
+    ("stop", "us-central"),
+)
+
+
+def check_strikes(run: Run) -> list[str]:
+    """Faults of `diloco-node chaos` in all regions at once, of which all come back."""
+    before = {name: run.pids(name) for name in NAMES}
+    again = ("us-west", "us-central")
+    started = [run.inspect(name, "{{.State.StartedAt}}") for name in again]
+    lasting = dict.fromkeys(("disk", "slow"), ("--for", "1s"))
+    with ThreadPoolExecutor(len(STRIKES)) as pool:
+        struck = list(pool.map(lambda one: strike(*one, *lasting.get(one[0], ())), STRIKES))
+    gone, kept = before["us-south"], before["us-east"]
+    expected = [gone["daemon"], gone["learner"], kept["daemon"], kept["learner"], 1, 1]
+    found = [one["pids"] for one in struck]
+    require(found == [[one] for one in expected], f"{found} are struck, of {before}")
+    since = [run.inspect(name, "{{.State.StartedAt}}") for name in again]
+    require(all(map(str.__ne__, since, started)), "containers that are killed or stopped are started again")
+    log = run.do("exec", "-T", "us-east", "cat", "/state/us-east/logs/daemon.log")
+    require("the disk reports an error" in log, f"the daemon's disk fails: {log[-2000:]}")
+
+    def are_back() -> bool:
+        now = run.pids("us-south")
+        return all(now.get(part, 0) not in (0, gone[part]) for part in ("daemon", "learner"))
+
+    await_that("what was killed is started again", are_back, PATIENCE_S)
+    await_that("all hold the same", run.is_level, PATIENCE_S)
+    return [f"{kind} {target}" for kind, target in STRIKES]
+
+
+def outage(
+    run: Run, kind: str, begin: Callable[[], object], end: Callable[[], object], *, trains: bool
+) -> dict[str, Any]:
     """Cut us-west off, see that the others go on, bring it back, see that it catches up."""
-    sh(*begin)
+    begin()
     say(f"{kind}: us-west is cut off")
     begun = run.count("us-east", "rounds_committed")
     # What was on its way may still commit with it: two rounds of the others later it has.
@@ -183,7 +264,7 @@ def outage(run: Run, kind: str, begin: list[str], end: list[str], *, trains: boo
     await_that("the others commit without it", lambda: run.rounds("us-east") >= rounds + 4, PATIENCE_S)
     after = {what: run.count("us-west", what) if trains else 0 for what in before}
     others = run.count("us-east", "rounds_committed") - rounds
-    sh(*end)
+    end()
     own = after["rounds_committed"] - before["rounds_committed"]
     steps = after["inner_steps"] - before["inner_steps"]
     require(own == 0, f"us-west committed {own} rounds while it was cut off")
@@ -208,9 +289,12 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     if tuple(kinds) == OUTAGES[0]:
         check_walls(run)
         check_commands(run)
+        struck: list[str] = []
+    else:
+        struck = check_strikes(run)
     ways = ways_to_cut(run)
     outages = [outage(run, kind, *ways[kind], trains=kind in TRAINS_ON) for kind in kinds]
-    shaped = 1 + ("disconnect" in kinds) + ("kill" in kinds)
+    shaped = 1 + ("disconnect" in kinds) + ("kill" in kinds) + ("kill us-west" in struck)
     require(run.do("logs", "us-west").count("us-west on eth") == shaped, "the link is shaped anew when it is new")
     await_that(
         "all are healthy",
@@ -233,6 +317,7 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     return {
         "seconds_to_four_rounds": round(seconds, 1),
         "outages": outages,
+        "struck": struck,
         "rounds_committed": report["rounds_committed"],
         "equal_digests": report["equal_digests"],
         "tokens": report["tokens"],
@@ -241,19 +326,27 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def ways_to_cut(run: Run) -> dict[str, tuple[list[str], list[str]]]:
-    """The commands of docs/compose.md that begin and end an outage of us-west."""
-    link = [*run.command, "exec", "-T", "us-west", "python", "-m", "diloco_node.wan.container"]
-    network = ["docker", "network"]
+def ways_to_cut(run: Run) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """What begins and ends an outage of us-west: commands of docs/compose.md, and faults of `chaos`."""
+
+    network = ("docker", "network")
+    partition = HeldFault("partition", lambda: not has_link(run))
+    pause = HeldFault("pause", lambda: run.inspect("us-west", "{{.State.Status}}") == "paused")
     return {
-        "cut": ([*link, "cut"], [*link, "heal"]),
+        "partition": (partition.begin, partition.end),
         "disconnect": (
-            [*network, "disconnect", "diloco-wan", "diloco-us-west"],
-            [*network, "connect", "--ip", ADDRESS, "diloco-wan", "diloco-us-west"],
+            lambda: sh(*network, "disconnect", "diloco-wan", "diloco-us-west"),
+            lambda: sh(*network, "connect", "--ip", ADDRESS, "diloco-wan", "diloco-us-west"),
         ),
-        "pause": ([*run.command, "pause", "us-west"], [*run.command, "unpause", "us-west"]),
-        "kill": ([*run.command, "kill", "us-west"], [*run.command, "start", "us-west"]),
+        "pause": (pause.begin, pause.end),
+        "kill": (lambda: run.do("kill", "us-west"), lambda: run.do("start", "us-west")),
     }
+
+
+def has_link(run: Run) -> bool:
+    """Whether the device of us-west that is on the WAN is up."""
+    shown = run.do("exec", "-T", "us-west", "ip", "-oneline", "-4", "address", "show", "up")
+    return ADDRESS in shown
 
 
 def inside(folder: Path, base: Path, wheels: Path) -> dict[str, Any]:
@@ -265,7 +358,8 @@ def inside(folder: Path, base: Path, wheels: Path) -> dict[str, Any]:
         found["image_seconds"] = round(time.monotonic() - begun_s)
         # The first one takes all outages, the other one: both read and drive the same file.
         for compose, kinds in zip(sorted(compose_commands(), reverse=True), OUTAGES, strict=False):
-            found["runs"][compose] = up_and_down(Run(compose_commands()[compose], folder / "run"), kinds)
+            more = () if kinds == OUTAGES[0] else (ROOT / "docker" / "chaos.yml",)
+            found["runs"][compose] = up_and_down(Run(compose_commands()[compose], folder / "run", *more), kinds)
             say(f"with Compose {compose}: all held")
     return found
 

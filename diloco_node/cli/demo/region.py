@@ -1,6 +1,7 @@
 """`python -m diloco_node.cli.demo.region start ...`: `diloco-node start`, with a daemon that faults can be given to.
 
-A demo starts its regions so. `diloco-node start` itself starts a daemon that looks for no faults.
+A demo starts its regions so, and `docker/chaos.yml` its containers. `diloco-node start` itself starts a daemon that
+looks for no faults.
 """
 
 from __future__ import annotations
