@@ -1,10 +1,10 @@
-"""Trained counters: what each life of a region's learner trained, in shared memory and in a file of 16 bytes.
+"""Trained counters: what each life of a region's learner trained, in shared memory and in a file of 20 bytes.
 
 The learner writes steps and tokens of its incarnation into an area of the supervisor's memory at each step. That never
 waits for a disk, and a SIGKILL of the learner does not undo it. `learner/trained-<incarnation>` in the region's state
-folder holds the same, two little-endian u64, for when the memory is gone. The learner saves it before a contribution is
-announced, the daemon before it tells what died, and every few seconds. What is booked must not be forgotten by a power
-cut, so a file is durable before its counts are told.
+folder holds the same, two little-endian u64 and their CRC-32, for when the memory is gone. The learner saves it before
+a contribution is announced, the daemon before it tells what died, and every few seconds. What is booked must not be
+forgotten by a power cut, so a file is durable before its counts are told.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from diloco_node.errors import StorageError
 from diloco_node.storage.durable import disk_error, make_folder, replace_file, sync_folder
 
 _COUNTERS: Final = struct.Struct("<QQ")
+_CHECKSUM: Final = struct.Struct("<I")
+_FILE_BYTES: Final = _COUNTERS.size + _CHECKSUM.size
 _SLOT: Final = struct.Struct("<QQQ")
 
 _SLOTS: Final = 16
@@ -97,7 +100,7 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
         area: the shared memory, for what is newer there; None: the files alone.
 
     Raises:
-        StorageError: a counter file has not 16 bytes, holds no count, or the disk refuses.
+        StorageError: a counter file is damaged, or the disk refuses.
     """
     return tuple(save_trained(state_dir, incarnation, area) for incarnation, _ in _counter_files(state_dir))
 
@@ -117,17 +120,26 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
             raw = path.read_bytes()
         except OSError as error:
             raise disk_error("read", path, error) from error
-        if _is_sound(raw):
+        if _counted(raw) is not None:
             continue
         # A copy, so that the name is there at each moment: without it the number would be given to another life.
         replace_file(path.with_name(path.name + ".damaged"), [raw])
-        replace_file(path, [_COUNTERS.pack(0, 0)])
+        replace_file(path, [_checked(0, 0)])
         found.append(path.name)
     return tuple(found)
 
 
-def _is_sound(raw: bytes) -> bool:
-    return len(raw) == _COUNTERS.size and _can_be(*_COUNTERS.unpack(raw))
+def _checked(steps: int, tokens: int) -> bytes:
+    counters = _COUNTERS.pack(steps, tokens)
+    return counters + _CHECKSUM.pack(zlib.crc32(counters))
+
+
+def _counted(raw: bytes) -> tuple[int, int] | None:
+    """What `_checked` made of a count that a learner can reach; None: damage. The ledger would refuse more for ever."""
+    if len(raw) != _FILE_BYTES:
+        return None
+    steps, tokens = _COUNTERS.unpack_from(raw)
+    return (steps, tokens) if raw == _checked(steps, tokens) and _can_be(steps, tokens) else None
 
 
 def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> Trained:
@@ -141,16 +153,13 @@ def save_trained(state_dir: Path, incarnation: int, area: mmap.mmap | None) -> T
     """
     path = _counter_path(state_dir, incarnation)
     with _locked(path) as descriptor:
-        raw = os.pread(descriptor, _COUNTERS.size + 1, 0)
-        if len(raw) != _COUNTERS.size:
-            raise StorageError(f"trained counter {path} has {len(raw)} B, not {_COUNTERS.size}: the disk lost it")
-        counted = _COUNTERS.unpack(raw)
-        if not _can_be(*counted):
-            steps, tokens = counted
-            raise StorageError(f"trained counter {path} says {steps} steps and {tokens} tokens: it is damaged")
+        raw = os.pread(descriptor, _FILE_BYTES + 1, 0)
+        counted = _counted(raw)
+        if counted is None:
+            raise StorageError(f"trained counter {path} is damaged ({len(raw)} B: {raw.hex()}); look at the disk")
         newer = None if area is None else _read_slot(area, incarnation)
         if newer is not None and newer > counted:
-            os.pwrite(descriptor, _COUNTERS.pack(*newer), 0)
+            os.pwrite(descriptor, _checked(*newer), 0)
             counted = newer
         os.fdatasync(descriptor)
     return Trained(incarnation, *counted)
@@ -185,11 +194,6 @@ def _read_slot(area: mmap.mmap, incarnation: int) -> tuple[int, int] | None:
     return None
 
 
-def is_allotted(state_dir: Path, incarnation: int) -> bool:
-    """Whether this folder has handed out that life."""
-    return _counter_path(state_dir, incarnation).exists()
-
-
 def newest_incarnation(state_dir: Path) -> int:
     """The last life that was allotted; 0 if there was none. Raises StorageError."""
     return max((number for number, _ in _counter_files(state_dir)), default=0)
@@ -210,7 +214,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
     try:
         make_folder(path.parent)
         with path.open("xb") as file:
-            file.write(_COUNTERS.pack(0, 0))
+            file.write(_checked(0, 0))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(path.parent)
@@ -220,7 +224,7 @@ def allot_incarnation(state_dir: Path, *, incarnation_min: int = 1) -> int:
 
 
 def _can_be(steps: int, tokens: int) -> bool:
-    """Whether a learner can have counted so far. The ledger would refuse more for ever."""
+    """Whether a learner can have counted so far."""
     return steps <= STEP_MAX and tokens <= TOKENS_MAX
 
 

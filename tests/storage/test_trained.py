@@ -23,13 +23,14 @@ from diloco_node.storage.trained import (
     save_trained,
     set_damaged_aside,
 )
+from tests.kit.counter_kit import counter_file
 from tests.kit.fsync_kit import traced
 
 
 def test_incarnations_grow_and_start_at_zero(tmp_path: Path) -> None:
     assert [allot_incarnation(tmp_path) for _ in range(11)] == list(range(1, 12))  # 10 sorts after 9
     assert read_trained(tmp_path)[9:] == (Trained(10, 0, 0), Trained(11, 0, 0))
-    assert (tmp_path / "learner" / "trained-11").stat().st_size == 16
+    assert (tmp_path / "learner" / "trained-11").stat().st_size == 20
 
 
 def test_lost_disk_does_not_reuse_a_number_of_the_ledger(tmp_path: Path) -> None:
@@ -64,7 +65,7 @@ def test_counter_survives_sigkill(tmp_path: Path) -> None:
     shutil.rmtree(folder)
     assert read_trained(tmp_path) == (Trained(number, 1000, 1000 * 2**33),), "now without the memory, too"
     raw = (tmp_path / "learner" / f"trained-{number}").read_bytes()
-    assert raw == (1000).to_bytes(8, "little") + (1000 * 2**33).to_bytes(8, "little")
+    assert raw == counter_file(1000, 1000 * 2**33)
 
 
 def test_a_step_is_counted_without_the_disk(tmp_path: Path, area: mmap.mmap) -> None:
@@ -101,7 +102,7 @@ def test_counter_that_was_not_allotted_is_refused(tmp_path: Path, area: mmap.mma
 def test_damaged_counter_is_named(tmp_path: Path) -> None:
     number = allot_incarnation(tmp_path)
     (tmp_path / "learner" / f"trained-{number}").write_bytes(b"short")
-    with pytest.raises(StorageError, match="trained-1 has 5 B"):
+    with pytest.raises(StorageError, match="trained-1 is damaged"):
         read_trained(tmp_path)
 
 
@@ -159,7 +160,7 @@ def test_a_disk_that_refuses_is_a_storage_error_that_says_what_to_do(
         save_trained(tmp_path, 9, None)
 
 
-@pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 16, bytes(17)])
+@pytest.mark.parametrize("damage", [b"", b"short", b"\xff" * 20, bytes(16), bytes(20), counter_file(3, 3) + b"x"])
 def test_a_damaged_counter_holds_nobody_up_and_its_number_is_not_used_again(
     tmp_path: Path, area: mmap.mmap, damage: bytes
 ) -> None:
@@ -180,6 +181,17 @@ def test_a_damaged_counter_holds_nobody_up_and_its_number_is_not_used_again(
 def test_counts_that_no_learner_reaches_are_damage(tmp_path: Path) -> None:
     path = tmp_path / "learner" / f"trained-{allot_incarnation(tmp_path)}"
     for steps, tokens in ((STEP_MAX + 1, 0), (0, TOKENS_MAX + 1), (0, 2**64 - 1)):
-        path.write_bytes(steps.to_bytes(8, "little") + tokens.to_bytes(8, "little"))
+        path.write_bytes(counter_file(steps, tokens))
         with pytest.raises(StorageError, match="damaged"):
+            read_trained(tmp_path)
+
+
+def test_no_bit_of_a_counter_can_flip_unnoticed(tmp_path: Path) -> None:
+    path = tmp_path / "learner" / f"trained-{allot_incarnation(tmp_path)}"
+    whole = counter_file(70, 7000)
+    path.write_bytes(whole)
+    assert read_trained(tmp_path) == (Trained(1, 70, 7000),)
+    for bit in range(8 * len(whole)):
+        path.write_bytes((int.from_bytes(whole, "little") ^ 1 << bit).to_bytes(len(whole), "little"))
+        with pytest.raises(StorageError, match="trained-1 is damaged"):
             read_trained(tmp_path)
