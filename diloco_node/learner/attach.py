@@ -463,7 +463,7 @@ class Diloco:
         # The run may be further than this region's learner was when it died, or its daemon may not know yet how far.
         self.global_step = max(self.global_step, resumed.global_step)
         if self._session is not None:
-            self._session.run_clock.resume(self.global_step)
+            self._session.resumed(self.global_step)
         self._boundaries = StepBoundaries(
             self._ranks, self._fragments, self._session, self._checkpoints, lambda: self._terminate.is_set
         )

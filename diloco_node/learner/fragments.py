@@ -230,27 +230,23 @@ class LearnerFragments:
         """Copy what the model holds of a fragment now: shape (n,), float32, CPU."""
         self.tensors.read(self._owned[index], out)
 
+    def write(self, index: int, values: Tensor) -> None:
+        """Overwrite what the model holds of a fragment: shape (n,), float32, CPU."""
+        self.tensors.write(self._owned[index], values)
+
     def snapshot_values(self, index: int) -> Tensor:
         """The values of the unresolved snapshot of a fragment: shape (n,), float32, CPU. Not a copy."""
         return self._snapshots[index].values
 
-    def begin_at(
-        self,
-        facts: BoundaryFacts,
-        *,
-        parameters: Sequence[Tensor],
-        bases: Sequence[Tensor],
-        snapshots: Sequence[Tensor],
-    ) -> None:
+    def begin_at(self, facts: BoundaryFacts, *, bases: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
         """Stand where a dead process stood. Before the first boundary; vectors, shape (n,), float32, CPU, are copied.
 
-        Unresolved snapshots are encoded again, to the same bytes.
+        `write` has still to put the parameters there. Unresolved snapshots are encoded again, to the same bytes.
         """
         self.step, self.tokens, self._next_snapshot = facts.step, facts.tokens, facts.next_snapshot
         self.positions = list(facts.positions)
         self._last_included = {index: number for index, number in enumerate(facts.last_included) if number >= 0}
-        for part, theta, base, values in zip(self._owned, parameters, bases, self._base, strict=True):
-            self.tensors.write(part, theta)
+        for base, values in zip(bases, self._base, strict=True):
             values.copy_(base)
         for one in facts.unresolved:
             buffer = self._rooms.take()

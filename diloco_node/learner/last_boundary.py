@@ -36,12 +36,12 @@ from diloco_node.core.bounds import FRAGMENTS, INDEX, INDEX_MAX
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.shapes import Items, Whole
 from diloco_node.core.types import FragmentPosition
-from diloco_node.errors import LearnerError, ProtocolViolation
+from diloco_node.errors import LearnerError, ProtocolViolation, StorageError
 from diloco_node.learner.layouts.tensors import ModelTensors, local_part
 from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.snapshots import SnapshotFacts
 from diloco_node.shared_memory import boundary_file
-from diloco_node.storage.trained import is_allotted
+from diloco_node.storage.trained import newest_incarnation
 from diloco_node.wire.bounds import BOUNDS
 from diloco_node.wire.learner_link import NO_SNAPSHOT, Attach, Welcome
 from diloco_node.wire.schema import Schema
@@ -153,6 +153,10 @@ class Savable(Protocol):
         """Copy the parameters of a fragment, shape (n,), float32, CPU."""
         ...
 
+    def write(self, index: int, values: Tensor) -> None:
+        """Overwrite the parameters of a fragment."""
+        ...
+
     def global_vectors(self) -> list[Tensor]:
         """Per fragment its base."""
         ...
@@ -161,15 +165,8 @@ class Savable(Protocol):
         """Of the unresolved snapshot of a fragment."""
         ...
 
-    def begin_at(
-        self,
-        facts: BoundaryFacts,
-        *,
-        parameters: Sequence[Tensor],
-        bases: Sequence[Tensor],
-        snapshots: Sequence[Tensor],
-    ) -> None:
-        """Stand where `facts` say. Vectors per fragment, copied."""
+    def begin_at(self, facts: BoundaryFacts, *, bases: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
+        """Stand where `facts` say, but for the parameters. Vectors per fragment, copied."""
         ...
 
 
@@ -188,6 +185,7 @@ class LastBoundary:
         self._area: mmap.mmap | None = None
         self._vectors: list[list[list[Tensor]]] = []
         self._is_off = False
+        self._pid = os.getpid()
         self._began_at_step = -1
         self._first_ns = self._took_ns = self._boundaries = 0
         # A loop that ends by an exception, and closes nothing, was not killed.
@@ -234,6 +232,8 @@ class LastBoundary:
     def begin(self, fragments: Savable, welcome: Welcome) -> bool:
         """Have the fragments stand where the dead process was, if the daemon agrees that this is the same incarnation.
 
+        The parameters follow with `write_parameters`.
+
         Raises:
             LearnerError: what is there is of another model. The next process begins anew.
         """
@@ -251,11 +251,16 @@ class LastBoundary:
         count = range(len(manifest.fragments))
         fragments.begin_at(
             found.facts,
-            parameters=self._vectors[0][found.parameters_place],
             bases=[self._vectors[1][found.base_places[index]][index] for index in count],
             snapshots=[self._vectors[2][found.snapshot_places[index]][index] for index in count],
         )
         return True
+
+    def write_parameters(self, fragments: Savable) -> None:
+        """What `begin` left, once the checkpoint was read: its `stateful` may hold the model, with older parameters."""
+        if self.found is not None:
+            for index, values in enumerate(self._vectors[0][self.found.parameters_place]):
+                fragments.write(index, values)
 
     def save(self, fragments: Savable, welcome: Welcome, *, step_ns: int) -> None:
         """Save this boundary, if that is cheap enough. Before anything of it is told.
@@ -346,7 +351,9 @@ class LastBoundary:
 
     def forget(self) -> None:
         """Leave nothing for the next process, and save nothing more."""
-        self._path.unlink(missing_ok=True)
+        # Not in a process that the loop has forked, and not what has the name by now, of another process.
+        if self._descriptor >= 0 and os.getpid() == self._pid and os.fstat(self._descriptor).st_nlink:
+            self._path.unlink(missing_ok=True)
         self.close()
 
     def close(self) -> None:
@@ -366,10 +373,10 @@ def last_boundary_of(tensors: ModelTensors, ranks: Ranks) -> LastBoundary | None
     is_on_cpu = all(local_part(one).device.type == "cpu" for one in tensors.names)
     if not state_dir or ranks.size > 1 or not is_on_cpu:
         return None
-    with suppress(OSError):
+    with suppress(OSError, StorageError):
         made = LastBoundary.at(boundary_file(Path(state_dir)))
-        if made is not None and made.found and not is_allotted(Path(state_dir), made.found.incarnation):
-            made.drop()  # another folder, which has the number of one that was removed
+        if made is not None and made.found and made.found.incarnation != newest_incarnation(Path(state_dir)):
+            made.drop()  # of a life that was followed by one that kept nothing, or of a folder that was removed
         return made
     return None
 

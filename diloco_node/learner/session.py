@@ -223,6 +223,12 @@ class LearnerSession:
             exchange=exchange_of(self._ranks, self._shards, manifest),
         )
 
+    def resumed(self, global_step: int) -> None:
+        """The checkpoint was read, and the run was there."""
+        self.run_clock.resume(global_step)
+        if self._last_boundary is not None:
+            self._last_boundary.write_parameters(self.fragments)
+
     def save(self) -> None:
         """This boundary is done, but nobody has heard of it."""
         last, welcome = self._last_boundary, self.welcome
@@ -340,6 +346,9 @@ class LearnerSession:
     def close(self, last: Done | Failed | None) -> None:
         """Say the last word, and let go of everything."""
         if last is not None:
+            # Who failed or is done leaves nothing, also if it is killed now. Who was interrupted goes on here.
+            if self._last_boundary is not None:
+                self._last_boundary.forget()
             self._link.send(last)
         self._link.close(FLUSH_S)
         if self._fragments is not None:
@@ -347,8 +356,7 @@ class LearnerSession:
         if self._counter is not None:
             self._counter.close()
         if self._last_boundary is not None:
-            # Who failed or is done leaves nothing; who was interrupted goes on here.
-            (self._last_boundary.close if last is None else self._last_boundary.forget)()
+            self._last_boundary.close()
 
 
 def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:

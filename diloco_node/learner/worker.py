@@ -36,7 +36,7 @@ class BackgroundWorker:
         self._jobs.put(job)
 
     def wait_for(self, job: Callable[[], T]) -> T:
-        """Have a job done after those before it. Raises LearnerError: one of them failed."""
+        """Have a job done after those before it. Raises LearnerError: one of them failed, or the worker was closed."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -48,7 +48,10 @@ class BackgroundWorker:
 
         self.put(run)
         while not done.done():
+            is_over = not self._thread.is_alive()
             self.check()
+            if is_over and not done.done():
+                raise LearnerError("this learner has left: nothing is gathered from other ranks any more")
             wait((done,), timeout=LOOK_S)
         return done.result()
 

@@ -29,11 +29,12 @@ def saving_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 class Life:
     """One learner process of the region, in this one. `killed` puts back what lay in memory at some moment of it."""
 
-    def __init__(self, folder: Path, stateful: dict[str, Stateful] | None = None) -> None:
+    def __init__(self, folder: Path, stateful: dict[str, Stateful] | None = None, *, keeps_model: bool = False) -> None:
         self.path = boundary_file(folder)
         self.toy = Toy(seed=random.Random(5).getrandbits(20))
         self.left = b""
-        self.diloco = diloco_node.attach(self.toy.model, self.toy.optimizer, stateful=stateful)
+        parts = (stateful or {}) | ({"model": self.toy.model} if keeps_model else {})
+        self.diloco = diloco_node.attach(self.toy.model, self.toy.optimizer, stateful=parts)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

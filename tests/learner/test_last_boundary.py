@@ -25,12 +25,14 @@ from diloco_node.wire.learner_link import (
     NEW_PROCESS,
     NO_SNAPSHOT,
     Done,
+    Failed,
     OfferApplied,
     Report,
     SnapshotReady,
     ToDaemon,
 )
 from tests.kit.boundary_kit import TOKENS, Life, saving_folder
+from tests.kit.counter_kit import counter_file
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon
 from tests.kit.learner_kit import vector
 
@@ -51,12 +53,15 @@ def steps_made(diloco: Diloco) -> int:
     return diloco._session.fragments.step
 
 
-def test_the_next_process_goes_on_at_the_last_boundary(folder: Path, daemon: FakeDaemon) -> None:
-    first = Life(folder)
-    first.step(9)
+@pytest.mark.parametrize("keeps_model", [False, True])
+def test_the_next_process_goes_on_at_the_last_boundary(folder: Path, daemon: FakeDaemon, keeps_model: bool) -> None:
+    first = Life(folder, keeps_model=keeps_model)
+    first.step(5)
+    first.diloco.checkpoint()  # of older parameters, where the loop keeps its model for the buffers
+    first.step(4)
     theta = first.vectors()
     first.killed()
-    second = Life(folder)
+    second = Life(folder, keeps_model=keeps_model)
     said = daemon.wait_attached(2)
     assert (said.incarnation, said.step, said.tokens) == (1, 9, 9 * TOKENS)
     assert second.vectors() == theta
@@ -180,8 +185,12 @@ class Resumed:
     def begin_at(self, facts: BoundaryFacts, **vectors: Sequence[torch.Tensor]) -> None:
         held = {one.fragment for one in facts.unresolved}
         self.facts_begun = facts
-        self.vectors = [[one.tolist() for one in vectors[name]] for name in ("parameters", "bases")]
+        self.vectors = [[], [one.tolist() for one in vectors["bases"]]]
         self.vectors.append([one.tolist() if at in held else [] for at, one in enumerate(vectors["snapshots"])])
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        assert index == len(self.vectors[0])
+        self.vectors[0].append(values.tolist())
 
 
 def test_whatever_moment_a_kill_comes_a_whole_boundary_is_there_and_nothing_that_was_told_is_missing(
@@ -217,6 +226,7 @@ def test_whatever_moment_a_kill_comes_a_whole_boundary_is_there_and_nothing_that
         assert found is not None
         resumed = Resumed(manifest)
         assert found.begin(resumed, welcome)  # type: ignore[arg-type] - it is saved nowhere
+        found.write_parameters(resumed)  # type: ignore[arg-type]
         found.close()
         facts = resumed.facts_begun
         assert facts is not None
@@ -241,7 +251,7 @@ def test_counters_and_numbers_go_on_where_they_were(folder: Path, daemon: FakeDa
     first.killed()
     with request_area(folder / "memory.sock", COUNTERS_AREA, AREA_BYTES) as area:
         area[:] = bytes(AREA_BYTES)  # the supervisor died too, and nothing was saved for long
-        (folder / "learner" / "trained-1").write_bytes(bytes(16))
+        (folder / "learner" / "trained-1").write_bytes(counter_file(0, 0))
         second = Life(folder)
         [trained] = read_trained(folder, area)
         assert (trained.steps, trained.tokens) == (made, made * TOKENS)
@@ -312,10 +322,21 @@ def test_a_step_makes_the_count_of_beginners_start_again(folder: Path, daemon: F
 
 
 @pytest.mark.parametrize("end", ["failed", "done", "stopped"])
-def test_only_who_was_interrupted_leaves_its_boundary(folder: Path, daemon: FakeDaemon, end: str) -> None:
+def test_only_who_was_interrupted_leaves_its_boundary(
+    folder: Path, daemon: FakeDaemon, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     life = Life(folder)
     life.step(5)
     assert life.path.exists()
+    link = life.diloco._session._link  # type: ignore[union-attr]
+    left_then, send = [], link.send
+
+    def sending(message: ToDaemon) -> None:
+        if isinstance(message, Done | Failed):
+            left_then.append(life.path.exists())
+        send(message)
+
+    monkeypatch.setattr(link, "send", sending)
     if end == "failed":
         with pytest.raises(ZeroDivisionError), life.diloco:
             raise ZeroDivisionError("planted")
@@ -325,6 +346,7 @@ def test_only_who_was_interrupted_leaves_its_boundary(folder: Path, daemon: Fake
             life.step()
         life.diloco.close()
     assert life.path.exists() == (end == "stopped")
+    assert left_then == ([] if end == "stopped" else [False]), "a kill may come right after the last word"
     Life(folder).diloco.close()
     assert daemon.wait_attached(2).incarnation == (1 if end == "stopped" else NEW_PROCESS)
 
@@ -344,6 +366,7 @@ with diloco_node.attach(toy.model, toy.optimizer) as diloco:
 """
 
 BARE = """
+import os
 import diloco_node
 from diloco_node.learner import last_boundary
 from tests.kit.learner_kit import Toy
@@ -352,6 +375,9 @@ toy = Toy()
 diloco = diloco_node.attach(toy.model, toy.optimizer)
 for _ in range(5):
     toy.step(diloco)
+if not (child := os.fork()):
+    raise SystemExit
+os.waitpid(child, 0)
 assert diloco._session._last_boundary._path.exists()
 raise ZeroDivisionError("planted")
 """

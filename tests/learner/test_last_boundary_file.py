@@ -16,9 +16,8 @@ from diloco_node.errors import LearnerError
 from diloco_node.learner import last_boundary
 from diloco_node.learner.last_boundary import HEAD_BYTES
 from diloco_node.shared_memory import boundary_file
-from diloco_node.wire.learner_link import (
-    NEW_PROCESS,
-)
+from diloco_node.storage.trained import allot_incarnation
+from diloco_node.wire.learner_link import NEW_PROCESS
 from tests.kit.boundary_kit import Life, saving_folder
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -83,12 +82,16 @@ def test_what_is_of_no_use_is_refused_and_the_next_process_begins_anew(
     assert daemon.wait_attached(2).incarnation == NEW_PROCESS
 
 
-def test_a_folder_that_never_had_this_life_begins_anew(folder: Path, daemon: FakeDaemon) -> None:
-    """A folder that was made anew may get the inode of the one that was removed, and so its name here."""
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_life_that_is_not_the_folders_last_is_over(folder: Path, daemon: FakeDaemon, is_followed: bool) -> None:
+    """The next one may have kept nothing, as on a GPU. Or the folder is another one with the inode of one removed."""
     life = Life(folder)
     life.step(5)
     life.killed()
-    (folder / "learner" / "trained-1").unlink()
+    if is_followed:
+        allot_incarnation(folder)
+    else:
+        (folder / "learner" / "trained-1").unlink()
     again = Life(folder)
     again.step(5)
     assert again.path.exists()
@@ -172,8 +175,10 @@ def test_what_turns_out_to_take_too_long_ends_and_leaves_nothing(
     monkeypatch.setattr(last_boundary, "COST_PART", 0.0)
     life.step(last_boundary.LOOK_STEPS)
     assert not life.path.exists()
+    life.path.write_bytes(b"of the process that has come in its place")
     life.step(3)
     life.diloco.close()
+    assert life.path.read_bytes() == b"of the process that has come in its place"
 
 
 def test_memory_that_is_short_is_left_to_others(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from diloco_node.errors import LearnerError
 from diloco_node.learner.worker import BackgroundWorker
+from tests.kit.fake_daemon import PATIENCE_S
 
 
 @pytest.fixture
@@ -39,3 +41,19 @@ def test_what_ended_it_is_raised_where_the_loop_is(worker: BackgroundWorker, err
     with pytest.raises(LearnerError) as caught:
         worker.wait_for(lambda: None)
     assert str(caught.value) == said
+
+
+def test_a_closed_worker_says_so_to_who_would_wait_for_ever(worker: BackgroundWorker) -> None:
+    worker.close()
+    said: list[str] = []
+
+    def wait() -> None:
+        try:
+            worker.wait_for(lambda: None)
+        except LearnerError as error:
+            said.append(str(error))
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(PATIENCE_S)
+    assert said == ["this learner has left: nothing is gathered from other ranks any more"]

@@ -28,7 +28,7 @@ tokenizer        ""        a `tokenizer.json`, or a folder that has one; empty: 
 text_field       "text"    of a row of JSONL, Parquet or a dataset, what holds its text
 streaming        false     rows are read and tokenised as they are trained: see `stream`
 cache            ""        where tokenised corpora are kept; empty: `data.token_cache()`
-eval_every       200       steps between held-out losses; 0: only at the end
+eval_every       200       steps of the run between held-out losses; 0: only at the end
 eval_windows     64        held-out windows of one evaluation (four times as many at the end)
 threads          1         of torch
 min_step_seconds 0         pacing for demos and tests: a step takes at least this long
@@ -346,6 +346,9 @@ class Trainer:
         first: float | None = None
         last: float | None = None
         tokens_per_step = settings.batch * settings.model.context
+        # By where the run is: a process that dies before it has made so many steps would never come to it.
+        every = settings.eval_every or math.inf
+        evaluated = diloco.global_step // every
         while not diloco.should_stop and (diloco.is_attached or steps < settings.steps):
             started = time.monotonic()
             lr = settings.lr_at(diloco.global_step + 1, diloco.progress)
@@ -357,7 +360,8 @@ class Trainer:
             if not math.isfinite(last):
                 raise LearnerError(f"the loss is {last} at step {steps}: lower trainer.lr (now {settings.lr})")
             diloco.step(tokens=tokens_per_step, loss=loss, grad_norm=norm)
-            if settings.eval_every and steps % settings.eval_every == 0:
+            if diloco.global_step // every > evaluated:
+                evaluated = diloco.global_step // every
                 self._evaluate(diloco, steps, last, windows=settings.eval_windows)
         if diloco.is_attached:
             diloco.settle(settings.settle_seconds)

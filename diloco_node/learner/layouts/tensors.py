@@ -222,8 +222,12 @@ class ModelTensors:
             out: shape (part.size,), float32, CPU; overwritten.
         """
         with torch.no_grad():
-            for slab in part.slabs:
-                values = self._values(slab)
+            held = [self._values(slab) for slab in part.slabs]
+            if held and all(one.is_cpu and one.dtype == out.dtype for one in held):
+                # One call, for of small tensors each costs more than its values. Other types would take it longer.
+                torch.cat([one.reshape(-1) for one in held], out=out)
+                return
+            for slab, values in zip(part.slabs, held, strict=True):
                 out[slab.span].view(values.shape).copy_(values)
 
     def write(self, part: LocalFragment, values: Tensor) -> None:

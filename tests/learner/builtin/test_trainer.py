@@ -392,6 +392,15 @@ def test_a_compiled_loss_makes_the_steps_of_the_plain_one():
     assert [loss for _, loss in compiled.steps] == pytest.approx([loss for _, loss in plain.steps], rel=1e-4)
 
 
+def test_evaluations_follow_the_run_and_not_the_life_of_the_process() -> None:
+    run = FakeRun(5, global_step=198)
+    trained(settings_with(eval_every=200), run)
+    assert len(run.losses) == 2  # at the run's step 200, and at the end
+    late = FakeRun(5, global_step=200)
+    trained(settings_with(eval_every=200), late)
+    assert len(late.losses) == 1
+
+
 def test_a_region_that_starts_does_not_import_the_compiler() -> None:
     # A second of processor time at each start. In a process of its own: this one has imported it long since.
     program = (
