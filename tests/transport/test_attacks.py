@@ -23,8 +23,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from http2_attacks import (
+    ACK,
     ATTACKS,
     DATA,
+    PING,
     PREFACE,
     Attack,
     Progress,
@@ -253,6 +255,32 @@ def handshake(port: int, context: ssl.SSLContext) -> str:
             return f"{secure.version()} {secure.selected_alpn_protocol()}" if secure.recv(100) else "closed"
     except (OSError, ValueError) as error:
         return f"refused: {error}"
+
+
+PINGS = 10
+
+
+def answered_pings(port: int, context: ssl.SSLContext) -> int:
+    """Of PINGS pings without a call, one after the other, those that are answered."""
+    plain = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
+    with plain, context.wrap_socket(plain, server_hostname="region") as secure:
+        secure.sendall(PREFACE + settings())
+        for done in range(PINGS):
+            body = done.to_bytes(8, "big")
+            secure.sendall(frame(PING, body))
+            data = b""
+            while frame(PING, body, flags=ACK) not in data:
+                if not (more := secure.recv(65536)):
+                    return done
+                data += more
+    return PINGS
+
+
+async def test_pings_are_answered_and_never_begin_a_close(mesh: Mesh) -> None:
+    """While pings go on, gRPC never gets to the end of a close, and each of them costs more than the one before."""
+    b, _ = await mesh.start("b", {"a": None, "c": None})
+    context = client_context(mesh.folder / "run" / "c")
+    assert await asyncio.to_thread(answered_pings, b.port, context) == PINGS
 
 
 async def test_nothing_less_than_http_2_over_tls_1_2_is_spoken(mesh: Mesh) -> None:

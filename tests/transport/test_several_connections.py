@@ -358,8 +358,9 @@ async def test_a_broken_peer_costs_its_link_and_is_counted(mesh: Mesh, frames: l
     await at_b.until(lambda: at_b.is_up.get("a"))
     more = await joining(mesh, b, 1)
     await more.write(e.encode_joined())
-    for connection, frame in frames:
-        await (more if connection else made[e.Lane.BULK]).write(frame)
+    with contextlib.suppress(LinkLost):  # the first frame may cost the link before the last one is written
+        for connection, frame in frames:
+            await (more if connection else made[e.Lane.BULK]).write(frame)
     await at_b.until(lambda: not at_b.is_up["a"])
     assert b.rejections == {("a", "protocol"): 1}
     assert len(at_b.closed) == len(at_b.opened)

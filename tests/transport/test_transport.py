@@ -635,8 +635,9 @@ async def test_a_broken_peer_costs_its_link_and_is_counted(
     await at_c.until(lambda: at_c.is_up.get("b"))
     made = await rogue(mesh, b)
     await at_b.until(lambda: at_b.is_up.get("a"))
-    for frame in frames:
-        await made[lane].write(frame)
+    with contextlib.suppress(LinkLost):  # the first frame may cost the link before the last one is written
+        for frame in frames:
+            await made[lane].write(frame)
     await at_b.until(lambda: not at_b.is_up["a"])
     assert b.rejections == {("a", reason): 1}
     assert all(not whole for _, _, body, whole in at_b.closed if body)
