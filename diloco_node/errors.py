@@ -29,7 +29,10 @@ A message says what happened, to which peer and fragment, what was expected and 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+INTERRUPTED_CODE: Final = 130
+"""What a command ends with that was told to stop, by Ctrl-C or SIGTERM: as a shell has it."""
 
 
 class DilocoError(Exception):

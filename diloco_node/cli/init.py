@@ -8,7 +8,7 @@ import json
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
@@ -21,6 +21,8 @@ from diloco_node.errors import ConfigError
 CONFIG_NAME: Final = "run.toml"
 CERTS_NAME: Final = "certs"
 RUN_ID: Final = "my-run"
+ADMIN_PORT: Final = 7401
+"""A region's, on loopback; of several on one machine, that of the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +165,23 @@ def run_toml(new: NewRun) -> str:
     ]
     if new.budget:
         lines += ["", "[budget]", f"egress = {_quoted(new.budget)}", f"ingress = {_quoted(new.budget)}"]
+    ports = _admin_ports(new.regions)
     for name, address in new.regions.items():
         where = "# no address: it dials the others" if address is None else f"address = {_quoted(address)}"
-        lines += ["", f"[regions.{name}]", where]
+        admin = f"admin_port = {ports[name]}  # dashboard, status and metrics, on loopback only"
+        lines += ["", f"[regions.{name}]", where, admin]
     return "\n".join(lines) + "\n"
+
+
+def _admin_ports(regions: Mapping[str, str | None]) -> dict[str, int]:
+    """By region: from `ADMIN_PORT` on, the first that nothing else of the run has on its machine."""
+    taken = {address for address in regions.values() if address is not None}
+    ports: dict[str, int] = {}
+    for name, address in regions.items():
+        host = name if address is None else address.rpartition(":")[0]
+        ports[name] = next(port for port in itertools.count(ADMIN_PORT) if f"{host}:{port}" not in taken)
+        taken.add(f"{host}:{ports[name]}")
+    return ports
 
 
 def _quoted(text: str) -> str:

@@ -24,11 +24,10 @@ from diloco_node.cli.measure import command as measure_cmd
 from diloco_node.cli.page.command import dashboard, report
 from diloco_node.cli.plan.command import plan
 from diloco_node.cli.wan.command import app as wan
-from diloco_node.errors import DilocoError
+from diloco_node.errors import INTERRUPTED_CODE, DilocoError
 from diloco_node.escaping import escaped
 
 DEBUG_FLAG = "--debug"
-INTERRUPTED_CODE = 130
 
 app = typer.Typer(
     name="diloco-node",

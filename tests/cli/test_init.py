@@ -33,6 +33,7 @@ def test_flags_make_a_run_with_certificates_and_the_next_commands(capsys: pytest
         "south": None,
         "west": "10.99.0.2:7400",
     }
+    assert {one.admin_port for one in config.regions.values()} == {7401}
     assert config.budget_plan("east").least().egress == 250_000_000
     for name in config.regions:
         assert load_identity(config.identity_dir(name), region=name, run_id="my-run").region == name
@@ -41,6 +42,13 @@ def test_flags_make_a_run_with_certificates_and_the_next_commands(capsys: pytest
     assert "  tar c run.toml train.py certs/west | ssh 10.99.0.2 'mkdir -p my-run && tar x -C my-run'" in out
     assert "  diloco-node doctor --region west -- python train.py" in out
     assert out[-1] == "  diloco-node start --region south -- python train.py"
+
+
+def test_regions_of_one_machine_get_admin_ports_of_their_own() -> None:
+    regions = "a=127.0.0.1:7400,b=127.0.0.1:7401,c=[::1]:7400,d=127.0.0.1:7403,e"
+    assert main(["init", "--regions", regions, "--yes"]) == 0
+    ports = {name: one.admin_port for name, one in load_config(Path("run.toml")).regions.items()}
+    assert ports == {"a": 7402, "b": 7404, "c": 7401, "d": 7405, "e": 7401}
 
 
 def test_questions_are_asked_for_what_no_flag_says() -> None:

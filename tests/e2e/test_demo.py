@@ -8,18 +8,22 @@ import hashlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from diloco_node.chaos.processes import DemoFile, is_alive
 from diloco_node.cli.demo.report import check_folder, learner_status, longest_ledger, read_region_report
 from diloco_node.core.types import RoundBody
 from diloco_node.daemon.history import COLUMNS
 from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.errors import INTERRUPTED_CODE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -67,6 +71,35 @@ class DemoRun:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
     return DemoRun(tmp_path_factory.mktemp("demo") / "run")
+
+
+def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp_path: Path) -> None:
+    words = (
+        "-m",
+        "diloco_node.cli.main",
+        "demo",
+        "--regions",
+        "2",
+        "--seconds",
+        "600",
+        "--folder",
+        str(tmp_path / "run"),
+    )
+    with subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as demo:
+        try:
+            while not (started := [*tmp_path.glob("run/*/supervisor.lock")]) and demo.poll() is None:
+                time.sleep(0.02)
+            supervisors = DemoFile.load(tmp_path / "run").supervisors
+            demo.send_signal(signal.SIGINT)
+            said = demo.communicate(timeout=600)[1]
+        finally:
+            demo.kill()
+    assert started
+    assert f"diloco-node: interrupted; what there is lies in {tmp_path / 'run'}\n" in said
+    assert demo.returncode == INTERRUPTED_CODE
+    assert [one for one in supervisors.values() if one is not None and is_alive(one)] == []
 
 
 def test_every_region_holds_the_same_bytes(demo: DemoRun) -> None:

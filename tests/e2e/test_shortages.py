@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +19,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 SHORT_OF_MEMORY_BYTES = 192 * 2**20
 """A daemon and a learner need some 300 MiB. With less than this the supervisor would be the largest one."""
+
+GROUP_S = 30.0
+LOOK_S = 0.05
+"""To get rid of a group of processes, and between two tries."""
 
 
 @contextmanager
@@ -45,14 +51,24 @@ def without_memory(name: str, supervisor: int) -> Iterator[Path]:
         yield group
     finally:
         (group / "memory.limit_in_bytes").write_text("-1")
-        for _ in range(100):
-            left = (group / "cgroup.procs").read_text().split()
-            if not left:
-                break
-            for pid in left:
-                with suppress(OSError):
-                    (MEMORY_GROUPS / home.rpartition(":")[2].strip("/") / "cgroup.procs").write_text(pid)
-        group.rmdir()
+        _empty(group, MEMORY_GROUPS / home.rpartition(":")[2].strip("/"))
+
+
+def _empty(group: Path, home: Path) -> None:
+    """Move its processes home and remove it. What is being started, or has just ended, keeps it busy for a while."""
+    deadline_s = time.monotonic() + GROUP_S
+    while True:
+        for pid in (group / "cgroup.procs").read_text().split():
+            with suppress(OSError):
+                (home / "cgroup.procs").write_text(pid)
+        try:
+            group.rmdir()
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline_s:
+                raise
+            time.sleep(LOOK_S)
+        else:
+            return
 
 
 def killed_for_memory(group: Path) -> int:

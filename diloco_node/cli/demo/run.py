@@ -33,7 +33,7 @@ from diloco_node.cli.page.report import PAGE_NAME, write_page
 from diloco_node.cli.status import find_targets
 from diloco_node.cli.tables import human_bytes, region_cells
 from diloco_node.config.budget import parse_ceiling
-from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
 from diloco_node.numeric import NS_PER_S
 from diloco_node.transport.certs import init_run
 
@@ -152,7 +152,7 @@ class Demo:
                         await self.wan.down()
         if self._interrupted.is_set():
             sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
-            return 1
+            return INTERRUPTED_CODE
         report = build_report(
             self.folder,
             self.names,

@@ -32,6 +32,7 @@ from diloco_node.daemon.manifest_file import MANIFEST_NAME, save_manifest
 from diloco_node.daemon.run_record import REPORT_NAME
 from diloco_node.errors import ProtocolViolation, StorageError
 from diloco_node.storage.trained import allot_incarnation
+from tests.kit.counter_kit import counter_file
 from tests.kit.node_kit import MANIFEST
 from tests.kit.node_world import SOME_IDENTITY, MemoryTransport, Network, Region, VirtualLoop
 
@@ -131,7 +132,7 @@ def test_steps_that_no_ledger_knows_are_a_fault(run: Path) -> None:
     """A second life of a learner whose end was never booked."""
     allot_incarnation(run / "c", incarnation_min=2)
     counter = sorted((run / "c" / "learner").glob("trained-*"))[-1]
-    counter.write_bytes((7).to_bytes(8, "little") + (700).to_bytes(8, "little"))
+    counter.write_bytes(counter_file(7, 700))
     report = build_report(run, NAMES)
     assert report["tokens"]["balanced"] is False
     assert report["tokens"]["faults"]
@@ -156,7 +157,7 @@ def test_a_count_is_missed_but_where_the_ledger_says_that_its_folder_was_lost(
 
 def test_a_learner_that_counted_less_than_was_merged_is_a_fault(run: Path) -> None:
     (counter,) = (run / "a" / "learner").glob("trained-*")
-    counter.write_bytes((1).to_bytes(8, "little") + (100).to_bytes(8, "little"))
+    counter.write_bytes(counter_file(1, 100))
     assert not check_folder(run, NAMES, {}).balanced
 
 
