@@ -49,7 +49,7 @@ bench: $(STAMP)
 # The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.
 .PHONY: docs
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff format diloco_node tests benchmarks examples

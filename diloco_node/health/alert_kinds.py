@@ -153,7 +153,7 @@ CERTIFICATE_ENDS: Final = AlertKind(
     "A-CERT-ENDS",
     WARNING,
     "This region's certificate ends within 30 days; without it no link comes up.",
-    "Make a new one with the run's CA, copy it here, and start the region again.",
+    "Make new ones for all regions, copy them there, and start all regions again.",
     "diloco-node certs --help",
 )
 DIGEST_DIFFERS: Final = AlertKind(
