@@ -177,12 +177,14 @@ class DataPlane:
         return stored
 
     def digest_of(self, fragment: int, stored: DiskPayload) -> bytes:
-        """The digest of a payload; empty if its stripes don't cover the fragment."""
-        layout = self._setup.layouts[fragment]
+        """The digest of a payload; empty if its stripes don't cover the fragment, or its bytes are more than theirs."""
+        layout, codec = self._setup.layouts[fragment], self._setup.settings.codec_down
         edges = [0, *(stop for _, stop in stored.ranges)]
         if [start for start, _ in stored.ranges] != edges[:-1] or edges[-1] != layout.blocks:
             return b""
-        return tensors.payload_digest(stored.data, layout, stored.ranges, self._setup.settings.codec_down)
+        if len(stored.data) != layout.byte_range(0, layout.blocks, codec)[1]:
+            return b""
+        return tensors.payload_digest(stored.data, layout, stored.ranges, codec)
 
     def apply(self, body: RoundBody) -> bool:
         """The outer step of a committed round; False (with a complaint) if it can't be done."""

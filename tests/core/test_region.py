@@ -43,13 +43,12 @@ def patch() -> Iterator[pytest.MonkeyPatch]:
 def test_quiet_run_merges_at_the_pace_of_its_schedule_with_everybody(patch: pytest.MonkeyPatch) -> None:
     small = Small(patch)
     small.go(10)
-    before, step = small.sim.checkers.commits, small.hosts["asia-ne"].learner.step
+    before, step = len(small.bodies()), small.hosts["asia-ne"].learner.step
     small.go(20)
     steps = small.hosts["asia-ne"].learner.step - step
-    assert small.sim.checkers.commits - before >= 0.8 * steps * 4 / 8
-    view = small.view(small.leader())
-    assert all(one.ratio >= 0.95 for one in view.participation)
-    assert all(len(body.members) == 4 for body in small.bodies()[-20:] if isinstance(body, RoundBody))
+    merged = [body for body in small.bodies()[before:] if isinstance(body, RoundBody)]
+    assert len(merged) >= 0.8 * steps * 4 / 8
+    assert all(len(body.members) == 4 for body in merged)
     assert small.alarms() == []
     assert not [note for _, note in small.notes if note.kind in ("ballot", "abandoned")]
     small.settle()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import selectors
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -101,6 +102,7 @@ class Network:
     handlers: dict[str, MemoryTransport] = field(default_factory=dict)
     cuts: set[frozenset[str]] = field(default_factory=set)
     transfers: int = 0
+    under_way: Counter[frozenset[str]] = field(default_factory=Counter)
     broken_transfers: int = 0
 
     def is_up(self, one: str, other: str) -> bool:
@@ -185,6 +187,8 @@ class MemoryTransport:
             assert isinstance(begin, TransferBegin)
             buffer = there._handler.transfer_opened(self.region, begin.header, begin.raw_bytes)
             half = body.nbytes // 2
+            pair = frozenset((self.region, peer))
+            self.network.under_way[pair] += 1
             for start, stop in ((0, half), (half, body.nbytes)):
                 # Read when it is sent, as gRPC does.
                 with contextlib.suppress(TimeoutError):
@@ -192,6 +196,7 @@ class MemoryTransport:
                         await lost.wait()
                 if buffer is not None and not lost.is_set():
                     buffer[start:stop] = body[start:stop]
+            self.network.under_way[pair] -= 1
             if buffer is not None:
                 there._handler.transfer_closed(self.region, begin.header, buffer, is_whole=not lost.is_set())
             if lost.is_set():

@@ -32,7 +32,7 @@ GRAY_COMMITS_MIN = 3
 SEEDS_MAX = 24
 """A planted fault must be found within so many seeds."""
 
-DAEMON_SEEDS_MAX = 8
+DAEMON_SEEDS_MAX = 16
 """These runs take twice as long."""
 
 DAEMON_SIGNS = {

@@ -153,7 +153,7 @@ class Election:
         self.due_at_ns = now_ns + self._timeout_ns + self._dice.below(self._timeout_ns + 1)
 
     def hasten(self, not_before_ns: int) -> None:
-        """The leader has probably died: start a pre-vote within one timeout after this time, if that is earlier."""
+        """Nobody seems to lead: start a pre-vote within one timeout after this time, if that is earlier."""
         self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(self._timeout_ns))
 
     def adopt_term(self, term: int) -> bool:

@@ -34,6 +34,7 @@ from diloco_node.core.events import (
     MessageArrived,
     TimerFired,
 )
+from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.entries import ZERO_HASH
 from diloco_node.core.ledger.replication import Follower, Following, fault_in, most_complete
 from diloco_node.core.ledger.state import LedgerState, body_name
@@ -195,6 +196,9 @@ class LedgerCore(LedgerState):
         elif not is_up and peer == self.leader:
             # Most likely it died: do not wait for the whole timeout. If it lives, the others still hear it and refuse.
             self._following.contact_ns = None
+            self._election.hasten(now_ns + self._heartbeat_ns)
+        elif is_up and self.role is not Role.CANDIDATE and not self._hears_leader(now_ns):
+            # Perhaps a majority lacked this one. If it leads, its next message puts the election off again.
             self._election.hasten(now_ns + self._heartbeat_ns)
 
     def _adopt_term(self, term: int, now_ns: int) -> None:

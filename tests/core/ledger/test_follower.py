@@ -21,6 +21,7 @@ from diloco_node.core.types import Contribution, LeaderBody, Member, RoundBody
 from tests.kit.ledger_kit import (
     HEARTBEAT_NS,
     TIMEOUT_NS,
+    a_candidate,
     a_core,
     a_leader,
     a_round,
@@ -244,6 +245,28 @@ def test_when_the_link_to_the_leader_breaks_the_election_comes_earlier() -> None
     core.handle(LinkChanged("b", False), now_ns=10)
     assert 10 + HEARTBEAT_NS <= core.wake_at_ns < 10 + HEARTBEAT_NS + TIMEOUT_NS
     assert sends(arrive(core, "c", vote_request(2, True, 0, 0), 10)) == [("c", vote(2, True, True))]
+
+
+def test_when_a_link_comes_up_and_nobody_leads_the_election_comes_earlier() -> None:
+    hastened = [a_core(seed=seed) for seed in range(50)]
+    for core in hastened:
+        core.handle(LinkChanged("b", True), now_ns=10)
+    wakes = [core.wake_at_ns for core in hastened]
+    assert all(10 + HEARTBEAT_NS <= wake < 10 + HEARTBEAT_NS + TIMEOUT_NS for wake in wakes)
+    assert len(set(wakes)) > 40
+
+
+def test_a_link_that_comes_up_hastens_nothing_for_who_hears_a_leader_or_stands() -> None:
+    for seed in range(20):
+        core = a_core(term=1, seed=seed)
+        arrive(core, "b", append_entries(chain(1), 1, 0, term=1), now_ns=0)
+        due_ns = core.wake_at_ns
+        core.handle(LinkChanged("c", True), now_ns=10)
+        assert core.wake_at_ns == due_ns
+        standing, _ = a_candidate(seed=seed)
+        due_ns = standing.wake_at_ns
+        standing.handle(LinkChanged("c", True), now_ns=due_ns - TIMEOUT_NS)
+        assert standing.wake_at_ns == due_ns
 
 
 def test_a_follower_whose_link_comes_back_hears_the_leader_at_once() -> None:
