@@ -43,7 +43,7 @@ check: $(STAMP) docs
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/codec.py
-	$(BIN)/pip install --quiet --constraint constraints.txt '.[bench]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/round.py
 
 # The site in site/. Strict: a broken link, a missing anchor or a page outside the navigation fails.

@@ -67,8 +67,13 @@ sleep 60
 ALONE = (
     *("setpriv", "--pdeathsig", "KILL"),
     *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+    *("sh", "-c", '"$@"; exit $?', "guest"),
 )
-"""All processes of the guest end with the first, and that one with pytest."""
+"""All processes of the guest end with the first, and that one with pytest. The first is a shell: a kernel that panics
+aborts itself, which the first process of a namespace can't do. It would try for ever."""
+
+TOO_MANY_REGISTERS = "ptrace set fp regs failed"
+"""What the guest's kernel says before it panics, where the host's processor has more registers than it knows of."""
 
 
 def _come_first() -> None:
@@ -115,6 +120,10 @@ def boot(folder: Path, command: str, *, memory: str) -> str:
         guest.wait()
     log = folder / "log"
     text = log.read_text() if log.exists() else (folder / "console").read_text(errors="replace")
+    if not log.exists() and TOO_MANY_REGISTERS in text:
+        pytest.skip(
+            f"the kernel's netem is NOT tested: User-Mode Linux can't run on this processor ({TOO_MANY_REGISTERS})"
+        )
     assert ended == "in time", text[-4000:]
     return text
 
