@@ -151,10 +151,17 @@ class Election:
     def restart_timer(self, now_ns: int) -> None:
         """A leader's message came, or a vote was given: wait for a whole timeout from now on."""
         self.due_at_ns = now_ns + self._timeout_ns + self._dice.below(self._timeout_ns + 1)
+        self._may_hasten = True
 
     def hasten(self, not_before_ns: int) -> None:
-        """Nobody seems to lead: start a pre-vote within one timeout after this time, if that is earlier."""
-        self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(self._timeout_ns))
+        """Nobody seems to lead: start a pre-vote within one timeout after this time, if that is earlier.
+
+        Once after each start of the timer: the earliest of many draws would be nearly the same for all voters. And not
+        by who has just given its vote: it waits for that one to lead.
+        """
+        if self._may_hasten:
+            self._may_hasten = False
+            self.due_at_ns = min(self.due_at_ns, not_before_ns + self._dice.below(self._timeout_ns))
 
     def adopt_term(self, term: int) -> bool:
         """Take a newer term, or a step towards it, with a free vote; the caller then follows nobody.
@@ -235,6 +242,7 @@ class Election:
         if granted:
             self.founder_term = 0 if request.has_view else self.term
             self.restart_timer(now_ns)
+            self._may_hasten = False
         self._reply(peer, self.term, pre_vote=False, granted=granted)
 
     def take_vote(self, peer: str, answer: RequestVoteReply) -> bool:

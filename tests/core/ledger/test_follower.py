@@ -252,6 +252,9 @@ def test_when_a_link_comes_up_and_nobody_leads_the_election_comes_earlier() -> N
     for core in hastened:
         core.handle(LinkChanged("b", True), now_ns=10)
     wakes = [core.wake_at_ns for core in hastened]
+    for core in hastened:
+        core.handle(LinkChanged("c", True), now_ns=11)
+    assert [core.wake_at_ns for core in hastened] == wakes
     assert all(10 + HEARTBEAT_NS <= wake < 10 + HEARTBEAT_NS + TIMEOUT_NS for wake in wakes)
     assert len(set(wakes)) > 40
 
@@ -263,6 +266,11 @@ def test_a_link_that_comes_up_hastens_nothing_for_who_hears_a_leader_or_stands()
         due_ns = core.wake_at_ns
         core.handle(LinkChanged("c", True), now_ns=10)
         assert core.wake_at_ns == due_ns
+        voter = a_core(seed=seed)
+        arrive(voter, "b", vote_request(1, False, 0, 0), 10)
+        due_ns = voter.wake_at_ns
+        voter.handle(LinkChanged("c", True), now_ns=11)
+        assert voter.wake_at_ns == due_ns
         standing, _ = a_candidate(seed=seed)
         due_ns = standing.wake_at_ns
         standing.handle(LinkChanged("c", True), now_ns=due_ns - TIMEOUT_NS)
