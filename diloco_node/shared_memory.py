@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.errors import BindError, LearnerError
-from diloco_node.unix_sockets import peer_uid
+from diloco_node.unix_sockets import BOOT_ID, peer_uid
 
 AREAS_MAX: Final = 16
 """Areas one store keeps; daemon and learner use two."""
@@ -52,13 +52,14 @@ class _Area:
 def boundary_file(state_dir: Path) -> Path:
     """Where a region's learner keeps its last step boundary: in memory that outlives all processes, but no reboot.
 
-    Named after the folder itself, not its path alone: a folder that was made anew has nothing to go on with.
+    Named after the folder itself, not its path alone: a folder that was made anew has nothing to go on with. And after
+    the boot, for /dev/shm may lie on a disk: what was there in memory only, a power cut has mixed with what was not.
 
     Raises:
         OSError: there is no such folder.
     """
-    info = state_dir.stat()
-    name = f"{state_dir.resolve()}\0{info.st_dev}\0{info.st_ino}"
+    info, boot = state_dir.stat(), BOOT_ID.read_text().strip()
+    name = f"{state_dir.resolve()}\0{info.st_dev}\0{info.st_ino}\0{boot}"
     return Path("/dev/shm") / f"diloco-{os.getuid()}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 

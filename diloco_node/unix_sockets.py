@@ -19,6 +19,7 @@ from diloco_node.errors import BindError
 SOCKET_PATH_BYTES_MAX: Final = 107
 """What fits into sockaddr_un on Linux."""
 
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _CREDENTIALS: Final = struct.Struct("3i")
 _START_TICKS: Final = 19
 """Field 22 of /proc/PID/stat; the first two, pid and name, are cut off."""
@@ -82,7 +83,7 @@ def process_of(pid: int) -> Process | None:
     """The process that has this number now; None if there is none."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = BOOT_ID.read_text().strip()
     except OSError:
         return None
     return Process(pid, int(after_name[_START_TICKS]), boot)

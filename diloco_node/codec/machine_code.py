@@ -3,10 +3,11 @@
 A process that imports numba spends 0.36 s of processor time and 70 MB before its first loop runs, in each daemon and in
 each learner. Loading what numba made takes a tenth of that. So numba is imported only where nothing is kept yet.
 
-What is kept lies in `NUMBA_CACHE_DIR`, else `$XDG_CACHE_HOME/diloco-node`, else `~/.cache/diloco-node`: one file, named
+What is kept lies in `NUMBA_CACHE_DIR`, or in `$XDG_CACHE_HOME/diloco-node` or `~/.cache/diloco-node`: one file, named
 by what it was made from (the source, numba, LLVM, the processor). So a learner's environment uses what the daemon's has
-compiled. It is run, so it must belong to this user or to root, and nobody else may write it. What is damaged is made
-again. Where nothing can be written, each process compiles for itself.
+compiled. It is found in any of these folders, and written to the first that takes it: that of an image may be read-only
+and for another processor. It is run, so it must belong to this user or to root, and nobody else may write it. What is
+damaged is made again. Where nothing can be written, each process compiles for itself.
 
 A loop is called as numba's own code calls it: `status = loop(result*, exception**, arguments...)`. An array is two
 pointers (of numba's runtime, here null), its values, bytes of one, address, shape and strides. Each start of a daemon
@@ -32,6 +33,8 @@ import llvmlite.binding as llvm
 import msgpack
 import numpy as np
 from numpy.typing import NDArray
+
+from diloco_node.errors import ConfigError
 
 CACHE_NAME: Final = "diloco-node"
 SOURCE: Final = Path(__file__).with_name("loops.py")
@@ -139,7 +142,11 @@ _engines: list[Any] = []
 
 
 def loops() -> Mapping[str, Loop]:
-    """Every use of a loop by its name in USES; found, or else compiled, at the first call of a process."""
+    """Every use of a loop by its name in USES; found, or else compiled, at the first call of a process.
+
+    Raises:
+        ConfigError: this system runs no code that was made at run time, or numba can't make it.
+    """
     with _lock:
         if not _loops:
             _loops.update(_linked(objects()))
@@ -149,6 +156,12 @@ def loops() -> Mapping[str, Loop]:
 def _linked(objects: Mapping[str, bytes]) -> dict[str, Loop]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    try:
+        llvm.check_jit_execution()  # else LLVM would go on, and the first loop end the process
+    except OSError as error:
+        raise ConfigError(
+            f"{error}; allow it in SELinux (execmem), or in systemd (MemoryDenyWriteExecute=no)"
+        ) from None
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target_machine())
     for content in objects.values():
         engine.add_object_file(llvm.ObjectFileRef.from_data(content))
@@ -170,20 +183,24 @@ def target_machine() -> Any:
 
 def objects() -> dict[str, bytes]:
     """An object file for each use, as kept, or compiled and kept."""
-    path = cache_file()
-    found = None if path is None else kept(path)
-    if found is None:
-        found = compiled()
-        if path is not None:
-            with suppress(OSError):
-                keep(path, found)
-    return found
+    paths = cache_files()
+    for path in paths:
+        found = kept(path)
+        if found is not None and found.keys() == USES.keys():
+            return found
+    made = compiled()
+    for path in paths:
+        with suppress(OSError):
+            keep(path, made)
+            break
+    return made
 
 
-def cache_file() -> Path | None:
-    """Where this user's machine code lies, for this source and this machine; None: this user has no home."""
+def cache_files() -> list[Path]:
+    """Where machine code may lie for this source and this machine; none: this user has no home."""
     parts = (
         SOURCE.read_bytes(),
+        Path(__file__).read_bytes(),
         repr(USES).encode(),
         version("numba").encode(),
         version("llvmlite").encode(),
@@ -192,16 +209,14 @@ def cache_file() -> Path | None:
         llvm.get_host_cpu_features().flatten().encode(),
     )
     key = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-    try:
-        return _user_folder() / f"loops-{key[:32]}.o"
-    except RuntimeError:
-        return None
+    return [folder / f"loops-{key[:32]}.o" for folder in _folders()]
 
 
-def _user_folder() -> Path:
+def _folders() -> Iterator[Path]:
     if wanted := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(wanted)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE_NAME
+        yield Path(wanted)
+    with suppress(RuntimeError):
+        yield Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / CACHE_NAME
 
 
 def kept(path: Path) -> dict[str, bytes] | None:
@@ -216,6 +231,8 @@ def kept(path: Path) -> dict[str, bytes] | None:
         if not stat.S_ISREG(info.st_mode) or is_others or info.st_size > FILE_BYTES_MAX:
             return None
         raw = os.read(descriptor, info.st_size)
+    except OSError:
+        return None
     finally:
         os.close(descriptor)
     digest, document = raw[:_DIGEST_BYTES], raw[_DIGEST_BYTES:]
@@ -233,6 +250,7 @@ def keep(path: Path, objects: Mapping[str, bytes]) -> None:
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(hashlib.sha256(document).digest() + document)
+            os.fchmod(file.fileno(), 0o644)  # what root has compiled is for all
         Path(temporary).replace(path)
     except OSError:
         Path(temporary).unlink()
@@ -251,9 +269,12 @@ def modules() -> Iterator[tuple[str, Any]]:
     """Each use with its LLVM module, whose only visible function has the name of the use.
 
     Raises:
-        RuntimeError: numba has made something else than what `Loop` calls.
+        ConfigError: numba is off, or has made something else than what `Loop` calls.
     """
     import numba
+
+    if getattr(numba.config, "DISABLE_JIT"):  # noqa: B009 (numba has it, its types do not)
+        raise ConfigError("NUMBA_DISABLE_JIT is set, and the codec's loops are to be compiled: unset it")
 
     from diloco_node.codec import loops as source
 
@@ -269,7 +290,7 @@ def modules() -> Iterator[tuple[str, Any]]:
         wanted = ["ptr", "ptr", *(word for argument in arguments for word in llvm_words(argument))]
         outside = [one.name for one in module.functions if one.is_declaration and not one.name.startswith("llvm.")]
         if found != wanted or outside:
-            raise RuntimeError(
+            raise ConfigError(
                 f"numba {version('numba')} calls {loop_name} with {found}, not {wanted}, or needs {outside}: take the "
                 "version of constraints.txt"
             )

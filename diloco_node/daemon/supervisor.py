@@ -163,6 +163,7 @@ class _Supervisor:
             self._children.append(self._tracker)
         self._forks = self._learner.forks if self._learner is not None else None
         self._has_preloaded = False
+        self._began_s = time.monotonic()
 
     def _fork_server(self, command: list[str], learner: Child) -> ForkServer | None:
         if not self._spec.preload:
@@ -289,7 +290,10 @@ class _Supervisor:
         every_s = self._manager.alive_every_s
         if every_s:
             self._manager.alive()
-        return ([now_s + every_s] if every_s else []) + ([] if self._is_ready else [now_s + READY_LOOK_S])
+        looks = [now_s + every_s] if every_s else []
+        if not self._is_ready:
+            looks.append(now_s + (READY_LOOK_S if now_s < self._began_s + self._spec.daemon_first_s else LOOK_S))
+        return looks
 
     def _look_at(self, learner: Child) -> None:
         """Whether the learner makes steps."""

@@ -149,10 +149,10 @@ class Diloco:
         self._checkpoints = Checkpointing(optimizer, stateful, every_s=checkpoint_every_s)
         self._blocked_ns = 0
         self._reported_ns = 0
-        self._loss = LateLoss()
-        self._grad_norm = LateLoss()
-        self._watched = ((self._loss, SpikeWatch("loss")), (self._grad_norm, SpikeWatch("gradient norm")))
-        self._is_rolling_back = os.environ.get(ON_SPIKE_VARIABLE) == "rollback"
+        self._loss, self._grad_norm = LateLoss(), LateLoss()
+        ends = os.environ.get(ON_SPIKE_VARIABLE) == "rollback"
+        names = ((self._loss, "loss"), (self._grad_norm, "gradient norm"))
+        self._watched = [(late, SpikeWatch(name, is_rolling_back=ends)) for late, name in names]
         self._val_loss: float | None = None
         self._val_loss_global: float | None = None
         self._session: LearnerSession | None = None
@@ -258,15 +258,16 @@ class Diloco:
             fault = "" if value is None else watch.seen(value)
             if not fault:
                 continue
-            count = max(watch.in_a_row, watch.not_finite)
+            count = watch.wrong_in_a_row
             if count in (1, IN_A_ROW):
                 log.warning("step %d: %s", step, fault)
                 session.warn(f"step {step}: {fault}")
-            if watch.not_finite >= IN_A_ROW or (self._is_rolling_back and watch.in_a_row >= IN_A_ROW):
+            if watch.towards_end >= IN_A_ROW:
                 raise LearnerError(
                     f"step {step}: {fault}, {count} times in a row. The next start takes the merged "
                     "parameters; if it comes back, lower the learning rate or look at the data"
                 )
+        session.is_suspect = any(watch.towards_end for _, watch in self._watched)
 
     def _stop_if(self, is_wanted: bool, reason: str) -> None:
         if is_wanted and not self.should_stop:

@@ -195,8 +195,11 @@ class LastBoundary:
     def at(cls, path: Path) -> LastBoundary | None:
         """What lies at a path, for this process alone; None: it can't be had.
 
-        A record lock, for one of a file's description would go on with each process that the loop forks.
+        A record lock, for one of a file's description would go on with each process that the loop forks. It holds off
+        no other of this process: who is attached once more has left, and as one that failed.
         """
+        if (older := _of_this_process.pop(path, None)) is not None:
+            older.forget()
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -214,6 +217,7 @@ class LastBoundary:
             log.warning("no parameters are kept in memory: %s", error)
             os.close(descriptor)
             return None
+        _of_this_process[path] = made
         return made
 
     def _find(self, size: int) -> None:
@@ -349,6 +353,15 @@ class LastBoundary:
         with suppress(OSError):
             os.ftruncate(self._descriptor, 0)
 
+    def blank(self) -> None:
+        """Leave nothing for the next process until the next `save`."""
+        if self._area is None or self._saved is None:
+            return
+        # The newest one last: the one before it is older than what was told since.
+        for place in (1 - self._saved.sequence % PLACES, self._saved.sequence % PLACES):
+            self._area[place * HEAD_BYTES : (place + 1) * HEAD_BYTES] = bytes(HEAD_BYTES)
+        self._saved = None
+
     def forget(self) -> None:
         """Leave nothing for the next process, and save nothing more."""
         # Not in a process that the loop has forked, and not what has the name by now, of another process.
@@ -359,12 +372,17 @@ class LastBoundary:
     def close(self) -> None:
         """Let go of it; what is saved stays."""
         atexit.unregister(self.forget)
+        if _of_this_process.get(self._path) is self:
+            del _of_this_process[self._path]
         self._is_off = True
         self.found = self._saved = self._area = None
         self._vectors = []
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
+
+
+_of_this_process: Final[dict[Path, LastBoundary]] = {}
 
 
 def last_boundary_of(tensors: ModelTensors, ranks: Ranks) -> LastBoundary | None:

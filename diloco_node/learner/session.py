@@ -85,6 +85,7 @@ class LearnerSession:
         stop_reason: why the daemon wants the learner to stop; None while it does not.
         timer: of inner steps.
         run_clock: where the run is on its schedule.
+        is_suspect: its newest losses are such that it may soon be ended, for the merged parameters.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class LearnerSession:
         self._specs = specs
         self._shards = shards
         self._ranks = ranks
+        self.is_suspect = False
         self._last_boundary = last_boundary_of(tensors, ranks)
         self._fragments: LearnerFragments | None = None
         self._counter: TrainedCounter | None = None
@@ -237,6 +239,8 @@ class LearnerSession:
         if self.fragments.has_last_version:
             last.forget()  # what the own parameters were before the last merges is not in it
             self._last_boundary = None
+        elif self.is_suspect:
+            last.blank()
         elif self.fragments.is_placed:
             last.save(self.fragments, welcome, step_ns=self.timer.average_ns)
 

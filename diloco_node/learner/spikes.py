@@ -33,11 +33,22 @@ class SpikeWatch:
         not_finite: how many values that are NaN or infinite, one after the other, up to now.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_rolling_back: bool = False) -> None:
         self.in_a_row = 0
+        self._is_rolling_back = is_rolling_back
         self.not_finite = 0
         self._name = name
         self._last: deque[float] = deque(maxlen=KEPT)
+
+    @property
+    def wrong_in_a_row(self) -> int:
+        """How many values were wrong, one after the other, up to now."""
+        return max(self.in_a_row, self.not_finite)
+
+    @property
+    def towards_end(self) -> int:
+        """How many of them count towards the learner's end: spikes only where it then takes the merged state."""
+        return max(self.in_a_row if self._is_rolling_back else 0, self.not_finite)
 
     def seen(self, value: float) -> str:
         """A new value. Returns what is wrong with it, in words; empty if nothing is."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
 from diloco_node.codec import machine_code
 from diloco_node.codec.blocks import FragmentBlocks
-from diloco_node.codec.machine_code import CACHE_NAME, cache_file, keep, kept, loops
+from diloco_node.codec.machine_code import CACHE_NAME, cache_files, keep, kept, loops
 from diloco_node.core.types import Codec
+from diloco_node.errors import ConfigError
 from tests.kit.repository import ROOT
 
 OBJECTS = {"norms": b"\x7fELF...", "decode": b"\x7fELF"}
@@ -97,23 +100,22 @@ def test_the_folder_is_the_wanted_one_or_the_users_own(tmp_path: Path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for name, value, folder in (
-        ("", "", tmp_path / "home" / ".cache" / CACHE_NAME),
-        ("XDG_CACHE_HOME", str(tmp_path / "xdg"), tmp_path / "xdg" / CACHE_NAME),
-        ("NUMBA_CACHE_DIR", str(tmp_path / "numba"), tmp_path / "numba"),
+    of_home, of_xdg = tmp_path / "home" / ".cache" / CACHE_NAME, tmp_path / "xdg" / CACHE_NAME
+    for name, value, folders in (
+        ("", "", [of_home]),
+        ("XDG_CACHE_HOME", str(tmp_path / "xdg"), [of_xdg]),
+        ("NUMBA_CACHE_DIR", str(tmp_path / "numba"), [tmp_path / "numba", of_xdg]),
     ):
         if name:
             monkeypatch.setenv(name, value)
-        path = cache_file()
-        assert path is not None
-        assert path.parent == folder
+        assert [path.parent for path in cache_files()] == folders
 
 
 @pytest.mark.parametrize("what", ["source", "numba", "llvmlite", "features"])
 def test_other_loops_versions_or_processors_have_machine_code_of_their_own(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = cache_file()
+    before = cache_files()
     if what == "source":
         (tmp_path / "loops.py").write_text(machine_code.SOURCE.read_text() + "\n")
         monkeypatch.setattr(machine_code, "SOURCE", tmp_path / "loops.py")
@@ -124,33 +126,85 @@ def test_other_loops_versions_or_processors_have_machine_code_of_their_own(
     else:
         version = machine_code.version
         monkeypatch.setattr(machine_code, "version", lambda name: version(name) + "x" * (name == what))
-    assert cache_file() != before
+    assert cache_files()[0] != before[0]
 
 
 def test_where_nothing_can_be_kept_a_process_compiles_for_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(machine_code, "compiled", lambda: OBJECTS)
     assert machine_code.objects() == OBJECTS
 
 
+def test_a_folder_that_takes_nothing_is_followed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a container with a read-only root, whose image was built on another processor.
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    whole = dict.fromkeys(machine_code.USES, b"\x7fELF")
+    monkeypatch.setattr(machine_code, "compiled", lambda: whole)
+    assert machine_code.objects() == whole
+    assert kept(cache_files()[1]) == whole
+    monkeypatch.delattr(machine_code, "compiled")
+    assert machine_code.objects() == whole
+
+
 def test_what_was_damaged_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
-    path = cache_file()
-    assert path is not None
+    path = cache_files()[0]
     path.touch()  # what a power cut leaves
     monkeypatch.setattr(machine_code, "compiled", lambda: OBJECTS)
     assert machine_code.objects() == OBJECTS
     assert kept(path) == OBJECTS
 
 
+def test_what_lacks_a_loop_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    keep(cache_files()[0], OBJECTS)
+    whole = dict.fromkeys(machine_code.USES, b"\x7fELF")
+    monkeypatch.setattr(machine_code, "compiled", lambda: whole)
+    assert machine_code.objects() == whole
+
+
+def test_a_disk_that_can_t_be_read_is_as_if_nothing_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(tmp_path / "loops.o", OBJECTS)
+
+    def fail(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(machine_code.os, "read", fail)
+    assert kept(tmp_path / "loops.o") is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="reads as another user")
+def test_what_root_has_compiled_is_for_all(tmp_path: Path) -> None:
+    keep(tmp_path / "loops.o", OBJECTS)
+    assert (tmp_path / "loops.o").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_system_that_runs_no_new_code_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError("cannot allocate executable memory")
+
+    monkeypatch.setattr(machine_code.llvm, "check_jit_execution", refuse)
+    with pytest.raises(ConfigError, match="MemoryDenyWriteExecute"):
+        machine_code._linked({})
+
+
+def test_numba_that_is_switched_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
+    with pytest.raises(ConfigError, match="NUMBA_DISABLE_JIT"):
+        machine_code.compiled()
+
+
 def test_a_numba_that_calls_its_loops_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_code, "USES", {"norms": machine_code.USES["norms"]})
     words = machine_code.llvm_words
     monkeypatch.setattr(machine_code, "llvm_words", lambda argument: [*words(argument), "i64"])
-    with pytest.raises(RuntimeError, match=r"constraints\.txt"):
+    with pytest.raises(ConfigError, match=r"constraints\.txt"):
         machine_code.compiled()
 
 

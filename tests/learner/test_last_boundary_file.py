@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node import shared_memory
 from diloco_node.errors import LearnerError
 from diloco_node.learner import last_boundary
+from diloco_node.learner.attach import ON_SPIKE_VARIABLE
 from diloco_node.learner.last_boundary import HEAD_BYTES
 from diloco_node.shared_memory import boundary_file
 from diloco_node.storage.trained import allot_incarnation
-from diloco_node.wire.learner_link import NEW_PROCESS
+from diloco_node.wire.learner_link import NEW_PROCESS, Failed
 from tests.kit.boundary_kit import Life, saving_folder
 from tests.kit.fake_daemon import FakeDaemon
 
@@ -199,3 +202,67 @@ def test_once_the_last_merges_have_begun_nothing_is_left(folder: Path, daemon: F
     life.step()
     assert not life.path.exists()
     life.diloco.close()
+
+
+def test_who_attaches_once_more_in_a_process_has_failed_before(folder: Path, daemon: FakeDaemon) -> None:
+    left = Life(folder)
+    left.step(5)
+    again = Life(folder)
+    assert daemon.wait_attached(2).incarnation == NEW_PROCESS
+    again.step(5)
+    left.diloco._close(Failed("late"))
+    again.step()
+    again.killed()
+    Life(folder).diloco.close()
+    assert daemon.wait_attached(3).step == 6
+
+
+@pytest.mark.parametrize("on_spike", ["warn", "rollback"])
+def test_parameters_that_may_have_diverged_are_not_kept(
+    folder: Path, daemon: FakeDaemon, on_spike: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ON_SPIKE_VARIABLE, on_spike)
+    life = Life(folder)
+    for value in [1.0] * 40:
+        life.toy.step(life.diloco, loss=value)
+    for wrong, is_kept in ((math.nan, False), (50.0, on_spike == "warn"), (1.0, True)):
+        life.toy.step(life.diloco, loss=wrong)
+        heads = [life.path.read_bytes()[start : start + HEAD_BYTES] for start in (0, HEAD_BYTES)]
+        kept = [head for head in map(last_boundary._head, heads) if head is not None]
+        assert max((head.facts.step for head in kept), default=0) == (life.diloco.steps if is_kept else 0)
+    life.killed()
+    Life(folder).diloco.close()
+    assert daemon.wait_attached(2).step == 43
+
+
+class Blanked:
+    """Which heads are written over, in their order."""
+
+    def __init__(self) -> None:
+        self.places: list[int] = []
+
+    def __setitem__(self, place: slice, data: bytes) -> None:
+        assert data == bytes(HEAD_BYTES)
+        self.places.append(place.start // HEAD_BYTES)
+
+
+def test_a_kill_while_nothing_is_to_be_left_leaves_the_newest_or_nothing(folder: Path, daemon: FakeDaemon) -> None:
+    life = Life(folder)
+    for steps in (5, 6):  # the newest head lies in either place
+        life.step(steps - life.diloco.steps)
+        made = life.diloco._session._last_boundary  # type: ignore[union-attr]
+        area, saved, blanked = made._area, made._saved, Blanked()
+        made._area = blanked  # type: ignore[assignment]
+        made.blank()
+        made._area, made._saved = area, saved
+        assert blanked.places == [1 - saved.sequence % 2, saved.sequence % 2]
+    life.diloco.close()
+
+
+def test_what_was_there_before_a_reboot_is_not_looked_for(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = boundary_file(folder)
+    (tmp_path / "boot").write_text("another\n")
+    monkeypatch.setattr(shared_memory, "BOOT_ID", tmp_path / "boot")
+    assert boundary_file(folder) != before
