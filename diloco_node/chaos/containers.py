@@ -13,7 +13,6 @@ the other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -137,7 +136,9 @@ def _choose(found: Sequence[RegionContainer], project: str | None) -> ComposeRun
         if project not in projects:
             there = f"there are {', '.join(projects)}" if projects else "there is none at all"
             raise ConfigError(f"there is no compose project {project!r} with regions on this engine; {there}")
-        return ComposeRun(project, {one.region: one for one in found if one.project == project})
+        # An interrupted `docker compose up` leaves a second one of a region, which does not run.
+        by_status = sorted(found, key=lambda one: one.status in ("running", "paused", "restarting"))
+        return ComposeRun(project, {one.region: one for one in by_status if one.project == project})
     up = sorted({one.project for one in found if one.status != "exited"})
     if not up:
         raise ConfigError("no compose run is up on this engine: docker compose up --detach")
@@ -151,9 +152,9 @@ async def _start_again_after(verb: str, container: RegionContainer) -> None:
     try:
         await docker(verb, container.key)
     except asyncio.CancelledError:
-        await docker("start", container.key)
+        await _surely("start", container.key)
         raise
-    await docker("start", container.key)
+    await _surely("start", container.key)
 
 
 async def _pause(container: RegionContainer, seconds: float, sleep: Sleep) -> None:
@@ -161,11 +162,27 @@ async def _pause(container: RegionContainer, seconds: float, sleep: Sleep) -> No
         await docker("pause", container.key)
         await sleep(seconds)
     except asyncio.CancelledError:
-        # It may have come before the pause: then there is nothing to end.
-        with contextlib.suppress(DilocoError):
-            await docker("unpause", container.key)
+        try:
+            await _surely("unpause", container.key)
+        except DilocoError as error:
+            # It may have come before the pause: then there is nothing to end.
+            if "not paused" not in str(error):
+                raise
         raise
-    await docker("unpause", container.key)
+    await _surely("unpause", container.key)
+
+
+async def _surely(*words: str) -> None:
+    """Have docker do it, also when this is cancelled meanwhile, however often. Then it is cancelled."""
+    work, is_cancelled = asyncio.ensure_future(docker(*words)), False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    work.result()
+    if is_cancelled:
+        raise asyncio.CancelledError
 
 
 async def _inside(container: RegionContainer, fault: PlannedFault) -> tuple[int, ...]:

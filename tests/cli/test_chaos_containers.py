@@ -5,6 +5,7 @@ A program `docker` of the test's own notes what it is asked; its `exec` runs her
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -15,9 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from diloco_node.chaos import containers
+from diloco_node.chaos.plan import FaultTarget, PlannedFault
 from diloco_node.cli.chaos_inside import FAULTY_DAEMON
 from diloco_node.cli.main import main
-from diloco_node.errors import INTERRUPTED_CODE
+from diloco_node.errors import INTERRUPTED_CODE, DilocoError
+from diloco_node.numeric import NS_PER_S
 from tests.kit.chaos_kit import MadeUpDemo, until
 from tests.kit.fake_docker import FakeDocker
 
@@ -68,6 +72,68 @@ def test_a_region_that_is_ended_is_started_again(
     assert f"docker {kind}: on strike (E-RUNTIME" in capsys.readouterr().err
     # Who could not be ended, as one that has just finished the run, is not started.
     assert docker.calls()[2:] == [[kind, "id-run-a"]]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_what_undoes_a_fault_is_done_however_often_one_is_told_to_stop(
+    monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def slow_docker(*words: str) -> str:
+        begun.set()
+        await may_end.wait()
+        if refuses:
+            raise DilocoError("on strike")
+        return ""
+
+    monkeypatch.setattr(containers, "docker", slow_docker)
+    task = asyncio.create_task(containers._surely("start", "id"))
+    await begun.wait()
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(DilocoError if refuses else asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize(("refused", "is_told"), [("", False), ("unpause", True)])
+async def test_a_pause_that_is_cancelled_is_ended_or_the_reason_is_told(
+    docker: FakeDocker, refused: str, is_told: bool
+) -> None:
+    run = await containers.find_run("run")
+    docker.refuse(refused)
+
+    async def cancelled(_: float) -> None:
+        raise asyncio.CancelledError
+
+    fault = PlannedFault(0, "pause", FaultTarget("a", "region"), NS_PER_S)
+    with pytest.raises(DilocoError if is_told else asyncio.CancelledError):
+        await run.strike(fault, sleep=cancelled)
+    assert docker.status("a") == ("paused" if is_told else "running")
+
+
+async def test_before_the_pause_there_is_nothing_to_end(docker: FakeDocker, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await containers.find_run("run")
+    asked = containers.docker
+
+    async def docker_then(*words: str) -> str:
+        if words[0] == "pause":
+            raise asyncio.CancelledError
+        return await asked(*words)
+
+    monkeypatch.setattr(containers, "docker", docker_then)
+    with pytest.raises(asyncio.CancelledError):
+        await run.strike(PlannedFault(0, "pause", FaultTarget("a", "region"), NS_PER_S))
+
+
+async def test_of_two_containers_of_a_region_the_one_that_runs_is_meant(docker: FakeDocker) -> None:
+    for key in ("a-old", "0-old"):
+        docker.add_twin("a", key, status="exited")
+    run = await containers.find_run("run")
+    assert run.regions["a"].key == "id-run-a"
 
 
 def test_a_region_is_paused_for_a_time(docker: FakeDocker, capsys: pytest.CaptureFixture[str]) -> None:

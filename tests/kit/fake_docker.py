@@ -40,6 +40,8 @@ elif verb == "exec":
         sys.exit(code)
     os.execv({python!r}, [{python!r}, *words[at + 1:]])
 else:
+    if verb == "unpause" and state["containers"][name]["State"]["Status"] != "paused":
+        refuse("Container " + name + " is not paused")
     becomes = {{"kill": "exited", "stop": "exited", "start": "running", "pause": "paused", "unpause": "running"}}
     state["containers"][name]["State"]["Status"] = becomes[verb]
     (folder / "state.json.tmp").write_text(json.dumps(state))
@@ -80,6 +82,12 @@ class FakeDocker:
             },
         }
         self._save(state)
+
+    def add_twin(self, service: str, key: str, *, status: str) -> None:
+        """Another container of a region, as an interrupted `docker compose up` leaves it; listed last."""
+        state = self._state()
+        twin = {**state["containers"][f"id-run-{service}"], "Id": key, "Name": f"/{key}", "State": {"Status": status}}
+        self._save({**state, "containers": {**state["containers"], key: twin}})
 
     def refuse(self, verb: str) -> None:
         """That verb fails from now on; "anything": all do."""
