@@ -35,7 +35,7 @@ from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.store import RegionStore
-from diloco_node.storage.trained import Trained, allot_incarnation, read_trained, save_trained
+from diloco_node.storage.trained import Trained, allot_incarnation, read_trained, save_trained, set_damaged_aside
 from diloco_node.transport.certs import load_identity
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
@@ -367,7 +367,7 @@ class Node:
                 self._waiting_attach = attach
                 return
             try:
-                incarnation, before = await in_thread(
+                incarnation, before, damaged = await in_thread(
                     self._runtime.threads.disk, self._counters_of, attach, self.core.incarnation_min
                 )
             except StorageError as error:
@@ -375,16 +375,21 @@ class Node:
                 if number == self._attaches:
                     server.refuse(str(error), is_final=False)
                 return
+            for name in damaged:
+                self._note(ev.Note("disk", f"{name} was damaged: it is set aside. Look at the disk", is_alarm=True))
             if number == self._attaches:
                 self._welcome_as(attach, incarnation, before)
 
-    def _counters_of(self, attach: learner_link.Attach, incarnation_min: int) -> tuple[int, tuple[Trained, ...]]:
-        """In the disk's thread: its incarnation, and what those before it trained, durably. Raises StorageError."""
+    def _counters_of(
+        self, attach: learner_link.Attach, incarnation_min: int
+    ) -> tuple[int, tuple[Trained, ...], tuple[str, ...]]:
+        """In the disk's thread: its incarnation, what those before it trained, and what is set aside. StorageError."""
+        damaged = set_damaged_aside(self._spec.state_dir)
         incarnation = attach.incarnation
         if incarnation == learner_link.NEW_PROCESS:
             incarnation = allot_incarnation(self._spec.state_dir, incarnation_min=incarnation_min)
         trained = read_trained(self._spec.state_dir, self.learner.counters)
-        return incarnation, tuple(one for one in trained if one.incarnation < incarnation)
+        return incarnation, tuple(one for one in trained if one.incarnation < incarnation), damaged
 
     def _welcome_as(self, attach: learner_link.Attach, incarnation: int, before: tuple[Trained, ...]) -> None:
         """The answer, and from here on what it says counts."""

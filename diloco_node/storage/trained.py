@@ -27,6 +27,8 @@ from diloco_node.storage.durable import disk_error, make_folder, replace_file, s
 _COUNTERS: Final = struct.Struct("<QQ")
 _CHECKSUM: Final = struct.Struct("<I")
 _FILE_BYTES: Final = _COUNTERS.size + _CHECKSUM.size
+_DAMAGED_BYTES_MAX: Final = 4096
+"""Of a damaged file so much is set aside."""
 _SLOT: Final = struct.Struct("<QQQ")
 
 _SLOTS: Final = 16
@@ -106,7 +108,7 @@ def read_trained(state_dir: Path, area: mmap.mmap | None = None) -> tuple[Traine
 
 
 def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
-    """Replace counters that are damaged by empty ones, once at start, before a learner attaches. Returns their names.
+    """Replace counters that are damaged by empty ones, each time before a learner attaches. Returns their names.
 
     Their numbers stay used. What a dead life trained beyond the ledger is not known then; a living one's count is still
     in the shared memory.
@@ -116,16 +118,14 @@ def set_damaged_aside(state_dir: Path) -> tuple[str, ...]:
     """
     found = []
     for _, path in _counter_files(state_dir):
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise disk_error("read", path, error) from error
-        if _counted(raw) is not None:
-            continue
-        # A copy, so that the name is there at each moment: without it the number would be given to another life.
-        replace_file(path.with_name(path.name + ".damaged"), [raw])
-        replace_file(path, [_checked(0, 0)])
-        found.append(path.name)
+        with _locked(path) as descriptor:
+            raw = os.pread(descriptor, _DAMAGED_BYTES_MAX, 0)
+            if _counted(raw) is not None:
+                continue
+            # A copy, so that the name is there at each moment: without it the number would be given to another life.
+            replace_file(path.with_name(path.name + ".damaged"), [raw])
+            replace_file(path, [_checked(0, 0)])
+            found.append(path.name)
     return tuple(found)
 
 

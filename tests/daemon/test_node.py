@@ -302,6 +302,24 @@ def test_a_learner_that_attaches_anew_in_the_middle_of_everything_loses_nothing(
     play(scenario)
 
 
+def test_a_counter_that_rots_while_the_daemon_runs_keeps_no_learner_out(play: Play) -> None:
+    async def scenario(world: World) -> None:
+        region = world.regions["b"]
+        await world.until("rounds go on", lambda: world.committed() >= 4)
+        (counter,) = region.folder.glob("learner/trained-*")
+        rotten = bytearray(counter.read_bytes())
+        rotten[3] ^= 1
+        counter.write_bytes(rotten)
+        region.node.learner.detached()
+        region.learner.attach()
+        await world.finish()
+        assert counter.with_name(counter.name + ".damaged").read_bytes() == rotten
+        alarms = [note["text"] for note in region.notes.last if "damaged" in note["text"]]
+        assert alarms == [f"{counter.name} was damaged: it is set aside. Look at the disk"]
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("lost", ["payloads/f000*", "state/f000*", "[ps]*/f*"])
 def test_a_daemon_that_finds_files_missing_fetches_them_and_goes_on_with_the_same_learner(
     play: Play, lost: str
