@@ -55,7 +55,7 @@ def test_one_slow_learner_slows_the_others_by_two_of_its_steps_at_most(
     small = Small(patch, slower=(times, 1, 1, 1))
     small.go(40)
     assert 7 < cycles(small, 40, steps_per_s=10) < steps_max
-    assert min(participation(small).values()) > 0.75
+    assert min(participation(small).values()) > 0.8
     fast = [host.learner.step for name, host in sorted(small.hosts.items())][1:]
     assert min(fast) > 370, "nobody's training waits"
 

@@ -50,7 +50,7 @@ def test_a_slow_disk_costs_the_others_one_ballot_at_most(monkeypatch: pytest.Mon
     known_ns = 6 * settings.heartbeat_ns if leads else settings.ballot_deadline_min_ns
     known_s = known_ns / SECOND
     assert max(gaps) <= known_s + 2 * max(usual), f"seed {SEED}"
-    assert len(gaps) >= (len(usual) - 1) / USUAL_S * (SLOW_S - 1.6 * known_s), f"seed {SEED}"
+    assert len(gaps) >= len(usual) / USUAL_S * (SLOW_S - 1.6 * known_s), f"seed {SEED}"
     assert small.sim.checkers.violations == [], f"seed {SEED}"
 
 
@@ -65,4 +65,4 @@ def test_a_daemon_sums_and_sends_while_all_threads_for_files_wait(monkeypatch: p
     known = len(small.bodies())
     assert max(gaps_between_commits(small, 1)) <= 2 * max(usual), f"seed {SEED}"
     rounds = [body for body in small.bodies()[known:] if isinstance(body, RoundBody)]
-    assert sum(host.name in {cut.reducer for cut in body.stripes} for body in rounds) > 1
+    assert sum(host.name in {cut.reducer for cut in body.stripes} for body in rounds) > 2

@@ -133,8 +133,7 @@ def decide_open(
         learners: all live, reachable learners, any order.
         timing: measured times.
         settings: `quorum_min`, `grace_gamma`, `overlap_steps` and `rounds_in_flight_max` are read.
-        not_before_ns: pacing, from `schedule.earliest_open_ns`. For rounds that fewer than a majority ask for: who
-            is due has made its H steps, but a learner that is faster than most must not shrink H for them.
+        not_before_ns: pacing, from `schedule.earliest_open_ns`.
         rounds_in_flight: rounds open on other fragments.
     """
     due = sorted((one.due_at_ns, one.name) for one in learners if one.due_at_ns is not None)
@@ -147,7 +146,7 @@ def decide_open(
     if rounds_in_flight >= settings.rounds_in_flight_max:
         reason = f"{rounds_in_flight} rounds in flight, at most {settings.rounds_in_flight_max} allowed"
         return OpenDecision(False, None, reason)
-    if now_ns < not_before_ns and len(due) < quorum_size(len(learners), 0):
+    if now_ns < not_before_ns:
         reason = f"paced: {_ms(not_before_ns - now_ns)} until the next round may open"
         return OpenDecision(False, not_before_ns, reason)
     if not late:

@@ -100,23 +100,14 @@ def test_a_learner_due_after_the_quorum_does_not_extend_the_window() -> None:
 
 def test_pacing_and_rounds_in_flight_hold_a_round_back() -> None:
     both = learners(a=100, b=100)
-    single, one_of_two = replace(SETTINGS, quorum_min=1), learners(a=100, b=None)
-    assert decide_open(400 * MS, one_of_two, TIMING, single, not_before_ns=400 * MS).open
-    assert decide_open(400 * MS, one_of_two, TIMING, single, not_before_ns=400 * MS + 1) == OpenDecision(
-        False, 400 * MS + 1, "paced: 1 ms until the next round may open"
+    assert decide_open(100 * MS, both, TIMING, SETTINGS, not_before_ns=100 * MS).open
+    assert decide_open(100 * MS, both, TIMING, SETTINGS, not_before_ns=100 * MS + 1) == OpenDecision(
+        False, 100 * MS + 1, "paced: 1 ms until the next round may open"
     )
     assert decide_open(100 * MS, both, TIMING, SETTINGS, rounds_in_flight=1).open
     assert decide_open(100 * MS, both, TIMING, SETTINGS, rounds_in_flight=2) == OpenDecision(
         False, None, "2 rounds in flight, at most 2 allowed"
     )
-
-
-def test_what_a_majority_asks_for_is_not_paced() -> None:
-    for quorum_min in (0, 1):
-        settings = replace(SETTINGS, quorum_min=quorum_min)
-        assert decide_open(400 * MS, learners(a=100, b=100, c=None), TIMING, settings, not_before_ns=900 * MS).open
-    half = decide_open(400 * MS, learners(a=100, b=100, c=None, d=None), TIMING, settings, not_before_ns=900 * MS)
-    assert (half.open, half.wake_at_ns) == (False, 900 * MS)
 
 
 def test_long_lists_of_late_learners_are_cut() -> None:
