@@ -33,12 +33,20 @@ print("numba" in sys.modules)
 
 def compiles(cache: Path, root: Path = ROOT) -> bool:
     """Whether a new daemon process imports numba, with this folder for machine code and the package in `root`."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(root)}
+    folders = {"NUMBA_CACHE_DIR": str(cache), "XDG_CACHE_HOME": str(cache / "xdg")}
+    environment = {**os.environ, **folders, "PYTHONPATH": str(root)}
     run = subprocess.run(
         [sys.executable, "-c", DAEMON], env=environment, cwd=root, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
     return run.stdout == "True\n"
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is found where this user keeps it."""
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
 
 
 def test_one_compilation_serves_every_checkout_and_no_later_daemon_imports_numba(tmp_path: Path) -> None:
@@ -152,8 +160,7 @@ def test_a_folder_that_takes_nothing_is_followed_by_the_next(tmp_path: Path, mon
     assert machine_code.objects() == whole
 
 
-def test_what_was_damaged_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+def test_what_was_damaged_is_made_again(folders: None, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache_files()[0]
     path.touch()  # what a power cut leaves
     monkeypatch.setattr(machine_code, "compiled", lambda: OBJECTS)
@@ -161,8 +168,7 @@ def test_what_was_damaged_is_made_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert kept(path) == OBJECTS
 
 
-def test_what_lacks_a_loop_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+def test_what_lacks_a_loop_is_made_again(folders: None, monkeypatch: pytest.MonkeyPatch) -> None:
     keep(cache_files()[0], OBJECTS)
     whole = dict.fromkeys(machine_code.USES, b"\x7fELF")
     monkeypatch.setattr(machine_code, "compiled", lambda: whole)
