@@ -66,10 +66,12 @@ def storm(seed: int, options: argparse.Namespace) -> tuple[int, float]:
 def main() -> None:
     """Storms of the seeds from 1,000 on."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=40, help="how many")
-    parser.add_argument("--seconds", type=float, default=120.0, help="virtual, of each storm")
-    parser.add_argument("--mtbf", type=float, default=1.33, help="mean seconds between two kills, over all daemons")
-    parser.add_argument("--back", type=float, default=2.1, help="seconds from a kill until the daemon listens")
+    parser.add_argument("--seeds", type=int, default=40, help="how many [40]")
+    parser.add_argument("--seconds", type=float, default=120.0, help="virtual, of each storm [120]")
+    parser.add_argument(
+        "--mtbf", type=float, default=1.33, help="mean seconds between two kills, over all daemons [1.33]"
+    )
+    parser.add_argument("--back", type=float, default=2.1, help="seconds from a kill until the daemon listens [2.1]")
     parser.add_argument("--json", action="store_true", help="one JSON object, with each seed")
     options = parser.parse_args()
     found = {seed: storm(seed, options) for seed in range(1000, 1000 + options.seeds)}

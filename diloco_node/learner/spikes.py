@@ -27,6 +27,7 @@ class SpikeWatch:
 
     Args:
         name: of the values, for people.
+        is_rolling_back: spikes end the learner, not only values that are not finite.
 
     Attributes:
         in_a_row: how many spikes there were one after the other, up to now.
@@ -34,10 +35,8 @@ class SpikeWatch:
     """
 
     def __init__(self, name: str, *, is_rolling_back: bool = False) -> None:
-        self.in_a_row = 0
-        self._is_rolling_back = is_rolling_back
-        self.not_finite = 0
-        self._name = name
+        self.in_a_row = self.not_finite = 0
+        self._name, self._is_rolling_back = name, is_rolling_back
         self._last: deque[float] = deque(maxlen=KEPT)
 
     @property

@@ -131,7 +131,7 @@ async def test_before_the_pause_there_is_nothing_to_end(docker: FakeDocker, monk
 
 async def test_of_two_containers_of_a_region_the_one_that_runs_is_meant(docker: FakeDocker) -> None:
     for key in ("a-old", "0-old"):
-        docker.add_twin("a", key, status="exited")
+        docker.add_duplicate("a", key, status="exited")
     run = await containers.find_run("run")
     assert run.regions["a"].key == "id-run-a"
 

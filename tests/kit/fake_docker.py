@@ -83,11 +83,11 @@ class FakeDocker:
         }
         self._save(state)
 
-    def add_twin(self, service: str, key: str, *, status: str) -> None:
+    def add_duplicate(self, service: str, key: str, *, status: str) -> None:
         """Another container of a region, as an interrupted `docker compose up` leaves it; listed last."""
         state = self._state()
-        twin = {**state["containers"][f"id-run-{service}"], "Id": key, "Name": f"/{key}", "State": {"Status": status}}
-        self._save({**state, "containers": {**state["containers"], key: twin}})
+        other = {**state["containers"][f"id-run-{service}"], "Id": key, "Name": f"/{key}", "State": {"Status": status}}
+        self._save({**state, "containers": {**state["containers"], key: other}})
 
     def refuse(self, verb: str) -> None:
         """That verb fails from now on; "anything": all do."""
