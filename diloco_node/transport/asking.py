@@ -20,7 +20,7 @@ from diloco_node.wire.tables import PROTOCOL_VERSION
 
 CLOCK_KEY: Final = "diloco-clock"
 _CLOCK_DIGITS_MAX: Final = 20
-TRIES: Final = 5
+TRIES: Final = 10
 _WORDS_LOST: Final = "Internal error from Core"
 """What grpc.aio says where the peer refused before our hello was out, instead of the peer's words. Another try may be
 slower than the peer, or faster.
