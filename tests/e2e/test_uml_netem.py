@@ -24,7 +24,8 @@ MODULES = (
     *("net/sched/cls_u32", "net/sched/act_mirred"),
 )
 UML = shutil.which("linux.uml") or ""
-MODULES_FOLDER = Path("/usr/lib/uml/modules")
+MODULES_FOLDER = Path(UML).parent.parent / "lib/uml/modules"
+"""Beside the program: a newer kernel than the system's, unpacked anywhere, is taken when its folder comes first in PATH."""
 MISSING = (
     "it needs root"
     if os.geteuid() != 0
