@@ -127,12 +127,18 @@ def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: 
 
 
 def training(
-    samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, *, regions: Sequence[str], end_ns: int
+    samples: Sequence[RunSample],
+    merges: Sequence[TimedMerge] | None,
+    *,
+    regions: Sequence[str],
+    end_ns: int,
+    final: tuple[int, float | None],
 ) -> dict[str, Any]:
     """The report's field `training`: what was done within the window. Of any demo, so that two can be compared.
 
     Args:
         merges: all of them; None: not all are known any more, so figures of single regions are None.
+        final: tokens merged in the whole run, and the final model's held-out loss.
     """
     tokens = _at(samples, end_ns, "tokens_merged") - _at(samples, 0, "tokens_merged")
     commits = _at(samples, end_ns, "rounds") - _at(samples, 0, "rounds")
@@ -154,6 +160,7 @@ def training(
         "commits_per_minute": commits * MINUTE_NS / end_ns if end_ns else None,
         "longest_gap_seconds": longest_gap_ns(samples, end_ns) / NS_PER_S,
         "val_losses": [list(point) for point in loss_course(samples, end_ns)],
+        "final": {"tokens": final[0], "val_loss": final[1]},
     }
 
 
@@ -179,9 +186,9 @@ def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
 
 
 def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, float]]:
-    """(tokens merged in the run, held-out loss of the merged parameters), whenever a region measured it anew.
+    """(tokens merged in the run, held-out loss of the merged parameters), whenever a region measured it in the window.
 
-    Not of the run's end: there the loss is measured on more text, which can't be compared.
+    A region that has just come back may measure older parameters: in a storm the final model is what tells.
     """
     points: list[tuple[int, float]] = []
     known: dict[str, float] = {}
@@ -209,12 +216,14 @@ def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
 def compared(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
 
-    The last measured loss stands beside the other run's at as many tokens. Where the other run has none, None. So is
+    The final model's loss stands beside the other run's at as many tokens. Where the other run has none, None. So is
     the goodput of single regions where one of both does not know their tokens.
     """
     mine, theirs = own["tokens_merged_of"], baseline["tokens_merged_of"]
-    tokens, loss = own["val_losses"][-1] if own["val_losses"] else (0, None)
-    other = loss_at(baseline["val_losses"], tokens)
+    tokens, loss = own["final"]["tokens"], own["final"]["val_loss"]
+    end = baseline["final"]
+    last = [(end["tokens"], end["val_loss"])] if end["val_loss"] is not None else []
+    other = loss_at([*baseline["val_losses"], *last], tokens)
     return {
         "goodput": _ratio(own["tokens_merged"], baseline["tokens_merged"]),
         "goodput_of": (

@@ -112,7 +112,7 @@ NOTES: Final[dict[str, tuple[str, str]]] = {
     ),
     "model.lr_floor": ("part of the peak at which the schedule ends; none: 0 with the run, else 0.1", "you tune"),
     "model.eval_every": ("steps of the run between held-out losses; 0: only at the end", "evaluations take too long"),
-    "model.eval_windows": ("sequences of one held-out loss; four times as many at the end", "the loss is noisy"),
+    "model.eval_windows": ("sequences of one held-out loss", "the loss is noisy"),
     "model.threads": ("CPU threads of torch", "you train on a CPU"),
     "model.step_time_min": ("an inner step takes at least so long", "demos and tests"),
     "model.optimizer": (

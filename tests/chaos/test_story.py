@@ -100,7 +100,7 @@ def test_the_window_counts_from_its_beginning_to_its_end() -> None:
         merge(15, a=(1, 12, 1.2)),
         merge(20.5, b=(1, 99, 500.0)),
     ]
-    done = training(samples, merges, regions=["a", "b", "c"], end_ns=20 * S)
+    done = training(samples, merges, regions=["a", "b", "c"], end_ns=20 * S, final=(9999, 2.5))
     assert done["seconds"] == 20
     assert done["tokens_merged"] == 2000
     assert done["tokens_merged_of"] == {"a": 12, "b": 3, "c": 0}
@@ -108,10 +108,11 @@ def test_the_window_counts_from_its_beginning_to_its_end() -> None:
     assert done["commits"] == 40
     assert done["commits_per_minute"] == 120
     assert done["longest_gap_seconds"] == 10
+    assert done["final"] == {"tokens": 9999, "val_loss": 2.5}
 
 
 def test_where_not_all_merges_are_known_nothing_is_said_of_single_regions() -> None:
-    done = training([sample(1, rounds=4, tokens=90)], None, regions=["a"], end_ns=20 * S)
+    done = training([sample(1, rounds=4, tokens=90)], None, regions=["a"], end_ns=20 * S, final=(95, None))
     assert (done["tokens_merged"], done["commits"]) == (90, 4)
     assert (done["tokens_merged_of"], done["participation_of"]) == (None, None)
     known = {**done, "tokens_merged_of": {"a": 90}}
@@ -120,7 +121,7 @@ def test_where_not_all_merges_are_known_nothing_is_said_of_single_regions() -> N
 
 
 def test_a_run_without_samples_or_merges_has_no_figures() -> None:
-    done = training([], [], regions=["a"], end_ns=20 * S)
+    done = training([], [], regions=["a"], end_ns=20 * S, final=(0, None))
     assert (done["tokens_merged"], done["commits"], done["participation_of"]) == (0, 0, {"a": None})
     assert done["longest_gap_seconds"] == 20
     assert done["val_losses"] == []
@@ -167,22 +168,28 @@ def test_a_loss_between_two_points_lies_on_their_line() -> None:
 
 
 def test_goodput_is_the_tokens_merged_over_those_of_the_undisturbed_run() -> None:
-    own = {"tokens_merged": 880, "tokens_merged_of": {"a": 400, "b": 480}, "val_losses": [[300, 9.0], [800, 2.02]]}
+    own = {"tokens_merged": 880, "tokens_merged_of": {"a": 400, "b": 480}, "val_losses": [[790, 9.0]]}
+    own["final"] = {"tokens": 800, "val_loss": 2.02}
     undisturbed = {
         "tokens_merged": 1000,
         "tokens_merged_of": {"a": 500, "b": 0},
         "val_losses": [[700, 2.1], [900, 1.9], [1000, 1.5]],
+        "final": {"tokens": 1100, "val_loss": 1.4},
     }
     found = compared(own, undisturbed)
     assert found["goodput"] == 0.88
     assert found["goodput_of"] == {"a": 0.8, "b": None}
     assert found["loss"] == {"tokens": 800, "own": 2.02, "undisturbed": 2.0, "change": pytest.approx(0.01)}
+    # Nearly as many tokens: between the last measurement and the final model.
+    further = compared({**own, "final": {"tokens": 1050, "val_loss": 1.45}}, undisturbed)
+    assert further["loss"]["undisturbed"] == pytest.approx(1.45)
 
 
 def test_a_run_that_measured_no_loss_or_went_further_has_none_to_compare() -> None:
-    own = {"tokens_merged": 1, "tokens_merged_of": {}, "val_losses": []}
+    none = {"tokens": 1, "val_loss": None}
+    own = {"tokens_merged": 1, "tokens_merged_of": {}, "val_losses": [], "final": none}
     assert compared(own, own)["loss"]["change"] is None
-    further = {**own, "val_losses": [[5000, 1.0]]}
+    further = {**own, "final": {"tokens": 5000, "val_loss": 1.0}}
     assert compared(further, {**own, "val_losses": [[1, 2.0], [2, 1.0]]})["loss"]["change"] is None
     assert compared({**own, "tokens_merged": 5}, {**own, "tokens_merged": 0})["goodput"] is None
 

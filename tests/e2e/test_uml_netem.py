@@ -25,7 +25,7 @@ MODULES = (
 )
 UML = shutil.which("linux.uml") or ""
 MODULES_FOLDER = Path(UML).parent.parent / "lib/uml/modules"
-"""Beside the program: a newer kernel than the system's, unpacked anywhere, is taken when its folder comes first in PATH."""
+"""Beside the program. A newer kernel, unpacked anywhere, is taken when its folder comes first in PATH."""
 MISSING = (
     "it needs root"
     if os.geteuid() != 0

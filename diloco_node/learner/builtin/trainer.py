@@ -29,7 +29,7 @@ text_field       "text"    of a row of JSONL, Parquet or a dataset, what holds i
 streaming        false     rows are read and tokenised as they are trained: see `stream`
 cache            ""        where tokenised corpora are kept; empty: `data.token_cache()`
 eval_every       200       steps of the run between held-out losses; 0: only at the end
-eval_windows     64        held-out windows of one evaluation (four times as many at the end)
+eval_windows     64        held-out windows of one evaluation
 threads          1         of torch
 min_step_seconds 0         pacing for demos and tests: a step takes at least this long
 settle_seconds   1         how long an attached learner waits for the run's last versions before it measures them
@@ -73,8 +73,6 @@ PRECISIONS: Final = ("float32", "bf16")
 BETAS: Final = (0.9, 0.99)
 """Of AdamW. A learner sees a small batch, so its squared gradients are noisy and want to be averaged for longer than
 the usual 0.95 does (docs/results-quality.md)."""
-
-FINAL_EVALUATION_FACTOR: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,12 +199,11 @@ def open_data(settings: TrainerSettings) -> Corpus | TextStream:
         ConfigError: they can't be read, or there is too little of them.
     """
     if settings.streaming:
-        windows = settings.eval_windows * FINAL_EVALUATION_FACTOR
         return TextStream(
             settings.data,
             tokenizer=settings.tokenizer,
             text_field=settings.text_field,
-            held_out_tokens=windows * (settings.model.context + 1),
+            held_out_tokens=settings.eval_windows * (settings.model.context + 1),
         )
     return load_corpus(
         settings.data, tokenizer=settings.tokenizer, text_field=settings.text_field, cache=settings.cache
@@ -362,11 +359,10 @@ class Trainer:
             diloco.step(tokens=tokens_per_step, loss=loss, grad_norm=norm)
             if diloco.global_step // every > evaluated:
                 evaluated = diloco.global_step // every
-                self._evaluate(diloco, steps, last, windows=settings.eval_windows)
+                self._evaluate(diloco, steps, last)
         if diloco.is_attached:
             diloco.settle(settings.settle_seconds)
-        windows = settings.eval_windows * FINAL_EVALUATION_FACTOR
-        own, everybodys = self._evaluate(diloco, steps, last, windows=windows)
+        own, everybodys = self._evaluate(diloco, steps, last)
         return Outcome(steps, steps * tokens_per_step, first, last, own, everybodys)
 
     def _inner_step(self, windows: Windows, *, lr: float) -> tuple[Tensor, Tensor]:
@@ -390,11 +386,9 @@ class Trainer:
             return nullcontext()
         return torch.autocast(self.place.device.type, torch.bfloat16)
 
-    def _evaluate(
-        self, diloco: Diloco, steps: int, loss: float | None, *, windows: int
-    ) -> tuple[float | None, float | None]:
+    def _evaluate(self, diloco: Diloco, steps: int, loss: float | None) -> tuple[float | None, float | None]:
         """Held-out loss of the own and of the global parameters; told to the daemon."""
-        held_out = self.corpus.held_out_windows(windows, self.settings.model.context)
+        held_out = self.corpus.held_out_windows(self.settings.eval_windows, self.settings.model.context)
         is_cut = self.place.ranks > 1 and self.settings.shard == "fsdp"
         if self.place.rank and not is_cut:
             return None, None

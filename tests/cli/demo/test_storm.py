@@ -42,6 +42,7 @@ def baseline(folder: Path, *, chaos: object = None, **settings: Any) -> Path:
         "tokens_merged": 2000,
         "tokens_merged_of": {"a": 1000, "b": 500, "c": 500},
         "val_losses": [[100, 4.0], [2000, 2.0]],
+        "final": {"tokens": 2100, "val_loss": 1.9},
         "settings": {**SETTINGS, **settings},
     }
     path = folder / "undisturbed.json"
@@ -187,7 +188,7 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
         TimedMerge(S, {name: MergeMember(1, 1, 200.0) for name in "abc"}),
         TimedMerge(16 * S, {"a": MergeMember(2, 1, 300.0)}),
     ]
-    done = training(samples, merges, regions=NAMES, end_ns=60 * S)
+    done = training(samples, merges, regions=NAMES, end_ns=60 * S, final=(1600, 2.5))
     chaos = storm.document(samples, merges, done)
     assert chaos["struck"] == {"kill": {"learner": 1}, "pause": {"region": 1}}
     assert (chaos["missed"], chaos["seed"], chaos["mtbf_seconds"], chaos["calm_seconds"]) == (1, 4, 5.0, CALM_S)
@@ -197,7 +198,7 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
     assert chaos["seconds_of"]["a"] == spent
     assert chaos["compared"]["goodput"] == 0.75
     assert chaos["compared"]["goodput_of"] == {"a": 0.5, "b": 0.4, "c": 0.4}
-    assert chaos["compared"]["loss"]["undisturbed"] == pytest.approx(4 - 2 * 1400 / 1900)
+    assert chaos["compared"]["loss"]["undisturbed"] == pytest.approx(4 - 2 * 1500 / 1900)
     ElementTree.parse(tmp_path / PICTURE_NAME)
     report = json.loads(json.dumps({"training": done, "chaos": chaos}))
     text = "\n".join(storm_lines(report))
@@ -207,7 +208,7 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
 
 def test_of_a_summed_up_ledger_the_report_says_what_is_not_known(tmp_path: Path) -> None:
     storm = DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path)), NAMES, tmp_path, SETTINGS)
-    done = training([], None, regions=NAMES, end_ns=60 * S)
+    done = training([], None, regions=NAMES, end_ns=60 * S, final=(0, None))
     chaos = storm.document([], None, done)
     assert (chaos["rejoin"], chaos["seconds_of"], chaos["picture"]) == (None, None, None)
     assert "the ledger is summed up" in "\n".join(storm_lines({"training": done, "chaos": chaos}))
@@ -216,7 +217,7 @@ def test_of_a_summed_up_ledger_the_report_says_what_is_not_known(tmp_path: Path)
 
 def test_without_a_baseline_the_report_says_how_to_get_one(tmp_path: Path) -> None:
     storm = DemoStorm(OPTIONS, NAMES, tmp_path, SETTINGS)
-    done = training([], [], regions=NAMES, end_ns=60 * S)
+    done = training([], [], regions=NAMES, end_ns=60 * S, final=(0, None))
     chaos = storm.document([], [], done)
     assert (chaos["compared"], chaos["struck"]) == (None, {})
     text = "\n".join(storm_lines({"training": done, "chaos": chaos}))

@@ -123,7 +123,7 @@ def test_attached_it_stops_when_told_and_measures_both_losses():
     assert outcome.steps == 7
     assert run.settled == 1.0
     assert len(run.losses) == 3
-    windows = corpus_of_words().held_out_windows(64 * 4, TINY.context)
+    windows = corpus_of_words().held_out_windows(64, TINY.context)
     assert outcome.val_loss == pytest.approx(held_out_loss(ByteGPT(TINY, seed=98), windows))
     assert outcome.val_loss_global == pytest.approx(held_out_loss(ByteGPT(TINY, seed=99), windows))
     assert run.losses[-1] == (outcome.val_loss, outcome.val_loss_global)
