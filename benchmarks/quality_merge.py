@@ -176,6 +176,10 @@ class Rounds:
             self._offer(one.fragment, step)
         self._open = []
 
+    def own_step(self, m: int, step: int) -> int:
+        """Inner steps that learner m has made after inner step `step` of the stack: all of them make each."""
+        return step
+
     def _reachable(self, step: int) -> list[int]:
         is_cut = self.cut_steps is not None and self.cut_steps[0] <= step < self.cut_steps[1]
         return list(range(self.learners - is_cut))
@@ -184,7 +188,8 @@ class Rounds:
         state = self.globals[fragment]
         live = self._reachable(step)
         chosen = live if self.attendance is None else self.attendance(fragment, state.version)
-        members = [m for m in live if m in chosen and step > self.copies[m][fragment].position.included_step]
+        copies = [(m, self.copies[m][fragment]) for m in live if m in chosen]
+        members = [m for m, copy in copies if self.own_step(m, step) > copy.position.included_step]
         state.clock = FragmentPosition(1, step, step, 0)
         if not members:
             return
@@ -198,7 +203,7 @@ class Rounds:
             self._offer(fragment, step)
 
     def _contribute(self, one: _Open, m: int, step: int) -> None:
-        copy, blocks = self.copies[m][one.fragment], self._up[one.fragment]
+        copy, blocks, step = self.copies[m][one.fragment], self._up[one.fragment], self.own_step(m, step)
         values = self.theta[m, self._where[one.fragment]]
         encoded = np.empty(blocks.encoded_bytes, np.uint8)
         is_wild = self.outlier and m == self.learners - 1
@@ -274,6 +279,7 @@ class Rounds:
             return
         is_returning = self.cut_steps is not None and m == self.learners - 1 and step == self.cut_steps[1]
         mode = CarryMode.OVERWRITE if is_returning and not self.keep_cut_work else self.settings.carry
+        step = self.own_step(m, step)
         snapshot = copy.included
         since = step - (snapshot.step if snapshot else copy.position.included_step)
         plan = carry_plan(

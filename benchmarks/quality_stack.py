@@ -125,12 +125,17 @@ class Stack:
             at += size
         return views
 
-    def step(self, windows: NDArray[np.uint8], *, at: float | None = None) -> None:
+    def step(
+        self, windows: NDArray[np.uint8], *, at: float | None = None, resting: NDArray[np.bool_] | None = None
+    ) -> None:
         """One inner step of every replica on windows of shape (R, B, T + 1).
 
         Args:
             at: where the learning-rate schedule stands, in steps from 1; None: at the steps of this stack.
+            resting: shape (R,): replicas that make none: their parameters and moments stay; None: all make it.
         """
+        arrays = (self.theta, self._m, self._v)
+        kept = [array[resting].copy() for array in arrays] if resting is not None and resting.any() else []
         tokens = torch.from_numpy(windows.astype(np.int64))
         logits = self._logits(self.settings, self._leaves, tokens[:, :, :-1], self._rotary)
         # The gradient of each replica's mean cross-entropy, written out: torch's own takes four times as long here.
@@ -146,6 +151,8 @@ class Stack:
         _adamw(
             self.theta, self.gradient, self._m, self._v, self._decay, rate, i.beta1, i.beta2, self.steps_done, i.clip
         )
+        for array, old in zip(arrays, kept, strict=False):
+            array[resting] = old
 
     def loss(self, flat: F32, windows: NDArray[np.uint8]) -> float:
         """Mean loss in nats per byte of one set of parameters, shape (N,), over windows of shape (n, T + 1)."""
