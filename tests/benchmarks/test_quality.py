@@ -1,4 +1,4 @@
-"""The parts of benchmarks/quality.py: the stacked learners are real ones, the rounds average, tuning and cache work."""
+"""The parts of benchmarks/quality.py and quality_storm.py: the stacked learners are real ones, the rounds average, tuning and cache work."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import quality
 import torch
 from quality_merge import Rounds
 from quality_stack import Inner, Stack
+from quality_storm import LEARNERS, StormRounds, storm
 
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 from diloco_node.learner.builtin.model import ByteGPT
 from diloco_node.learner.builtin.shape import ModelSettings
 
 TINY = ModelSettings(layers=1, dim=16, heads=2, context=12)
+SHAPES = {"a.weight": (64, 80), "embed.weight": (20, 16), "c.bias": (7,)}
 INNER = Inner(lr=1e-2, steps=20, warmup=3)
 
 
@@ -65,9 +67,8 @@ def moved(theta: np.ndarray, seed: int) -> np.ndarray:
 
 
 def rounds_of(settings: RunSettings, learners: int = 3, **more: object) -> tuple[Rounds, np.ndarray]:
-    shapes = {"a.weight": (64, 80), "embed.weight": (20, 16), "c.bias": (7,)}
     theta = np.tile(np.random.default_rng(0).normal(size=64 * 80 + 20 * 16 + 7).astype(np.float32), (learners, 1))
-    return Rounds(settings, shapes, theta, tokens_per_step=10, **more), theta
+    return Rounds(settings, SHAPES, theta, tokens_per_step=10, **more), theta
 
 
 def test_a_replica_trains_exactly_as_torch_trains_it_alone():
@@ -274,3 +275,66 @@ def test_cuts_that_do_not_fit_into_the_run_are_left_out():
     assert "cut_25" in names
     assert "cut_100" not in names
     assert "cut_100_dropped" in {arm.name for arm in quality.arms_for(4000)}
+
+
+def test_a_replica_that_rests_stays_as_it_is_and_the_others_do_not_notice():
+    both, alone = (Stack(TINY, INNER, replicas=2, seed=1) for _ in range(2))
+    windows = windows_of(2, 4, 13)
+    for step in range(3):
+        both.step(windows, resting=np.array([False, step == 1]))
+        alone.step(windows)
+    np.testing.assert_array_equal(both.theta[0], alone.theta[0])
+    assert np.abs(both.theta[1] - alone.theta[1]).max() > 1e-4
+    before = both.theta[1].copy()
+    both.step(windows, resting=np.array([False, True]))
+    np.testing.assert_array_equal(both.theta[1], before)
+
+
+def stormy(away: np.ndarray, steps: int, **changed: object) -> tuple[StormRounds, np.ndarray]:
+    """Learners whose parameters move at random, each step of each another way."""
+    settings = settings_with(fragments=4, overlap_steps=2, outer_lr=0.5, outer_momentum=0.6, **changed)
+    _, theta = rounds_of(settings, LEARNERS)
+    rounds = StormRounds(settings, SHAPES, theta, tokens_per_step=10, away=away)
+    for step in range(1, steps + 1):
+        theta[:] = moved(theta, step)
+        rounds.own += 1
+        if step < steps:
+            rounds.after_step(step)
+    return rounds, theta
+
+
+def test_a_storm_that_strikes_nobody_is_no_storm():
+    rounds, _ = stormy(np.zeros((LEARNERS, 41), bool), 40)
+    plain, theta = rounds_of(settings_with(fragments=4, overlap_steps=2, outer_lr=0.5, outer_momentum=0.6), LEARNERS)
+    for step in range(1, 41):
+        theta[:] = moved(theta, step)
+        if step < 40:
+            plain.after_step(step)
+    for one in (rounds, plain):
+        one.finish(40)
+    np.testing.assert_array_equal(rounds.global_parameters(), plain.global_parameters())
+    assert set(rounds.steps_held) >= {4}
+
+
+def test_who_is_away_is_in_no_round_and_with_two_of_four_there_is_none():
+    away = np.zeros((LEARNERS, 41), bool)
+    away[3, 8:30] = True
+    rounds, _ = stormy(away, 24)
+    assert rounds.copies[3][0].position.base_version < rounds.copies[0][0].position.base_version
+    versions = [state.version for state in rounds.globals]
+    away[2, 24:41] = True
+    rounds, _ = stormy(away, 29)
+    assert [state.version for state in rounds.globals] == versions
+    rounds, _ = stormy(away, 38)
+    assert min(state.version for state in rounds.globals) > max(versions)
+    assert rounds.unmerged(2) > 10 > rounds.unmerged(3)
+
+
+def test_a_storm_takes_regions_and_learners_now_and_then():
+    away, idle = storm(1, 3000)
+    assert away.shape == idle.shape == (LEARNERS, 3000)
+    assert 0.3 < away.mean() < 0.6
+    assert 0.2 < idle.mean() < 0.5
+    assert (away & ~idle).any()
+    assert (idle & ~away).any()
+    np.testing.assert_array_equal(storm(1, 3000)[0], away)
