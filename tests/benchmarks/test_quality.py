@@ -1,4 +1,4 @@
-"""The parts of benchmarks/quality.py and quality_storm.py: the stacked learners are real ones, the rounds average, tuning and cache work."""
+"""The parts of quality.py and quality_storm.py: stacked learners are real ones, rounds average, a storm strikes."""
 
 from __future__ import annotations
 
