@@ -213,21 +213,31 @@ def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
     return None
 
 
-def compared(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
+def reached_ns(samples: Sequence[RunSample], tokens: int) -> int:
+    """When so many tokens were merged, as far as the samples tell; if they never were, the time of the last one."""
+    last_ns = samples[-1].at_ns if samples else 0
+    return next((one.at_ns for one in samples if one.tokens_merged >= tokens), last_ns)
+
+
+def compared(own: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
     """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
 
-    The final model's loss stands beside the other run's at as many tokens. Where the other run has none, None. So is
-    the goodput of single regions where one of both does not know their tokens.
+    The final model's loss stands beside the other run's at as many tokens: that of its final model where both runs end
+    at a number of tokens, else what it measured on its way. Where the other run has none, None. So is the goodput of
+    single regions where one of both does not know their tokens.
+
+    Args:
+        ends_by_tokens: both runs end when the same number of tokens is merged.
     """
     mine, theirs = own["tokens_merged_of"], baseline["tokens_merged_of"]
     tokens, loss = own["final"]["tokens"], own["final"]["val_loss"]
-    end = baseline["final"]
-    last = [(end["tokens"], end["val_loss"])] if end["val_loss"] is not None else []
-    other = loss_at([*baseline["val_losses"], *last], tokens)
+    # Both windows are as long, unless the runs end at a number of tokens.
+    slower = baseline["seconds"] / own["seconds"] if own["seconds"] else 0.0
+    other = baseline["final"]["val_loss"] if ends_by_tokens else loss_on_the_way(baseline, tokens)
     return {
-        "goodput": _ratio(own["tokens_merged"], baseline["tokens_merged"]),
+        "goodput": _ratio(own["tokens_merged"] * slower, baseline["tokens_merged"]),
         "goodput_of": (
-            {name: _ratio(mine[name], theirs[name]) for name in sorted(mine.keys() & theirs.keys())}
+            {name: _ratio(mine[name] * slower, theirs[name]) for name in sorted(mine.keys() & theirs.keys())}
             if mine is not None and theirs is not None
             else None
         ),
@@ -238,6 +248,17 @@ def compared(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, A
             "change": loss / other - 1 if loss is not None and other else None,
         },
     }
+
+
+def loss_on_the_way(training: Mapping[str, Any], tokens: int) -> float | None:
+    """What a run measured when so many tokens were merged.
+
+    No last round came before that, and the learning rate was not at its end. Such a loss may be a percent worse than
+    that of a final model (D-Q4, D-108).
+    """
+    end = training["final"]
+    last = [(end["tokens"], end["val_loss"])] if end["val_loss"] is not None else []
+    return loss_at([*training["val_losses"], *last], tokens)
 
 
 def _ratio(part: float, whole: float) -> float | None:

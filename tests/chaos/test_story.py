@@ -22,6 +22,7 @@ from diloco_node.chaos.story import (
     longest_gap_ns,
     loss_at,
     loss_course,
+    reached_ns,
     rejoin_ns,
     rejoins,
     timed_merges,
@@ -117,7 +118,8 @@ def test_where_not_all_merges_are_known_nothing_is_said_of_single_regions() -> N
     assert (done["tokens_merged_of"], done["participation_of"]) == (None, None)
     known = {**done, "tokens_merged_of": {"a": 90}}
     for own, other in ((done, known), (known, done)):
-        assert (compared(own, other)["goodput"], compared(own, other)["goodput_of"]) == (1.0, None)
+        found = compared(own, other, ends_by_tokens=False)
+        assert (found["goodput"], found["goodput_of"]) == (1.0, None)
 
 
 def test_a_run_without_samples_or_merges_has_no_figures() -> None:
@@ -168,30 +170,48 @@ def test_a_loss_between_two_points_lies_on_their_line() -> None:
 
 
 def test_goodput_is_the_tokens_merged_over_those_of_the_undisturbed_run() -> None:
-    own = {"tokens_merged": 880, "tokens_merged_of": {"a": 400, "b": 480}, "val_losses": [[790, 9.0]]}
+    own = {"seconds": 50, "tokens_merged": 880, "tokens_merged_of": {"a": 400, "b": 480}, "val_losses": [[790, 9.0]]}
     own["final"] = {"tokens": 800, "val_loss": 2.02}
     undisturbed = {
+        "seconds": 50,
         "tokens_merged": 1000,
         "tokens_merged_of": {"a": 500, "b": 0},
         "val_losses": [[700, 2.1], [900, 1.9], [1000, 1.5]],
         "final": {"tokens": 1100, "val_loss": 1.4},
     }
-    found = compared(own, undisturbed)
+    found = compared(own, undisturbed, ends_by_tokens=False)
     assert found["goodput"] == 0.88
     assert found["goodput_of"] == {"a": 0.8, "b": None}
     assert found["loss"] == {"tokens": 800, "own": 2.02, "undisturbed": 2.0, "change": pytest.approx(0.01)}
     # Nearly as many tokens: between the last measurement and the final model.
-    further = compared({**own, "final": {"tokens": 1050, "val_loss": 1.45}}, undisturbed)
+    further = compared({**own, "final": {"tokens": 1050, "val_loss": 1.45}}, undisturbed, ends_by_tokens=False)
     assert further["loss"]["undisturbed"] == pytest.approx(1.45)
+
+
+def test_runs_that_end_with_as_many_tokens_are_compared_by_their_final_models() -> None:
+    """The last rounds merge what is left, so neither ends exactly there."""
+    own = {"seconds": 80, "tokens_merged": 1000, "tokens_merged_of": {"a": 500}, "val_losses": []}
+    own["final"] = {"tokens": 1015, "val_loss": 1.515}
+    undisturbed = {**own, "seconds": 60, "val_losses": [[900, 9.0]], "final": {"tokens": 1010, "val_loss": 1.5}}
+    found = compared(own, undisturbed, ends_by_tokens=True)
+    assert (found["goodput"], found["goodput_of"]) == (0.75, {"a": 0.75})
+    assert found["loss"]["change"] == pytest.approx(0.01)
+
+
+def test_a_number_of_tokens_is_reached_with_the_first_sample_that_has_them() -> None:
+    samples = [sample(1, tokens=90), sample(2, tokens=100), sample(3, tokens=110)]
+    assert [reached_ns(samples, tokens) for tokens in (90, 91, 100, 111)] == [S, 2 * S, 2 * S, 3 * S]
+    assert reached_ns([], 1) == 0
 
 
 def test_a_run_that_measured_no_loss_or_went_further_has_none_to_compare() -> None:
     none = {"tokens": 1, "val_loss": None}
-    own = {"tokens_merged": 1, "tokens_merged_of": {}, "val_losses": [], "final": none}
-    assert compared(own, own)["loss"]["change"] is None
+    own = {"seconds": 1, "tokens_merged": 1, "tokens_merged_of": {}, "val_losses": [], "final": none}
+    assert compared(own, own, ends_by_tokens=False)["loss"]["change"] is None
     further = {**own, "final": {"tokens": 5000, "val_loss": 1.0}}
-    assert compared(further, {**own, "val_losses": [[1, 2.0], [2, 1.0]]})["loss"]["change"] is None
-    assert compared({**own, "tokens_merged": 5}, {**own, "tokens_merged": 0})["goodput"] is None
+    other = {**own, "val_losses": [[1, 2.0], [2, 1.0]]}
+    assert compared(further, other, ends_by_tokens=False)["loss"]["change"] is None
+    assert compared({**own, "tokens_merged": 5}, {**own, "tokens_merged": 0}, ends_by_tokens=False)["goodput"] is None
 
 
 def test_who_died_is_back_with_the_first_merge_of_its_next_incarnation() -> None:

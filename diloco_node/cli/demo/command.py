@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
+
+SECONDS_DEFAULT: Final = 90.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +16,9 @@ class DemoOptions:
     """What the user asked for.
 
     Attributes:
-        regions: how many; None: as many as the WAN's file has, else 4. seconds: training time. folder: where to keep
-            everything; None: a new one.
+        regions: how many; None: as many as the WAN's file has, else 4.
+        seconds: training time. tokens: to be merged, instead of a time; 0: the time ends it.
+        folder: where to keep everything; None: a new one.
         data: files or folders of text. is_json: one JSON object on standard output, nothing else there.
         seed: of the run.
         wan: a topology file to run in; None: plain loopback. wan_backend: "auto", or one of `wan.emulation.BACKENDS`.
@@ -29,7 +32,8 @@ class DemoOptions:
     """
 
     regions: int | None = None
-    seconds: float = 90.0
+    seconds: float = SECONDS_DEFAULT
+    tokens: int = 0
     folder: Path | None = None
     data: tuple[str, ...] = ()
     is_json: bool = False
@@ -55,7 +59,15 @@ def demo(
         int | None,
         typer.Option("--regions", min=1, max=16, help="Regions on this machine [default: 4, or those of --wan]."),
     ] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=5, max=86_400, help="How long to train.")] = 90.0,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", min=5, max=86_400, help="How long to train [default: 90].")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens", metavar="N", min=1, help="Train until so many are merged, instead; the schedule ends there."
+        ),
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep it [default: a new folder].")] = None,
     data: Annotated[list[str] | None, typer.Option("--data", metavar="PATH", help="Text to train on.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of parameters, data order, and storm.")] = 0,
@@ -99,10 +111,14 @@ def demo(
 ) -> None:
     """Run several regions on this machine, with real processes and real links, and report."""
     from diloco_node.cli.demo.run import run_demo
+    from diloco_node.errors import ConfigError
 
+    if seconds is not None and tokens is not None:
+        raise ConfigError("--seconds and --tokens both say when the training ends: give one of them")
     options = DemoOptions(
         regions=regions,
-        seconds=seconds,
+        seconds=SECONDS_DEFAULT if seconds is None else seconds,
+        tokens=tokens or 0,
         folder=folder,
         data=tuple(data or ()),
         is_json=as_json,

@@ -42,6 +42,11 @@ class LearnerMix:
         times = sorted(self.step_seconds(fastest_s, index) for index in range(len(self.speeds)))
         return times[len(times) // 2] if times else fastest_s
 
+    def tokens_per_second(self, fastest_s: float, regions: int, *, batch: int, context: int) -> float:
+        """Of all regions together, where nothing holds them up. `batch`: of those whose batches are not given."""
+        batches = self.batches or (batch,) * regions
+        return sum(one * context / self.step_seconds(fastest_s, index) for index, one in enumerate(batches))
+
     def settings(self, fastest_s: float, index: int) -> tuple[str, ...]:
         """What `start --set` gets in a region."""
         found = [f"model.step_time_min={round(1000 * self.step_seconds(fastest_s, index))}ms"] if self.speeds else []

@@ -51,6 +51,10 @@ WAN_PORTS: Final = (7400, 7401)
 SYNC_EVERY: Final = 16
 """Inner steps between two rounds of a fragment."""
 
+BATCH: Final = 8
+CONTEXT: Final = 64
+"""Sequences in an inner step, where `--batches` says nothing else, and bytes in each."""
+
 EVALUATION: Final = "eval_windows = 256\n"
 """Two runs of the demo are compared to a percent. On 64 windows of as little context they differ by another percent
 than on 1,024; on 256 by 0.3 % more or less. A measurement takes 0.25 s, each 20 s."""
@@ -77,13 +81,14 @@ RUN_TOML: Final = """\
 [run]
 id = "demo"
 seed = {seed}
+tokens = {tokens}
 
 [model]
 layers = 2
 dim = 64
 heads = 4
-context = 64
-batch = 8
+context = {context}
+batch = {batch}
 schedule_steps = {schedule_steps}
 step_time_min = "{step_ms}ms"
 {evaluation}
@@ -103,6 +108,8 @@ def run_demo(options: DemoOptions) -> int:
         raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
     if not options.has_chaos and (options.tape or options.baseline or options.victims or options.mtbf):
         raise ConfigError("--mtbf, --victims, --tape and --baseline belong to a storm: add --chaos")
+    if options.has_outage and options.tokens:
+        raise ConfigError("--outage is laid out for a time: give --seconds, not --tokens")
     if options.budget:
         parsed("--budget", options.budget, parse_ceiling)
     missing = [path for path in options.data if not Path(path).exists()]
@@ -126,7 +133,12 @@ class Demo:
         self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
         self.outage: DemoOutage | None = None
         self.settings = comparable(options, self.names, step_seconds=STEP_SECONDS)
-        self.storm = DemoStorm(options, self.names, folder, self.settings) if options.has_chaos else None
+        per_second = self.mix.tokens_per_second(STEP_SECONDS, len(self.names), batch=BATCH, context=CONTEXT)
+        self.storm = (
+            DemoStorm(options, self.names, folder, self.settings, tokens_per_second=per_second)
+            if options.has_chaos
+            else None
+        )
         self.course = CourseRecorder()
         self.keeper: RegionKeeper | None = None
         self.regions: list[RegionProcess] = []
@@ -174,8 +186,9 @@ class Demo:
         return 0 if report["equal_digests"] and report["tokens"]["balanced"] else 1
 
     def _add_course(self, report: dict[str, Any]) -> None:
-        """What was done within the time asked for, and what a storm did to it."""
-        samples, end_ns = self.course.samples, int(self.options.seconds * NS_PER_S)
+        """What was done within the time asked for, or that it took, and what a storm did to it."""
+        samples, tokens = self.course.samples, self.options.tokens
+        end_ns = story.reached_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
         merges = read_merges(self.folder, self.names, samples)
         final = report["tokens"]["merged"], report["val_loss_global"]
         done = story.training(samples, merges, regions=self.names, end_ns=end_ns, final=final)
@@ -192,7 +205,13 @@ class Demo:
         ports = free_ports(2 * len(self.names))
         text = RUN_TOML.format(
             seed=self.options.seed,
-            schedule_steps=max(50, int(self.options.seconds / self.mix.median_step_seconds(STEP_SECONDS))),
+            tokens=self.options.tokens,
+            context=CONTEXT,
+            batch=BATCH,
+            # 0: as long as the run, which ends by itself.
+            schedule_steps=0
+            if self.options.tokens
+            else max(50, int(self.options.seconds / self.mix.median_step_seconds(STEP_SECONDS))),
             step_ms=int(STEP_SECONDS * 1000),
             evaluation=OUTAGE_EVALUATION if self.options.has_outage else EVALUATION,
             sync_every=SYNC_EVERY,
@@ -223,25 +242,34 @@ class Demo:
         trains_s = time.monotonic()
         self.keeper.is_starting = False
         self.course.begin()
-        view.line(f"all regions train after {trains_s - started_s:.1f} s; {self.options.seconds:.0f} s of training")
+        goal = f"{self.options.tokens:,} tokens" if self.options.tokens else f"{self.options.seconds:.0f} s of training"
+        view.line(f"all regions train after {trains_s - started_s:.1f} s; {goal}")
         # Until the end: a region that came back late may hold the same bytes as the others only after the last rounds.
-        async with self._outages(view), self._stormy(view):
-            await self._watch(
-                view, trains_s, until=lambda: time.monotonic() - trains_s >= self.options.seconds, limit_s=None
-            )
+        async with self._outages(view):
+            async with self._stormy(view):
+                await self._watch(view, trains_s, until=lambda: self._is_trained(trains_s), limit_s=None)
             if not self._interrupted.is_set():
                 await self._finish(view, trains_s)
 
+    def _is_trained(self, trains_s: float) -> bool:
+        """The time is over; or so much is merged that a storm has to end, and the run ends by itself."""
+        if not self.options.tokens:
+            return time.monotonic() - trains_s >= self.options.seconds
+        calm = self.storm.calm_tokens if self.storm is not None else 0
+        return self.course.samples[-1].tokens_merged >= self.options.tokens - calm
+
     async def _finish(self, view: LiveView, trains_s: float) -> None:
-        """Order the run's end, and watch until every region has exited."""
+        """Order the run's end, unless it comes by itself, and watch until every region has exited."""
+        ending_s = time.monotonic()
         view.line("finishing: one last round per fragment, then the final model")
-        with contextlib.suppress(TimeoutError):  # the limit below says more
-            await order_finish(self.regions, limit_s=FINISH_S, is_given_up=self._is_given_up)
+        if not self.options.tokens:
+            with contextlib.suppress(TimeoutError):  # the limit below says more
+                await order_finish(self.regions, limit_s=FINISH_S, is_given_up=self._is_given_up)
         await self._watch(
             view,
             trains_s,
             until=lambda: self.keeper is not None and self.keeper.is_over,
-            limit_s=self.options.seconds + FINISH_S,
+            limit_s=ending_s - trains_s + FINISH_S,
             what="to finish",
         )
 

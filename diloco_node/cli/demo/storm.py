@@ -32,6 +32,9 @@ MTBF_DEFAULT: Final = "5s"
 POLL_S: Final = 0.25
 """How often the regions are asked in a storm: the times of the report are as fine."""
 
+TOKENS_PLAN_TIMES: Final = 20
+"""A storm that ends with a number of tokens is drawn for so many times what they take undisturbed."""
+
 TAPE_NAME: Final = "tape.jsonl"
 PICTURE_NAME: Final = "chaos.svg"
 
@@ -69,7 +72,7 @@ def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         report = json.loads(file.read_text())
         training, is_storm = dict(report["training"]), report["chaos"] is not None
         known = dict(training["settings"])
-        story.compared(training, training)  # all that is compared is there
+        story.compared(training, training, ends_by_tokens=False)  # all that is compared is there
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
     if is_storm:
@@ -89,27 +92,48 @@ class DemoStorm:
     Args:
         options: of the demo. names: its regions. folder: of the demo.
         settings: of the demo, as `comparable` has them: a baseline must have the same.
+        tokens_per_second: of the demo, undisturbed.
+
+    Attributes:
+        plan: what is struck. With `--tokens` it is much longer than the training should be: the demo ends the storm.
+        calm_tokens: with `--tokens`, the storm ends when so many have still to be merged.
 
     Raises:
         ConfigError: an option, the tape or the baseline is wrong.
     """
 
-    def __init__(self, options: DemoOptions, names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        options: DemoOptions,
+        names: Sequence[str],
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        tokens_per_second: float,
+    ) -> None:
         self._options = options
         self._names = sorted(names)
         self._folder = folder
-        self._end_ns = int(options.seconds * NS_PER_S)
-        calm_ns = int((options.seconds - CALM_S) * NS_PER_S)
-        if calm_ns <= 0:
-            raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
+        self.calm_tokens = int(CALM_S * tokens_per_second)
+        if options.tokens:
+            if options.tokens <= self.calm_tokens:
+                raise ConfigError(
+                    f"--chaos is calm for the last {self.calm_tokens:,} tokens, {CALM_S:.0f} s of training: take more "
+                    "--tokens than that"
+                )
+            end_ns = int(TOKENS_PLAN_TIMES * options.tokens / tokens_per_second * NS_PER_S)
+        else:
+            end_ns = int((options.seconds - CALM_S) * NS_PER_S)
+            if end_ns <= 0:
+                raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
         self._mtbf = parsed("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
         self._victims = parsed("--victims", options.victims, parse_victims) if options.victims else VICTIMS
         self.plan: FaultPlan
         if options.tape is not None:
-            self.plan = read_tape(options.tape, self._names).until(calm_ns)
+            self.plan = read_tape(options.tape, self._names).until(end_ns)
         else:
             self.plan = storm(
-                self._names, seed=options.seed, mtbf_ns=self._mtbf.ns, end_ns=calm_ns, victims=self._victims
+                self._names, seed=options.seed, mtbf_ns=self._mtbf.ns, end_ns=end_ns, victims=self._victims
             )
         self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
         self._struck: Sequence[StruckFault] = ()
@@ -142,12 +166,13 @@ class DemoStorm:
     ) -> dict[str, Any]:
         """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
         counts = Counter((one.fault.kind, one.fault.target.part) for one in self._struck if not one.is_missed)
+        end_ns = int(training["seconds"] * NS_PER_S)
         lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "picture"))
         if merges is not None:
-            spans = {name: story.life(name, samples, merges, end_ns=self._end_ns) for name in self._names}
-            title = f"{len(self._names)} regions, {sum(counts.values())} faults in {self._options.seconds:.0f} s"
+            spans = {name: story.life(name, samples, merges, end_ns=end_ns) for name in self._names}
+            title = f"{len(self._names)} regions, {sum(counts.values())} faults in {training['seconds']:.0f} s"
             picture = self._folder / PICTURE_NAME
-            picture.write_text(draw_life(title, spans, merges, self._struck, end_ns=self._end_ns))
+            picture.write_text(draw_life(title, spans, merges, self._struck, end_ns=end_ns))
             lives = {
                 "rejoin": story.rejoins(self._struck, samples, merges),
                 "seconds_of": {name: _seconds_of(own) for name, own in spans.items()},
@@ -168,7 +193,9 @@ class DemoStorm:
             "missed": sum(one.is_missed for one in self._struck),
             "faults": [one.document() for one in self._struck],
             "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
-            "compared": story.compared(training, self._baseline) if self._baseline is not None else None,
+            "compared": story.compared(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
+            if self._baseline is not None
+            else None,
             **lives,
         }
 

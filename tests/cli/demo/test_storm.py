@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ from diloco_node.numeric import NS_PER_S
 S = NS_PER_S
 NAMES = ("b", "a", "c")
 OPTIONS = DemoOptions(seconds=60, seed=4, has_chaos=True)
+RATE = 1000.0
 SETTINGS = comparable(OPTIONS, NAMES, step_seconds=0.1)
+
+
+def storm_of(options: DemoOptions, folder: Path, *, names: Sequence[str] = NAMES) -> DemoStorm:
+    settings = comparable(replace(options, baseline=None), NAMES, step_seconds=0.1)
+    return DemoStorm(options, names, folder, settings, tokens_per_second=RATE)
 
 
 def baseline(folder: Path, *, chaos: object = None, **settings: Any) -> Path:
@@ -51,12 +58,20 @@ def baseline(folder: Path, *, chaos: object = None, **settings: Any) -> Path:
 
 
 def test_the_end_of_the_training_is_calm(tmp_path: Path) -> None:
-    plan = DemoStorm(replace(OPTIONS, mtbf="500ms"), NAMES, tmp_path, SETTINGS).plan
+    plan = storm_of(replace(OPTIONS, mtbf="500ms"), tmp_path).plan
     assert len(plan.faults) > 50
     assert plan.faults[-1].at_ns < (60 - CALM_S) * S
     assert {fault.target.region for fault in plan.faults} == set(NAMES)
-    assert DemoStorm(replace(OPTIONS, mtbf="500ms"), sorted(NAMES), tmp_path, SETTINGS).plan == plan
-    assert DemoStorm(replace(OPTIONS, mtbf="500ms", seed=5), NAMES, tmp_path, SETTINGS).plan != plan
+    assert storm_of(replace(OPTIONS, mtbf="500ms"), tmp_path, names=sorted(NAMES)).plan == plan
+    assert storm_of(replace(OPTIONS, mtbf="500ms", seed=5), tmp_path).plan != plan
+
+
+def test_a_storm_that_ends_with_a_number_of_tokens_is_drawn_for_longer_than_they_take(tmp_path: Path) -> None:
+    by_tokens = storm_of(replace(OPTIONS, tokens=60_000), tmp_path)
+    assert by_tokens.calm_tokens == CALM_S * RATE
+    assert 1000 * S < by_tokens.plan.faults[-1].at_ns < 1200 * S
+    by_time = storm_of(OPTIONS, tmp_path)
+    assert by_tokens.plan.faults[: len(by_time.plan.faults)] == by_time.plan.faults
 
 
 def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
@@ -65,7 +80,7 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
         '{"at_seconds": 48, "do": "pause", "target": "a", "seconds": 30}\n'
         '{"at_seconds": 55, "do": "kill", "target": "a"}\n'
     )
-    [fault] = DemoStorm(replace(OPTIONS, tape=file), NAMES, tmp_path, SETTINGS).plan.faults
+    [fault] = storm_of(replace(OPTIONS, tape=file), tmp_path).plan.faults
     assert fault == PlannedFault(48 * S, "pause", FaultTarget("a"), 2 * S)
 
 
@@ -73,6 +88,7 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
     ("changes", "reason"),
     [
         ({"seconds": CALM_S}, "--seconds"),
+        ({"tokens": 10_000}, "10,000 tokens"),
         ({"mtbf": "often"}, "--mtbf"),
         ({"mtbf": "0s"}, "above zero"),
         ({"mtbf": "1us"}, "longer mean time"),
@@ -83,15 +99,16 @@ def test_a_tape_is_cut_where_the_calm_begins(tmp_path: Path) -> None:
 )
 def test_wrong_options_are_refused_before_anything_runs(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=reason):
-        DemoStorm(replace(OPTIONS, **changes), NAMES, tmp_path, SETTINGS)
+        storm_of(replace(OPTIONS, **changes), tmp_path)
 
 
 UNCOMPARED = ("regions", "folder", "is_json", "has_chaos", "mtbf", "victims", "tape", "baseline")
 """Their values may differ: the names of the regions are compared, and the others change no figure without a storm."""
 
 OTHER_VALUES: dict[str, Any] = {
-    "seconds": 61, "data": ("/text",), "seed": 5, "wan": Path("/us-4.toml"), "wan_backend": "tun", "has_outage": True,
-    "budget": "1Mbit/s", "speeds": "1,2,2", "batches": "8,8,4", "ranks": "2,1,1", "shards": "fsdp,none,none",
+    "seconds": 61, "tokens": 50_000, "data": ("/text",), "seed": 5, "wan": Path("/us-4.toml"), "wan_backend": "tun",
+    "has_outage": True, "budget": "1Mbit/s", "speeds": "1,2,2", "batches": "8,8,4", "ranks": "2,1,1",
+    "shards": "fsdp,none,none",
 }  # fmt: skip
 """Another value of each option that is compared."""
 
@@ -106,7 +123,7 @@ def test_a_baseline_of_another_demo_is_refused(changes: dict[str, Any], tmp_path
     [name] = changes
     made = baseline(tmp_path, **comparable(replace(OPTIONS, **changes), NAMES, step_seconds=0.1))
     with pytest.raises(ConfigError, match=f"another demo: {name} is"):
-        DemoStorm(replace(OPTIONS, baseline=made), NAMES, tmp_path, SETTINGS)
+        storm_of(replace(OPTIONS, baseline=made), tmp_path)
 
 
 @pytest.mark.parametrize(("name", "names", "step_seconds"), [("regions", "ab", 0.1), ("step_seconds", "abc", 0.05)])
@@ -115,14 +132,14 @@ def test_a_baseline_of_other_regions_or_steps_is_refused(
 ) -> None:
     made = baseline(tmp_path, **comparable(OPTIONS, names, step_seconds=step_seconds))
     with pytest.raises(ConfigError, match=f"another demo: {name} is"):
-        DemoStorm(replace(OPTIONS, baseline=made), NAMES, tmp_path, SETTINGS)
+        storm_of(replace(OPTIONS, baseline=made), tmp_path)
 
 
 def test_a_baseline_of_the_same_demo_is_taken(tmp_path: Path) -> None:
     """Kept elsewhere, shown otherwise, and without the storm."""
     changes = {"regions": 3, "folder": tmp_path, "is_json": True, "has_chaos": False}
     made = baseline(tmp_path, **comparable(replace(OPTIONS, **changes), sorted(NAMES), step_seconds=0.1))
-    DemoStorm(replace(OPTIONS, baseline=made, mtbf="2s", victims="daemon"), NAMES, tmp_path, SETTINGS)
+    storm_of(replace(OPTIONS, baseline=made, mtbf="2s", victims="daemon"), tmp_path)
 
 
 def test_a_storm_is_no_baseline(tmp_path: Path) -> None:
@@ -134,7 +151,7 @@ def test_a_baseline_that_is_no_report_is_refused(tmp_path: Path) -> None:
     for text in ("", "[]", "{}", '{"training": null}', '{"training": {"settings": {}}, "chaos": null}'):
         (tmp_path / "file").write_text(text)
         with pytest.raises(ConfigError, match=r"report\.json"):
-            DemoStorm(replace(OPTIONS, baseline=tmp_path / "file"), NAMES, tmp_path, SETTINGS)
+            storm_of(replace(OPTIONS, baseline=tmp_path / "file"), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -150,9 +167,9 @@ def test_the_plan_is_left_as_a_tape_that_makes_the_same_storm(tmp_path: Path, mo
         pass
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", spare)
-    drawn = DemoStorm(OPTIONS, NAMES, tmp_path, SETTINGS)
+    drawn = storm_of(OPTIONS, tmp_path)
     asyncio.run(drawn.run([], lambda: 60 * S, lambda _: None))
-    again = DemoStorm(replace(OPTIONS, tape=tmp_path / TAPE_NAME), NAMES, tmp_path, SETTINGS)
+    again = storm_of(replace(OPTIONS, tape=tmp_path / TAPE_NAME), tmp_path)
     assert again.plan == drawn.plan
     assert len(again.plan.faults) > 3
 
@@ -163,13 +180,13 @@ def test_what_goes_wrong_with_a_fault_is_one_plain_error(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(storm_module.FaultExecutor, "strike", refuse)
     (tmp_path / "tape").write_text('{"at_seconds": 0, "do": "kill", "target": "a"}\n')
-    storm = DemoStorm(replace(OPTIONS, tape=tmp_path / "tape"), NAMES, tmp_path, SETTINGS)
+    storm = storm_of(replace(OPTIONS, tape=tmp_path / "tape"), tmp_path)
     with pytest.raises(StorageError, match="the folder is full"):
         asyncio.run(storm.run([], lambda: 0, lambda _: None))
 
 
 def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> None:
-    storm = DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path)), NAMES, tmp_path, SETTINGS)
+    storm = storm_of(replace(OPTIONS, baseline=baseline(tmp_path)), tmp_path)
     target = FaultTarget("a", "learner")
     storm._struck = [
         StruckFault(10 * S, PlannedFault(10 * S, "kill", target), (77,)),
@@ -206,8 +223,18 @@ def test_the_report_says_what_was_struck_and_what_it_cost(tmp_path: Path) -> Non
         assert part in text, text
 
 
+def test_runs_of_as_many_tokens_are_compared_by_their_rates_and_final_models(tmp_path: Path) -> None:
+    options = replace(OPTIONS, tokens=20_000)
+    undisturbed = baseline(tmp_path, **comparable(options, NAMES, step_seconds=0.1))
+    storm = storm_of(replace(options, baseline=undisturbed), tmp_path)
+    done = training([], None, regions=NAMES, end_ns=80 * S, final=(20_500, 2.0))
+    compared = storm.document([], None, done | {"tokens_merged": 2000})["compared"]
+    assert compared["goodput"] == 0.75  # the undisturbed run had merged as many after 60 s
+    assert compared["loss"] == {"tokens": 20_500, "own": 2.0, "undisturbed": 1.9, "change": pytest.approx(2 / 1.9 - 1)}
+
+
 def test_of_a_summed_up_ledger_the_report_says_what_is_not_known(tmp_path: Path) -> None:
-    storm = DemoStorm(replace(OPTIONS, baseline=baseline(tmp_path)), NAMES, tmp_path, SETTINGS)
+    storm = storm_of(replace(OPTIONS, baseline=baseline(tmp_path)), tmp_path)
     done = training([], None, regions=NAMES, end_ns=60 * S, final=(0, None))
     chaos = storm.document([], None, done)
     assert (chaos["rejoin"], chaos["seconds_of"], chaos["picture"]) == (None, None, None)
@@ -216,7 +243,7 @@ def test_of_a_summed_up_ledger_the_report_says_what_is_not_known(tmp_path: Path)
 
 
 def test_without_a_baseline_the_report_says_how_to_get_one(tmp_path: Path) -> None:
-    storm = DemoStorm(OPTIONS, NAMES, tmp_path, SETTINGS)
+    storm = storm_of(OPTIONS, tmp_path)
     done = training([], [], regions=NAMES, end_ns=60 * S, final=(0, None))
     chaos = storm.document([], [], done)
     assert (chaos["compared"], chaos["struck"]) == (None, {})
