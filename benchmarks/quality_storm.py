@@ -1,10 +1,11 @@
-"""What a storm with a kill a second costs the model, and which part of it does: losses after as many tokens.
+"""What a storm costs the model, and which part of it does: losses after as many tokens.
 
     python benchmarks/quality_storm.py [--seeds 4] [--arms undisturbed,storm] [--json]
 
-Lock-step virtual time as in `quality.py`, on the model, batches, H and rates of `diloco-node demo`. Each learner's
-region is struck as `demo --chaos --mtbf 1s` does it: a quarter of the kills takes its daemon, a quarter its learner,
-half takes both. What comes back takes as long as it did there (docs/results.md). Rounds need three regions of four.
+Lock-step virtual time as in `quality.py`, on the model, batches, H and rates of `diloco-node demo --tokens`: the
+learning rate ends with the run, and the final model is measured, after its last rounds. Each learner's region is
+struck as `demo --chaos --mtbf 1s` does it: a quarter of the kills takes its daemon, a quarter its learner, half takes
+both. What comes back takes as long as it did there (docs/results.md). Rounds need three regions of four.
 
 Every arm ends when the learners have made as many steps in all, so all merge the same tokens. It says how long that
 took, in steps of a learner that is never struck.
@@ -31,22 +32,17 @@ from quality_merge import Rounds
 from quality_stack import Batches, Inner, Stack
 
 from diloco_node.config.resolve import default_outer
-from diloco_node.core.merge import carry, weights
 from diloco_node.core.types import RunSettings
 from diloco_node.learner.builtin.data import load_corpus
 from diloco_node.learner.builtin.shape import ModelSettings
 
 LEARNERS: Final = 4
-QUORUM: Final = 3
 BATCH: Final = 8
 CONTEXT: Final = 64
 SYNC_EVERY: Final = 16
-SCHEDULE_STEPS: Final = 3000
 LR: Final = 0.006
 HELD_OUT_WINDOWS: Final = 1024
 
-KILL_EVERY: Final = 11.0
-"""Mean steps of 0.1 s between two kills, over all regions."""
 DAEMON_AWAY: Final = 22.0
 """Steps from a daemon's kill until its region is in merges again."""
 LEARNER_AWAY: Final = 8.0
@@ -60,34 +56,37 @@ class Arm:
     """One way to train through it.
 
     Attributes:
-        is_struck: there is a storm. trains_on: learners are not killed, only their daemons, for as long as before.
-        sync_every: H. keep: `MISSED_KEEP`.
-        unmerged_max: a learner waits with so many steps that are in no version of some fragment; 0: it never does.
+        is_struck: there is a storm.
+        waits: a learner makes no step while its region is in no rounds.
+        sync_every: H.
+        quorum: regions that a round needs; fewer than a majority would not be safe, and show what the majority costs.
     """
 
     is_struck: bool = True
-    trains_on: bool = False
+    waits: bool = False
     sync_every: int = SYNC_EVERY
-    keep: float = carry.MISSED_KEEP
-    unmerged_max: int = 0
+    quorum: int = 3
 
 
 ARMS: Final = {
     "undisturbed": Arm(is_struck=False),
     "undisturbed_24": Arm(is_struck=False, sync_every=24),
     "storm": Arm(),
-    "keep_0.7": Arm(keep=0.7),
-    "wait_32": Arm(unmerged_max=32),
-    "train_on": Arm(trains_on=True),
+    "waits": Arm(waits=True),
+    "any_quorum": Arm(quorum=1),
 }
 
 
-def storm(seed: int, steps: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Shape (M, steps) each: whether a region takes no part in rounds, and whether its learner makes no step."""
+def storm(seed: int, steps: int, *, kill_every: float) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Shape (M, steps) each: whether a region takes no part in rounds, and whether its learner makes no step.
+
+    Args:
+        kill_every: mean steps between two kills, over all regions.
+    """
     draw = np.random.default_rng([seed, 99])
     away, idle = np.zeros((LEARNERS, steps), bool), np.zeros((LEARNERS, steps), bool)
     at = 0.0
-    while (at := at + draw.exponential(KILL_EVERY)) < steps:
+    while (at := at + draw.exponential(kill_every)) < steps:
         m, kind, slower, begin = draw.integers(LEARNERS), draw.integers(4), draw.uniform(0.9, 1.4), int(at)
         if kind == 0:
             away[m, begin : begin + int(DAEMON_AWAY * slower)] = True
@@ -102,8 +101,9 @@ def storm(seed: int, steps: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
 class StormRounds(Rounds):
     """Rounds of regions that are away at times; each learner counts its own steps in `own`."""
 
-    def __init__(self, *args: Any, away: NDArray[np.bool_], **more: Any) -> None:
+    def __init__(self, *args: Any, away: NDArray[np.bool_], quorum: int, **more: Any) -> None:
         super().__init__(*args, **more)
+        self.quorum = quorum
         self.own, self.away, self.is_over = np.zeros(LEARNERS, int), away, False
         self.steps_held: list[int] = []
 
@@ -111,17 +111,13 @@ class StormRounds(Rounds):
         """As counted."""
         return int(self.own[m])
 
-    def unmerged(self, m: int) -> int:
-        """Steps of learner m since the last one that all fragments have."""
-        return self.own_step(m, 0) - min(copy.position.included_step for copy in self.copies[m])
-
     def after_step(self, step: int) -> None:
         """Who is back takes what it missed; then rounds, where enough are there."""
         there = self._reachable(step)
         for m in there:
             for fragment in range(len(self.fragments)):
                 self._apply(m, fragment, step)
-        if len(there) >= QUORUM:
+        if len(there) >= self.quorum:
             super().after_step(step)
 
     def finish(self, step: int) -> None:
@@ -137,25 +133,24 @@ class StormRounds(Rounds):
         super()._commit(one)
 
 
-def train(arm: Arm, seed: int, steps: int) -> dict[str, float]:
+def train(arm: Arm, seed: int, steps: int, *, kill_every: float) -> dict[str, float]:
     """One run until the learners have made `LEARNERS * steps` steps in all."""
-    carry.MISSED_KEEP = weights.MISSED_KEEP = arm.keep  # type: ignore[misc]
-    lr, momentum = default_outer(SCHEDULE_STEPS // SYNC_EVERY)
+    lr, momentum = default_outer(steps // SYNC_EVERY)
     settings = RunSettings(
         fragments=4, sync_every=arm.sync_every, overlap_steps=2, outer_lr=lr, outer_momentum=momentum
     )
     corpus = load_corpus()
-    inner = Inner(lr=LR, steps=SCHEDULE_STEPS, floor=0.1)
+    inner = Inner(lr=LR, steps=steps)
     stack = Stack(ModelSettings(context=CONTEXT), inner, replicas=LEARNERS, seed=seed)
     data = Batches(corpus, learners=LEARNERS, batch=BATCH, context=CONTEXT, seed=seed)
-    away, idle = storm(seed, 4 * steps)
-    away, idle = away & arm.is_struck, idle & arm.is_struck & (not arm.trains_on)
-    rounds = StormRounds(settings, stack.shapes, stack.theta, tokens_per_step=BATCH * CONTEXT, away=away)
+    away, idle = storm(seed, 4 * steps, kill_every=kill_every)
+    away, idle = away & arm.is_struck, (idle | away & arm.waits) & arm.is_struck
+    rounds = StormRounds(
+        settings, stack.shapes, stack.theta, tokens_per_step=BATCH * CONTEXT, away=away, quorum=arm.quorum
+    )
     step = 0
     while True:
-        resting = idle[:, step].copy()
-        if arm.unmerged_max:
-            resting |= [rounds.unmerged(m) >= arm.unmerged_max for m in range(LEARNERS)]
+        resting = idle[:, step]
         stack.step(data.separate(step), at=rounds.own.mean() + 1, resting=resting)
         rounds.own += ~resting
         step += 1
@@ -178,7 +173,10 @@ def main() -> None:
     """Run the arms, and compare each with the undisturbed one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4, help="how many [4]")
-    parser.add_argument("--steps", type=int, default=2000, help="of each learner, in the mean [2000]")
+    parser.add_argument("--steps", type=int, default=800, help="of each learner, in the mean [800]")
+    parser.add_argument(
+        "--kill-every", type=float, default=11.0, help="mean steps of 0.1 s between two kills, over all regions [11]"
+    )
     parser.add_argument("--arms", default=",".join(ARMS), help="with commas, the one to compare with first [all]")
     parser.add_argument("--json", action="store_true", help="one JSON object, with each seed")
     options = parser.parse_args()
@@ -188,7 +186,10 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, list[dict[str, float]]] = {}
     for name in names:
-        found[name] = [train(ARMS[name], seed, options.steps) for seed in range(1, options.seeds + 1)]
+        found[name] = [
+            train(ARMS[name], seed, options.steps, kill_every=options.kill_every)
+            for seed in range(1, options.seeds + 1)
+        ]
         losses = [[run["loss"] for run in found[one]] for one in (name, names[0])]
         change, error = summarised(*losses)
         if not options.json:
@@ -199,7 +200,7 @@ def main() -> None:
                 flush=True,
             )
     if options.json:
-        print(json.dumps({"steps": options.steps, "arms": found}))
+        print(json.dumps({"steps": options.steps, "kill_every": options.kill_every, "arms": found}))
 
 
 if __name__ == "__main__":

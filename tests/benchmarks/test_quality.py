@@ -290,11 +290,11 @@ def test_a_replica_that_rests_stays_as_it_is_and_the_others_do_not_notice():
     np.testing.assert_array_equal(both.theta[1], before)
 
 
-def stormy(away: np.ndarray, steps: int, **changed: object) -> tuple[StormRounds, np.ndarray]:
+def stormy(away: np.ndarray, steps: int, *, quorum: int = 3) -> tuple[StormRounds, np.ndarray]:
     """Learners whose parameters move at random, each step of each another way."""
-    settings = settings_with(fragments=4, overlap_steps=2, outer_lr=0.5, outer_momentum=0.6, **changed)
+    settings = settings_with(fragments=4, overlap_steps=2, outer_lr=0.5, outer_momentum=0.6)
     _, theta = rounds_of(settings, LEARNERS)
-    rounds = StormRounds(settings, SHAPES, theta, tokens_per_step=10, away=away)
+    rounds = StormRounds(settings, SHAPES, theta, tokens_per_step=10, away=away, quorum=quorum)
     for step in range(1, steps + 1):
         theta[:] = moved(theta, step)
         rounds.own += 1
@@ -327,14 +327,24 @@ def test_who_is_away_is_in_no_round_and_with_two_of_four_there_is_none():
     assert [state.version for state in rounds.globals] == versions
     rounds, _ = stormy(away, 38)
     assert min(state.version for state in rounds.globals) > max(versions)
-    assert rounds.unmerged(2) > 10 > rounds.unmerged(3)
+    unmerged = [38 - min(copy.position.included_step for copy in copies) for copies in rounds.copies]
+    assert unmerged[2] > 10 > unmerged[3]
+
+
+def test_where_two_of_four_are_enough_their_rounds_go_on():
+    away = np.zeros((LEARNERS, 41), bool)
+    away[2:, 8:41] = True
+    stands, _ = stormy(away, 38)
+    goes_on, _ = stormy(away, 38, quorum=2)
+    assert max(state.version for state in stands.globals) < min(state.version for state in goes_on.globals)
 
 
 def test_a_storm_takes_regions_and_learners_now_and_then():
-    away, idle = storm(1, 3000)
+    away, idle = storm(1, 3000, kill_every=11.0)
     assert away.shape == idle.shape == (LEARNERS, 3000)
     assert 0.3 < away.mean() < 0.6
     assert 0.2 < idle.mean() < 0.5
     assert (away & ~idle).any()
     assert (idle & ~away).any()
-    np.testing.assert_array_equal(storm(1, 3000)[0], away)
+    np.testing.assert_array_equal(storm(1, 3000, kill_every=11.0)[0], away)
+    assert storm(1, 3000, kill_every=55.0)[0].mean() < 0.5 * away.mean()
