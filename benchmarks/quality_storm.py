@@ -2,8 +2,8 @@
 
     python benchmarks/quality_storm.py [--seeds 4] [--arms undisturbed,storm] [--json]
 
-Lock-step virtual time as in `quality.py`, on the model, batches, H and rates of `diloco-node demo --tokens`: the
-learning rate ends with the run, and the final model is measured, after its last rounds. Each learner's region is
+Lock-step virtual time as in `quality.py`, on the model, batches and H of `diloco-node demo --tokens`. The learning
+rate ends with the run, outer rates follow from its length, and the final model is measured. Each learner's region is
 struck as `demo --chaos --mtbf 1s` does it: a quarter of the kills takes its daemon, a quarter its learner, half takes
 both. What comes back takes as long as it did there (docs/results.md). Rounds need three regions of four.
 
@@ -42,6 +42,8 @@ CONTEXT: Final = 64
 SYNC_EVERY: Final = 16
 LR: Final = 0.006
 HELD_OUT_WINDOWS: Final = 1024
+
+KILL_EVERY_MIN: Final = 6.0
 
 DAEMON_AWAY: Final = 22.0
 """Steps from a daemon's kill until its region is in merges again."""
@@ -181,6 +183,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object, with each seed")
     options = parser.parse_args()
     names = options.arms.split(",")
+    if options.kill_every < KILL_EVERY_MIN:
+        parser.error(f"--kill-every is at least {KILL_EVERY_MIN:g}: with less, hardly anybody is ever there")
     if unknown := sorted(set(names) - set(ARMS)):
         parser.error(f"unknown arms {', '.join(unknown)}; there are {', '.join(ARMS)}")
     torch.set_num_threads(1)

@@ -216,7 +216,7 @@ def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
 def reached_ns(samples: Sequence[RunSample], tokens: int) -> int:
     """When so many tokens were merged, as far as the samples tell; if they never were, the time of the last one."""
     last_ns = samples[-1].at_ns if samples else 0
-    return next((one.at_ns for one in samples if one.tokens_merged >= tokens), last_ns)
+    return next((one.at_ns for one in samples if one.at_ns > 0 and one.tokens_merged >= tokens), last_ns)
 
 
 def compared(own: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
@@ -245,6 +245,7 @@ def compared(own: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tok
             "tokens": tokens,
             "own": loss,
             "undisturbed": other,
+            "undisturbed_tokens": baseline["final"]["tokens"] if ends_by_tokens else tokens,
             "change": loss / other - 1 if loss is not None and other else None,
         },
     }

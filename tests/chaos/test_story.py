@@ -182,7 +182,8 @@ def test_goodput_is_the_tokens_merged_over_those_of_the_undisturbed_run() -> Non
     found = compared(own, undisturbed, ends_by_tokens=False)
     assert found["goodput"] == 0.88
     assert found["goodput_of"] == {"a": 0.8, "b": None}
-    assert found["loss"] == {"tokens": 800, "own": 2.02, "undisturbed": 2.0, "change": pytest.approx(0.01)}
+    assert found["loss"]["change"] == pytest.approx(0.01)
+    assert [found["loss"][key] for key in ("tokens", "own", "undisturbed", "undisturbed_tokens")] == [800, 2.02, 2, 800]
     # Nearly as many tokens: between the last measurement and the final model.
     further = compared({**own, "final": {"tokens": 1050, "val_loss": 1.45}}, undisturbed, ends_by_tokens=False)
     assert further["loss"]["undisturbed"] == pytest.approx(1.45)
@@ -196,12 +197,14 @@ def test_runs_that_end_with_as_many_tokens_are_compared_by_their_final_models() 
     found = compared(own, undisturbed, ends_by_tokens=True)
     assert (found["goodput"], found["goodput_of"]) == (0.75, {"a": 0.75})
     assert found["loss"]["change"] == pytest.approx(0.01)
+    assert (found["loss"]["tokens"], found["loss"]["undisturbed_tokens"]) == (1015, 1010)
 
 
 def test_a_number_of_tokens_is_reached_with_the_first_sample_that_has_them() -> None:
     samples = [sample(1, tokens=90), sample(2, tokens=100), sample(3, tokens=110)]
     assert [reached_ns(samples, tokens) for tokens in (90, 91, 100, 111)] == [S, 2 * S, 2 * S, 3 * S]
     assert reached_ns([], 1) == 0
+    assert reached_ns([sample(-1, tokens=90), *samples], 80) == S  # the training had not begun
 
 
 def test_a_run_that_measured_no_loss_or_went_further_has_none_to_compare() -> None:

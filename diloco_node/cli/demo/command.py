@@ -65,7 +65,11 @@ def demo(
     tokens: Annotated[
         int | None,
         typer.Option(
-            "--tokens", metavar="N", min=1, help="Train until so many are merged, instead; the schedule ends there."
+            "--tokens",
+            metavar="N",
+            min=1,
+            max=1 << 50,
+            help="Train until so many are merged, instead; the schedule ends there.",
         ),
     ] = None,
     folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep it [default: a new folder].")] = None,

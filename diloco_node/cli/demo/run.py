@@ -73,6 +73,9 @@ START_S: Final = 240.0
 FINISH_S: Final = 240.0
 """From the order to finish to the last process gone: the last rounds of many regions on few, busy cores."""
 
+TOKENS_MIN_S: Final = 5.0
+"""As of `--seconds`: with less, the run may be over before the last region trains."""
+
 POLL_S: Final = 1.0
 SLOW_COMPILE_S: Final = 5.0
 
@@ -134,6 +137,11 @@ class Demo:
         self.outage: DemoOutage | None = None
         self.settings = comparable(options, self.names, step_seconds=STEP_SECONDS)
         per_second = self.mix.tokens_per_second(STEP_SECONDS, len(self.names), batch=BATCH, context=CONTEXT)
+        if 0 < options.tokens < TOKENS_MIN_S * per_second:
+            raise ConfigError(
+                f"--tokens {options.tokens:,} is less than {TOKENS_MIN_S:.0f} s of training: give at least "
+                f"{int(TOKENS_MIN_S * per_second):,}"
+            )
         self.storm = (
             DemoStorm(options, self.names, folder, self.settings, tokens_per_second=per_second)
             if options.has_chaos
@@ -255,14 +263,18 @@ class Demo:
         """The time is over; or so much is merged that a storm has to end, and the run ends by itself."""
         if not self.options.tokens:
             return time.monotonic() - trains_s >= self.options.seconds
+        # An operator may have ended it before.
+        is_over = self.keeper is not None and self.keeper.is_over
         calm = self.storm.calm_tokens if self.storm is not None else 0
-        return self.course.samples[-1].tokens_merged >= self.options.tokens - calm
+        return is_over or self.course.samples[-1].tokens_merged >= self.options.tokens - calm
 
     async def _finish(self, view: LiveView, trains_s: float) -> None:
         """Order the run's end, unless it comes by itself, and watch until every region has exited."""
         ending_s = time.monotonic()
-        view.line("finishing: one last round per fragment, then the final model")
-        if not self.options.tokens:
+        if self.options.tokens:
+            view.line("the run ends by itself: one last round per fragment, then the final model")
+        else:
+            view.line("finishing: one last round per fragment, then the final model")
             with contextlib.suppress(TimeoutError):  # the limit below says more
                 await order_finish(self.regions, limit_s=FINISH_S, is_given_up=self._is_given_up)
         await self._watch(
@@ -337,8 +349,9 @@ class Demo:
         Raises:
             DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
         """
-        poll_s = POLL_S if self.storm is None else STORM_POLL_S
-        while not until() and not self._interrupted.is_set():
+        # The time that it takes to merge so many tokens is compared with a storm's.
+        poll_s = POLL_S if self.storm is None and not self.options.tokens else STORM_POLL_S
+        while not self._interrupted.is_set() and not until():
             elapsed_s = time.monotonic() - started_s
             if limit_s is not None and elapsed_s > limit_s:
                 raise DilocoError(f"the regions took more than {limit_s:.0f} s {what}:\n{self._last_lines()}")

@@ -32,8 +32,8 @@ MTBF_DEFAULT: Final = "5s"
 POLL_S: Final = 0.25
 """How often the regions are asked in a storm: the times of the report are as fine."""
 
-TOKENS_PLAN_TIMES: Final = 20
-"""A storm that ends with a number of tokens is drawn for so many times what they take undisturbed."""
+TOKENS_PLAN_TIMES: Final = 5
+"""A storm that ends with a number of tokens is drawn for so many times what they take undisturbed. Then it is calm."""
 
 TAPE_NAME: Final = "tape.jsonl"
 PICTURE_NAME: Final = "chaos.svg"
@@ -184,7 +184,8 @@ class DemoStorm:
             "mtbf_seconds": self._mtbf.ns / NS_PER_S if is_drawn else None,
             "victims": list(self._victims) if is_drawn else None,
             "tape": str(self._options.tape or self._folder / TAPE_NAME),
-            "calm_seconds": CALM_S,
+            "calm_seconds": None if self._options.tokens else CALM_S,
+            "calm_tokens": self.calm_tokens if self._options.tokens else None,
             "struck": {
                 kind: {part: counts[kind, part] for part in VICTIMS if counts[kind, part]}
                 for kind in KINDS
@@ -216,9 +217,10 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
         for kind, parts in chaos["struck"].items()
     )
     source = f"seed {chaos['seed']}, a kill per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["tape"]
+    calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
     lines = [
         f"storm              {source}: {struck or 'nothing was struck'}; {chaos['missed']} met nobody; the last "
-        f"{chaos['calm_seconds']:.0f} s were calm",
+        f"{calm} were calm",
         f"commits            {training['commits_per_minute']:.0f} a minute, at most "
         f"{training['longest_gap_seconds']:.1f} s between two",
     ]
@@ -245,12 +247,12 @@ def storm_lines(report: Mapping[str, Any]) -> list[str]:
     else:
         loss = compared["loss"]
         lines.append(
-            f"goodput            {_percent(compared['goodput'])} of the tokens that the undisturbed run merged"
+            f"goodput            {_percent(compared['goodput'])} of the tokens a second that the undisturbed run merged"
         )
         if loss["change"] is not None:
             lines.append(
                 f"held-out loss      {loss['own']:.4f} at {loss['tokens']:,} tokens, undisturbed "
-                f"{loss['undisturbed']:.4f}: {loss['change']:+.2%}"
+                f"{loss['undisturbed']:.4f} at {loss['undisturbed_tokens']:,}: {loss['change']:+.2%}"
             )
     unknown = "none: the ledger is summed up, so which learner was in which merge is not known any more"
     return [*lines, f"picture            {chaos['picture'] or unknown}"]
