@@ -71,3 +71,10 @@ def test_without_them_nothing_changes() -> None:
 def test_what_can_not_be_is_refused(speeds: str, batches: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_mix(speeds, batches, NAMES)
+
+
+def test_the_tokens_of_a_second_are_those_of_each_batch_at_each_speed() -> None:
+    alike = parse_mix("", "", ["a", "b"])
+    assert alike.tokens_per_second(0.1, 2, batch=8, context=64) == pytest.approx(2 * 8 * 64 / 0.1)
+    mixed = parse_mix("1,4", "8,2", ["a", "b"])
+    assert mixed.tokens_per_second(0.1, 2, batch=8, context=64) == pytest.approx(8 * 64 / 0.4 + 2 * 64 / 0.1)

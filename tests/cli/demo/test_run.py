@@ -6,6 +6,7 @@ import asyncio
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from diloco_node.cli.demo.command import DemoOptions
 from diloco_node.cli.demo.live import LiveView
 from diloco_node.cli.demo.run import Demo
 from diloco_node.errors import ConfigError, DilocoError, StorageError
+from diloco_node.numeric import NS_PER_S
 from diloco_node.unix_sockets import Process
 
 NOBODY = Process(2, 1, "")
@@ -149,3 +151,18 @@ def test_too_few_tokens_and_an_outage_of_them_are_refused(tmp_path: Path) -> Non
         run_module.run_demo(DemoOptions(tokens=400_000, wan=tmp_path, has_outage=True))
     with pytest.raises(ConfigError, match="give one of them"):
         command_module.demo(seconds=5.0, tokens=400_000)
+
+
+def test_the_window_of_a_demo_of_tokens_ends_when_they_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "read_merges", lambda *_: None)
+    demo = with_tokens(tmp_path, merged=0)
+    demo.course.samples = [
+        RunSample(at_s * NS_PER_S, {"a": RegionSample(True, True, tokens_merged=merged)})
+        for at_s, merged in ((10, 200_000), (25, 410_000), (30, 415_000))
+    ]
+    report = {"tokens": {"merged": 415_000}, "val_loss_global": 2.0}
+    demo._add_course(report)
+    training: dict[str, Any] = report["training"]  # type: ignore[assignment]
+    assert (training["seconds"], training["tokens_merged"]) == (25, 410_000)
