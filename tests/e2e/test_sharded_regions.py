@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from diloco_node.cli.demo.processes import free_ports
+from diloco_node.cli.demo.run import EVALUATION
 from tests.kit.cluster_kit import Cluster, all_train
 from tests.kit.hf_kit import LLAMA
 from tests.kit.repository import ROOT
@@ -98,8 +99,9 @@ async def test_a_region_of_two_hosts_survives_the_loss_of_the_second(tmp_path: P
 async def test_the_built_in_trainer_cuts_a_model_of_hugging_faces_or_copies_it_and_evaluates(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    model = 'layers = 2\nhf = "../config.json"\nranks = 2\neval_every = 5\neval_windows = 8\n'
-    cluster = Cluster(tmp_path / "run", 2, changes={"layers = 2\n": model})
+    model = 'layers = 2\nhf = "../config.json"\nranks = 2\neval_every = 5\n'
+    fewer = {EVALUATION: "eval_windows = 8\n"}
+    cluster = Cluster(tmp_path / "run", 2, changes={"layers = 2\n": model} | fewer)
     for name, shard in zip(cluster.names, ("fsdp", "ddp"), strict=True):
         cluster.regions[name].settings = (f"model.shard={shard}",)
     try:

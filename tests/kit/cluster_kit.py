@@ -128,8 +128,14 @@ class Cluster:
             statuses = await self.statuses(names)
             if all("learner" in status for status in statuses.values()) and is_so(statuses):
                 return statuses
-            assert time.monotonic() < deadline_s, f"not within {wait_s:.0f} s: {what}\n{brief(statuses)}"
+            assert time.monotonic() < deadline_s, (
+                f"not within {wait_s:.0f} s: {what}\n{brief(statuses) or self.last_words()}"
+            )
             await asyncio.sleep(0.3)
+
+    def last_words(self) -> str:
+        """What each region said last, where none runs any more."""
+        return "\n".join(f"{name}: {region.last_lines(4)}" for name, region in self.regions.items())
 
     async def until_trains(self, names: Iterable[str] = ()) -> Statuses:
         """Until every learner steps, with a leader known."""
@@ -280,8 +286,8 @@ def children(pid: int) -> list[int]:
 
 
 def all_train(statuses: Statuses) -> bool:
-    """Whether every learner steps in step with a leader."""
-    return all(
+    """Whether every learner steps in step with a leader. Not where no region runs."""
+    return bool(statuses) and all(
         status["state"] == "training" and status["learner"] is not None and status["learner"]["step"] > 0
         for status in statuses.values()
     )
