@@ -30,10 +30,10 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadRequested, Refused
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import LinkLost
-from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.lab.wan.tun import inside
+from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.kernel import congestion
 from diloco_node.transport.transport import GrpcTransport
-from diloco_node.wan.tun import inside
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
 PORT = 7400

@@ -2,11 +2,11 @@
 
     python benchmarks/control_wan.py [--seconds 20] [--json]
 
-Root: four network namespaces joined by the user-space router of `diloco_node.wan`, lines of 10 Mbit/s with a queue of
-200 ms, 40 ms between any two. Two daemons' transports load one link; messages of the control lane, small as heartbeats,
+Root: four network namespaces joined by the router of `diloco_node.lab.wan`, lines of 10 Mbit/s with a queue of 200
+ms, 40 ms between any two. Two daemons' transports load one link; messages of the control lane, small as heartbeats,
 go to and fro over it. Beside each figure stand those of the same run: datagrams between the same two processes over a
-link that is idle, which is how late this machine is; and the same control lane where bulk fills the queue, because TCP
-goes by loss (Reno) instead of BBR.
+link that is idle, which is how late this machine is; and the same control lane where bulk fills the queue, because
+TCP goes by loss (Reno) instead of BBR.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 
 from budget_link import Found, Options, quantile, run_link
 
-from diloco_node.wan import emulation
-from diloco_node.wan.namespaces import Place
+from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.namespaces import Place
 
 LINE_BYTES_PER_S = 10_000_000 // 8
 BUDGET_BYTES_PER_S = 9_000_000 // 8

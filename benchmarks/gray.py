@@ -48,12 +48,12 @@ from typing import Any
 from gray_region import BULK_VARIABLE, FAULTS, FAULTS_VARIABLE
 from gray_relay import Relays
 
-from diloco_node.chaos.story import longest_gap
-from diloco_node.cli.demo.processes import RegionProcess, free_ports, order_finish
-from diloco_node.cli.demo.run import NAMES
-from diloco_node.transport.certs import init_run
-from diloco_node.wan import namespaces
-from diloco_node.wan.namespaces import run_ip
+from diloco_node.lab.chaos.story import longest_gap
+from diloco_node.lab.demo.demo_run import NAMES
+from diloco_node.lab.demo.region_processes import RegionProcess, free_ports, order_finish
+from diloco_node.lab.wan import namespaces
+from diloco_node.lab.wan.namespaces import run_ip
+from diloco_node.transport.certificates import init_run
 
 RELAYED = ("bulk_out", "bulk_in", "bulk_both", "bulk_slow")
 ARMS = (*RELAYED, "mtu", *FAULTS, "learner")

@@ -31,9 +31,9 @@ from typing import Any
 
 import numpy as np
 
-from diloco_node.chaos.daemon_faults import install_disk
 from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.messages import ContributionStripe, MergedStripe
+from diloco_node.lab.chaos.daemon_faults import install_disk
 
 FAULTS = ("drop_merged", "corrupt_merged", "nan_merged", "mute", "fsync", "slow_fsync")
 SLOW_SYNC_S = 10.0
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
         install(Path(os.environ[FAULTS_VARIABLE]) / NodeSpec.load(Path(arguments[1])).region)
         return run_daemon(arguments[1:])
-    from diloco_node.cli.demo.region import run_start
+    from diloco_node.lab.demo.faulty_region import run_start
 
     return run_start(arguments, (str(Path(__file__).resolve()), "daemon"))
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.messages import BulkHeader, Message, Payload, PayloadRequested, Refused
-from diloco_node.daemon.process import keep_freed_memory
-from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.daemon.process_setup import keep_freed_memory
+from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.transport import GrpcTransport
 
 RUN = "bench"

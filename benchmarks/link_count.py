@@ -18,8 +18,8 @@ from pathlib import Path
 
 from sock_diag import read_sockets_to
 
+from diloco_node.lab.wan.tun import inside
 from diloco_node.transport.kernel.tcp_info import Address, SocketCounters
-from diloco_node.wan.tun import inside
 
 SAMPLE_S = 0.05
 START_BYTES = 64 * 2**10

@@ -3,7 +3,7 @@
     python benchmarks/link_wan.py --rate 2Gbit/s --rtt 40ms [--loss 1%] [--arms ours,bare,iperf3]
         [--connections 1,4] [--seconds 8] [--json]
 
-Root: two network namespaces joined by the user-space router of `diloco_node.wan`. In turns, each for some seconds:
+Root: two network namespaces joined by the user-space router of `diloco_node.lab.wan`. In turns, each for some seconds:
 
 - ours: the daemon's own transport (gRPC, mutual TLS, no budget) sends random bytes one way, over each number of bulk
   connections that `--connections` names ("auto": as many as it takes by itself);
@@ -43,14 +43,14 @@ from link import RUN, Receiver, run_loop
 
 from diloco_node.core.messages import BulkHeader, Payload
 from diloco_node.errors import LinkLost
-from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.emulation_state import EmulationState
+from diloco_node.lab.wan.namespaces import Place
+from diloco_node.lab.wan.tun import inside
+from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.kernel import congestion
 from diloco_node.transport.streams import dial, make_server
 from diloco_node.transport.transport import GrpcTransport
-from diloco_node.wan import emulation
-from diloco_node.wan.namespaces import Place
-from diloco_node.wan.state import EmulationState
-from diloco_node.wan.tun import inside
 
 BODY_BYTES = 8 * 2**20
 IN_FLIGHT = 4

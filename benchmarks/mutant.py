@@ -26,11 +26,11 @@ from diloco_node.core.ledger.entries import seal
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.errors import DilocoError, LinkLost, PeerError
-from diloco_node.transport.certs import load_identity
-from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.certificates import load_identity
+from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope
-from diloco_node.wire.tables import BULK_HEADERS, ENTRY_BODIES, MESSAGES
+from diloco_node.wire.message_tables import BULK_HEADERS, ENTRY_BODIES, MESSAGES
 
 TIMES = LinkTimes(backoff_min_s=0.05, backoff_max_s=0.2, violation_backoff_s=0.1)
 UP_S = 60.0

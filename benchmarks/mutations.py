@@ -19,8 +19,8 @@ import msgpack
 
 from diloco_node.core.shapes import REGION_FIELDS, Items, bound_of
 from diloco_node.errors import PeerError
-from diloco_node.wire.bounds import BOUNDS
-from diloco_node.wire.tables import BULK_HEADERS, CONTROL, ENTRY_BODIES, HEADERS, MESSAGES
+from diloco_node.wire.field_bounds import BOUNDS
+from diloco_node.wire.message_tables import BULK_HEADERS, CONTROL, ENTRY_BODIES, HEADERS, MESSAGES
 
 TAGS = {cls: tag for tag, cls in (MESSAGES | ENTRY_BODIES).items()}
 HEADER_TAGS = {cls: tag for tag, cls in BULK_HEADERS.items()}

@@ -26,9 +26,9 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from diloco_node.chaos.processes import DemoFile
 from diloco_node.cli.status import Target, ask
 from diloco_node.daemon.admin import page_files
+from diloco_node.lab.chaos.demo_processes import DemoFile
 from tests.kit.browser import PROGRAM, chromium
 
 REGIONS: Final = 3
@@ -46,7 +46,7 @@ async def demo(folder: Path, seconds: float) -> AsyncIterator[asyncio.subprocess
     """One that trains; it is interrupted if it has not ended by itself."""
     words = ("demo", "--regions", str(REGIONS), "--seconds", str(seconds), "--folder", str(folder))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "diloco_node.cli.main", *words, stdout=asyncio.subprocess.DEVNULL
+        sys.executable, "-m", "diloco_node.main", *words, stdout=asyncio.subprocess.DEVNULL
     )
     try:
         yield process

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from diloco_node.cli.demo.processes import RegionProcess, free_ports
-from diloco_node.cli.demo.report import build_report
-from diloco_node.daemon.supervisor import MEMORY_SOCKET
+from diloco_node.lab.demo.demo_report import build_report
+from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.trained import AREA_BYTES, Trained
-from diloco_node.transport.certs import init_run
+from diloco_node.supervisor.supervisor import MEMORY_SOCKET
+from diloco_node.transport.certificates import init_run
 from diloco_node.unix_sockets import process_of, socket_path
 from diloco_node.wire.learner_link import COUNTERS_AREA
 

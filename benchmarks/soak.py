@@ -33,12 +33,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from soak_slopes import Slope, slope
 
-from diloco_node.chaos.plan import PlannedFault, storm
-from diloco_node.cli.demo.command import DemoOptions
-from diloco_node.cli.demo.live import LiveView
-from diloco_node.cli.demo.processes import RegionProcess, order_finish
-from diloco_node.cli.demo.report import build_report
-from diloco_node.cli.demo.run import Demo
+from diloco_node.lab.chaos.fault_plan import PlannedFault, storm
+from diloco_node.lab.demo.demo_options import DemoOptions
+from diloco_node.lab.demo.demo_report import build_report
+from diloco_node.lab.demo.demo_run import Demo
+from diloco_node.lab.demo.live import LiveView
+from diloco_node.lab.demo.region_processes import RegionProcess, order_finish
 from diloco_node.numeric import NS_PER_S
 
 SAMPLE_S: Final = 5.0

@@ -43,13 +43,13 @@ import psutil
 from storm_figures import Kill, commits_kept, events_of, return_s, steps_kept
 from storm_learner import CORPUS_NAME, StormSpec
 
-from diloco_node.chaos.plan import FaultPlan, storm
-from diloco_node.chaos.story import longest_gap
-from diloco_node.chaos.tape import read_tape
-from diloco_node.cli.demo.processes import free_ports
-from diloco_node.cli.demo.run import NAMES, STEP_SECONDS, SYNC_EVERY
-from diloco_node.cli.demo.storm import CALM_S
 from diloco_node.config.resolve import default_outer
+from diloco_node.lab.chaos.fault_plan import FaultPlan, storm
+from diloco_node.lab.chaos.story import longest_gap
+from diloco_node.lab.chaos.tape import read_tape
+from diloco_node.lab.demo.demo_run import NAMES, STEP_SECONDS, SYNC_EVERY
+from diloco_node.lab.demo.region_processes import free_ports
+from diloco_node.lab.demo.storm import CALM_S
 from diloco_node.learner.builtin.data import load_corpus
 from diloco_node.numeric import NS_PER_S
 

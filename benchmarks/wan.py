@@ -2,7 +2,7 @@
 
     python benchmarks/wan.py [--arms alone,ours,ddp,sync_diloco] [--steps 250] [--json]
 
-Root: four network namespaces, joined by the user-space router of `diloco_node.wan`. A target (5 B parameters, 1 s a
+Root: four network namespaces, joined by the user-space router of `diloco_node.lab.wan`. A target (5 B parameters, 1 s a
 step, 2 Gbit/s and 40 ms between regions) is scaled down to a small model by the formulas in `wan_scale`; the figures
 are shown as measured, and scaled back.
 
@@ -41,12 +41,12 @@ import numpy as np
 from wan_learner import Spec
 from wan_scale import Scale, Target, comparison, lines, ring_bytes, same_losses, step_figures, steps_to
 
-from diloco_node.cli.demo.processes import RegionProcess, free_ports
 from diloco_node.config.resolve import default_outer
-from diloco_node.transport.certs import init_run
-from diloco_node.wan import emulation
-from diloco_node.wan.namespaces import Place, run_ip
-from diloco_node.wan.tun import DEVICE
+from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
+from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.namespaces import Place, run_ip
+from diloco_node.lab.wan.tun import DEVICE
+from diloco_node.transport.certificates import init_run
 
 LEARNER = Path(__file__).resolve().with_name("wan_learner.py")
 ARMS = ("alone", "ours", "ddp", "sync_diloco")

@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from diloco_node.learner.attach import attach as attach
-    from diloco_node.learner.process import place as place
+    from diloco_node.learner.process_signals import place as place
 
 __all__ = ["__version__", "attach", "place"]
 
@@ -20,7 +20,7 @@ def __getattr__(name: str) -> Any:
 
         return attach
     if name == "place":
-        from diloco_node.learner.process import place
+        from diloco_node.learner.process_signals import place
 
         return place
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

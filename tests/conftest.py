@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from diloco_node.cli import status
-from diloco_node.cli.demo import processes
+from diloco_node.lab.demo import region_processes as processes
 from tests.kit.repository import ROOT
 
 # An example that takes long, or is made slowly, says something about the machine only.

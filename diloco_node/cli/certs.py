@@ -39,7 +39,7 @@ def init(
         names = names or list(resolved.regions)
         run_id = run_id if run_id is not None else resolved.run.id
         folder = folder if folder is not None else resolved.run.certs_dir
-    from diloco_node.transport.certs import init_run
+    from diloco_node.transport.certificates import init_run
 
     init_run(folder, run_id, names)
     typer.echo(f"certificates of run {run_id} are in {folder}: ca.key stays here, each folder goes to its region")

@@ -111,7 +111,7 @@ def parse_regions(text: str) -> dict[str, str | None]:
     Raises:
         ConfigError: no region, one of them twice, or no name for one; addresses are checked with the whole of run.toml.
     """
-    from diloco_node.wire.schema import is_region_name
+    from diloco_node.wire.message_schema import is_region_name
 
     found: dict[str, str | None] = {}
     for part in (part.strip() for part in text.split(",") if part.strip()):
@@ -206,7 +206,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _write(folder: Path, new: NewRun, text: str, taken: Sequence[Path]) -> None:
-    from diloco_node.transport.certs import init_run
+    from diloco_node.transport.certificates import init_run
 
     try:
         for path in taken:

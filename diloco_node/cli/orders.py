@@ -53,7 +53,7 @@ def set_budget(
     as_json: Annotated[bool, typer.Option("--json", help="The new budget as one JSON object.")] = False,
 ) -> None:
     """Change a running region's budget until it starts again. For good: [budget] in run.toml, SIGHUP to `start`."""
-    from diloco_node.config.budget import parse_ceiling_or_none
+    from diloco_node.config.budget_settings import parse_ceiling_or_none
 
     if egress is None and ingress is None:
         raise ConfigError("nothing to set: give --egress or --ingress, such as --egress 2Gbit/s")

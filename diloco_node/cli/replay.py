@@ -11,7 +11,7 @@ import typer
 from diloco_node.cli.ledger import state_folder
 
 if TYPE_CHECKING:
-    from diloco_node.daemon.replay import ReplayReport
+    from diloco_node.daemon.state_replay import ReplayReport
 
 
 def replay(
@@ -29,7 +29,7 @@ def replay(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from diloco_node.daemon.replay import Replay
+    from diloco_node.daemon.state_replay import Replay
 
     work = Replay(state_folder(place))
     columns = (TextColumn("outer steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -74,7 +74,7 @@ def as_document(report: ReplayReport) -> dict[str, Any]:
 
 def report_lines(report: ReplayReport) -> list[str]:
     """For people: what began late, what differs, and the sum of it."""
-    from diloco_node.daemon.replay import ARCHIVE_HINT
+    from diloco_node.daemon.state_replay import ARCHIVE_HINT
 
     late = [one for one in report.plan if one.start]
     lines = []

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.cli.begun import check_begun
+from diloco_node.cli.existing_state import check_begun
 from diloco_node.cli.options import ConfigOption, SetOption, load
 from diloco_node.errors import BindError, ConfigError, StorageError
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
     from diloco_node.daemon.spec import NodeSpec
-    from diloco_node.daemon.supervisor import SupervisorSpec
+    from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
 NODE_FILE: Final = "node.json"
 TRAINER_PRELOAD: Final = ("diloco_node.learner.builtin.trainer",)
@@ -104,7 +104,7 @@ def start(
     resolved.check_region(region)
     finished, changes = check_begun(resolved, region, node_file=NODE_FILE)
     if finished and not serve:
-        from diloco_node.daemon.service_manager import ServiceManager
+        from diloco_node.supervisor.service_manager import ServiceManager
 
         typer.echo(finished)
         # Who ends before it is ready has failed, says systemd, and starts it again.
@@ -123,7 +123,7 @@ def start(
         changes = ["serves until all other regions have told it that they have the end; Ctrl-C ends it before"]
     for line in (*warnings(resolved), *changes):
         sys.stderr.write(f"diloco-node: {line}\n")
-    from diloco_node.daemon.supervisor import run_supervisor
+    from diloco_node.supervisor.supervisor import run_supervisor
 
     raise typer.Exit(run_supervisor(spec))
 
@@ -182,7 +182,7 @@ def check_start(config: NodeConfig, region: str, command: Sequence[str]) -> None
         raise ConfigError(f"command {command[0]!r} is not found; name a program on PATH, or its full path, after --")
     if config.run.init is not None and not config.run.init.is_file():
         raise ConfigError(f"run.init: {config.run.init} ({config.origin('run.init')}) does not exist")
-    from diloco_node.transport.certs import load_identity
+    from diloco_node.transport.certificates import load_identity
 
     load_identity(config.identity_dir(region), region=region, run_id=config.run.id)
     host, port = config.listen(region)
@@ -229,8 +229,8 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
     Raises:
         StorageError: the folder can't be written.
     """
-    from diloco_node.daemon.supervisor import SupervisorSpec
     from diloco_node.storage.durable import make_folder
+    from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
     folder = config.state_dir(region).resolve()
     node_file, trainer_file = folder / NODE_FILE, folder / TRAINER_FILE
@@ -301,7 +301,7 @@ def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
 def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
     """What the daemon is told."""
     from diloco_node.daemon.spec import NodeSpec
-    from diloco_node.daemon.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
+    from diloco_node.supervisor.supervisor import DAEMON_SOCKET, MEMORY_SOCKET
     from diloco_node.unix_sockets import socket_path
 
     host, port = config.listen(region)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrapped
+from diloco_node.health.health_summary import joint_health
 from diloco_node.health.reading import duration, number, part, rows, text
-from diloco_node.health.summary import joint_health
 
 SEEN: Final = "*"
 """Marks a region that was not asked: what is known of it comes from one that was."""

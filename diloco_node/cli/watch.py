@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from diloco_node.cli.status_view import SEEN, alert_lines, detail_lines, run_line, table_rows
 from diloco_node.cli.tables import COLUMNS, region_lines, wrapped
+from diloco_node.health.health_summary import joint_health
 from diloco_node.health.reading import duration, number, part, rows, text
-from diloco_node.health.summary import joint_health
 
 PERIOD_MS: Final = 1000
 SORTS: Final = ("region", "step", "loss", "tokens/s", "rounds")

@@ -14,8 +14,8 @@ from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.status import ask_all, targets_of
 from diloco_node.cli.tables import wrapped
 from diloco_node.errors import ConfigError, PeersUnreachable
+from diloco_node.health.explanation import explain, region_names
 from diloco_node.health.reading import duration
-from diloco_node.health.why import explain, region_names
 
 
 def why(

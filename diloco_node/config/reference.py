@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from diloco_node.config.budget import (
+from diloco_node.config.budget_settings import (
     RATE_BYTES_PER_S_MIN,
     BudgetSection,
     LimitsSection,

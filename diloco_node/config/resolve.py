@@ -17,8 +17,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
-from diloco_node.config.budget import BudgetSection, LimitsSection, WindowSection
 from diloco_node.config.budget_plan import BudgetPlan
+from diloco_node.config.budget_settings import BudgetSection, LimitsSection, WindowSection
 from diloco_node.config.schema import (
     NAME_PATTERN,
     REGIONS_MAX,

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
-from diloco_node.config.budget import BudgetSection, Ceiling
+from diloco_node.config.budget_settings import BudgetSection, Ceiling
 from diloco_node.config.units import Duration, parse_duration
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from diloco_node.daemon.process import importing
+from diloco_node.daemon.process_setup import importing
 
 
 def main(arguments: list[str]) -> int:

@@ -22,18 +22,17 @@ from diloco_node.codec.kernels import warm_up
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.events import Note
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
 from diloco_node.daemon.admin.metrics import StatusCollector
-from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
-from diloco_node.daemon.admin.status import NoteBook, write_report
-from diloco_node.daemon.budget import changed_plan, plan_of_file
+from diloco_node.daemon.admin.status_document import NoteBook, write_report
 from diloco_node.daemon.console import LOOK_S, Console, console_line
-from diloco_node.daemon.history import RunHistory
 from diloco_node.daemon.learner.admission import Admission
-from diloco_node.daemon.learner.process_file import read_process
-from diloco_node.daemon.learner.server import LearnerServer
+from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.daemon.logs import PartLevels
 from diloco_node.daemon.manifest_file import recover_manifest, save_manifest
 from diloco_node.daemon.node import Node, NodeRuntime
+from diloco_node.daemon.region_budget import changed_plan, plan_of_file
+from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import has_final_report, is_complete, run_record
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.daemon.stopping import StopDeadline
@@ -41,12 +40,13 @@ from diloco_node.daemon.work import Threads, in_thread
 from diloco_node.errors import ConfigError, PeersUnreachable, ProtocolViolation, StorageError
 from diloco_node.escaping import escaped_document
 from diloco_node.health.alerts import learner_fault
-from diloco_node.health.summary import health_of
+from diloco_node.health.health_summary import health_of
 from diloco_node.measure.documents import OnPartial
 from diloco_node.storage.durable import replace_file
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import set_damaged_aside
-from diloco_node.transport.certs import load_identity
+from diloco_node.supervisor.process_file import read_process
+from diloco_node.transport.certificates import load_identity
 from diloco_node.unix_sockets import Process
 from diloco_node.wire.learner_link import Attach, ToDaemon, merge_rules
 

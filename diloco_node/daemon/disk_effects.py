@@ -17,8 +17,8 @@ from diloco_node.daemon.drafts import Drafts
 from diloco_node.daemon.fetch import Fetcher
 from diloco_node.daemon.initial import InitialStates, read_initial
 from diloco_node.daemon.learner.version_area import VersionArea
+from diloco_node.daemon.open_stripes import MergedPart, is_contiguous
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.stripes import MergedPart, is_contiguous
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import LedgerGone, LedgerLost, StorageError
 from diloco_node.numeric import F32

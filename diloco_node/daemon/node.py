@@ -19,24 +19,24 @@ from diloco_node.core.rounds.progress import RunPosition
 from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
 from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.run_facts import RunFacts
-from diloco_node.daemon.admin.status import NoteBook, region_status
-from diloco_node.daemon.budget import LOOK_S, BudgetWatch
+from diloco_node.daemon.admin.status_document import NoteBook, region_status
 from diloco_node.daemon.effects import build_effects
+from diloco_node.daemon.final_model import Linger, write_final
+from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.daemon.learner.proxy import LearnerProxy
-from diloco_node.daemon.learner.server import LearnerServer
 from diloco_node.daemon.manifest_file import describe_difference
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.pump import Pump
-from diloco_node.daemon.run_end import Linger, write_final
+from diloco_node.daemon.region_budget import LOOK_S, BudgetWatch
 from diloco_node.daemon.spec import NodeSpec
 from diloco_node.daemon.work import Spawn, Threads, in_thread
 from diloco_node.errors import ProtocolViolation, StorageError
-from diloco_node.measure.command import MeasureCommand
+from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.shared_memory import request_area
 from diloco_node.storage.store import RegionStore
 from diloco_node.storage.trained import Trained, allot_incarnation, read_trained, save_trained, set_damaged_aside
-from diloco_node.transport.certs import load_identity
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.intake import messages_per_s
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import learner_link

@@ -11,10 +11,10 @@ import uvloop
 from diloco_node.daemon.console import console_line
 from diloco_node.daemon.daemon import Daemon
 from diloco_node.daemon.logs import set_up_logs
-from diloco_node.daemon.process import DESCRIPTORS_LOW, keep_freed_memory, raise_descriptor_limit
+from diloco_node.daemon.process_setup import DESCRIPTORS_LOW, keep_freed_memory, raise_descriptor_limit
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.daemon.supervisor import DISK_CODE
 from diloco_node.errors import DilocoError, DiskRefused, LedgerGone
+from diloco_node.supervisor.supervisor import DISK_CODE
 
 
 def run_daemon(arguments: list[str]) -> int:

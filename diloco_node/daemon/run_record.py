@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from diloco_node.core.ledger.summary import decode_summary
-from diloco_node.core.recovery.replay import find_genesis
+from diloco_node.core.recovery.replay_plan import find_genesis
 from diloco_node.core.types import Entry, FinishedBody, GenesisBody, LedgerBase
 from diloco_node.daemon.manifest_file import load_manifest
 from diloco_node.errors import ConfigError, DilocoError

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from diloco_node.daemon.history import ALL_COLUMNS, HISTORY_NAME, read_history
+from diloco_node.daemon.run_history import ALL_COLUMNS, HISTORY_NAME, read_history
 
 TRACKED_NAME: Final = "history.tracked.json"
 LOOK_S: Final = 2.0

@@ -35,18 +35,18 @@ from diloco_node.learner.batch_norm import batch_norm_warning
 from diloco_node.learner.boundary import StepBoundaries
 from diloco_node.learner.checkpoint import Stateful, TrainingProgress
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.fragments import LearnerFragments
-from diloco_node.learner.layouts.shard_map import agreed, describe
-from diloco_node.learner.layouts.tensors import ModelTensors
-from diloco_node.learner.loss import LateLoss, finite
-from diloco_node.learner.process import TerminateFlag, die_with_supervisor
-from diloco_node.learner.ranks import Boundary, Ranks
-from diloco_node.learner.session import (
+from diloco_node.learner.daemon_session import (
     LearnerSession,
     exchange_of,
     manifest_of,
     settings_of,
 )
+from diloco_node.learner.layouts.shard_map import agreed, describe
+from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.local_fragments import LearnerFragments
+from diloco_node.learner.loss import LateLoss, finite
+from diloco_node.learner.process_signals import TerminateFlag, die_with_supervisor
+from diloco_node.learner.ranks import Boundary, Ranks
 from diloco_node.learner.several_optimizers import OptimizerArgument, as_one
 from diloco_node.learner.spikes import IN_A_ROW, SpikeWatch
 from diloco_node.wire.learner_link import TO_LEARNER, Done, Failed, Report, Welcome

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from diloco_node.learner.checkpointing import Checkpointing
-from diloco_node.learner.fragments import Answer, LearnerFragments
+from diloco_node.learner.daemon_session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
+from diloco_node.learner.local_fragments import Answer, LearnerFragments
 from diloco_node.learner.ranks import NO_ORDERS, Boundary, Orders, Ranks
-from diloco_node.learner.session import NOTE_EVERY_S, WAIT_SLICE_S, LearnerSession
 
 COMING_WAIT_S: Final = 0.002
 """Between two boundaries without a step, while a version is on its way to other ranks."""

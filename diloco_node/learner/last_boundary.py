@@ -42,9 +42,9 @@ from diloco_node.learner.ranks import Ranks
 from diloco_node.learner.snapshots import SnapshotFacts
 from diloco_node.shared_memory import boundary_file
 from diloco_node.storage.trained import newest_incarnation
-from diloco_node.wire.bounds import BOUNDS
+from diloco_node.wire.field_bounds import BOUNDS
 from diloco_node.wire.learner_link import NO_SNAPSHOT, Attach, Welcome
-from diloco_node.wire.schema import Schema
+from diloco_node.wire.message_schema import Schema
 
 COST_PART: Final = 0.01
 """Of the time, as checkpoints may take on disk."""

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from diloco_node.errors import DilocoError, IdentityError, PeersUnreachable, ProtocolViolation
 from diloco_node.measure.measuring import Linked, Measuring
-from diloco_node.transport.certs import Identity
-from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.certificates import Identity
+from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire.envelope import LinkRole
 

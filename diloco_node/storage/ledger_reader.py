@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco_node.core.ledger.summary import decode_summary
-from diloco_node.core.recovery.replay import find_genesis
+from diloco_node.core.recovery.replay_plan import find_genesis
 from diloco_node.core.types import NO_BASE, Entry, GenesisBody, LedgerBase
 from diloco_node.errors import StorageError
 from diloco_node.storage.durable import disk_error

@@ -13,10 +13,10 @@ from typing import Final
 
 from diloco_node.errors import LinkLost
 from diloco_node.numeric import NS_PER_S
-from diloco_node.transport.certs import Identity
+from diloco_node.transport.certificates import Identity
 from diloco_node.transport.streams import DialedStream, Metadata, dial
 from diloco_node.wire.envelope import Hello, Lane, LinkRole, decode_hello, encode_hello
-from diloco_node.wire.tables import PROTOCOL_VERSION
+from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
 CLOCK_KEY: Final = "diloco-clock"
 _CLOCK_DIGITS_MAX: Final = 20

@@ -34,7 +34,7 @@ from diloco_node.wire.envelope import (
     TransferEnd,
     decode_bulk,
 )
-from diloco_node.wire.tables import BULK_LANES, BudgetLane, TransferHeader
+from diloco_node.wire.message_tables import BULK_LANES, BudgetLane, TransferHeader
 
 INLINE_BYTES_MAX: Final = 64 * 2**10
 """Compressed chunks up to this many raw bytes are decoded on the loop: it takes under 0.1 ms."""

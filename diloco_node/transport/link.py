@@ -38,7 +38,7 @@ from diloco_node.transport.kernel.congestion import (
     own_congestion_controls,
 )
 from diloco_node.transport.outbound import BulkOutbound
-from diloco_node.transport.session import LinkEnvironment, Session
+from diloco_node.transport.peer_session import LinkEnvironment, Session
 from diloco_node.transport.streams import (
     AcceptedStream,
     DialedStream,

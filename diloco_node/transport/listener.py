@@ -15,7 +15,7 @@ from typing import Any, Final
 import structlog
 
 from diloco_node.errors import BindError
-from diloco_node.transport.certs import Identity
+from diloco_node.transport.certificates import Identity
 from diloco_node.transport.kernel.tcp_info import is_listening, listening_sockets
 from diloco_node.transport.streams import Serve, Server, make_server
 from diloco_node.wire.envelope import Lane

@@ -28,7 +28,7 @@ from diloco_node.wire.envelope import (
     encode_chunk,
     encode_end,
 )
-from diloco_node.wire.tables import BULK_LANES, BudgetLane, TransferHeader
+from diloco_node.wire.message_tables import BULK_LANES, BudgetLane, TransferHeader
 
 CONTROL_FRAMES_MAX: Final = 1024
 CONTROL_BYTES_MAX: Final = 16 * 2**20

@@ -21,7 +21,7 @@ import grpc
 from grpc import aio
 
 from diloco_node.errors import BindError, IdentityError, LinkLost, PeerCertificateRefused, PeerError
-from diloco_node.transport.certs import Identity, tls_name
+from diloco_node.transport.certificates import Identity, tls_name
 from diloco_node.wire.envelope import FRAME_BYTES_MAX, Lane
 
 METHOD_PREFIX: Final = "/diloco.Region/"

@@ -34,7 +34,7 @@ from diloco_node.errors import (
     SupersededError,
 )
 from diloco_node.transport.asking import clock_metadata
-from diloco_node.transport.certs import Identity, tls_name
+from diloco_node.transport.certificates import Identity, tls_name
 from diloco_node.transport.inbound import TransportHandler
 from diloco_node.transport.intake import MESSAGES_PER_S
 from diloco_node.transport.kernel.tcp_info import TcpCounters
@@ -42,8 +42,8 @@ from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.link import PeerLink, PeerStatus
 from diloco_node.transport.listener import Listener
 from diloco_node.transport.pacing.pacer import Pacer
+from diloco_node.transport.peer_session import LinkEnvironment, LinkTimes
 from diloco_node.transport.quarantine import Quarantine
-from diloco_node.transport.session import LinkEnvironment, LinkTimes
 from diloco_node.transport.streams import (
     AcceptedStream,
     Caller,
@@ -62,7 +62,7 @@ from diloco_node.wire.envelope import (
     encode_control,
     encode_hello,
 )
-from diloco_node.wire.tables import BULK_LANES, PROTOCOL_VERSION, BudgetLane, ControlMessage, TransferHeader
+from diloco_node.wire.message_tables import BULK_LANES, PROTOCOL_VERSION, BudgetLane, ControlMessage, TransferHeader
 
 _log = structlog.get_logger(part="transport")
 

@@ -27,9 +27,9 @@ from typing import Final
 
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.escaping import escaped
-from diloco_node.wire.bounds import BOUNDS
-from diloco_node.wire.schema import Limits, Schema
-from diloco_node.wire.tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
+from diloco_node.wire.field_bounds import BOUNDS
+from diloco_node.wire.message_schema import Limits, Schema
+from diloco_node.wire.message_tables import CONTROL, HEADERS, PROTOCOL_VERSION, ControlMessage, TransferHeader
 
 TRANSFER_CONNECTIONS_MAX: Final = 8
 """Over so many a transfer may go: a link for a measurement may have more than one of a run."""

@@ -28,8 +28,8 @@ from typing import Final
 from diloco_node.core.merge.fragments import TensorSpec
 from diloco_node.core.types import CarryMode, Codec, Contribution, FragmentPosition, MergeRule
 from diloco_node.errors import ProtocolViolation
-from diloco_node.wire.bounds import BOUNDS
-from diloco_node.wire.schema import Limits, Schema
+from diloco_node.wire.field_bounds import BOUNDS
+from diloco_node.wire.message_schema import Limits, Schema
 
 LINK_PROTOCOL: Final = 3
 

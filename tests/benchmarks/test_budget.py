@@ -8,7 +8,7 @@ import pytest
 from budget_link import Found, RoundTrips, Sample, quantile
 
 from diloco_node.config.units import parse_rate
-from diloco_node.wan.topology import parse_topology
+from diloco_node.lab.wan.topology import parse_topology
 
 
 def found(samples: list[Sample], *, settle_s: float = 0.0) -> Found:

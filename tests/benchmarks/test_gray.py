@@ -11,12 +11,12 @@ import mutant
 import mutations
 import pytest
 
-from diloco_node.cli.demo.processes import RegionProcess
 from diloco_node.core import messages as m
 from diloco_node.core import types as t
-from diloco_node.wire import bounds
+from diloco_node.lab.demo.region_processes import RegionProcess
+from diloco_node.wire import field_bounds as bounds
 from diloco_node.wire.envelope import decode_control, encode_control
-from diloco_node.wire.tables import BULK_HEADERS, MESSAGES
+from diloco_node.wire.message_tables import BULK_HEADERS, MESSAGES
 from tests.kit.node_kit import MANIFEST
 
 

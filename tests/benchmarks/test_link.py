@@ -16,9 +16,9 @@ import pytest
 from link_count import Sample
 
 from diloco_node.config.units import parse_rate
-from diloco_node.wan import emulation
-from diloco_node.wan.topology import parse_topology
-from diloco_node.wan.tun import inside
+from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.topology import parse_topology
+from diloco_node.lab.wan.tun import inside
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0, reason="network namespaces need root: NOTHING of the benchmark's counting is tested here"

@@ -16,8 +16,8 @@ from wan_scale import Scale, Target
 
 from diloco_node.config.units import parse_rate
 from diloco_node.core.merge.fragments import build_manifest
+from diloco_node.lab.wan.topology import parse_topology
 from diloco_node.learner.builtin.data import SHARD_BYTES, Corpus
-from diloco_node.wan.topology import parse_topology
 
 
 def log(*, step_s: float, steps: int, sent: int, first_s: float = 100.0) -> list[dict[str, Any]]:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.chaos import containers
-from diloco_node.chaos.plan import FaultTarget, PlannedFault
-from diloco_node.cli.chaos_inside import FAULTY_DAEMON
-from diloco_node.cli.main import main
 from diloco_node.errors import INTERRUPTED_CODE, DilocoError
+from diloco_node.lab.chaos import containers
+from diloco_node.lab.chaos.fault_plan import FaultTarget, PlannedFault
+from diloco_node.lab.cli.chaos_inside import FAULTY_DAEMON
+from diloco_node.main import main
 from diloco_node.numeric import NS_PER_S
 from tests.kit.chaos_kit import MadeUpDemo, until
 from tests.kit.fake_docker import FakeDocker
@@ -57,7 +57,17 @@ def demo(tmp_path: Path) -> Iterator[MadeUpDemo]:
 
 
 def inside(user: str, *words: str) -> list[str]:
-    return ["exec", "--interactive", "--user", user, "id-run-a", "python", "-m", "diloco_node.cli.chaos_inside", *words]
+    return [
+        "exec",
+        "--interactive",
+        "--user",
+        user,
+        "id-run-a",
+        "python",
+        "-m",
+        "diloco_node.lab.cli.chaos_inside",
+        *words,
+    ]
 
 
 @pytest.mark.parametrize(("kind", "target"), [("kill", "a"), ("stop", "a.supervisor")])
@@ -173,7 +183,7 @@ def test_what_is_paused_goes_on_when_who_asked_for_it_ends(
     docker: FakeDocker, demo: MadeUpDemo, target: str, number: int, code: int
 ) -> None:
     """Inside a container also when it had no chance to say so: its end of `docker exec` is gone."""
-    words = (sys.executable, "-m", "diloco_node.cli.main", "chaos", "pause", target, "--compose", "--for", "10min")
+    words = (sys.executable, "-m", "diloco_node.main", "chaos", "pause", target, "--compose", "--for", "10min")
     command = subprocess.Popen(words)
 
     def is_paused() -> bool:
@@ -210,14 +220,14 @@ def test_a_disk_fails_only_where_the_daemon_looks_for_faults(
 
 
 def test_a_partition_is_root_s_for_it_changes_the_link(docker: FakeDocker, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it does there: tests/wan/test_container.py."""
+    """What it does there: tests/lab/wan/test_container.py."""
     docker.fail_exec("ip: on strike")
     assert main(["chaos", "partition", "a.daemon", "--compose", "--for", "1s"]) == 1
     assert docker.calls() == [inside("root", "partition", "a.daemon", "1000000000")]
     assert capsys.readouterr().err == "diloco-node: ip: on strike (E-RUNTIME; diloco-node help E-RUNTIME)\n"
 
 
-@pytest.mark.parametrize("answer", [127, 126, "/usr/bin/python: No module named diloco_node.cli.chaos_inside"])
+@pytest.mark.parametrize("answer", [127, 126, "/usr/bin/python: No module named diloco_node.lab.cli.chaos_inside"])
 def test_an_image_that_is_too_old_is_named(
     docker: FakeDocker, capsys: pytest.CaptureFixture[str], answer: int | str
 ) -> None:

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from diloco_node.cli.examples import EXAMPLES, commands_of
-from diloco_node.cli.main import app
+from diloco_node.main import app
 
 LINES = [line for text in EXAMPLES.values() for line in text.splitlines()]
 

@@ -9,8 +9,8 @@ import pytest
 
 from diloco_node import errors
 from diloco_node.cli.explain import explanations, lines_of
-from diloco_node.cli.main import main
 from diloco_node.errors import DilocoError, PeerCertificateRefused
+from diloco_node.main import main
 from tests.kit.repository import ROOT
 
 KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, DilocoError)]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from diloco_node.cli.main import app, main
 from diloco_node.config.resolve import load_config
-from diloco_node.transport.certs import load_identity
+from diloco_node.main import app, main
+from diloco_node.transport.certificates import load_identity
 
 REGIONS = "east=10.99.0.1:7400,west=10.99.0.2:7400,south"
 NAMES = ["east", "west", "south"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.cli.main import main
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import (
     Ballot,
@@ -28,6 +27,7 @@ from diloco_node.core.types import (
     Stripe,
     SummaryBody,
 )
+from diloco_node.main import main
 from diloco_node.storage.ledger_files import LEDGER_NAME
 from diloco_node.storage.store import RegionStore
 

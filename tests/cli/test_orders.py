@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from diloco_node.cli.main import main
 from diloco_node.config.budget_plan import BudgetPlan
-from diloco_node.daemon.admin.server import TOKEN_FILE, AdminHandlers, AdminServer
-from diloco_node.daemon.budget import changed_plan
+from diloco_node.daemon.admin.admin_server import TOKEN_FILE, AdminHandlers, AdminServer
 from diloco_node.daemon.logs import PartLevels
+from diloco_node.daemon.region_budget import changed_plan
 from diloco_node.errors import ConfigError
+from diloco_node.main import main
 
 RUN_TOML = """
 [run]

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_node.cli.main import main
 from diloco_node.core.types import FinishedBody, Recovered, RoundBody, RunSettings, SnapshotBody
 from diloco_node.daemon import node as node_module
+from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE
+from diloco_node.main import main
 from diloco_node.storage.ledger_files import LEDGER_END_NAME, LEDGER_NAME
 from diloco_node.storage.ledger_reader import read_whole_ledger
 from diloco_node.storage.store import RegionStore

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from diloco_node.cli import start as start_cmd
-from diloco_node.cli.demo.processes import free_ports
-from diloco_node.cli.main import main
 from diloco_node.config.resolve import NodeConfig, load_config
 from diloco_node.config.sources import Flag
-from diloco_node.daemon.preload import forkable_command
 from diloco_node.daemon.spec import NodeSpec
-from diloco_node.daemon.supervisor import SupervisorSpec
 from diloco_node.errors import BindError, ConfigError
+from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.learner.builtin.hf_settings import HfModelSettings
 from diloco_node.learner.builtin.trainer import TrainerSettings, settings_from
-from diloco_node.transport.certs import init_run
+from diloco_node.main import main
+from diloco_node.supervisor.preload import forkable_command
+from diloco_node.supervisor.supervisor_spec import SupervisorSpec
+from diloco_node.transport.certificates import init_run
 
 RUN_TOML = """
 [run]
@@ -63,7 +63,7 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[SupervisorSpec]:
         seen.append(spec)
         return 6
 
-    monkeypatch.setattr("diloco_node.daemon.supervisor.run_supervisor", fake)
+    monkeypatch.setattr("diloco_node.supervisor.supervisor.run_supervisor", fake)
     return seen
 
 
@@ -401,7 +401,7 @@ def test_a_state_folder_that_can_not_be_written(tmp_path: Path, capsys: pytest.C
 
 def test_start_in_a_process_of_its_own_ends_with_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "diloco_node.cli.main", "start", "--region", "eu", "--certs", "elsewhere"],
+        [sys.executable, "-m", "diloco_node.main", "start", "--region", "eu", "--certs", "elsewhere"],
         capture_output=True,
         text=True,
         timeout=300,

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 
 from diloco_node.cli import status as status_cmd
-from diloco_node.cli.main import main
 from diloco_node.cli.status import Target, ask, ask_all, find_targets
 from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, run_line, status_lines
 from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
+from diloco_node.main import main
 from tests.health.test_alerts import DOWN, changed, peers
 from tests.kit.spoiled import spoiled
 

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
-from diloco_node.cli.main import main
 from tests.health.test_why import LEADER, OTHER
+
+from diloco_node.main import main
 
 
 class DocumentServer(BaseHTTPRequestHandler):

@@ -9,7 +9,7 @@ from diloco_node.config.reference import COMMAND, settings, settings_page
 from diloco_node.config.resolve import load_config
 from diloco_node.config.schema import FIXED_IN_A_RUN, RoundsSection, Tree
 from diloco_node.config.setting_notes import NOTES
-from diloco_node.wire.bounds import SETTING_BYTES
+from diloco_node.wire.field_bounds import SETTING_BYTES
 from tests.kit.repository import ROOT
 
 

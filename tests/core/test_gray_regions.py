@@ -11,9 +11,9 @@ import pytest
 from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.types import FinishedBody, RoundBody
-from diloco_node.sim import tensors
-from diloco_node.sim.learner import FakeSnapshot, Part
-from diloco_node.sim.world import SECOND
+from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.fake_learner import FakeSnapshot, Part
+from diloco_node.lab.sim.world import SECOND
 from tests.kit.small_world import SEED, Small
 
 LEARNING_S = 16

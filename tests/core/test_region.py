@@ -25,7 +25,7 @@ from diloco_node.core.types import (
     RoundBody,
     SnapshotBody,
 )
-from diloco_node.sim.world import MS, SECOND
+from diloco_node.lab.sim.world import MS, SECOND
 from tests.kit.ledger_kit import disk_of
 from tests.kit.rounds_kit import MANIFEST, REGIONS, SETTINGS, status
 from tests.kit.small_world import SEED, Small

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from diloco_node.daemon.supervisor import DISK_CODE
+from diloco_node.supervisor.supervisor import DISK_CODE
 from tests.daemon.test_spec import SPEC
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from diloco_node.core.types import Ballot, RoundBody, Stripe
 from diloco_node.daemon import parameters as parameters_module
+from diloco_node.daemon.open_stripes import cut_payload
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
-from diloco_node.daemon.stripes import cut_payload
 from diloco_node.errors import StorageError
 from diloco_node.storage.store import RegionStore
 from tests.kit.node_kit import MANIFEST, SETTINGS, HeldExecutor, encoded, make_parameters, settle, theta_of

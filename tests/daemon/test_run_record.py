@@ -8,7 +8,7 @@ import pytest
 
 from diloco_node.core.ledger.summary import RunSummary, encode_summary
 from diloco_node.core.types import FinishedBody, GenesisBody, LedgerBase
-from diloco_node.daemon.admin.status import write_report
+from diloco_node.daemon.admin.status_document import write_report
 from diloco_node.daemon.run_record import FINAL_NAME, has_final_report, is_complete, read_run_record, run_record
 from diloco_node.errors import ConfigError
 from diloco_node.storage.ledger_files import LEDGER_NAME

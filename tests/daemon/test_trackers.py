@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from diloco_node.daemon import trackers as trackers_module
-from diloco_node.daemon.history import HISTORY_NAME, row_of
+from diloco_node.daemon.run_history import HISTORY_NAME, row_of
 from diloco_node.daemon.trackers import KEYS, TRACKED_NAME, TRACKERS, HistoryFollower, main, opened
 
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli.main import main as run_command
 from diloco_node.cli.status import ask, find_targets
 from diloco_node.errors import ConfigError
-from diloco_node.transport.certs import init_run
+from diloco_node.main import main as run_command
+from diloco_node.transport.certificates import init_run
 from tests.kit import service_host
 from tests.kit.repository import ROOT, module_command
 
@@ -77,9 +77,7 @@ def scenario(folder: Path) -> None:
     (here / "run.toml").write_text(RUN_TOML)
     init_run(here / "certs", "try", ["eu", "us"])
     program = folder / "diloco-node"
-    program.write_text(
-        f'#!/bin/sh\nPYTHONPATH={ROOT} DILOCO_PYTHON=1 exec {sys.executable} -m diloco_node.cli.main "$@"\n'
-    )
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} DILOCO_PYTHON=1 exec {sys.executable} -m diloco_node.main "$@"\n')
     program.chmod(0o755)
     places = {"eu": folder / "eu-machine", "us": folder / "us-machine"}
     hosts = "".join(

@@ -15,7 +15,7 @@ from typing import Any, Final
 import pytest
 import typer
 
-from diloco_node.cli.main import app
+from diloco_node.main import app
 
 ROOT: Final = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 PACKAGE: Final = ROOT / "diloco_node"

@@ -10,16 +10,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from diloco_node.chaos.processes import DemoFile
-from diloco_node.chaos.tape import read_tape
-from diloco_node.cli.demo.report import check_folder, learner_status, read_region_report
-from diloco_node.cli.demo.storm import CALM_S
+from diloco_node.lab.chaos.demo_processes import DemoFile
+from diloco_node.lab.chaos.tape import read_tape
+from diloco_node.lab.demo.demo_report import check_folder, learner_status, read_region_report
+from diloco_node.lab.demo.storm import CALM_S
 from diloco_node.numeric import NS_PER_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
 SECONDS = 40
-COMMAND = (sys.executable, "-m", "diloco_node.cli.main")
+COMMAND = (sys.executable, "-m", "diloco_node.main")
 ORDERS = (("partition", "--for", "2s"), ("pause", "--for", "1s"), ("slow", "--for", "1s"))
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco_node.chaos.fault_files import FAULTS_VARIABLE
-from diloco_node.chaos.processes import FAULTS_FOLDER
-from diloco_node.cli.chaos_inside import FAULTY_DAEMON
 from diloco_node.cli.start import node_spec, trainer_settings
 from diloco_node.config.resolve import NodeConfig, load_config
-from diloco_node.wan.container import load_attachment
-from diloco_node.wan.topology import load_topology
+from diloco_node.lab.chaos.demo_processes import FAULTS_FOLDER
+from diloco_node.lab.chaos.fault_files import FAULTS_VARIABLE
+from diloco_node.lab.cli.chaos_inside import FAULTY_DAEMON
+from diloco_node.lab.wan.container import load_attachment
+from diloco_node.lab.wan.topology import load_topology
 from tests.kit.compose_engine import OUTAGES, PORTS, STRIKES
 from tests.kit.compose_engine import main as run_engine
 from tests.kit.engine_kit import CACHE, SKIPPED, compose_commands, make_compose_v2, missing
@@ -89,7 +89,7 @@ def test_privileges_are_what_shaping_needs_and_the_region_itself_has_none() -> N
         assert service["security_opt"] == WALLS
         assert not {"privileged", "network_mode", "pid", "ipc", "devices"} & set(service)
         entry = service["entrypoint"]
-        assert entry[:4] == ["python", "-m", "diloco_node.wan.container", "run"]
+        assert entry[:4] == ["python", "-m", "diloco_node.lab.wan.container", "run"]
         assert entry[4:] == ["--user", "diloco", "--"]
     certs = SERVICES["certs"]
     assert (certs["cap_drop"], certs["cap_add"], certs["security_opt"]) == (["ALL"], ["CHOWN"], WALLS)

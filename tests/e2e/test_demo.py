@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from diloco_node.chaos.processes import DemoFile, is_alive
-from diloco_node.cli.demo.report import check_folder, learner_status, longest_ledger, read_region_report
 from diloco_node.core.types import RoundBody
-from diloco_node.daemon.history import COLUMNS
 from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.run_history import COLUMNS
 from diloco_node.errors import INTERRUPTED_CODE
+from diloco_node.lab.chaos.demo_processes import DemoFile, is_alive
+from diloco_node.lab.demo.demo_report import check_folder, learner_status, longest_ledger, read_region_report
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -44,7 +44,7 @@ class DemoRun:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         command = [
-            *(sys.executable, "-m", "diloco_node.cli.main", "demo", "--regions", str(REGIONS)),
+            *(sys.executable, "-m", "diloco_node.main", "demo", "--regions", str(REGIONS)),
             *("--seconds", str(SECONDS), "--folder", str(folder), "--json"),
         ]
         script = 'if [ "$1" = ns ]; then ip link set lo up; fi; shift; "$@"; code=$?; cat /proc/net/dev >&2; exit $code'
@@ -76,7 +76,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> DemoRun:
 def test_a_demo_that_is_interrupted_says_where_it_lies_and_leaves_no_process(tmp_path: Path) -> None:
     words = (
         "-m",
-        "diloco_node.cli.main",
+        "diloco_node.main",
         "demo",
         "--regions",
         "2",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.daemon.history import HISTORY_NAME
+from diloco_node.daemon.run_history import HISTORY_NAME
 from diloco_node.storage.store import STATES_KEPT
 from diloco_node.storage.tensor_files import named_version
 from tests.kit.cluster_kit import Cluster, all_train

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch.func import functional_call
 from typer.testing import CliRunner
 
-from diloco_node.cli.main import app
+from diloco_node.main import app
 from tests.kit.cluster_kit import Cluster
 from tests.kit.hf_kit import LLAMA
 
@@ -44,7 +44,7 @@ def exported_here(place: Path, out: Path) -> dict[str, Any]:
 
 async def exported(place: Path, out: Path) -> dict[str, Any]:
     """As its users do it."""
-    words = ("-m", "diloco_node.cli.main", "export", str(place), str(out))
+    words = ("-m", "diloco_node.main", "export", str(place), str(out))
     process = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=-1, stderr=-2)
     said, _ = await process.communicate()
     return checked(said.decode(), process.returncode, out)

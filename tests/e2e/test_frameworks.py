@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.cli.demo.processes import RegionProcess, free_ports
+from diloco_node.lab.demo.region_processes import RegionProcess, free_ports
 from tests.kit.cluster_kit import Cluster, Statuses, all_train
 from tests.kit.data_kit import END, rows_of, write_jsonl, write_tokenizer
 from tests.kit.repository import ROOT
@@ -103,7 +103,7 @@ def a_checkout(folder: Path) -> Path:
     programs.mkdir()
     (checkout / "examples").symlink_to(ROOT / "examples")
     python = shlex.quote(sys.executable)
-    modules = {"diloco-node": "-m diloco_node.cli.main", "torchrun": "-m torch.distributed.run", "python": ""}
+    modules = {"diloco-node": "-m diloco_node.main", "torchrun": "-m torch.distributed.run", "python": ""}
     for name, module in modules.items():
         (programs / name).write_text(f'#!/bin/sh\nexec {python} {module} "$@"\n')
         (programs / name).chmod(0o755)

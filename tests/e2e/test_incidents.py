@@ -18,7 +18,7 @@ from diloco_node.cli.status import ask_all, find_targets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-COMMAND = (sys.executable, "-m", "diloco_node.cli.main")
+COMMAND = (sys.executable, "-m", "diloco_node.main")
 REGIONS = 3
 PATIENCE_S = 240.0
 LASTS = "200s"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from diloco_node.cli.main import main
-from diloco_node.daemon.learner.watch import CRASHES_MAX
+from diloco_node.main import main
+from diloco_node.supervisor.learner_watch import CRASHES_MAX
 from tests.kit import faulty_region
 from tests.kit.cluster_kit import Cluster
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli.demo.command import DemoOptions
-from diloco_node.cli.demo.processes import RegionProcess, order_finish
-from diloco_node.cli.demo.report import build_report
-from diloco_node.cli.demo.run import Demo
 from diloco_node.cli.plan.inputs import read_mesh
+from diloco_node.lab.demo.demo_options import DemoOptions
+from diloco_node.lab.demo.demo_report import build_report
+from diloco_node.lab.demo.demo_run import Demo
+from diloco_node.lab.demo.region_processes import RegionProcess, order_finish
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]
 
@@ -57,7 +57,7 @@ async def begin(folder: Path, *arguments: str) -> asyncio.subprocess.Process:
     command = [
         sys.executable,
         "-m",
-        "diloco_node.cli.main",
+        "diloco_node.main",
         "measure",
         *arguments,
         "--config",

@@ -13,7 +13,7 @@ import pytest
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.status import Target
 from diloco_node.daemon.admin.page_files import page_with
-from diloco_node.daemon.history import COLUMNS
+from diloco_node.daemon.run_history import COLUMNS
 from tests.kit.browser import Tab, chromium, needs_chromium
 from tests.kit.page_kit import HOSTILE, LOST, NAMES, UNIX, ShownRun, shown, snapshot, status
 from tests.kit.repository import ROOT

@@ -38,7 +38,7 @@ def programs(folder: Path) -> Path:
     """`diloco-node` and `python` as an activated environment has them."""
     folder.mkdir()
     python = shlex.quote(sys.executable)
-    for name, command in (("python", python), ("diloco-node", f"{python} -m diloco_node.cli.main")):
+    for name, command in (("python", python), ("diloco-node", f"{python} -m diloco_node.main")):
         (folder / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         (folder / name).chmod(0o755)
     return folder

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from diloco_node.cli.demo.processes import free_ports
-from diloco_node.cli.demo.run import EVALUATION
+from diloco_node.lab.demo.demo_run import EVALUATION
+from diloco_node.lab.demo.region_processes import free_ports
 from tests.kit.cluster_kit import Cluster, all_train
 from tests.kit.hf_kit import LLAMA
 from tests.kit.repository import ROOT

@@ -11,7 +11,7 @@ from pathlib import Path
 import gray_region
 import pytest
 
-from diloco_node.daemon.preload import FORK_SERVER
+from diloco_node.supervisor.preload import FORK_SERVER
 from tests.kit.cluster_kit import FAILED_BALLOT_WINDOWS, Cluster, children, end_process, is_running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diloco_node.wan import emulation
-from diloco_node.wan.namespaces import namespaces_of
+from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.namespaces import namespaces_of
 
 pytestmark = [
     pytest.mark.system,
@@ -37,7 +37,7 @@ def run_demo(file: Path, folder: Path, seconds: int) -> dict[str, Any]:
     """One demo with an outage: its report. Its namespaces are gone when it has ended."""
     with subprocess.Popen(
         [
-            *(sys.executable, "-m", "diloco_node.cli.main", "demo", "--wan", str(file), "--outage"),
+            *(sys.executable, "-m", "diloco_node.main", "demo", "--wan", str(file), "--outage"),
             *("--seconds", str(seconds), "--folder", str(folder), "--json"),
         ],
         stdout=subprocess.PIPE,

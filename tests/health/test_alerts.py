@@ -12,13 +12,13 @@ import pytest
 import typer
 from hypothesis import given
 
-from diloco_node.cli.main import app
 from diloco_node.errors import PeerIncompatible
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
-from diloco_node.health.summary import STATES, health_of, joint_health
+from diloco_node.health.health_summary import STATES, health_of, joint_health
+from diloco_node.main import app
 from diloco_node.wire.envelope import Hello, Lane, check_hello, settings_difference
-from diloco_node.wire.tables import PROTOCOL_VERSION
+from diloco_node.wire.message_tables import PROTOCOL_VERSION
 from tests.kit.repository import ROOT
 from tests.kit.spoiled import spoiled
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from diloco_node.chaos.processes import DemoFile
+from diloco_node.lab.chaos.demo_processes import DemoFile
 from diloco_node.unix_sockets import Process, process_of
 
 PATIENCE_S = 60.0

@@ -48,7 +48,7 @@ PATIENCE_S = 600.0
 OUTAGES = (("partition", "disconnect", "pause"), ("kill",))
 """For each Compose that is here, of those in docs/compose.md. A partition and a pause are made by `chaos`."""
 
-PROGRAM = (sys.executable, "-c", "import sys; from diloco_node.cli.main import main; sys.exit(main())")
+PROGRAM = (sys.executable, "-c", "import sys; from diloco_node.main import main; sys.exit(main())")
 INTERRUPTED = 130
 
 
@@ -162,7 +162,7 @@ def check_walls(run: Run) -> None:
     said = run.do("logs", "us-west")
     require("us-west on eth" in said and "out 2Gbit/s, in 3Gbit/s" in said, f"the link is shaped: {said[-2000:]}")
     has_netem = "DELAY, JITTER AND LOSS ARE NOT EMULATED" not in said
-    shown = run.do("exec", "-T", "us-west", "python", "-m", "diloco_node.wan.container", "show")
+    shown = run.do("exec", "-T", "us-west", "python", "-m", "diloco_node.lab.wan.container", "show")
     require(has_netem == ("qdisc netem" in shown), "it is said loudly when delay is not emulated")
     say(f"links are shaped, {'with' if has_netem else 'WITHOUT'} delay")
 
@@ -178,7 +178,7 @@ def check_commands(run: Run) -> None:
 
     await_that("status shows all, inside and outside", shows_all, PATIENCE_S)
     require(run.do("exec", "-T", "us-east", "tail", "-n", "5", "/state/us-east/logs/daemon.log"), "there is a log")
-    link = ("exec", "-T", "us-west", "python", "-m", "diloco_node.wan.container")
+    link = ("exec", "-T", "us-west", "python", "-m", "diloco_node.lab.wan.container")
     run.do(*link, "cut", "us-east")
     require("blackhole 10.211.77.11" in run.do("exec", "-T", "us-west", "ip", "route"), "one link is cut")
     run.do(*link, "heal")
@@ -311,7 +311,7 @@ def scenario(run: Run, kinds: Sequence[str]) -> dict[str, Any]:
     require(codes == ["0 0"] * len(NAMES), f"all end with 0, none was restarted: {codes}")
     for name in NAMES:
         sh("docker", "cp", f"diloco-{name}:/state/{name}", str(run.folder / name))
-    from diloco_node.cli.demo.report import build_report
+    from diloco_node.lab.demo.demo_report import build_report
 
     report = build_report(run.folder, list(NAMES))
     require(report["equal_digests"], "all regions hold the same bytes")

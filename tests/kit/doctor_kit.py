@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from diloco_node.cli.main import main
 from diloco_node.config.resolve import load_config
-from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.main import main
+from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.transport import GrpcTransport
 from tests.kit.transport_kit import FAST, Recorder
 
@@ -78,7 +78,7 @@ class Ward:
 
     def examine_apart(self, *before: str) -> Sheet:
         """The same in a process of its own, which these words begin."""
-        command = [*before, sys.executable, "-m", "diloco_node.cli.main", *self.arguments()]
+        command = [*before, sys.executable, "-m", "diloco_node.main", *self.arguments()]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.stdout, (done.returncode, done.stderr)
         return Sheet(done.returncode, done.stdout)

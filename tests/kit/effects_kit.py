@@ -26,12 +26,12 @@ from diloco_node.daemon.disk_effects import DiskEffects
 from diloco_node.daemon.drafts import Drafts
 from diloco_node.daemon.effects import Effects
 from diloco_node.daemon.fetch import Fetcher
+from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.initial import InitialStates
+from diloco_node.daemon.open_stripes import StripeTable
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.sending import Sending
 from diloco_node.daemon.stripe_effects import StripeEffects
-from diloco_node.daemon.stripes import StripeTable
 from diloco_node.daemon.version_effects import VersionEffects
 from diloco_node.errors import LedgerLost, StorageError
 from diloco_node.storage.store import RegionStore

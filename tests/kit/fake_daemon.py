@@ -19,7 +19,7 @@ from diloco_node.codec import kernels
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.fragments import Manifest, build_manifest
 from diloco_node.core.types import CarryMode, Codec, FragmentPosition, MergeRule
-from diloco_node.daemon.learner.server import LearnerServer
+from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.numeric import F32
 from diloco_node.shared_memory import MemoryStore, request_area
 from diloco_node.storage.trained import allot_incarnation

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
-    from diloco_node.daemon.supervisor import SupervisorSpec
+    from diloco_node.supervisor.supervisor_spec import SupervisorSpec
 
 BACKOFF_S = 0.5
 """Ten crashes need some five seconds so, instead of eighty."""
@@ -40,7 +40,7 @@ ATTACHED_NAME = "attached.jsonl"
 def supervise(arguments: list[str]) -> int:
     """Become the region's supervisor."""
     from diloco_node.cli import start
-    from diloco_node.cli.demo.region import run_start
+    from diloco_node.lab.demo.faulty_region import run_start
 
     prepare = start.prepare
 
@@ -48,7 +48,7 @@ def supervise(arguments: list[str]) -> int:
         return dataclasses.replace(prepare(config, region, command), backoff_max_s=BACKOFF_S)
 
     start.prepare = prepare_hasty
-    return run_start(arguments, ("-m", "diloco_node.cli.demo.region", "daemon"))
+    return run_start(arguments, ("-m", "diloco_node.lab.demo.faulty_region", "daemon"))
 
 
 def learn(fault: str, folder: Path) -> int:

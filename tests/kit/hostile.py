@@ -70,7 +70,7 @@ DOCUMENTS: dict[str, bytes] = {
     "a text of 3 MiB": packed(2, 1, "x" * (3 * 2**20)),
     "70,000 numbers": packed(3, [0.0] * 70_000),
 }
-"""No schema of ours takes any of these; tag 2 has a number and a text in that of tests/wire/test_schema.py."""
+"""No schema of ours takes any of these; tag 2 has a number and a text in that of tests/wire/test_message_schema.py."""
 
 TEXTS = (
     "../../etc/passwd",

@@ -14,12 +14,12 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.messages import BulkHeader, MergedStripe, Message
 from diloco_node.core.types import Ballot
 from diloco_node.measure import echoes, plain, probes, requester, responder
-from diloco_node.measure.command import MeasureCommand
+from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import KINDS, Measuring
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.measure.requester import FlowRequest
-from diloco_node.transport.certs import init_run, load_identity
-from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.certificates import init_run, load_identity
+from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
 from diloco_node.wire.measure_messages import MeasureMessage, ProbeHeader

@@ -24,7 +24,7 @@ from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
 from diloco_node.core.messages import BulkHeader, Message
 from diloco_node.core.types import Contribution, FragmentPosition, RunSettings
-from diloco_node.daemon.admin.status import NoteBook
+from diloco_node.daemon.admin.status_document import NoteBook
 from diloco_node.daemon.node import Node, NodeRuntime
 from diloco_node.daemon.parameters import fragment_offsets
 from diloco_node.daemon.spec import NodeSpec

@@ -10,8 +10,8 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from diloco_node.daemon.admin.server import AdminHandlers, AdminServer
-from diloco_node.daemon.history import COLUMNS
+from diloco_node.daemon.admin.admin_server import AdminHandlers, AdminServer
+from diloco_node.daemon.run_history import COLUMNS
 
 UNIX = 1_790_000_000.0
 NAMES = ("eu-west", "us-east", "us-west")

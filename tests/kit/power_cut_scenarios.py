@@ -19,8 +19,8 @@ import pytest
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.ledger.entries import ZERO_HASH, seal
 from diloco_node.core.types import NO_BASE, DiscardedBody, Entry, LeaderBody, LedgerBase, Recovered
+from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import MANIFEST_NAME, recover_manifest, save_manifest
-from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.errors import LedgerGone, StorageError
 from diloco_node.learner.builtin.documents import text_sources

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.types import Codec
+from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.shared_memory import MemoryStore
 from tests.kit.fake_daemon import PATIENCE_S, FakeDaemon, OfferApplied, SnapshotReady
 from tests.kit.shard_layouts import TRAINED_BUFFER, cut

@@ -12,12 +12,12 @@ from diloco_node.core.merge.fragments import build_manifest
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import CarryMode
 from diloco_node.core.view import RegionView
-from diloco_node.sim import run
-from diloco_node.sim.host import Host
-from diloco_node.sim.run import Simulation
-from diloco_node.sim.setup import draw_setup
-from diloco_node.sim.tensors import FragmentLayout
-from diloco_node.sim.world import MS, SECOND, FakeLink
+from diloco_node.lab.sim import simulation as run
+from diloco_node.lab.sim.fake_tensors import FragmentLayout
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.setup import draw_setup
+from diloco_node.lab.sim.simulation import Simulation
+from diloco_node.lab.sim.world import MS, SECOND, FakeLink
 
 SEED = 4711
 """Of all worlds here; a world of this seed always has the same trace."""

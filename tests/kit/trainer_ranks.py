@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from diloco_node.cli.demo.processes import free_ports
+from diloco_node.lab.demo.region_processes import free_ports
 
 
 def outcomes(ranks: int, settings: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.messages import BulkHeader, Message
-from diloco_node.transport.certs import Identity, init_run, load_identity
-from diloco_node.transport.session import LinkTimes
+from diloco_node.transport.certificates import Identity, init_run, load_identity
+from diloco_node.transport.peer_session import LinkTimes
 from diloco_node.transport.streams import DialedStream, dial
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
-from diloco_node.wire.tables import PROTOCOL_VERSION
+from diloco_node.wire.message_tables import PROTOCOL_VERSION
 from tests.kit.stacks import to_its_end
 
 DEADLINE_S = 120.0

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diloco_node.wan.netem import probe_netem
-from diloco_node.wan.tun import inside
+from diloco_node.lab.wan.netem import probe_netem
+from diloco_node.lab.wan.tun import inside
 
 NAMES = ("us-east", "us-west")
 NAMESPACES = dict(zip(NAMES, ("diloco-uml-a", "diloco-uml-b"), strict=True))
@@ -101,7 +101,7 @@ def regions(folder: Path) -> Iterator[dict[str, dict[str, str]]]:
 
 
 def in_container(name: str, verb: str) -> list[str]:
-    return ["ip", "netns", "exec", NAMESPACES[name], sys.executable, "-m", "diloco_node.wan.container", verb]
+    return ["ip", "netns", "exec", NAMESPACES[name], sys.executable, "-m", "diloco_node.lab.wan.container", verb]
 
 
 def await_line(log: Path, text: str, times: int) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from diloco_node.core.messages import BulkHeader, Message, RequestVoteReply
-from diloco_node.daemon.process import keep_freed_memory
-from diloco_node.transport.certs import load_identity
+from diloco_node.daemon.process_setup import keep_freed_memory
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.transport import GrpcTransport
 from tests.kit.repository import ROOT
 from tests.kit.transport_kit import DEADLINE_S, FAST, RUN, Recorder

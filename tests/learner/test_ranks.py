@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.types import Codec
 from diloco_node.errors import LearnerError
+from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.learner.ranks import Boundary, Orders, Ranks
 from diloco_node.shared_memory import MemoryStore
 from diloco_node.storage.trained import read_trained

@@ -14,16 +14,16 @@ import pytest
 
 from diloco_node.errors import BindError, IdentityError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import ends, plain
-from diloco_node.measure.command import MeasureCommand
 from diloco_node.measure.ends import Dialer, measuring_end, region_at
+from diloco_node.measure.measurement import MeasureCommand
 from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.plain import PlainListener, dialed, listening
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.measure.responder import SERVING_MAX
-from diloco_node.transport.certs import Identity, init_run, load_identity
+from diloco_node.transport.certificates import Identity, init_run, load_identity
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
-from diloco_node.wire import tables
+from diloco_node.wire import message_tables as tables
 from diloco_node.wire.measure_messages import NS_PER_S, PlainPort
 from tests.kit.measure_kit import DEADLINE_S, LINKS, NAMES, RUN, STRIPE, a_flow, be_patient, wish
 from tests.kit.transport_kit import Recorder, expect_no_orphans

@@ -15,8 +15,8 @@ from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.types import RateLimits
 from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure import echoes, probes
-from diloco_node.measure.command import parse_request
 from diloco_node.measure.gate import ECHOES_SAVED_MAX
+from diloco_node.measure.measurement import parse_request
 from diloco_node.measure.probes import FlowTimes
 from diloco_node.measure.requester import FlowMeasured, FlowRequest
 from diloco_node.transport.kernel.congestion import own_congestion_controls

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from diloco_node.core.shapes import Whole, bound_of
 from diloco_node.errors import ProtocolViolation
 from diloco_node.wire import measure_messages as g
-from diloco_node.wire.bounds import BOUNDS
-from diloco_node.wire.tables import CONTROL, HEADERS, MESSAGES
+from diloco_node.wire.field_bounds import BOUNDS
+from diloco_node.wire.message_tables import CONTROL, HEADERS, MESSAGES
 
 S = g.NS_PER_S
 ASKED = g.MeasurementRequested(3, True, False, S, 5 * S, 10**9, 0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from diloco_node.codec.digest import payload_digest, stripe_digest
-from diloco_node.daemon.run_end import write_final
+from diloco_node.daemon.final_model import write_final
 from diloco_node.errors import StorageError
 from diloco_node.storage import payload_files
 from diloco_node.storage.durable import replace_file

@@ -13,7 +13,7 @@ from diloco_node.errors import LinkLost, PeerCertificateRefused, ProtocolViolati
 from diloco_node.transport import asking
 from diloco_node.transport.asking import TRIES, ask_peer
 from diloco_node.wire.envelope import Hello, Lane, LinkRole, encode_hello
-from diloco_node.wire.tables import PROTOCOL_VERSION
+from diloco_node.wire.message_tables import PROTOCOL_VERSION
 from tests.kit.transport_kit import DEADLINE_S, address, meshed
 
 

@@ -40,7 +40,7 @@ from http2_attacks import (
 )
 
 from diloco_node.core.messages import Payload, RequestVoteReply
-from diloco_node.transport import certs
+from diloco_node.transport import certificates as certs
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from tests.kit.transport_kit import DEADLINE_S, RUN, Mesh, Recorder, end_of, eventually, hello_of, meshed

@@ -12,7 +12,7 @@ import pytest
 from diloco_node.errors import LinkLost, PeerError
 from diloco_node.transport.intake import Intake
 from diloco_node.transport.link import PeerLink
-from diloco_node.transport.session import Session
+from diloco_node.transport.peer_session import Session
 from diloco_node.transport.streams import DialedStream, Metadata
 from diloco_node.wire import envelope as e
 from tests.kit.stacks import to_its_end

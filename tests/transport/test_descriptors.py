@@ -15,7 +15,7 @@ from typing import IO
 import pytest
 
 from diloco_node.transport import streams
-from diloco_node.transport.certs import init_run, tls_name
+from diloco_node.transport.certificates import init_run, tls_name
 
 LIMIT = 256
 SERVER = """
@@ -24,7 +24,7 @@ from pathlib import Path
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
 from concurrent.futures import ThreadPoolExecutor
 from tests.kit.transport_kit import FAST, RUN, Recorder
-from diloco_node.transport.certs import load_identity
+from diloco_node.transport.certificates import load_identity
 from diloco_node.transport.transport import GrpcTransport
 
 async def main():

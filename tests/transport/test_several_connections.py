@@ -35,7 +35,7 @@ from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
 from diloco_node.wire.measure_messages import Probe
-from diloco_node.wire.tables import BULK_LANES, TransferHeader
+from diloco_node.wire.message_tables import BULK_LANES, TransferHeader
 from tests.kit.transport_kit import (
     DEADLINE_S,
     FAST,

@@ -16,11 +16,11 @@ from typing import Any
 import grpc
 import pytest
 
-from diloco_node.cli.demo.processes import free_ports
 from diloco_node.core.messages import Message, Payload, PayloadRequested, RequestVoteReply, State
 from diloco_node.errors import BindError, ConfigError, IdentityError, LinkLost, ProtocolViolation
+from diloco_node.lab.demo.region_processes import free_ports
 from diloco_node.transport import bundle, inbound, outbound, streams
-from diloco_node.transport.certs import init_run
+from diloco_node.transport.certificates import init_run
 from diloco_node.transport.link import LinkState
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.quarantine import STRIKES

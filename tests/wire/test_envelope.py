@@ -12,7 +12,7 @@ from diloco_node.core.types import Ballot
 from diloco_node.errors import PeerIncompatible, ProtocolViolation
 from diloco_node.wire import envelope as e
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX
-from diloco_node.wire.tables import PROTOCOL_VERSION
+from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
 HELLO = e.Hello(PROTOCOL_VERSION, "run1", 0, "eu", "settings", "manifest", b"i" * 16, e.Lane.CONTROL, 3)
 HEADER = Payload(1, 2, b"d" * 32)

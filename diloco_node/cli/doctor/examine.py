@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node import __version__
 from diloco_node.cli import start
-from diloco_node.cli.doctor import machine, membership, network, probes
+from diloco_node.cli.doctor import machine, membership, network
+from diloco_node.cli.doctor import machine_facts as probes
 from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
     from diloco_node.planning.plan import Storage
     from diloco_node.transport.asking import PeerAnswer
-    from diloco_node.transport.certs import Identity
+    from diloco_node.transport.certificates import Identity
 
 
 SECONDS_MAX: Final = 1e6
@@ -69,7 +70,7 @@ class Patient:
 
 def examine_machine(patient: Patient | None) -> Iterator[CheckResult]:
     """Versions, kernel, disk, memory, clock and GPU; what depends on run.toml only where there is one."""
-    from diloco_node.wire.tables import PROTOCOL_VERSION
+    from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
     info = sys.version_info
     yield machine.python_version((info.major, info.minor, info.micro))
@@ -82,7 +83,7 @@ def examine_machine(patient: Patient | None) -> Iterator[CheckResult]:
 
 
 def _kernel() -> Iterator[CheckResult]:
-    from diloco_node.daemon.process import DESCRIPTORS_LOW
+    from diloco_node.daemon.process_setup import DESCRIPTORS_LOW
     from diloco_node.transport.kernel.congestion import own_congestion_controls
 
     controls = own_congestion_controls()
@@ -131,7 +132,7 @@ def _plain(settings: Any) -> dict[str, Any]:
 
 def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[CheckResult], Identity | None]:
     """The region's certificate, and what it is good for; None: nothing."""
-    from diloco_node.transport.certs import load_identity
+    from diloco_node.transport.certificates import load_identity
 
     folder = patient.config.identity_dir(patient.region)
     try:
@@ -189,7 +190,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]
 
 def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[CheckResult]:
     from diloco_node.wire.envelope import LinkRole, settings_difference
-    from diloco_node.wire.tables import PROTOCOL_VERSION
+    from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
     yield network.peer_answered(peer, address, answer.rtt_s, answer.hello.role)
     yield network.peer_version(peer, answer.hello.protocol_version, PROTOCOL_VERSION)

@@ -16,7 +16,7 @@ from typing import Final
 
 from diloco_node.errors import PeerError
 from diloco_node.transport.asking import PeerAnswer, ask_peer
-from diloco_node.transport.certs import Identity
+from diloco_node.transport.certificates import Identity
 
 TIMEOUT_S: Final = 5.0
 SENT_BYTES: Final = 16_000

@@ -14,13 +14,13 @@ import typer
 from aiohttp import web
 
 from diloco_node.cli.status import Target, ask
+from diloco_node.daemon.admin.admin_server import names_loopback
 from diloco_node.daemon.admin.listening import LOOPBACK, listen, port_of
 from diloco_node.daemon.admin.live_events import LiveEvents
 from diloco_node.daemon.admin.page_files import page_routes
-from diloco_node.daemon.admin.server import names_loopback
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import BindError, ConfigError, DilocoError
-from diloco_node.health.summary import joint_health
+from diloco_node.health.health_summary import joint_health
 
 REGIONS_MAX: Final = 64
 THREADS: Final = 2 * REGIONS_MAX + 1

@@ -36,8 +36,8 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.ledger.election import Role
 from diloco_node.core.ledger.entries import ZERO_HASH
+from diloco_node.core.ledger.ledger_state import LedgerState, body_name
 from diloco_node.core.ledger.replication import Follower, Following, fault_in, most_complete
-from diloco_node.core.ledger.state import LedgerState, body_name
 from diloco_node.core.messages import (
     AppendEntries,
     AppendEntriesReply,

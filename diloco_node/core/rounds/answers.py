@@ -18,11 +18,11 @@ from diloco_node.core.messages import (
     ReductionReported,
     StripesReceived,
 )
+from diloco_node.core.rounds.claim_limits import claim_fault
 from diloco_node.core.rounds.discards import REPORTED_MAX, DiscardDesk
 from diloco_node.core.rounds.eligibility import Eligibility
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
-from diloco_node.core.rounds.plausible import claim_fault
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, RoundBody
 
 BallotAnswer = Contributed | Declined | StripesReceived | ReductionReported | MergedReceived | PayloadDurable

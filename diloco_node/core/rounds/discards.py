@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from diloco_node.core.rounds.claim_limits import discard_claim_fault
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.plausible import discard_claim_fault
 from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
 from diloco_node.numeric import NS_PER_S
 

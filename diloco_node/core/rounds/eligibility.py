@@ -9,8 +9,8 @@ from typing import Final
 
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
+from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.plausible import is_plausible_incarnation
 from diloco_node.core.rounds.suspicion import BallotPart, SuspicionBook
 from diloco_node.core.types import LearnerStatus
 

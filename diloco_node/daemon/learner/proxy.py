@@ -21,7 +21,7 @@ from diloco_node.core import events as ev
 from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.schedule import overdue_steps
 from diloco_node.core.types import CarryMode, LearnerStatus, RunSettings
-from diloco_node.daemon.learner.plausible import Plausible, attach_fault
+from diloco_node.daemon.learner.counter_check import Plausible, attach_fault
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.work import Spawn

@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Final
 
 from diloco_node.transport.pacing.token_bucket import PIECE_BYTES_MIN, TokenBucket, piece_bytes
-from diloco_node.wire.tables import BudgetLane
+from diloco_node.wire.message_tables import BudgetLane
 
 STARVING_NS: Final = 2_000_000_000
 """A piece that has waited for so long goes first: strict order between lanes must not break a transfer's link."""

@@ -22,7 +22,7 @@ from diloco_node.transport.pacing.grants import DEMAND_MAX, UNLIMITED, IngressGr
 from diloco_node.transport.pacing.link_stats import LinkWatch
 from diloco_node.transport.pacing.token_bucket import LATE_NS, NS_PER_S, PIECE_BYTES_MAX
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted, LinkMessage
-from diloco_node.wire.tables import BudgetLane, ControlMessage
+from diloco_node.wire.message_tables import BudgetLane, ControlMessage
 
 _log = structlog.get_logger(part="transport")
 

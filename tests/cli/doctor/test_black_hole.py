@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_node.transport.certs import init_run
+from diloco_node.transport.certificates import init_run
 from tests.kit.repository import ROOT
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 APART = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
-PROGRAM = f"{sys.executable} -m diloco_node.cli.main"
+PROGRAM = f"{sys.executable} -m diloco_node.main"
 SCRIPT = f"""
 mkdir -p /run/netns
 mount -t tmpfs tmpfs /run/netns

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from diloco_node.cli.doctor import command, examine, peer_probes
+from diloco_node.cli.doctor import doctor_command as command
+from diloco_node.cli.doctor import examine, peer_probes
 from diloco_node.cli.doctor.examine import Patient
 from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.config.resolve import load_config
-from diloco_node.transport.certs import load_identity
+from diloco_node.transport.certificates import load_identity
 from tests.kit.doctor_kit import OWN, PEER, Ward
 
 

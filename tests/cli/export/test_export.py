@@ -12,17 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from diloco_node.cli.main import main
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import FinishedBody, Member, RunSettings
+from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
-from diloco_node.daemon.run_end import write_final
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
 from diloco_node.learner.builtin.documents import TextPiece
 from diloco_node.learner.builtin.encoding import TextEncoding
 from diloco_node.learner.builtin.hf_settings import HfModelSettings
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
+from diloco_node.main import main
 from diloco_node.storage.store import RegionStore
 from tests.kit.data_kit import END, rows_of, write_tokenizer
 from tests.kit.hf_kit import DEEPSEEK

@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import structlog
 
-from diloco_node.cli.demo.processes import free_ports
-from diloco_node.cli.main import main
-from diloco_node.cli.measure import run as measure_run
-from diloco_node.cli.measure.run import own_folder, with_hidden
+from diloco_node.cli.measure import own_links as measure_run
+from diloco_node.cli.measure.own_links import own_folder, with_hidden
 from diloco_node.cli.plan.inputs import read_mesh
 from diloco_node.errors import LinkLost
+from diloco_node.lab.demo.region_processes import free_ports
+from diloco_node.main import main
 from diloco_node.measure import echoes, ends, plain, probes, requester, responder
 from diloco_node.measure.ends import Dialer, measuring_end
 from diloco_node.measure.measuring import Measuring
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
-from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.transport.certificates import init_run, load_identity
 
 COLUMNS = 100
 QUICK = ("--seconds", "0.2", "--warm-up", "0.1")
@@ -381,7 +381,7 @@ def test_our_key_is_found_where_it_lies(folder: Path) -> None:
 
 def test_serve_says_where_and_ends_at_sigterm(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     init_run(folder / "certs", "try", ["eu", "us"])
-    command = [sys.executable, "-m", "diloco_node.cli.main", "measure", "serve", "-r", "eu", "--json"]
+    command = [sys.executable, "-m", "diloco_node.main", "measure", "serve", "-r", "eu", "--json"]
     command += ["--listen", "127.0.0.1:0", "--peers", "us"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -12,13 +12,13 @@ import pytest
 from aiohttp import web
 
 from diloco_node.cli import status
-from diloco_node.cli.main import main
 from diloco_node.cli.page import merged
 from diloco_node.cli.page.merged import MergedRegions, dashboard_server
 from diloco_node.cli.status import Target, find_targets
 from diloco_node.daemon.admin import listening
 from diloco_node.daemon.admin.live_events import json_text
 from diloco_node.errors import BindError, ConfigError
+from diloco_node.main import main
 from tests.kit.page_kit import UNIX, ShownRun, crowded, shown
 from tests.kit.transport_kit import eventually
 

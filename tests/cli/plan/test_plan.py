@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from diloco_node.cli.main import app, main
 from diloco_node.cli.plan.inputs import parse_parameters
 from diloco_node.config.budget_plan import BudgetPlan
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
 from diloco_node.core.types import Codec, RateLimits, RunSettings
 from diloco_node.daemon.manifest_file import save_manifest
+from diloco_node.main import app, main
 
 COLUMNS = 100
 RUN_TOML = """
@@ -219,7 +219,7 @@ def test_egress_and_ingress_may_differ() -> None:
 def test_output_that_is_piped_is_not_cut() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     done = subprocess.run(
-        [sys.executable, "-m", "diloco_node.cli.main", "plan", "-n", "5e9", "--budget", "2Gbit/s"],
+        [sys.executable, "-m", "diloco_node.main", "plan", "-n", "5e9", "--budget", "2Gbit/s"],
         capture_output=True,
         text=True,
         timeout=300,

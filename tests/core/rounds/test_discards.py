@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX, STEPS_MAX
 from diloco_node.core.rounds.discards import BOOKING_MAX, DEATHS_AT_ONCE, REPORTED_MAX, DiscardDesk, DiscardReporter
 from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.rounds.plausible import INCARNATIONS_AHEAD_MAX, STEPS_MAX
 from diloco_node.core.types import DiscardedBody
 from tests.kit.rounds_kit import GENESIS, SECOND, Ledger, committed_round, contribution, history_of, position, status
 

@@ -19,7 +19,7 @@ from diloco_node.transport.pacing.budget import (
     Overhead,
 )
 from diloco_node.transport.pacing.token_bucket import NS_PER_S, PIECE_BYTES_MAX, burst_bytes
-from diloco_node.wire.tables import BudgetLane
+from diloco_node.wire.message_tables import BudgetLane
 from tests.kit.budget_kit import most_in_any_window
 
 MS = 1_000_000

@@ -32,18 +32,18 @@ from diloco_node.core.messages import (
 )
 from diloco_node.core.types import Ballot, RateLimits
 from diloco_node.errors import LinkLost
-from diloco_node.transport.certs import init_run, load_identity
+from diloco_node.lab.wan import emulation
+from diloco_node.lab.wan.namespaces import Place
+from diloco_node.transport.certificates import init_run, load_identity
 from diloco_node.transport.kernel.wire_meter import PeerTraffic, WireMeter
 from diloco_node.transport.pacing.grants import ALLOWANCE_BYTES, ALLOWANCE_NS, DEMAND_MAX
 from diloco_node.transport.pacing.pacer import Pacer
 from diloco_node.transport.streams import dial
 from diloco_node.transport.transport import GrpcTransport
-from diloco_node.wan import emulation
-from diloco_node.wan.namespaces import Place
 from diloco_node.wire import envelope as e
 from diloco_node.wire.link_messages import IngressDemand, IngressGranted
 from diloco_node.wire.measure_messages import Probe
-from diloco_node.wire.tables import PROTOCOL_VERSION, BudgetLane
+from diloco_node.wire.message_tables import PROTOCOL_VERSION, BudgetLane
 
 RUN = "run1"
 DEADLINE_S = 120.0

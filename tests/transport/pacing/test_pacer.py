@@ -16,7 +16,7 @@ from diloco_node.transport.outbound import BulkOutbound
 from diloco_node.transport.pacing.pacer import COALESCE_NS, FAST_RTT_NS, PIECE_FREE_BYTES_MIN, Pacer
 from diloco_node.transport.pacing.token_bucket import LATE_NS, PIECE_BYTES_MAX, burst_bytes
 from diloco_node.wire.envelope import TransferChunk, decode_bulk
-from diloco_node.wire.tables import BudgetLane
+from diloco_node.wire.message_tables import BudgetLane
 
 
 class FakeMeter(WireMeter):

@@ -1,0 +1,273 @@
+"""`diloco-node measure`: round trips and goodput between regions, by the path that a run would take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from diloco_node.cli.options import ConfigOption
+from diloco_node.errors import DilocoError, PeersUnreachable
+
+if TYPE_CHECKING:
+    from diloco_node.measure.documents import OnPartial
+
+app = typer.Typer(
+    help="Round trips and goodput between regions, by the path that a run would take.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+SECONDS: Final = 5.0
+SECONDS_MIN: Final = 0.2
+SECONDS_MAX: Final = 120.0
+
+RegionOption = Annotated[
+    str | None,
+    typer.Option("--region", "-r", metavar="NAME", help="Who we are [default: the one whose key is here]."),
+]
+CertsOption = Annotated[
+    Path | None, typer.Option("--certs", metavar="FOLDER", help="That certs init made [default: run.toml's, or certs].")
+]
+SecondsOption = Annotated[
+    float, typer.Option("--seconds", min=SECONDS_MIN, max=SECONDS_MAX, help="Of each test, its warm-up apart.")
+]
+WarmUpOption = Annotated[
+    float | None,
+    typer.Option("--warm-up", min=0, max=30, help="Seconds not counted [default: 25 round trips, 1 to 5 s]."),
+]
+AloneOption = Annotated[
+    bool, typer.Option("--alone", help="Not through the daemon that runs here, but with a `measure serve` there.")
+]
+MostOption = Annotated[
+    int | None,
+    typer.Option(
+        "--most",
+        metavar="MIB",
+        min=16,
+        max=262_144,
+        help="MiB of each test, its warm-up too [default and most through a daemon: 4096].",
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+PeerArgument = Annotated[str, typer.Argument(metavar="PEER", help="A region of run.toml, or HOST:PORT.")]
+PlainOption = Annotated[
+    bool | None, typer.Option("--plain/--no-plain", help="Plain TCP beside it; not through a daemon.")
+]
+
+
+@app.command()
+def serve(
+    *,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            "--listen", metavar="HOST:PORT", help="What to bind [default: measure_port, or as the region's daemon]."
+        ),
+    ] = None,
+    peers: Annotated[
+        str | None,
+        typer.Option("--peers", metavar="NAME,...", help="Regions that may measure [default: all of run.toml]."),
+    ] = None,
+    plain_port: Annotated[
+        int,
+        typer.Option(
+            "--plain-port", min=0, max=65_535, help="For plain TCP of a test, on the same host; 0: a free one."
+        ),
+    ] = 0,
+    plain: Annotated[bool, typer.Option("--plain/--no-plain", help="Plain TCP beside it.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer measurements until Ctrl-C, before a run or beside it. Without run.toml it needs --listen and --peers."""
+    from diloco_node.cli.measure import own_links as measure_run
+
+    here = measure_run.Here.find(config, certs, region)
+    where = measure_run.parse_address(listen, "--listen", port_min=0) if listen is not None else here.listen()
+
+    members = here.members(peers)
+
+    def on_listening(end: dict[str, Any]) -> None:
+        if as_json:
+            typer.echo(json.dumps(end))
+        else:
+            at = f"port {plain_port}" if plain_port else "a free port each time"
+            also = f", plain TCP at {at}" if plain else ""
+            place = f"{end['host']}:{end['port']}"
+            typer.echo(f"region {end['region']} answers measurements at {place}{also}; Ctrl-C ends it")
+        sys.stdout.flush()
+
+    measure_run.run(
+        lambda: measure_run.serve(
+            here, where, members=members, plain_port=plain_port if plain else None, on_listening=on_listening
+        )
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From where to measure, how long, and with what limits, as the user said."""
+
+    config: Path | None
+    certs: Path | None
+    region: str | None
+    alone: bool
+    seconds: float
+    warm_up: float | None
+    most: int | None
+    as_json: bool
+
+    def measure(self, document: dict[str, Any], **without_daemon: Any) -> dict[str, Any]:
+        """Measure and show it; what there is so far when it is cut short, by Ctrl-C or an error, which goes on.
+
+        Args:
+            without_daemon: defaults of the document when it does not go through a daemon.
+        """
+        so_far: deque[dict[str, Any]] = deque(maxlen=1)
+        try:
+            found = self._measured(document, so_far.append, without_daemon)
+        except (KeyboardInterrupt, DilocoError):
+            if so_far:
+                self._show({**so_far.pop(), "ended_early": True})
+            raise
+        self._show(found)
+        return found
+
+    def _measured(
+        self, document: dict[str, Any], on_partial: OnPartial, without_daemon: dict[str, Any]
+    ) -> dict[str, Any]:
+        from diloco_node.cli.measure import live_measurement as measure_daemon
+        from diloco_node.cli.measure import own_links as measure_run
+
+        asked = {**document, "seconds": self.seconds, "warm_up_seconds": self.warm_up}
+        if self.most is not None:
+            asked["bytes_max"] = self.most * 2**20
+        daemon = None
+        # The user may name a measuring end (HOST:PORT), a folder of keys, or say --alone: then no daemon is meant.
+        if not self.alone and self.certs is None and ":" not in str(document.get("peer")):
+            daemon = measure_daemon.find_daemon(self.config, self.region)
+        if daemon is None:
+            here = measure_run.Here.find(self.config, self.certs, self.region)
+            return measure_run.run(lambda: measure_run.measure(here, {**without_daemon, **asked}, on_partial))
+        with measure_run.progress(f"asking the daemon of {daemon.region}") as on_progress:
+            return measure_daemon.measure(daemon, asked, on_progress, on_partial)
+
+    def _show(self, document: dict[str, Any]) -> None:
+        if self.as_json:
+            typer.echo(json.dumps(document, indent=1))
+        else:
+            from diloco_node.cli.measure.measure_view import show
+
+            show(document)
+
+
+@app.command()
+def latency(
+    *,
+    peer: PeerArgument,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    seconds: SecondsOption = SECONDS,
+    load: Annotated[bool, typer.Option("--load", help="Also while the link is full, out, then in.")] = False,
+    warm_up: WarmUpOption = None,
+    most: MostOption = None,
+    alone: AloneOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Round trips through the whole path: p50, p99, jitter (RFC 3550), and what TCP retransmitted.
+
+    Through the daemon of the region if it runs here, over the links that it has; else with a `measure serve` there.
+    """
+    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    way.measure({"what": "latency", "peer": peer, "load": load})
+
+
+@app.command()
+def bandwidth(
+    *,
+    peer: PeerArgument,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    seconds: SecondsOption = SECONDS,
+    warm_up: WarmUpOption = None,
+    connections: Annotated[
+        str | None,
+        typer.Option(
+            "--connections",
+            metavar="N,...",
+            help="Each a test of its own [default: 1,2,4,8; not through a daemon].",
+        ),
+    ] = None,
+    reverse: Annotated[bool, typer.Option("--reverse", "-R", help="From the peer to here.")] = False,
+    plain: PlainOption = None,
+    most: MostOption = None,
+    alone: AloneOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Goodput of the transport (TLS; incompressible, and int4 with zstd) beside plain TCP; CPU; what TCP retransmitted.
+
+    Through the daemon of the region if it runs here: over the link that the run uses, in its measurement lane, within
+    its budget, behind all rounds. Else with a `measure serve` there, on a link with so many connections for each test.
+    """
+    from diloco_node.cli.measure import own_links as measure_run
+
+    asked: dict[str, Any] = {"what": "bandwidth", "peer": peer, "reverse": reverse}
+    if connections is not None:
+        asked["connections"] = measure_run.parse_connections(connections)
+    if plain is not None:
+        asked["plain"] = plain
+    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    document = way.measure(asked, connections=list(measure_run.CONNECTIONS), plain=True)
+    failures = document.get("failures")
+    if failures:
+        raise PeersUnreachable(
+            f"{len(failures)} of {len(failures) + len(document['tests'])} tests could not be carried out, the first: "
+            f"{failures[0]['error']}"
+        )
+
+
+@app.command()
+def mesh(
+    *,
+    region: RegionOption = None,
+    config: ConfigOption = None,
+    certs: CertsOption = None,
+    seconds: SecondsOption = SECONDS,
+    warm_up: WarmUpOption = None,
+    plain: PlainOption = None,
+    most: MostOption = None,
+    alone: AloneOption = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the JSON there, for plan --mesh.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """All ordered pairs of run.toml's regions, one after the other.
+
+    Through the daemon of the region if it runs here: each region measures towards the others, over the links they have.
+    Else `measure serve` must run in all other regions.
+    """
+    from diloco_node.cli.measure import own_links as measure_run
+
+    if out is not None:
+        measure_run.check_writable(out)  # before minutes are spent
+    way = _Way(config, certs, region, alone, seconds, warm_up, most, as_json)
+    document = way.measure({"what": "mesh", "plain": plain is True})
+    if out is not None:
+        measure_run.write(out, json.dumps(document, indent=1) + "\n")
+    failures = document["failures"]
+    if failures:
+        first, count = failures[0], len(failures) + len(document["pairs"])
+        raise PeersUnreachable(
+            f"{len(failures)} of {count} pairs could not be measured, the first from {first['from']} to "
+            f"{first['to']}: {first['error']}"
+        )

@@ -1,0 +1,314 @@
+"""What `measure` does without a daemon: who we are, where the others are, and the measurement on links of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable, StorageError
+from diloco_node.escaping import escaped_document
+
+if TYPE_CHECKING:
+    from diloco_node.config.resolve import NodeConfig
+    from diloco_node.measure.documents import OnPartial
+    from diloco_node.transport.certificates import Identity
+
+T = TypeVar("T")
+
+CONNECTIONS: Final = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This end: our certificate, and run.toml if there is one.
+
+    Attributes:
+        folder: with our certificate and key.
+    """
+
+    name: str
+    identity: Identity
+    folder: Path
+    config: NodeConfig | None
+
+    @classmethod
+    def find(cls, config: Path | None, certs: Path | None, region: str | None) -> Here:
+        """From flags, run.toml, and the keys that lie here.
+
+        Raises:
+            ConfigError: there are several keys and none was chosen. IdentityError: the certificate is wrong or missing.
+        """
+        from diloco_node.config.resolve import DEFAULT_NAME
+        from diloco_node.transport.certificates import load_identity
+
+        resolved = None
+        if config is not None or Path(DEFAULT_NAME).exists():
+            from diloco_node.cli.options import load
+
+            resolved = load(config, {}, None)
+            if region is not None:
+                resolved.check_region(region)
+        folder = certs if certs is not None else resolved.run.certs_dir if resolved is not None else Path("certs")
+        folder = own_folder(folder, region)
+        identity = load_identity(folder, region=region, run_id=resolved.run.id if resolved is not None else None)
+        return cls(identity.region, identity, folder, resolved)
+
+    def listen(self) -> tuple[str, int]:
+        """What `measure serve` binds when nothing was said. Raises ConfigError."""
+        if self.config is None or self.name not in self.config.regions:
+            raise ConfigError("without run.toml, measure serve needs --listen HOST:PORT, for example 0.0.0.0:7400")
+        host, port = self.config.listen(self.name)
+        return host, self.config.regions[self.name].measure_port or port
+
+    def addresses(self) -> dict[str, str]:
+        """Where `measure serve` of the other regions is dialed, of those that can be."""
+        found = {}
+        for name, one in self.config.regions.items() if self.config is not None else ():
+            if one.address is not None and name != self.name:
+                host, _, port = one.address.rpartition(":")
+                found[name] = f"{host}:{one.measure_port or port}"
+        return found
+
+    def others(self) -> tuple[str, ...]:
+        """The other regions of run.toml, which there must be."""
+        assert self.config is not None
+        return tuple(name for name in sorted(self.config.regions) if name != self.name)
+
+    def members(self, listed: str | None) -> tuple[str, ...]:
+        """Who may measure with `measure serve`: the others of run.toml, or those listed. Raises ConfigError."""
+        if listed is not None:
+            names = tuple(sorted({name.strip() for name in listed.split(",")} - {self.name, ""}))
+        else:
+            names = self.others() if self.config is not None else ()
+        if not names:
+            raise ConfigError("measure serve must know who may measure: give it run.toml, or --peers NAME,NAME")
+        return names
+
+    async def resolve(self, peer: str) -> tuple[str, str]:
+        """Name and address of a peer as it was written. Raises ConfigError, PeersUnreachable, IdentityError."""
+        if self.config is not None and peer in self.config.regions:
+            if peer == self.name:
+                raise ConfigError(f"{peer} is this region: name another one, or say who we are with --region")
+            address = self.addresses().get(peer)
+            if address is None:
+                raise ConfigError(f"{peer} has no address in run.toml: measure from there, with --reverse for this way")
+            return peer, address
+        if ":" not in peer:
+            known = ", ".join(self.config.regions) if self.config is not None else "no run.toml here"
+            raise ConfigError(f"PEER is {peer!r}: write a region of run.toml ({known}), or HOST:PORT")
+        parse_address(peer, "PEER", port_min=1)
+        from diloco_node.measure.ends import region_at
+
+        name = await region_at(peer, self.folder)
+        if name == self.name:
+            raise ConfigError(f"what answers at {peer} is {name}, as this end: name another address, or --region")
+        return name, peer
+
+    def check_mesh(self) -> None:
+        """That there are pairs to measure. Raises ConfigError without run.toml or with one region."""
+        if self.config is None:
+            raise ConfigError("measure mesh needs a run.toml with all regions: name it with --config")
+        if len(self.config.regions) < 2:
+            raise ConfigError("there is one region in run.toml: a mesh needs two")
+        if self.name not in self.config.regions:
+            raise ConfigError(f"{self.name} is not in run.toml: choose another --region")
+
+
+def own_folder(certs: Path, region: str | None) -> Path:
+    """The folder of our key: of the region, the only one there is, or `certs` itself."""
+    if (certs / "node.key").exists():
+        return certs
+    if region is not None:
+        return certs / region
+    found = sorted(path.parent for path in certs.glob("*/node.key"))
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(f"{certs} has the keys of {names}: say who we are with --region NAME")
+    return found[0] if found else certs  # whose files are missing, as load_identity will say
+
+
+def parse_address(text: str, option: str, *, port_min: int) -> tuple[str, int]:
+    """`HOST:PORT` of an option, IPv6 in brackets. Raises ConfigError."""
+    host, colon, port = text.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and port_min <= int(port) <= 65_535
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    if not colon or not host or not is_port or (":" in host and not is_bracketed):
+        raise ConfigError(f"{option} is {text!r}: write HOST:PORT, as 10.0.0.1:7400 or [fd00::1]:7400")
+    return host.strip("[]"), int(port)
+
+
+def parse_connections(text: str) -> list[int]:
+    """`1,4` as sorted numbers, each once. Raises ConfigError."""
+    from diloco_node.wire.measure_messages import CONNECTIONS_MAX
+
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= CONNECTIONS_MAX for word in words):
+        raise ConfigError(f"--connections is {text!r}: write numbers from 1 to {CONNECTIONS_MAX}, as 1,4")
+    return sorted({int(word) for word in words})
+
+
+async def serve(
+    here: Here,
+    where: tuple[str, int],
+    *,
+    members: tuple[str, ...],
+    plain_port: int | None,
+    on_listening: Callable[[dict[str, Any]], None],
+) -> None:
+    """Answer measurements until SIGINT or SIGTERM.
+
+    Args:
+        where: host and port to bind. members: regions that may measure.
+        plain_port: for plain TCP of a test, on the same host; 0: a free one each time; None: no plain TCP.
+        on_listening: called with where we listen.
+
+    Raises:
+        BindError: the port is taken.
+    """
+    from diloco_node.daemon.logs import set_up_logs
+    from diloco_node.measure.ends import Dialer, measuring_end
+
+    set_up_logs()
+    # It logs a traceback for each call that its dialing side has left meanwhile, which is how every link ends.
+    logging.getLogger("grpc").setLevel(logging.CRITICAL)
+    end = measuring_end(
+        here.identity,
+        dict.fromkeys(members),
+        listen=where,
+        dial=Dialer(here.identity, here.addresses()),
+        plain_listen=None if plain_port is None else (where[0], plain_port),
+    )
+    try:
+        async with end as serving:
+            on_listening(
+                {"region": here.name, "host": where[0], "port": serving.transport.port, "plain_port": plain_port}
+            )
+            ended = asyncio.Event()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, ended.set)
+            await ended.wait()
+    except BindError as error:
+        raise BindError(
+            f"{error} Beside a running daemon `measure serve` needs a port of its own: measure_port in "
+            f"[regions.{here.name}], or --listen"
+        ) from None
+
+
+async def measure(here: Here, document: Mapping[str, Any], on_partial: OnPartial) -> dict[str, Any]:
+    """Measure on links of our own to `measure serve` of the peers.
+
+    Args:
+        document: see `measure.command.parse_request`; its peer as it was written. keep: gets what there is so far.
+
+    Raises:
+        ConfigError, IdentityError, PeersUnreachable, PeerError: nothing could be measured.
+    """
+    from diloco_node.measure.ends import Dialer
+    from diloco_node.measure.measurement import MeasureCommand
+
+    asked, addresses = dict(document), here.addresses()
+    hidden: tuple[str, ...] = ()
+    if asked["what"] == "mesh":
+        here.check_mesh()
+        hidden = tuple(name for name in here.others() if name not in addresses)
+        peers = tuple(name for name in here.others() if name in addresses)
+        if not peers:
+            raise ConfigError(_hidden_reason(hidden[0]))
+    else:
+        asked["peer"], address = await here.resolve(asked["peer"])
+        peers, addresses = (asked["peer"],), {asked["peer"]: address}
+    command = MeasureCommand(here.name, peers, Dialer(here.identity, addresses))
+    with _quiet(), progress(str(asked["what"])) as on_progress:
+        found = await command.run(asked, on_progress, lambda so_far: on_partial(with_hidden(so_far, hidden)))
+        return dict(escaped_document(with_hidden(found, hidden)))
+
+
+def with_hidden(mesh: Mapping[str, Any], hidden: Sequence[str]) -> dict[str, Any]:
+    """The document with the pairs of regions that nobody can dial, which were left out."""
+    if not hidden:
+        return dict(mesh)
+    names = sorted({*mesh["regions"], *hidden})
+    lacking = [
+        {"from": a, "to": b, "error": _hidden_reason(a if a in hidden else b)}
+        for a in names
+        for b in names
+        if a != b and {a, b} & set(hidden)
+    ]
+    return {**mesh, "regions": names, "failures": [*mesh["failures"], *lacking]}
+
+
+def _hidden_reason(region: str) -> str:
+    return (
+        f"{region} has no address, so nobody can ask it to measure: run `diloco-node measure mesh` in {region}, and "
+        "`measure serve` in the others"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What links log is for daemons: here errors are raised."""
+    import structlog
+
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run on the loop that the daemon uses. A link that breaks on the way ends with exit code 5."""
+    import uvloop
+
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(work())
+    except LinkLost as error:
+        raise PeersUnreachable(str(error)) from error
+
+
+@contextmanager
+def progress(text: str) -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that tells what is going on, and for how long; nothing where standard error is none."""
+    if not sys.stderr.isatty():
+        yield lambda _text: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), "{task.description}", TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(text, total=None)
+
+        def on_progress(now: str) -> None:
+            if shown.tasks[0].description != now:
+                shown.reset(task, description=now)
+
+        yield on_progress
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that can't be written, with ConfigError. One that was not there is not there afterwards."""
+    try:
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--out {path} can't be written ({error.strerror})") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a result. Raises StorageError."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise StorageError(f"--out {path} can't be written ({error.strerror}): what was measured is above") from error

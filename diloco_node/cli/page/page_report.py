@@ -1,0 +1,91 @@
+"""The page as one file, of a run that goes on or of what a finished one has left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.cli.page.merged import SNAPSHOT_PATH
+from diloco_node.cli.status import ask, find_targets
+from diloco_node.daemon.admin.page_files import page_with
+from diloco_node.daemon.run_history import RunHistory
+from diloco_node.daemon.run_record import REPORT_NAME
+from diloco_node.daemon.spec import NODE_FILE
+from diloco_node.errors import ConfigError, StorageError
+from diloco_node.escaping import escaped_document
+from diloco_node.health.health_summary import joint_health
+
+PAGE_NAME: Final = "report.html"
+DOCUMENT_BYTES_MAX: Final = 16 * 2**20
+
+
+def write_page(folder: Path, path: Path) -> Path:
+    """Write it; the path.
+
+    Raises:
+        ConfigError: the folder holds no region. StorageError: the file can't be written.
+    """
+    snapshot = run_snapshot(folder)
+    try:
+        path.write_text(page_with(snapshot), encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"can't write {path} ({error.strerror}); name another place with --out") from error
+    return path
+
+
+def run_snapshot(folder: Path) -> dict[str, Any]:
+    """What all regions of a folder show: those that run, as they answer; the others, as their files have it.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    regions = [one for place in _region_folders(folder) if (one := _region(place)) is not None]
+    if not regions:
+        raise ConfigError(
+            f"{folder} holds no region ({NODE_FILE}): give the state folder of a run or of a region, such as a demo's "
+            "folder"
+        )
+    summary = _read_object(folder / REPORT_NAME)
+    # A region's own report.json is its status, and no summary.
+    tokens = summary.get("tokens") if "regions" in summary else None
+    health = joint_health([one["status"] for one in regions])
+    return {"regions": regions, "health": health, "summary": {"tokens": tokens}}
+
+
+def _region_folders(folder: Path) -> Iterable[Path]:
+    """Those that hold a node's specification: the folder itself, or one or two levels below."""
+    return sorted({path.parent for depth in ("", "*/", "*/*/") for path in folder.glob(f"{depth}{NODE_FILE}")})
+
+
+def _region(folder: Path) -> dict[str, Any] | None:
+    """One region's snapshot; without a last status, what else it has left. None if it has not even a name."""
+    answer: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError, OSError, ValueError, RecursionError):  # it has ended
+        for target in find_targets(str(folder.resolve())):
+            answer = ask(target, SNAPSHOT_PATH)
+            if isinstance(answer.get("status"), dict):
+                return answer
+    node = _read_object(folder / NODE_FILE)
+    # Who has a port has not ended in order: then the last report is of an earlier start.
+    status = {} if answer else _read_object(folder / REPORT_NAME)
+    if "region" not in status:
+        error = answer.get("error", f"it did not end in order: there is no whole {REPORT_NAME}")
+        status = {"region": node.get("region"), "error": error}
+    if not isinstance(status["region"], str):
+        return None
+    settings = node.get("settings_shown") or []
+    return {"status": status, "history": RunHistory(folder).document(), "settings": settings}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a region's folder, all texts fit to be shown; an empty one if there is none."""
+    try:
+        if path.stat().st_size > DOCUMENT_BYTES_MAX:
+            return {}
+        document = escaped_document(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,328 @@
+"""A plan as tables that a person reads at 100 columns, and as one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from diloco_node.cli.plan.plan_command import ASSUMED
+from diloco_node.cli.tables import human_bytes, plain_table
+from diloco_node.numeric import NS_PER_S
+from diloco_node.planning.advice import budget_min, find_changes, mean_bits, sync_every_min, verdict
+from diloco_node.planning.plan import Flow, FlowKind, Plan
+from diloco_node.planning.rates import data_parallel_bits_per_s, data_parallel_utilisation, format_rate
+
+UTILISATIONS: Final = (0.50, 0.75, 0.90, 0.95)
+ROWS_MAX: Final = 16
+
+
+# ---- for machines ----------------------------------------------------------------------------------------------------
+
+
+def document(plan: Plan, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Everything, in bytes, seconds and bytes per second; None is "no limit" or "no rate is enough"."""
+    work, settings, need = plan.workload, plan.workload.settings, plan.need
+    return {
+        "inputs": {
+            "parameters": work.values,
+            "regions": sorted(work.regions),
+            "fragments": len(work.fragments),
+            "fragment_values_max": max(fragment.values for fragment in work.fragments),
+            "sync_every": settings.sync_every,
+            "overlap_steps": settings.overlap_steps,
+            "rounds_in_flight_max": settings.rounds_in_flight_max,
+            "codec_up": str(settings.codec_up),
+            "codec_down": str(settings.codec_down),
+            "bits_per_value_mean": float(mean_bits(settings)),
+            "step_seconds": work.step_time_ns / NS_PER_S,
+            "rtt_seconds": plan.network.rtt_ns / NS_PER_S,
+            "overhead": float(work.overhead),
+            "origins": dict(inputs),
+        },
+        "round": _round_document(plan),
+        "flows": [_flow_document(plan, flow) for flow in plan.flows],
+        "storage": {
+            "memory_bytes": plan.storage.memory,
+            "disk_bytes": plan.storage.disk,
+            **{f"{row.replace(' ', '_')}_bytes": size for row, size in _storage_parts(plan)},
+        },
+        "data_parallel": _data_parallel_document(plan),
+        "verdict": {
+            "fits": plan.fits if plan.network.has_limits else None,
+            "slack": float(plan.slack),
+            "text": verdict(plan),
+            "busiest": str(need.busiest) if need.busiest is not None else None,
+            "sync_every_kept": float(plan.sync_every_kept),
+            "sync_every_min": sync_every_min(plan),
+            "budget_min_bytes_per_second": budget_min(work, plan.network) if _has_budget(plan) else None,
+            "changes": [
+                {"settings": dict(change.settings), "text": change.text, "factor": float(change.factor)}
+                for change in find_changes(plan)
+            ],
+        },
+    }
+
+
+def _round_document(plan: Plan) -> dict[str, Any]:
+    work, settings, time = plan.workload, plan.workload.settings, plan.need.round_time
+    count = len(work.fragments)
+    sent = _of_kind(plan, FlowKind.EGRESS)
+    return {
+        "contribution_bytes": work.total(settings.codec_up) / count,
+        "merged_bytes": work.total(settings.codec_down) / count,
+        "wire_bytes_per_region": max(flow.cycle for flow in sent) / count,
+        "wire_bytes_total": sum(flow.cycle for flow in sent) / count,
+        "latency_seconds": time.latency_ns / NS_PER_S,
+        "boundary_seconds": time.boundary_ns / NS_PER_S,
+        "transfer_seconds": time.transfer_ns / NS_PER_S if plan.network.has_limits else None,
+        "total_seconds": time.total_ns / NS_PER_S if plan.network.has_limits else None,
+        "overlap_seconds": time.overlap_ns / NS_PER_S,
+        "fits_overlap": time.is_hidden if plan.network.has_limits else None,
+    }
+
+
+def _flow_document(plan: Plan, flow: Flow) -> dict[str, Any]:
+    peak = plan.peak(flow)
+    return {
+        "kind": str(flow.kind),
+        "region": flow.region,
+        "peer": flow.peer or None,
+        "wire_bytes_per_round": flow.cycle / len(plan.workload.fragments),
+        "average_bytes_per_second": float(plan.average(flow)),
+        "peak_bytes_per_second": None if peak is None else float(peak),
+        "limit_bytes_per_second": flow.limit_bytes_per_s,
+    }
+
+
+def _data_parallel_document(plan: Plan) -> dict[str, Any]:
+    values, places, step_s = _ring(plan)
+    rate = _least_rate(plan)
+    return {
+        "bytes_per_second": {
+            str(part): data_parallel_bits_per_s(values, places, step_s, part) / 8 for part in UTILISATIONS
+        },
+        "utilisation_here": None if rate is None else data_parallel_utilisation(values, places, step_s, 8 * rate),
+    }
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------
+
+
+def render(plan: Plan, inputs: Mapping[str, str]) -> Any:
+    """Verdict first, then the changes that would fit, then the numbers."""
+    from rich.console import Group
+    from rich.text import Text
+
+    blank = Text("")
+    parts: list[Any] = [Text(line) for line in _head(plan, inputs)]
+    words = verdict(plan)
+    parts += [blank, Text(f"{words[:1].upper()}{words[1:]}.", style="bold")]
+    changes = find_changes(plan)
+    if changes:
+        parts += [Text("Any one of these fits, the smallest change first:"), _changes_table(plan)]
+    parts += [Text(line) for line in _spare(plan)]
+    parts += [blank, _traffic_table(plan), blank, _round_table(plan), blank, _storage_table(plan)]
+    if len(plan.workload.regions) > 1:
+        parts += [blank, _data_parallel_table(plan)]
+    return Group(*parts, blank, *(Text(line, style="dim") for line in _notes(plan)))
+
+
+def _head(plan: Plan, inputs: Mapping[str, str]) -> Iterable[str]:
+    work, settings = plan.workload, plan.workload.settings
+    largest = max(fragment.values for fragment in work.fragments)
+    mean = work.values / len(work.fragments)
+    size = (
+        f"{human_count(mean)} each"
+        if largest - mean < 1
+        else f"{human_count(mean)}, the largest {human_count(largest)}"
+    )
+    yield f"{human_count(work.values)} parameters ({inputs['model']}) in {len(work.fragments)} fragments of {size}"
+    step = f"{_seconds(work.step_time_ns)} a step{_mark(inputs['step_time'])}"
+    rtt = f"round trip {_seconds(plan.network.rtt_ns)}{_mark(inputs['rtt'])}"
+    yield f"{len(work.regions)} region{'s' if len(work.regions) > 1 else ''}, {step}, {rtt}"
+    if "mesh" in inputs:
+        yield f"{inputs['mesh']}; such a pair counts as a link without a limit"
+    yield (
+        f"H = {settings.sync_every}, tau = {settings.overlap_steps}, {settings.rounds_in_flight_max} rounds in flight, "
+        f"{settings.codec_up} up and {settings.codec_down} down: {float(mean_bits(settings)):g} bits a value on average"
+    )
+
+
+def _mark(origin: str) -> str:
+    return f" ({origin})" if origin == ASSUMED else ""
+
+
+def _spare(plan: Plan) -> Iterable[str]:
+    """What a plan that fits could do with what is left."""
+    least = sync_every_min(plan)
+    if not plan.fits or not plan.network.has_limits or least is None:
+        return
+    if least < plan.workload.settings.sync_every:
+        yield f"H could be as low as {least}."
+    if _has_budget(plan):
+        needed = budget_min(plan.workload, plan.network)
+        if needed is not None:
+            yield f"The least budget that keeps this schedule is {format_rate(needed)} in and out of every region."
+
+
+def _changes_table(plan: Plan) -> Any:
+    from rich.text import Text
+
+    table = plain_table(("", "left"), ("set", "left"), ("that is", "left"))
+    for index, change in enumerate(find_changes(plan)):
+        settings = "\n".join(f"{key} = {value}" for key, value in change.settings)
+        table.add_row(f"{index + 1}.", Text(settings), Text(change.text))
+    return table
+
+
+def _traffic_table(plan: Plan) -> Any:
+    from rich.text import Text
+
+    columns = (("wire traffic", "left"), ("a round", "right"), ("average", "right"), ("peak", "right"))
+    table = plain_table(*columns, ("limit", "right"), ("used", "right"))
+    rows = list(_traffic_rows(plan))
+    for name, flow in rows[:ROWS_MAX]:
+        peak, limit = plan.peak(flow), flow.limit_bytes_per_s
+        table.add_row(
+            Text(name),
+            human_bytes(flow.cycle / len(plan.workload.fragments)),
+            format_rate(plan.average(flow)),
+            "-" if peak is None else format_rate(peak),
+            "-" if limit is None else format_rate(limit),
+            "-" if limit is None else f"{float(100 * plan.average(flow) / limit):.0f} %",
+        )
+    sent = sum(flow.cycle for flow in _of_kind(plan, FlowKind.EGRESS)) / len(plan.workload.fragments)
+    if len(rows) > ROWS_MAX:
+        table.add_row(Text(f"and {len(rows) - ROWS_MAX} lines with more room (--json has all)"))
+    table.add_row("all regions together", human_bytes(sent), "", "", "", "")
+    return table
+
+
+def _traffic_rows(plan: Plan) -> Iterable[tuple[str, Flow]]:
+    """Lines that are alike are one row; else regions by name, then links, the busiest first."""
+    for kind, words in ((FlowKind.EGRESS, "out of"), (FlowKind.INGRESS, "into"), (FlowKind.LINK, "link")):
+        flows = _of_kind(plan, kind)
+        if len({flow.limit_bytes_per_s for flow in flows}) == 1 and len(flows) > 1:
+            name = f"each of {len(flows)} links" if kind is FlowKind.LINK else f"{words} each region"
+            yield name, flows[0]
+            continue
+        for flow in sorted(flows, key=lambda flow: -flow.duration_ns(flow.cycle)):
+            yield (f"{flow.region} to {flow.peer}" if kind is FlowKind.LINK else f"{words} {flow.region}"), flow
+
+
+def _round_table(plan: Plan) -> Any:
+    time, step_ns = plan.need.round_time, plan.workload.step_time_ns
+    table = plain_table(("a round, due to applied", "left"), ("time", "right"), ("steps", "right"), ("", "left"))
+    rows = [
+        ("eight one-way delays", time.latency_ns, ""),
+        ("two step boundaries", time.boundary_ns, "half a step each on average"),
+        ("transfer", time.transfer_ns, "" if plan.network.has_limits else "no limit given"),
+        ("together", time.total_ns, ""),
+        ("overlap, tau steps", time.overlap_ns, _overlap_words(plan)),
+    ]
+    for name, duration_ns, words in rows:
+        table.add_row(name, _seconds(duration_ns), f"{duration_ns / step_ns:.2f}", words)
+    return table
+
+
+def _overlap_words(plan: Plan) -> str:
+    time = plan.need.round_time
+    if time.is_hidden:
+        return "the round ends within it"
+    steps = -(-time.total_ns // plan.workload.step_time_ns)
+    return f"the round takes longer: learners never wait, but expect {steps} steps of overlap"
+
+
+def _storage_table(plan: Plan) -> Any:
+    table = plain_table(
+        ("memory and disk of a region", "left"), ("bytes", "right"), ("per parameter", "right"), ("", "left")
+    )
+    words = {
+        "daemon": "parameters and momentum",
+        "base": "in the learner, beside its own model and optimizer",
+        "shared": "between the two: fragments in, encoded contributions out",
+        "rounds": "in flight: snapshots, stripes, sums, payloads",
+        "residual": "error feedback",
+        "checkpoints": "three states, and two with the learner's optimizer",
+        "payloads": "at most, for regions that come back",
+    }
+    for name, size in _storage_parts(plan):
+        _add_size(table, name, size, plan.workload.values, words[name])
+    _add_size(table, "memory together", plan.storage.memory, plan.workload.values, "")
+    _add_size(table, "disk together", plan.storage.disk, plan.workload.values, "")
+    return table
+
+
+def _add_size(table: Any, name: str, size: int, values: int, words: str) -> None:
+    table.add_row(name, human_bytes(size), f"{size / values:.2f} B", words)
+
+
+def _storage_parts(plan: Plan) -> Sequence[tuple[str, int]]:
+    sizes = plan.storage
+    parts = [("daemon", sizes.daemon), ("base", sizes.base), ("shared", sizes.shared), ("rounds", sizes.rounds)]
+    if sizes.residual:
+        parts.append(("residual", sizes.residual))
+    return [*parts, ("checkpoints", sizes.checkpoints), ("payloads", sizes.payloads)]
+
+
+def _data_parallel_table(plan: Plan) -> Any:
+    values, places, step_s = _ring(plan)
+    columns = [(f"{part:.0%}", "right") for part in UTILISATIONS]
+    table = plain_table(("data-parallel, computing this part of the time", "left"), *columns)
+    rates = [data_parallel_bits_per_s(values, places, step_s, part) for part in UTILISATIONS]
+    table.add_row("in and out of each region, bf16 ring", *(format_rate(rate / 8) for rate in rates))
+    mine = max(plan.average(flow) for flow in plan.flows)
+    if mine:
+        table.add_row("times what is planned here", *(f"{rate / 8 / float(mine):.0f} x" for rate in rates))
+    return table
+
+
+def _notes(plan: Plan) -> Iterable[str]:
+    values, places, step_s = _ring(plan)
+    rate = _least_rate(plan)
+    if rate is not None and places > 1:
+        part = data_parallel_utilisation(values, places, step_s, 8 * rate)
+        shown = f"{100 * part:.2g} %" if part < 0.995 else "nearly all"
+        yield (
+            f"Data-parallel at {format_rate(rate)} would compute {shown} of the time, "
+            f"a step {1 / part:.0f} times as long."
+        )
+    if plan.network.links:
+        yield "Links were measured in payload; their limits here include the overhead."
+    if not plan.network.is_budgeted:
+        yield "Each region's line is taken to be as fast as its best link; if it is faster, say so with --budget."
+    peak = "Peak: what ends a round of the largest fragment within tau steps"
+    late = "; no rate would, the delays alone take longer" if plan.peak(plan.flows[0]) is None else ""
+    yield f"{peak}{late}. Scales and {float(100 * plan.workload.overhead):g} % overhead are counted, zstd is not."
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def human_count(count: float) -> str:
+    """5 B, 208 M, 131 k."""
+    for size, unit in ((10**12, " T"), (10**9, " B"), (10**6, " M"), (10**3, " k")):
+        if count >= size:
+            return f"{count / size:.4g}{unit}"
+    return f"{count:.4g}"
+
+
+def _seconds(ns: int) -> str:
+    return f"{ns / NS_PER_S:.4g} s" if ns >= NS_PER_S else f"{ns / 1e6:.3g} ms"
+
+
+def _of_kind(plan: Plan, kind: FlowKind) -> list[Flow]:
+    return [flow for flow in plan.flows if flow.kind is kind]
+
+
+def _has_budget(plan: Plan) -> bool:
+    return plan.network.is_budgeted and bool(plan.network.egress or plan.network.ingress)
+
+
+def _ring(plan: Plan) -> tuple[int, int, float]:
+    return plan.workload.values, len(plan.workload.regions), plan.workload.step_time_ns / NS_PER_S
+
+
+def _least_rate(plan: Plan) -> int | None:
+    """The slowest line that a ring would use, in wire bytes per second; None without limits."""
+    return min((flow.limit_bytes_per_s for flow in plan.flows if flow.limit_bytes_per_s is not None), default=None)

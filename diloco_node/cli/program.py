@@ -1,0 +1,108 @@
+"""The operator's commands as one application, and how a command ends: exit codes, one line for an error.
+
+Nothing heavy is imported here: `--help` must answer in under 300 ms.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from diloco_node import __version__
+from diloco_node.cli import certs, config, explain, init, ledger, orders, replay, start, status, why
+from diloco_node.cli.deploy import deploy_command
+from diloco_node.cli.doctor.doctor_command import doctor
+from diloco_node.cli.export.export_command import export
+from diloco_node.cli.measure import measure_command
+from diloco_node.cli.page.page_commands import dashboard, report
+from diloco_node.cli.plan.plan_command import plan
+from diloco_node.errors import INTERRUPTED_CODE, DilocoError
+from diloco_node.escaping import escaped
+
+DEBUG_FLAG = "--debug"
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"diloco-node {__version__}")
+        raise typer.Exit
+
+
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option(DEBUG_FLAG, help="Show the traceback of an error; works anywhere.")] = False,
+) -> None:
+    pass
+
+
+def operator_app() -> typer.Typer:
+    """Build the application with all commands of an operator."""
+    app = typer.Typer(
+        name="diloco-node",
+        help="Train one model across several datacenters over ordinary internet links (Decoupled DiLoCo).",
+        no_args_is_help=True,
+        add_completion=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=_top,
+    )
+    app.command("init")(init.init)
+    app.command("start")(start.start)
+    app.command("status")(status.status)
+    app.command("why")(why.why)
+    app.command("dashboard")(dashboard)
+    app.command("report")(report)
+    app.command("finish")(orders.finish)
+    app.command("doctor")(doctor)
+    app.command("help")(explain.explain)
+    app.command("plan")(plan)
+    app.command("ledger")(ledger.ledger)
+    app.command("replay")(replay.replay)
+    app.command("export")(export)
+    app.command("log-level")(orders.log_level)
+    app.add_typer(orders.budget, name="budget")
+    app.add_typer(orders.quarantine, name="quarantine")
+    app.add_typer(orders.learner, name="learner")
+    app.add_typer(certs.app, name="certs")
+    app.add_typer(config.app, name="config")
+    app.add_typer(measure_command.app, name="measure")
+    app.add_typer(deploy_command.app, name="deploy")
+    return app
+
+
+def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
+    """Run one command of an application.
+
+    Args:
+        app: as `operator_app` builds it.
+        arguments: without the program's name; None: those of the process.
+
+    Returns:
+        The exit code.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # What follows `--` belongs to the user's own command, also a `--debug` in it.
+    at = words.index("--") if "--" in words else len(words)
+    own, command = words[:at], words[at:]
+    is_debug = DEBUG_FLAG in own
+    try:
+        app(args=[word for word in own if word != DEBUG_FLAG] + command, prog_name="diloco-node")
+    except DilocoError as error:
+        if is_debug:
+            raise
+        # It may hold the words of a peer, or of whatever answers at an address.
+        lines = (escaped(line) for line in str(error).strip().split("\n"))
+        more = f"({error.code}; diloco-node help {error.code})"
+        sys.stderr.write("diloco-node: " + "\n".join(lines) + f" {more}\n")
+        return error.exit_code
+    except SystemExit as end:  # how typer ends, after help, a usage error or a command's own exit code
+        return end.code if isinstance(end.code, int) else 0
+    except KeyboardInterrupt:
+        return INTERRUPTED_CODE
+    return 0

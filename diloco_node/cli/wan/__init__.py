@@ -1,1 +1,0 @@
-"""`diloco-node wan`: an emulated WAN, by hand."""

@@ -1,0 +1,134 @@
+"""The region's bandwidth budget while it runs: changed by an operator or run.toml, and watched.
+
+`BudgetWatch` says when this region can't keep its schedule within the budget, and what would help: one line, logged
+once. It takes both: the plan, made from what is measured now, does not fit, and merges really come later than every H
+steps. By itself the plan is too strict (zstd makes fewer bytes than it counts), and late merges may have another cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+from pathlib import Path
+from statistics import median_low
+from typing import Any, Final
+
+from diloco_node.config.budget_plan import BudgetPlan
+from diloco_node.core.events import Note
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.types import Direction, RunSettings
+from diloco_node.core.view import RegionView
+from diloco_node.errors import ConfigError
+from diloco_node.planning.advice import budget_warning
+from diloco_node.planning.merge_pace import MergePace
+from diloco_node.planning.plan import OVERHEAD
+from diloco_node.planning.sizes import fragment_sizes
+
+_KEYS = frozenset({"egress", "ingress", "peer"})
+
+LOOK_S: Final = 2.0
+"""Between two looks."""
+
+PPM: Final = 1_000_000
+
+
+def changed_plan(plan: BudgetPlan, document: Mapping[str, Any], peers: Collection[str]) -> BudgetPlan:
+    """The plan after what an operator asked for.
+
+    Args:
+        document: "egress" and "ingress" as text ("2Gbit/s", or "none" for no limit), at least one of them; "peer": only
+            that peer's. peers: names that there are.
+
+    Raises:
+        ConfigError: what is wrong with it.
+    """
+    from diloco_node.config.budget_settings import (
+        parse_ceiling_or_none,  # brings pydantic, which the daemon else does without
+    )
+
+    unknown = sorted(document.keys() - _KEYS)
+    if unknown:
+        raise ConfigError(f"{unknown[0]!r} is no part of a budget; there are {', '.join(sorted(_KEYS))}")
+    peer = document.get("peer") or ""
+    if not isinstance(peer, str) or (peer and peer not in peers):
+        raise ConfigError(f"peer {peer!r} is none of this region's: {', '.join(sorted(peers))}")
+    given = {direction: document[direction] for direction in Direction if document.get(direction) is not None}
+    if not given:
+        raise ConfigError('nothing to set: give egress or ingress, such as "2Gbit/s", or "none"')
+    for direction, text in given.items():
+        if not isinstance(text, str):
+            raise ConfigError(f'{direction} is {text!r}: write a rate with its unit, such as "2Gbit/s", or "none"')
+        try:
+            rate = parse_ceiling_or_none(text)
+        except ValueError as error:
+            raise ConfigError(f"{direction} is {text!r}: {error}") from None
+        plan = plan.with_rate(direction, rate, peer=peer)
+    return plan
+
+
+def plan_of_file(path: Path, region: str) -> BudgetPlan:
+    """The budget that run.toml and the environment have for a region now.
+
+    Raises:
+        ConfigError: the file is missing or wrong, or the region is not in it any more.
+    """
+    from diloco_node.config.resolve import load_config
+
+    config = load_config(path)
+    config.check_region(region)
+    return config.budget_plan(region)
+
+
+class BudgetWatch:
+    """Call `look` every LOOK_S, never twice at once.
+
+    Args:
+        manifest, settings: of the run.
+    """
+
+    def __init__(self, manifest: Manifest, settings: RunSettings) -> None:
+        self._sizes = fragment_sizes(manifest)
+        self._settings = settings
+        self._pace = MergePace(len(manifest.fragments), settings.sync_every)
+        self._noted: tuple[int | None, int | None] | None = None  # the budget that the last line was about
+        self.text = ""
+        """The line as of the last look; empty when the schedule is kept."""
+
+    def look(self, view: RegionView, budget: Mapping[str, Any]) -> Note | None:
+        """Compare what is needed with what there is. In a thread: the search for what would fit takes a while.
+
+        Args:
+            view: of the core now. budget: as `Pacer.status` has it.
+
+        Returns:
+            The line to log, when it begins, when the budget that it is about changes, and when it ends.
+        """
+        if view.learner is None or view.is_ending or view.finished:
+            return None  # nothing is due; what was said last stays in the status, and in the report
+        self._pace.reported(view.learner.step, view.rounds_committed)
+        self.text = self._warning(view, budget) if self._pace.is_late else ""
+        about = (budget["egress_bytes_per_s"], budget["ingress_bytes_per_s"]) if self.text else None
+        if about == self._noted:
+            return None  # its figures change with every look; they are in the status
+        self._noted = about
+        return Note("budget", self.text or "the schedule is kept again")
+
+    def _warning(self, view: RegionView, budget: Mapping[str, Any]) -> str:
+        alive = [peer for peer in view.peers if peer.is_alive]
+        learners = [view.learner, *(peer.learner for peer in alive)]
+        # As learnt from the kernel's counters, the mean over the peers; a part of the payload.
+        found = [peer["overhead"] for peer in budget["peers"].values()]
+        overhead = Fraction(round((sum(found) / len(found) - 1) * PPM), PPM) if found else OVERHEAD
+        times = [learner.step_time_ns for learner in learners if learner is not None and learner.step_time_ns > 0]
+        warning = budget_warning(
+            fragments=self._sizes,
+            settings=self._settings,
+            regions=(view.region, *(peer.region for peer in alive)),
+            step_time_ns=median_low(times) if times else 0,
+            rtt_ns=max((peer.rtt_ns for peer in alive), default=0),
+            egress_bytes_per_s=budget["egress_bytes_per_s"],
+            ingress_bytes_per_s=budget["ingress_bytes_per_s"],
+            overhead=overhead,
+        )
+        measured = self._pace.steps_per_cycle
+        return f"{warning}; measured: every {float(measured):.1f} steps" if warning and measured else warning

@@ -1,0 +1,206 @@
+"""A region's parameters, computed again from its files by the outer steps of the daemon; compared with the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError, safe_open
+
+from diloco_node.core.ledger.summary import decode_summary
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.recovery.replay_plan import FragmentReplay, find_genesis, plan_replay
+from diloco_node.core.types import Entry, FinishedBody, RoundBody
+from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.open_stripes import cut_payload
+from diloco_node.daemon.parameters import OUTER_THREADS, Parameters
+from diloco_node.daemon.run_record import FINAL_NAME
+from diloco_node.daemon.spec import NODE_FILE, NodeSpec
+from diloco_node.errors import StorageError
+from diloco_node.storage.ledger_reader import read_whole_ledger
+from diloco_node.storage.store import RegionStore
+
+ARCHIVE_HINT: Final = (
+    "payload_archive = true in [regions.NAME] keeps all that this region gets, from the first version on"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DigestCheck:
+    """One digest of the ledger beside the one that was computed."""
+
+    fragment: int
+    version: int
+    named: bytes
+    computed: bytes
+
+    @property
+    def agrees(self) -> bool:
+        """Whether they are equal."""
+        return self.named == self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What came of a replay.
+
+    Attributes:
+        plan: per fragment where it began, and why not earlier.
+        checks: in the order of fragments and versions.
+        final: whether `final.safetensors` holds the computed parameters; None: the run is not over, or it is not there.
+    """
+
+    plan: tuple[FragmentReplay, ...]
+    checks: tuple[DigestCheck, ...]
+    final: bool | None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything that could be compared is equal."""
+        return all(check.agrees for check in self.checks) and self.final is not False
+
+
+class Replay:
+    """Reads a state folder, also below a running daemon; `run` computes.
+
+    Raises:
+        StorageError: something is missing or damaged; says what, and what to do.
+        ConfigError: the folder's settings can't be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        spec = NodeSpec.load(folder / NODE_FILE)
+        manifest = load_manifest(folder)
+        if manifest is None:
+            raise StorageError(f"{folder} has no manifest.json: the region never learnt its model")
+        self._manifest: Manifest = manifest
+        self._settings = spec.settings
+        fragments = len(manifest.fragments)
+        self._store = RegionStore(folder, is_read_only=True)
+        # Before the payloads: those of the rounds that a running daemon adds meanwhile are not looked for.
+        base, entries = read_whole_ledger(folder, fragments)
+        payloads = self._store.load(fragments).payloads
+        summary = decode_summary(base.summary, fragments=fragments) if base.index else None
+        genesis = find_genesis(summary, entries)
+        if genesis is None:
+            raise StorageError(f"{folder}: the ledger has no genesis yet, so there is nothing to compute again")
+        # Of the settings only codec_down counts here, which `start` lets nobody change in a run.
+        here, named = manifest.digest, genesis.manifest_digest
+        if here != named:
+            raise StorageError(f"{folder}: manifest.json has digest {here[:16]}, the run began with {named[:16]}")
+        self._is_finished = any(isinstance(entry.body, FinishedBody) for entry in entries)
+        states = [self._store.state_versions(fragment) for fragment in range(fragments)]
+        if not self._is_finished:
+            entries = _without_tail(entries, states, payloads)
+        plan = plan_replay(genesis, summary, entries, states, payloads)
+        self.plan = _with_ends_of_holes(plan, entries, states, payloads)
+        lacking = [one.lack for one in self.plan if one.start < 0]
+        if lacking:
+            more = f" (and so for {len(lacking) - 1} further fragments)" if len(lacking) > 1 else ""
+            raise StorageError(f"{folder} lacks {lacking[0]}{more}: replay another region's folder; {ARCHIVE_HINT}")
+
+    @property
+    def rounds(self) -> int:
+        """How many outer steps there are to take."""
+        return sum(len(one.rounds) for one in self.plan)
+
+    def run(self, on_round: Callable[[], None]) -> ReplayReport:
+        """Compute.
+
+        Args:
+            on_round: called after each outer step.
+
+        Raises:
+            StorageError: a file is damaged, or is gone since: the daemon that runs here may have removed it.
+        """
+        return asyncio.run(self._run(on_round))
+
+    async def _run(self, on_round: Callable[[], None]) -> ReplayReport:
+        with ThreadPoolExecutor(OUTER_THREADS) as pool:
+            parameters = Parameters(self._manifest, self._settings, self._store, pool)
+            checks = []
+            for one in self.plan:
+                await parameters.adopt(one.fragment, one.start)
+                checks += await self._check(parameters, one)
+                for body in one.rounds:
+                    await self._step(parameters, body)
+                    on_round()
+                    checks += await self._check(parameters, one)
+        return ReplayReport(self.plan, tuple(checks), self._compare_final(parameters))
+
+    async def _step(self, parameters: Parameters, body: RoundBody) -> None:
+        try:
+            payload = self._store.read_payload(body.fragment, body.version, body.payload_digest)
+        except StorageError as error:
+            raise StorageError(
+                f"{error}. If a daemon runs here it may have removed the file meanwhile: replay again; {ARCHIVE_HINT}"
+            ) from error
+        await parameters.apply(body, cut_payload(payload, parameters.blocks[body.fragment], body.stripes), None)
+
+    async def _check(self, parameters: Parameters, one: FragmentReplay) -> list[DigestCheck]:
+        named = one.digests.get(parameters.versions[one.fragment])
+        if named is None:
+            return []
+        version, computed = await parameters.digest(one.fragment)
+        return [DigestCheck(one.fragment, version, named, computed)]
+
+    def _compare_final(self, parameters: Parameters) -> bool | None:
+        path = self._folder / FINAL_NAME
+        if not self._is_finished or not path.exists():
+            return None
+        computed = parameters.full_tensors()
+        try:
+            with safe_open(path, framework="np") as file:
+                if set(file.keys()) != computed.keys():
+                    return False
+                # As bytes: 0 is not -0.
+                return all(file.get_tensor(name).tobytes() == values.tobytes() for name, values in computed.items())
+        except (OSError, SafetensorError) as error:
+            raise StorageError(f"{path} can't be read: {error}") from error
+
+
+def _without_tail(
+    entries: Sequence[Entry], states: Sequence[Sequence[int]], payloads: Collection[tuple[int, int, bytes]]
+) -> tuple[Entry, ...]:
+    """Without each fragment's last rounds, from the first one behind its newest state whose payload is not here.
+
+    A daemon may be fetching that payload, or the round is not committed and never will be.
+    """
+    kept, ended = [], set()
+    for entry in entries:
+        body = entry.body
+        if isinstance(body, RoundBody) and body.version > max(states[body.fragment], default=-1):
+            if (body.fragment, body.version, body.payload_digest) not in payloads:
+                ended.add(body.fragment)
+            if body.fragment in ended:
+                continue
+        kept.append(entry)
+    return tuple(kept)
+
+
+def _with_ends_of_holes(
+    plan: Sequence[FragmentReplay],
+    entries: Sequence[Entry],
+    states: Sequence[Sequence[int]],
+    payloads: Collection[tuple[int, int, bytes]],
+) -> tuple[FragmentReplay, ...]:
+    """The plan, with the version up to which nothing is there in what is missing first."""
+    rounds = [entry.body for entry in entries if isinstance(entry.body, RoundBody)]
+    last = {body.fragment: body.version for body in rounds}
+    there = {name[:2] for body in rounds if (name := (body.fragment, body.version, body.payload_digest)) in payloads}
+    named = []
+    for one in plan:
+        if one.lack and 0 in states[one.fragment]:
+            first = next(version for version in count(1) if (one.fragment, version) not in there)
+            after = range(first, last.get(one.fragment, first) + 1)
+            end = next((version - 1 for version in after if (one.fragment, version) in there), after[-1])
+            named.append(replace(one, lack=f"{one.lack}, and all up to version {end}") if end > first else one)
+        else:
+            named.append(one)
+    return tuple(named)

@@ -1,0 +1,269 @@
+"""The processes of a demo: found by the files of its folder, and sent signals only while they are still the same ones.
+
+A demo writes `demo.json`: who it is, and which process is the supervisor of each region. A supervisor marks its
+children by their environment. A signal goes through a descriptor of the process, taken before it is looked at: a number
+that the kernel gave to another process meanwhile is never hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.errors import ConfigError, StorageError
+from diloco_node.lab.chaos.fault_plan import REGION, FaultTarget
+from diloco_node.unix_sockets import Process, process_of
+
+DEMO_FILE: Final = "demo.json"
+FAULTS_FOLDER: Final = "faults"
+_FORMAT: Final = 1
+
+FORK_SERVER: Final = Path(__file__).resolve().parent.parent / "learner" / "fork_server.py"
+"""What a preloading region's learners are forked from."""
+
+_FLAGS: Final = 6
+_FORKED_NO_EXEC: Final = 0x40
+"""Where the kernel's flags stand in /proc/PID/stat behind the name, and the one of a fork that runs no new program."""
+
+
+class HeldProcess:
+    """One process by a descriptor: whatever happens to its number, a signal reaches this one or nobody."""
+
+    def __init__(self, process: Process, descriptor: int) -> None:
+        self.process = process
+        self._descriptor = descriptor
+
+    @classmethod
+    def hold(cls, process: Process) -> HeldProcess | None:
+        """None if it has ended."""
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except OSError:
+            return None
+        if not is_alive(process):
+            os.close(descriptor)
+            return None
+        return cls(process, descriptor)
+
+    def send(self, number: int) -> bool:
+        """Whether it was still there."""
+        try:
+            signal.pidfd_send_signal(self._descriptor, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._descriptor)
+
+
+@contextlib.contextmanager
+def held(processes: list[Process]) -> Iterator[list[HeldProcess]]:
+    """Those of them that are still there."""
+    found = [one for process in processes if (one := HeldProcess.hold(process)) is not None]
+    try:
+        yield found
+    finally:
+        for one in found:
+            one.close()
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFile:
+    """What `demo.json` says.
+
+    Attributes:
+        folder: of the demo, with a folder for each region. demo: the process of the demo.
+        supervisors: of each region, None while there is none.
+    """
+
+    folder: Path
+    demo: Process
+    supervisors: Mapping[str, Process | None] = field(default_factory=dict)
+
+    def save(self) -> None:
+        """Write it, whole or not at all.
+
+        Raises:
+            StorageError: the folder can't be written.
+        """
+        document = {
+            "format": _FORMAT,
+            "demo": dataclasses.asdict(self.demo),
+            "regions": {
+                name: None if process is None else dataclasses.asdict(process)
+                for name, process in self.supervisors.items()
+            },
+        }
+        path = self.folder / DEMO_FILE
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(document, indent=1) + "\n")
+            temporary.replace(path)
+        except OSError as error:
+            raise StorageError(f"{path} can't be written ({error.strerror}): make room, or give --folder") from error
+
+    @classmethod
+    def load(cls, folder: Path) -> DemoFile:
+        """Read it.
+
+        Raises:
+            ConfigError: it is missing or not of this version.
+        """
+        path = folder / DEMO_FILE
+        try:
+            document = json.loads(path.read_text())
+            if document["format"] != _FORMAT:
+                raise ValueError(f"format {document['format']!r}, not {_FORMAT}")
+            supervisors = {
+                str(name): None if one is None else _process(one) for name, one in document["regions"].items()
+            }
+            return cls(folder, _process(document["demo"]), supervisors)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} can't be read ({error}): name the folder of a running demo") from None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its demo is."""
+        return is_alive(self.demo)
+
+    @property
+    def faults(self) -> Path:
+        """Where the daemons of this demo look for faults."""
+        return self.folder / FAULTS_FOLDER
+
+    def find(self, target: FaultTarget, *, attached: int | None = None) -> list[Process]:
+        """The processes of a target that are there now, the supervisor first.
+
+        Args:
+            attached: the number of the process that the daemon names as its learner, if it does. Only that number
+                among the region's own learner processes counts.
+
+        Raises:
+            ConfigError: there is no such region.
+        """
+        if target.region not in self.supervisors:
+            raise ConfigError(f"{self.folder} has no region {target.region!r}")
+        supervisor = self.supervisors[target.region]
+        if supervisor is None or not is_alive(supervisor):
+            return []
+        state = f"DILOCO_STATE={(self.folder / target.region).resolve()}"
+        parts = {
+            "supervisor": [supervisor],
+            "daemon": marked(state, f"DILOCO_CHILD=daemon-{supervisor.pid}"),
+            "learner": _learner(marked(state, f"DILOCO_CHILD=learner-{supervisor.pid}"), attached),
+        }
+        return [one for part in parts.values() for one in part] if target.part == REGION else parts[target.part]
+
+
+def is_alive(process: Process) -> bool:
+    """Whether it is still there, and not only waiting to be reaped."""
+    return _state(process) not in ("", "Z", "X")
+
+
+def is_stopped(process: Process) -> bool:
+    """Whether it is there and stands still: after SIGSTOP, or under a debugger."""
+    return _state(process) in ("T", "t")
+
+
+def _state(process: Process) -> str:
+    """The kernel's letter; empty if it is gone."""
+    return _stat(process.pid)[0] if process_of(process.pid) == process else ""
+
+
+def _stat(pid: int) -> list[str]:
+    """What stands in /proc/PID/stat behind the name; nothing but empty texts if it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+    return [""] * (_FLAGS + 1)
+
+
+def left_behind(state_dir: Path) -> list[Process]:
+    """Processes that a dead supervisor of this folder has left."""
+    return marked(f"DILOCO_STATE={state_dir.resolve()}")
+
+
+def supervisor_of(state_dir: Path) -> Process | None:
+    """The process whose children work on this folder; None while it has none."""
+    mark = f"DILOCO_STATE={state_dir.resolve()}"
+    for child in reversed(marked(mark)):
+        for setting in _settings(child.pid):
+            if setting.startswith(b"DILOCO_CHILD="):
+                return process_of(int(setting.rpartition(b"-")[2]))
+    return None
+
+
+def running_demo() -> Path:
+    """The folder of the only demo that runs out of `runs/` here.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    found = []
+    for path in sorted(Path("runs").glob(f"*/{DEMO_FILE}")):
+        with contextlib.suppress(ConfigError):
+            if DemoFile.load(path.parent).is_running:
+                found.append(path.parent)
+    if len(found) != 1:
+        here = "no demo runs" if not found else f"{len(found)} demos run ({', '.join(map(str, found))})"
+        raise ConfigError(f"{here} in runs/ here: name its folder with --folder; --compose strikes containers")
+    return found[0]
+
+
+def marked(*settings: str) -> list[Process]:
+    """Processes, the oldest first, whose environment holds all of these settings; never this one."""
+    wanted, found = [one.encode() for one in settings], []
+    for path in Path("/proc").iterdir():
+        if not path.name.isdecimal() or int(path.name) == os.getpid():
+            continue
+        process = process_of(int(path.name))
+        environment = _settings(int(path.name))
+        # Looked at before and after: else the environment may be that of an earlier process of this number.
+        if all(one in environment for one in wanted) and process is not None and process_of(process.pid) == process:
+            found.append(process)
+    return sorted(found, key=lambda one: (one.start_ticks, one.pid))
+
+
+def _settings(pid: int) -> list[bytes]:
+    """Its environment; none if it is gone, or another user's."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return []
+
+
+def command_line(pid: int) -> list[str]:
+    """The words that it was started with; none if it is gone."""
+    with contextlib.suppress(OSError):
+        return [os.fsdecode(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+    return []
+
+
+def _learner(family: list[Process], attached: int | None) -> list[Process]:
+    """Of a learner, what launched it, and what it is forked from: what trains.
+
+    The one that is attached; if none is, the newest of those that have no child among them and are no fork server.
+    """
+    if known := [process for process in family if process.pid == attached]:
+        return known
+    parents = {_stat(process.pid)[1] for process in family}
+    return [one for one in family if str(one.pid) not in parents and not _is_fork_server(one.pid)][-1:]
+
+
+def _is_fork_server(pid: int) -> bool:
+    """Whether it was started as one. What was forked from it has the same command line, but has started no program."""
+    return str(FORK_SERVER) in command_line(pid) and not int(_stat(pid)[_FLAGS] or "0") & _FORKED_NO_EXEC
+
+
+def _process(document: Mapping[str, Any]) -> Process:
+    pid, ticks, boot = document["pid"], document["start_ticks"], document["boot"]
+    if not isinstance(pid, int) or pid <= 1 or not isinstance(ticks, int) or not isinstance(boot, str):
+        raise ValueError("a process is its number, when it was started, and which boot that was in")
+    return Process(pid, ticks, boot)

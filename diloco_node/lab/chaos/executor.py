@@ -1,0 +1,163 @@
+"""Carries faults out on a running demo: one, or a whole plan at its times."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.lab.chaos.demo_processes import DemoFile, HeldProcess, held
+from diloco_node.lab.chaos.fault_files import fault_file, switch_off, switch_on
+from diloco_node.lab.chaos.fault_plan import DAEMON_ONLY, REGION, FaultPlan, FaultTarget, PlannedFault, check_fault
+from diloco_node.numeric import NS_PER_S
+from diloco_node.unix_sockets import Process
+
+SLOW_RUN_S: Final = 0.05
+SLOW_STOP_S: Final = 0.15
+"""A slow process runs so long, and is stopped so long, in turn: a quarter of its time is left."""
+
+SIGNALS: Final = {"kill": signal.SIGKILL, "stop": signal.SIGTERM}
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class StruckFault:
+    """What became of a fault.
+
+    Attributes:
+        at_ns: when it was carried out, on the plan's clock.
+        pids: the processes that it struck; none: nobody was there.
+    """
+
+    at_ns: int
+    fault: PlannedFault
+    pids: tuple[int, ...]
+
+    @property
+    def is_missed(self) -> bool:
+        """Whether nobody was there, dead of an earlier fault for example."""
+        return not self.pids
+
+    def document(self) -> dict[str, Any]:
+        """As it stands in a report."""
+        return {
+            "at_seconds": self.at_ns / NS_PER_S,
+            "do": self.fault.kind,
+            "target": str(self.fault.target),
+            "seconds": self.fault.lasts_ns / NS_PER_S,
+            "pids": list(self.pids),
+            "missed": self.is_missed,
+        }
+
+
+class FaultExecutor:
+    """Strikes the processes of one demo.
+
+    Args:
+        load: reads the demo's file; anew for each fault, for supervisors come and go.
+        now_ns: the plan's clock: 0 is the beginning of the training.
+        told: called with each fault when it begins.
+        attached: the process that a region's daemon names as its learner; None: it names none just now.
+
+    Attributes:
+        struck: what was carried out so far, in the order of its beginning.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], DemoFile],
+        *,
+        now_ns: Callable[[], int],
+        told: Callable[[StruckFault], None] = lambda _: None,
+        attached: Callable[[str], int | None] = lambda _: None,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self.struck: list[StruckFault] = []
+        self._load = load
+        self._now_ns = now_ns
+        self._told = told
+        self._attached = attached
+        self._sleep = sleep
+        self._stops: Counter[Process] = Counter()
+
+    async def run(self, plan: FaultPlan) -> None:
+        """Every fault at its time; returns when the last one is over. Cancelled, it ends those that still last."""
+        async with asyncio.TaskGroup() as group:
+            for fault in plan.faults:
+                wait_ns = fault.at_ns - self._now_ns()
+                if wait_ns > 0:
+                    await self._sleep(wait_ns / NS_PER_S)
+                group.create_task(self.strike(fault))
+
+    async def strike(self, fault: PlannedFault) -> StruckFault:
+        """Carry out one fault now; returns when it is over.
+
+        Raises:
+            ConfigError: it can't be carried out, or the demo has no such region.
+        """
+        check_fault(fault)
+        demo = await asyncio.to_thread(self._load)
+        attached = await asyncio.to_thread(self._attached, fault.target.region)
+        processes = await asyncio.to_thread(demo.find, _whom(fault), attached=attached)
+        with held(processes) as found:
+            number = SIGNALS.get(fault.kind)
+            struck = [one for one in found if number is None or one.send(number)]
+            done = self._note(fault, tuple(one.process.pid for one in struck))
+            if struck and fault.kind in DAEMON_ONLY:
+                await self._switch(fault_file(demo.faults, fault.target.region, fault.kind), fault.lasts_ns)
+            elif struck and number is None:
+                await self._hold_up(struck, fault)
+        return done
+
+    async def _switch(self, file: Path, lasts_ns: int) -> None:
+        until_ns = switch_on(file, lasts_ns)
+        try:
+            await self._sleep(lasts_ns / NS_PER_S)
+        finally:
+            switch_off(file, until_ns)
+
+    async def _hold_up(self, found: Sequence[HeldProcess], fault: PlannedFault) -> None:
+        """Stop and continue them: once, or in turns that leave a slow one a part of its time."""
+        turns, stop_s, run_s = 1, fault.lasts_ns / NS_PER_S, 0.0
+        if fault.kind == "slow":
+            turns, stop_s, run_s = max(1, round(stop_s / (SLOW_STOP_S + SLOW_RUN_S))), SLOW_STOP_S, SLOW_RUN_S
+        for _ in range(turns):
+            with self._stopped(found):
+                await self._sleep(stop_s)
+            await self._sleep(run_s)
+
+    @contextlib.contextmanager
+    def _stopped(self, found: Sequence[HeldProcess]) -> Iterator[None]:
+        """SIGSTOP, and SIGCONT at the end: of a process that several faults stop, at the end of the last one."""
+        for one in found:
+            self._stops[one.process] += 1
+            one.send(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for one in found:
+                self._stops[one.process] -= 1
+                if not self._stops[one.process]:
+                    one.send(signal.SIGCONT)
+
+    def _note(self, fault: PlannedFault, pids: tuple[int, ...]) -> StruckFault:
+        done = StruckFault(self._now_ns(), fault, pids)
+        self.struck.append(done)
+        self._told(done)
+        return done
+
+
+def _whom(fault: PlannedFault) -> FaultTarget:
+    """Whose processes are looked for."""
+    region = fault.target.region
+    if fault.kind in DAEMON_ONLY:
+        return FaultTarget(region, "daemon")
+    if fault.kind == "stop" and fault.target.part == REGION:
+        return FaultTarget(region, "supervisor")  # it stops the other two, in order
+    return fault.target

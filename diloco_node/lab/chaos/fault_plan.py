@@ -1,0 +1,171 @@
+"""The fault plan: what goes wrong, where, when, and for how long. Pure: all of it follows from a seed.
+
+The simulator draws its faults with `draw_gap` and `draw_one`, on its own clock and of its own kinds
+(`lab.sim.fault_storm.SCHEDULES`). A storm over real processes is a `FaultPlan`, drawn by `storm` or read from a tape.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from diloco_node.errors import ConfigError
+from diloco_node.numeric import NS_PER_S
+
+KINDS: Final = ("kill", "stop", "pause", "partition", "slow", "disk")
+"""SIGKILL; SIGTERM; SIGSTOP and SIGCONT; links cut; a quarter of its time to run; a disk that refuses."""
+
+LASTING: Final = frozenset({"pause", "partition", "slow", "disk"})
+"""They are over after a time; the others are over at once."""
+
+DAEMON_ONLY: Final = frozenset({"partition", "disk"})
+"""Links and the ledger's disk are the daemon's."""
+
+REGION: Final = "region"
+PARTS: Final = ("daemon", "learner", "supervisor")
+VICTIMS: Final = (*PARTS, REGION)
+
+LASTS_S_DEFAULT: Final = 5.0
+LASTS_S_MAX: Final = 3600.0
+AT_S_MAX: Final = 86_400.0 * 30
+FAULTS_MAX: Final = 100_000
+"""A storm of a day has at most one a second."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FaultTarget:
+    """Whom a fault strikes: a region's daemon, learner or supervisor, or all three (`part` is REGION)."""
+
+    region: str
+    part: str = REGION
+
+    def __str__(self) -> str:
+        return self.region if self.part == REGION else f"{self.region}.{self.part}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFault:
+    """One fault.
+
+    Attributes:
+        at_ns: from the beginning of the training.
+        kind: one of KINDS.
+        lasts_ns: how long; 0 for a kind that is over at once.
+    """
+
+    at_ns: int
+    kind: str
+    target: FaultTarget
+    lasts_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Faults in the order of their times."""
+
+    faults: tuple[PlannedFault, ...]
+
+    def until(self, end_ns: int) -> FaultPlan:
+        """Those that begin before `end_ns`; none of them lasts longer than that."""
+        return FaultPlan(
+            tuple(
+                PlannedFault(one.at_ns, one.kind, one.target, min(one.lasts_ns, end_ns - one.at_ns))
+                for one in self.faults
+                if one.at_ns < end_ns
+            )
+        )
+
+
+def draw_gap(rng: random.Random, mean: float) -> float:
+    """The gap to the next fault, in the unit of `mean`: exponential, for faults come independently of each other."""
+    return rng.expovariate(1.0) * mean
+
+
+def draw_one(rng: random.Random, odds: Mapping[T, int]) -> T:
+    """One of them, as often as its odds say. Iterates in the mapping's order."""
+    return rng.choices(list(odds), list(odds.values()))[0]
+
+
+def storm(
+    regions: Sequence[str], *, seed: int, mtbf_ns: int, end_ns: int, victims: Sequence[str] = VICTIMS
+) -> FaultPlan:
+    """SIGKILLs at random: of each one region and one of `victims` are drawn, all alike.
+
+    Args:
+        regions: at least one; their order does not matter. seed: everything random follows from it.
+        mtbf_ns: mean time between two kills, over all regions. end_ns: there is none from here on.
+        victims: of VICTIMS; their order does not matter.
+
+    Raises:
+        ConfigError: there would be more than FAULTS_MAX, or there is no victim of that name.
+    """
+    for name in victims:
+        if name not in VICTIMS:
+            raise ConfigError(f"there is no victim {name!r}: name some of {', '.join(VICTIMS)}")
+    if not victims or not regions or mtbf_ns <= 0:
+        raise ConfigError("a storm needs regions, victims, and a mean time between failures above zero")
+    if end_ns / mtbf_ns > FAULTS_MAX / 2:
+        raise ConfigError(f"a storm has at most {FAULTS_MAX // 2:,} faults: take a longer mean time between them")
+    rng = random.Random(f"storm {seed}")
+    names, parts = sorted(regions), {part: 1 for part in VICTIMS if part in victims}
+    faults: list[PlannedFault] = []
+    at_ns = int(draw_gap(rng, mtbf_ns))
+    while at_ns < end_ns and len(faults) < FAULTS_MAX:
+        faults.append(PlannedFault(at_ns, "kill", FaultTarget(rng.choice(names), draw_one(rng, parts))))
+        at_ns += int(draw_gap(rng, mtbf_ns))
+    return FaultPlan(tuple(faults))
+
+
+def parse_victims(text: str) -> tuple[str, ...]:
+    """`daemon,learner` as a tuple without repetitions.
+
+    Raises:
+        ValueError: a name is none of VICTIMS.
+    """
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    unknown = [name for name in names if name not in VICTIMS]
+    if unknown or not names:
+        raise ValueError(f"name some of {', '.join(VICTIMS)}, with commas")
+    return names
+
+
+def parse_target(text: str, regions: Sequence[str]) -> FaultTarget:
+    """`us-east`, or `us-east.daemon`.
+
+    Raises:
+        ConfigError: there is no such region, or it has no such part.
+    """
+    if text in regions:
+        return FaultTarget(text)
+    region, _, part = text.rpartition(".")
+    if region not in regions:
+        raise ConfigError(f"there is no region {text!r}; there are {', '.join(sorted(regions))}")
+    if part not in PARTS:
+        raise ConfigError(
+            f"{region} has no {part!r}: name the region, or {', '.join(f'{region}.{one}' for one in PARTS)}"
+        )
+    return FaultTarget(region, part)
+
+
+def check_fault(fault: PlannedFault) -> None:
+    """Refuse what can't be carried out.
+
+    Raises:
+        ConfigError: an unknown kind, a time out of range, or a kind that this part can't have.
+    """
+    if fault.kind not in KINDS:
+        raise ConfigError(f"there is no fault {fault.kind!r}; there are {', '.join(KINDS)}")
+    if not 0 <= fault.at_ns <= AT_S_MAX * NS_PER_S:
+        raise ConfigError(f"a fault at {fault.at_ns / NS_PER_S} s: it must lie between 0 and {AT_S_MAX:.0f} s")
+    if fault.kind in LASTING and not 0 < fault.lasts_ns <= LASTS_S_MAX * NS_PER_S:
+        raise ConfigError(
+            f"{fault.kind} for {fault.lasts_ns / NS_PER_S} s: it must last more than 0 and at most {LASTS_S_MAX:.0f} s"
+        )
+    if fault.kind not in LASTING and fault.lasts_ns:
+        raise ConfigError(f"{fault.kind} is over at once: leave its time away")
+    if fault.kind in DAEMON_ONLY and fault.target.part not in (REGION, "daemon"):
+        raise ConfigError(f"{fault.kind} strikes a daemon: name {fault.target.region} or {fault.target.region}.daemon")

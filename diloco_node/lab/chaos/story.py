@@ -1,0 +1,375 @@
+"""What a run did over its time, from samples of its regions and from its ledger: the figures of a report. Pure.
+
+All times are nanoseconds from the beginning of the training; before it they are negative. The window is the training:
+from 0 to its end, without the order to finish and what follows it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice, pairwise
+from statistics import median
+from typing import Any, Final
+
+from diloco_node.core.types import Entry, RoundBody
+from diloco_node.lab.chaos.executor import StruckFault
+from diloco_node.lab.chaos.fault_plan import VICTIMS
+from diloco_node.numeric import NS_PER_S
+
+MINUTE_NS: Final = 60 * NS_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSample:
+    """One region at one moment.
+
+    Attributes:
+        has_daemon: its daemon answers, and a learner is attached to it.
+        has_learner: a learner lives, attached or not. is_stopped: it stands still (SIGSTOP).
+        incarnation, step: of its learner, as last known. attached_step: where its process attached.
+        commit_index, rounds, tokens_merged: of the run, as this region knows them.
+        val_loss: held-out loss of the merged parameters, as last measured there; None: not yet, or not known any more.
+    """
+
+    has_daemon: bool
+    has_learner: bool
+    incarnation: int = 0
+    step: int = 0
+    attached_step: int = 0
+    commit_index: int = 0
+    rounds: int = 0
+    tokens_merged: int = 0
+    val_loss: float | None = None
+    is_stopped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RunSample:
+    """All regions at about one time."""
+
+    at_ns: int
+    regions: Mapping[str, RegionSample]
+
+    @property
+    def commit_index(self) -> int:
+        """The newest that anyone knows."""
+        return max(one.commit_index for one in self.regions.values())
+
+    @property
+    def rounds(self) -> int:
+        """Committed, likewise."""
+        return max(one.rounds for one in self.regions.values())
+
+    @property
+    def tokens_merged(self) -> int:
+        """Likewise."""
+        return max(one.tokens_merged for one in self.regions.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MergeMember:
+    """What one learner brought to a merge; `tokens` are weighted with the fragment's part of the model."""
+
+    incarnation: int
+    step_to: int
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimedMerge:
+    """A committed round: when it was first seen, and who is in it."""
+
+    at_ns: int
+    members: Mapping[str, MergeMember]
+
+
+class LifeState(StrEnum):
+    """What a region's learner is doing."""
+
+    TRAINING = "training"
+    ALONE = "training without its daemon"
+    CATCHING_UP = "catching up"
+    STOPPED = "stopped"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class LifeSpan:
+    """One state of a region, from when to when."""
+
+    from_ns: int
+    to_ns: int
+    state: LifeState
+
+
+def timed_merges(entries: Iterable[Entry], samples: Sequence[RunSample], sizes: Sequence[int]) -> list[TimedMerge]:
+    """The rounds of a ledger, each at the time of the first sample that knows it as committed; later ones are left out.
+
+    Args:
+        entries: in the order of their index. samples: in the order of their time. sizes: values of each fragment.
+    """
+    merges, total, at = [], sum(sizes), 0
+    for entry in entries:
+        while at < len(samples) and samples[at].commit_index < entry.index:
+            at += 1
+        if at == len(samples):
+            break
+        body = entry.body
+        if isinstance(body, RoundBody):
+            part = sizes[body.fragment] / total
+            made = [member.contribution for member in body.members]
+            members = {one.learner: MergeMember(one.incarnation, one.step_to, part * one.tokens) for one in made}
+            merges.append(TimedMerge(samples[at].at_ns, members))
+    return merges
+
+
+def training(
+    samples: Sequence[RunSample],
+    merges: Sequence[TimedMerge] | None,
+    *,
+    regions: Sequence[str],
+    end_ns: int,
+    final: tuple[int, float | None],
+) -> dict[str, Any]:
+    """The report's field `training`: what was done within the window. Of any demo, so that two can be compared.
+
+    Args:
+        merges: all of them; None: not all are known any more, so figures of single regions are None.
+        final: tokens merged in the whole run, and the final model's held-out loss.
+    """
+    tokens = _at(samples, end_ns, "tokens_merged") - _at(samples, 0, "tokens_merged")
+    commits = _at(samples, end_ns, "rounds") - _at(samples, 0, "rounds")
+    of_regions: dict[str, Any] = dict.fromkeys(("tokens_merged_of", "participation_of"))
+    if merges is not None:
+        inside = [one for one in merges if 0 < one.at_ns <= end_ns]
+        joined = {name: [one.members[name].tokens for one in inside if name in one.members] for name in regions}
+        of_regions = {
+            "tokens_merged_of": {name: round(sum(tokens)) for name, tokens in joined.items()},
+            "participation_of": {
+                name: len(tokens) / len(inside) if inside else None for name, tokens in joined.items()
+            },
+        }
+    return {
+        "seconds": end_ns / NS_PER_S,
+        "tokens_merged": tokens,
+        **of_regions,
+        "commits": commits,
+        "commits_per_minute": commits * MINUTE_NS / end_ns if end_ns else None,
+        "longest_gap_seconds": longest_gap_ns(samples, end_ns) / NS_PER_S,
+        "val_losses": [list(point) for point in loss_course(samples, end_ns)],
+        "final": {"tokens": final[0], "val_loss": final[1]},
+    }
+
+
+def _at(samples: Sequence[RunSample], at_ns: int, name: str) -> int:
+    """The most that was known at a time; 0 before the first sample."""
+    return max((getattr(one, name) for one in samples if one.at_ns <= at_ns), default=0)
+
+
+def longest_gap_ns(samples: Sequence[RunSample], end_ns: int) -> int:
+    """The longest time within the window in which no round was committed, as far as the samples tell."""
+    times: list[int] = []
+    rounds = _at(samples, 0, "rounds")
+    for one in samples:
+        if 0 < one.at_ns <= end_ns and one.rounds > rounds:
+            times.append(one.at_ns)
+            rounds = one.rounds
+    return int(longest_gap(times, 0, end_ns))
+
+
+def longest_gap(times: Sequence[float], begin: float, end: float) -> float:
+    """The longest time within a window without any of these times, which lie in it and in order."""
+    return max(later - sooner for sooner, later in pairwise([begin, *times, end]))
+
+
+def loss_course(samples: Sequence[RunSample], end_ns: int) -> list[tuple[int, float]]:
+    """(tokens merged in the run, held-out loss of the merged parameters), whenever a region measured it in the window.
+
+    A region that has just come back may measure older parameters: in a storm the final model is what tells.
+    """
+    points: list[tuple[int, float]] = []
+    known: dict[str, float] = {}
+    tokens = 0
+    for sample in samples:
+        if sample.at_ns > end_ns:
+            break
+        tokens = max(tokens, sample.tokens_merged)
+        for name, one in sorted(sample.regions.items()):
+            if one.val_loss is not None and one.val_loss != known.get(name):
+                known[name] = one.val_loss
+                points.append((tokens, one.val_loss))
+    return points
+
+
+def loss_at(points: Sequence[Sequence[float]], tokens: float) -> float | None:
+    """The loss of a course at a number of tokens, by a straight line between its points; None outside of them."""
+    for (before, loss_before), (after, loss_after) in pairwise(points):
+        if before <= tokens <= after:
+            part = (tokens - before) / (after - before) if after > before else 1.0
+            return float(loss_before + part * (loss_after - loss_before))
+    return None
+
+
+def reached_ns(samples: Sequence[RunSample], tokens: int) -> int:
+    """When so many tokens were merged, as far as the samples tell; if they never were, the time of the last one."""
+    last_ns = samples[-1].at_ns if samples else 0
+    return next((one.at_ns for one in samples if one.at_ns > 0 and one.tokens_merged >= tokens), last_ns)
+
+
+def compared(own: Mapping[str, Any], baseline: Mapping[str, Any], *, ends_by_tokens: bool) -> dict[str, Any]:
+    """A run beside an undisturbed one, both as `training` has them: goodput, and the losses at equal tokens.
+
+    The final model's loss stands beside the other run's at as many tokens: that of its final model where both runs end
+    at a number of tokens, else what it measured on its way. Where the other run has none, None. So is the goodput of
+    single regions where one of both does not know their tokens.
+
+    Args:
+        ends_by_tokens: both runs end when the same number of tokens is merged.
+    """
+    mine, theirs = own["tokens_merged_of"], baseline["tokens_merged_of"]
+    tokens, loss = own["final"]["tokens"], own["final"]["val_loss"]
+    # Both windows are as long, unless the runs end at a number of tokens.
+    slower = baseline["seconds"] / own["seconds"] if own["seconds"] else 0.0
+    other = baseline["final"]["val_loss"] if ends_by_tokens else loss_on_the_way(baseline, tokens)
+    return {
+        "goodput": _ratio(own["tokens_merged"] * slower, baseline["tokens_merged"]),
+        "goodput_of": (
+            {name: _ratio(mine[name] * slower, theirs[name]) for name in sorted(mine.keys() & theirs.keys())}
+            if mine is not None and theirs is not None
+            else None
+        ),
+        "loss": {
+            "tokens": tokens,
+            "own": loss,
+            "undisturbed": other,
+            "undisturbed_tokens": baseline["final"]["tokens"] if ends_by_tokens else tokens,
+            "change": loss / other - 1 if loss is not None and other else None,
+        },
+    }
+
+
+def loss_on_the_way(training: Mapping[str, Any], tokens: int) -> float | None:
+    """What a run measured when so many tokens were merged.
+
+    No last round came before that, and the learning rate was not at its end. Such a loss may be a percent worse than
+    that of a final model (D-Q4, D-108).
+    """
+    end = training["final"]
+    last = [(end["tokens"], end["val_loss"])] if end["val_loss"] is not None else []
+    return loss_at([*training["val_losses"], *last], tokens)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def rejoin_ns(fault: StruckFault, samples: Sequence[RunSample], merges: Sequence[TimedMerge]) -> int | None:
+    """From a death until a merge has steps that the region's learner made after it; None: there was none.
+
+    What the learner had sent before it died may be merged after that, and does not count.
+    """
+    region = fault.fault.target.region
+    known = bisect_right(samples, fault.at_ns, key=lambda one: one.at_ns)
+    before = samples[known - 1].regions[region] if known else None
+    incarnation = before.incarnation if before is not None else 0
+    mark = _step_before(fault, before, samples[known:])
+    for merge in islice(merges, bisect_right(merges, fault.at_ns, key=lambda one: one.at_ns), None):
+        part = merge.members.get(region)
+        if part is None:
+            continue
+        is_later = part.incarnation == incarnation and mark is not None and part.step_to > mark
+        if part.incarnation > incarnation or is_later:
+            return merge.at_ns - fault.at_ns
+    return None
+
+
+def _step_before(fault: StruckFault, before: RegionSample | None, after: Sequence[RunSample]) -> int | None:
+    """The last step of the learner's incarnation that was made before a death; None: none was made after it.
+
+    One whose daemon died goes on. One that died goes on where another process of its incarnation attached.
+    """
+    if before is None:
+        return None
+    if fault.fault.target.part == "daemon":
+        return before.step
+    later = (one.regions[fault.fault.target.region] for one in after)
+    return next(
+        (
+            one.attached_step
+            for one in later
+            if one.incarnation == before.incarnation and one.attached_step > before.attached_step
+        ),
+        None,
+    )
+
+
+def rejoins(
+    faults: Sequence[StruckFault], samples: Sequence[RunSample], merges: Sequence[TimedMerge]
+) -> dict[str, dict[str, Any]]:
+    """Per victim: how many deaths, and the seconds until the region was in a merge again.
+
+    A region that was struck again before that is counted apart: its time is that of two deaths.
+    """
+    deaths = [one for one in faults if one.fault.kind in ("kill", "stop") and not one.is_missed]
+    times_of: dict[str, list[int]] = {}
+    for one in sorted(deaths, key=lambda one: one.at_ns):
+        times_of.setdefault(one.fault.target.region, []).append(one.at_ns)
+    found: dict[str, dict[str, Any]] = {}
+    for part in VICTIMS:
+        own = [one for one in deaths if one.fault.target.part == part]
+        taken_ns, again, never = [], 0, 0
+        for one in own:
+            took_ns = rejoin_ns(one, samples, merges)
+            times = times_of[one.fault.target.region]
+            later = bisect_right(times, one.at_ns)
+            if later < len(times) and (took_ns is None or times[later] < one.at_ns + took_ns):
+                again += 1
+            elif took_ns is None:
+                never += 1
+            else:
+                taken_ns.append(took_ns)
+        if own:
+            found[part] = {
+                "count": len(own),
+                "seconds_median": median(taken_ns) / NS_PER_S if taken_ns else None,
+                "seconds_most": max(taken_ns) / NS_PER_S if taken_ns else None,
+                "struck_again": again,
+                "never": never,
+            }
+    return found
+
+
+def life(region: str, samples: Sequence[RunSample], merges: Sequence[TimedMerge], *, end_ns: int) -> list[LifeSpan]:
+    """What a region did within the window: spans without gaps, no two neighbours alike.
+
+    After each time without learner or daemon, or at a standstill, it is catching up until a merge has steps that its
+    learner made from then on.
+    """
+    joined = [(one.at_ns, one.members[region]) for one in merges if region in one.members]
+    spans: list[LifeSpan] = []
+    is_back, away_ns, at = True, 0, 0
+    inside = [one for one in samples if one.at_ns <= end_ns]
+    for number, sample in enumerate(inside):
+        to_ns = inside[number + 1].at_ns if number + 1 < len(inside) else end_ns
+        own = sample.regions[region]
+        if not own.has_learner or own.is_stopped or not own.has_daemon:
+            state = LifeState.DEAD if not own.has_learner else LifeState.STOPPED if own.is_stopped else LifeState.ALONE
+            is_back, away_ns = False, sample.at_ns
+        else:
+            while not is_back and at < len(joined) and joined[at][0] <= sample.at_ns:
+                at_ns, part = joined[at]
+                is_later = (part.incarnation, part.step_to) > (own.incarnation, own.attached_step)
+                is_back = at_ns > away_ns and is_later
+                at += 1
+            state = LifeState.TRAINING if is_back else LifeState.CATCHING_UP
+        from_ns = max(0, sample.at_ns)
+        if to_ns <= from_ns:
+            continue
+        if spans and spans[-1].state is state:
+            spans[-1] = LifeSpan(spans[-1].from_ns, to_ns, state)
+        else:
+            spans.append(LifeSpan(from_ns, to_ns, state))
+    return spans

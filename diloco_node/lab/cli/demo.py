@@ -1,0 +1,100 @@
+"""`diloco-node demo`: its options. The demo itself is in `lab.demo.demo_run`, imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def demo(
+    *,
+    regions: Annotated[
+        int | None,
+        typer.Option("--regions", min=1, max=16, help="Regions on this machine [default: 4, or those of --wan]."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", min=5, max=86_400, help="How long to train [default: 90].")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            metavar="N",
+            min=1,
+            max=1 << 50,
+            help="Train until so many are merged, instead; the schedule ends there.",
+        ),
+    ] = None,
+    folder: Annotated[Path | None, typer.Option("--folder", help="Where to keep it [default: a new folder].")] = None,
+    data: Annotated[list[str] | None, typer.Option("--data", metavar="PATH", help="Text to train on.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of parameters, data order, and storm.")] = 0,
+    wan: Annotated[
+        Path | None, typer.Option("--wan", metavar="FILE", help="Run in an emulated WAN, such as netem/us-4.toml.")
+    ] = None,
+    outage: Annotated[bool, typer.Option("--outage", help="With --wan: cut one region off for a while.")] = False,
+    backend: Annotated[
+        str, typer.Option("--wan-backend", metavar="NAME", help="auto, netem, tun or none.", show_default=False)
+    ] = "auto",
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="RATE", help="What each region may send, and receive: 20Mbit/s.")
+    ] = "",
+    chaos: Annotated[bool, typer.Option("--chaos", help="A storm: processes are killed while it trains.")] = False,
+    mtbf: Annotated[
+        str, typer.Option("--mtbf", metavar="TIME", help="With --chaos: mean time between two kills [default: 5s].")
+    ] = "",
+    victims: Annotated[
+        str,
+        typer.Option(
+            "--victims", metavar="NAMES", help="With --chaos: of daemon,learner,supervisor,region [default: all]."
+        ),
+    ] = "",
+    tape: Annotated[
+        Path | None, typer.Option("--tape", metavar="FILE", help="With --chaos: the faults of this file, no others.")
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option("--baseline", metavar="FILE", help="With --chaos: report.json of the same demo undisturbed."),
+    ] = None,
+    speeds: Annotated[
+        str, typer.Option("--speeds", metavar="LIST", help="Relative speeds of the learners: 1,1,2,4.")
+    ] = "",
+    batches: Annotated[str, typer.Option("--batches", metavar="LIST", help="Batches of the learners: 8,8,4,16.")] = "",
+    ranks: Annotated[str, typer.Option("--ranks", metavar="LIST", help="Processes of each learner: 2,2,1,2.")] = "",
+    shard: Annotated[
+        str,
+        typer.Option("--shard", metavar="LIST", help="With --ranks, how each model is cut: fsdp,ddp,none,fsdp."),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Run several regions on this machine, with real processes and real links, and report."""
+    from diloco_node.errors import ConfigError
+    from diloco_node.lab.demo.demo_options import SECONDS_DEFAULT, DemoOptions
+    from diloco_node.lab.demo.demo_run import run_demo
+
+    if seconds is not None and tokens is not None:
+        raise ConfigError("--seconds and --tokens both say when the training ends: give one of them")
+    options = DemoOptions(
+        regions=regions,
+        seconds=SECONDS_DEFAULT if seconds is None else seconds,
+        tokens=tokens or 0,
+        folder=folder,
+        data=tuple(data or ()),
+        is_json=as_json,
+        seed=seed,
+        wan=wan,
+        wan_backend=backend,
+        has_outage=outage,
+        budget=budget,
+        has_chaos=chaos,
+        mtbf=mtbf,
+        victims=victims,
+        tape=tape,
+        baseline=baseline,
+        speeds=speeds,
+        batches=batches,
+        ranks=ranks,
+        shards=shard,
+    )
+    raise typer.Exit(run_demo(options))

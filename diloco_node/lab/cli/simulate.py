@@ -1,0 +1,138 @@
+"""`diloco-node simulate`: the protocol under faults, on virtual time, from one seed; and the paper's tables."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(help="Run without a network.", no_args_is_help=True, rich_markup_mode=None)
+
+_SCHEDULE_HELP = "Which faults: usual, elections, gray, away. The seed chooses if not given."
+_LIAR_HELP = "One region changes fields of what it sends."
+
+
+@app.command()
+def run(
+    *,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")],
+    regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
+    events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
+    fault: Annotated[str | None, typer.Option("--fault", help="Plant this bug, to see that it is found.")] = None,
+    schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
+    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
+    effects: Annotated[str, typer.Option("--effects", help="fast: fakes. daemon: the daemon's own code.")] = "fast",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Real region cores in a fake world: crashes, cuts, loss. Exit code 1 if a promise was broken."""
+    import structlog
+
+    from diloco_node.lab.sim.simulation import format_report, simulate
+
+    # What the daemon's code would log is in the trace, at its virtual time.
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    report = simulate(seed, regions=regions, events=events, fault=fault, schedule=schedule, liar=liar, effects=effects)
+    typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else format_report(report))
+    if not report.is_good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def hunt(
+    *,
+    seeds: Annotated[str, typer.Option("--seeds", help="A..B, both counted.")],
+    jobs: Annotated[int, typer.Option("--jobs", min=1, max=1024, help="Processes.")] = 1,
+    regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets each seed choose 3 to 5.")] = 0,
+    events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
+    schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
+    liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
+    failures_max: Annotated[int, typer.Option("--failures-max", min=1, help="Stop after so many.")] = 10,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, at the end.")] = False,
+) -> None:
+    """Many seeds, for a night. Each failure is printed with the command that runs it again; exit code 1 if any."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from diloco_node.lab.sim.hunt import Hunt, reports, seed_range
+    from diloco_node.lab.sim.simulation import format_report
+
+    first, last = seed_range(seeds)
+    asked = Hunt(first, last, regions, events, schedule, liar)
+    began_s, done, total_events, failed = time.monotonic(), 0, 0, []
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failures]} failed"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("", total=asked.seeds, failures=0)
+        # Told to end, it ends its processes, and says how far it came.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with contextlib.closing(reports(asked, jobs=jobs)) as found, contextlib.suppress(KeyboardInterrupt):
+            for report in found:
+                done, total_events = done + 1, total_events + report.events
+                if not report.is_good:
+                    failed.append(report)
+                    if not as_json:
+                        typer.echo(format_report(report))
+                progress.update(bar, completed=done, failures=len(failed))
+                if len(failed) >= failures_max:
+                    break
+    took_s = time.monotonic() - began_s
+    if as_json:
+        document = {
+            "seeds": [first, last],
+            "done": done,
+            "events": total_events,
+            "seconds": round(took_s, 3),
+            "failed": [dataclasses.asdict(report) | {"command": report.command} for report in failed],
+        }
+        typer.echo(json.dumps(document, indent=1))
+    else:
+        pace = f"{total_events / took_s:,.0f} events a second" if took_s else ""
+        typer.echo(f"{done} of {asked.seeds} seeds run, {len(failed)} failed; {total_events:,} events, {pace}")
+        for report in failed:
+            typer.echo(report.command)
+    if failed:
+        raise typer.Exit(1)
+    if done < asked.seeds:
+        raise KeyboardInterrupt  # for the exit code
+
+
+@app.command()
+def goodput(
+    *,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the simulated failures.")] = 0,
+    steps: Annotated[
+        int, typer.Option("--steps", min=100, max=1_000_000, help="Inner steps of each simulated learner.")
+    ] = 6000,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """The paper's goodput under chip failures: printed, by formula, and simulated event by event."""
+    from diloco_node.lab.cli import paper_tables
+
+    _show(paper_tables.goodput_document(seed, steps), paper_tables.render_goodput, as_json)
+
+
+@app.command()
+def bandwidth(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """The paper's bandwidth table: printed and by formula; and what P = H = 24 really takes."""
+    from diloco_node.lab.cli import paper_tables
+
+    _show(paper_tables.bandwidth_document(), paper_tables.render_bandwidth, as_json)
+
+
+def _show(document: dict[str, Any], render: Callable[[dict[str, Any]], Any], as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+        return
+    from diloco_node.cli.tables import table_console
+
+    table_console().print(render(document))

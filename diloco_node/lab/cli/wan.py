@@ -1,0 +1,252 @@
+"""`diloco-node wan`: an emulated WAN on this machine, driven by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from diloco_node.cli.options import parsed
+from diloco_node.errors import ConfigError
+
+app = typer.Typer(
+    help="An emulated WAN: one network namespace per region.", no_args_is_help=True, rich_markup_mode=None
+)
+
+NameOption = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="Which emulation [default: the only one].")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+OtherOption = Annotated[str, typer.Option("--from", metavar="REGION", help="Between these two only.")]
+OneWayOption = Annotated[
+    str, typer.Option("--one-way", metavar="out|in", help="Only what the region sends (out) or receives (in).")
+]
+
+
+@app.command()
+def up(
+    *,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Such as netem/us-4.toml.")],
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Of the emulation [default: from the file's].")
+    ] = None,
+    backend: Annotated[str, typer.Option("--backend", metavar="auto|netem|tun")] = "auto",
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of jitter and loss.")] = 0,
+    probe: Annotated[bool, typer.Option("--probe", help="Measure all pairs before returning.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make the namespaces and shape the links between them, until `down`; the file's outages count from now."""
+    from diloco_node.lab.wan import emulation
+    from diloco_node.lab.wan.namespaces import run_name
+    from diloco_node.lab.wan.topology import load_topology
+
+    load_topology(file)
+    _need_root()
+    choice = emulation.choose_backend(backend)
+    if choice.backend == "none":
+        raise ConfigError(f"no WAN can be emulated here: {choice.why}")
+    state = emulation.up(file, run=run_name(name or file.stem), choice=choice, seed=seed)
+    measured = _measure(state) if probe else None
+    if as_json:
+        typer.echo(json.dumps({**_document(state), "pairs": measured}))
+        return
+    typer.echo(f"{state.run}: back-end {choice.backend}, {choice.why}")
+    for place in state.places():
+        typer.echo(f"  {place.region:<14} {place.address:<12} ip netns exec {place.namespace} COMMAND")
+    _echo_pairs(measured)
+    typer.echo(f"end it with: diloco-node wan down {state.run}")
+
+
+@app.command()
+def down(
+    *,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Which; default: the only one.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All emulations, and what crashed ones left.")] = False,
+) -> None:
+    """Remove an emulation: its keeper, namespaces and files, also after a crash. Nothing else is touched."""
+    from diloco_node.lab.wan import emulation
+    from diloco_node.lab.wan import emulation_state as state
+    from diloco_node.lab.wan.namespaces import PROBE, named
+
+    _need_root()
+    known = state.runs()
+    if everything:
+        wanted = known
+    elif name is not None:
+        wanted = [named(name, known) or name]
+    elif len(lasting := [run for run in known if not run.startswith(PROBE)]) <= 1:
+        wanted = lasting
+    else:
+        raise ConfigError(f"several emulations are there: {', '.join(known)}; name one, or give --all")
+    if not wanted:
+        typer.echo("no emulation is there")
+    for run in wanted:
+        for line in emulation.down(run):
+            typer.echo(line)
+
+
+@app.command()
+def cut(
+    *,
+    region: Annotated[str, typer.Argument(metavar="REGION")],
+    other: OtherOption = "",
+    one_way: OneWayOption = "",
+    name: NameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Cut a region off: from everyone or from one, both ways or one way. `heal` with the same words takes it back."""
+    _send("cut", region, other, one_way, name=name, as_json=as_json)
+
+
+@app.command()
+def heal(
+    *,
+    region: Annotated[str | None, typer.Argument(metavar="[REGION]", help="Default: all of them.")] = None,
+    other: OtherOption = "",
+    one_way: OneWayOption = "",
+    name: NameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take back cuts and changes: without options all that names the region, without a region all there are."""
+    if region is not None:
+        _send("heal", region, other, one_way, name=name, as_json=as_json)
+        return
+    if other or one_way:
+        raise ConfigError("--from and --one-way say which path of a region: name the region, or leave them out")
+    from diloco_node.lab.wan import emulation
+
+    _need_root()
+    state = emulation.find(name)
+    answers = [
+        emulation.command(state, {"do": "heal", "region": place.region, "other": "", "direction": "both"})
+        for place in state.places()
+    ]
+    _show_answer({**answers[-1], "healed": sum(answer["healed"] for answer in answers)}, as_json=as_json)
+
+
+@app.command("set")
+def set_path(
+    *,
+    region: Annotated[str, typer.Argument(metavar="REGION")],
+    other: OtherOption = "",
+    one_way: OneWayOption = "",
+    delay: Annotated[str | None, typer.Option("--delay", help="One way, such as 80ms.")] = None,
+    jitter: Annotated[str | None, typer.Option("--jitter", help="Such as 5ms.")] = None,
+    loss: Annotated[str | None, typer.Option("--loss", help="Such as 1%.")] = None,
+    rate: Annotated[str | None, typer.Option("--rate", help="Of each pair, such as 100Mbit/s.")] = None,
+    name: NameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change paths of a region until `heal`: delay, jitter, loss, rate."""
+    from diloco_node.config.units import parse_duration
+    from diloco_node.lab.wan.topology import parse_loss
+
+    _send(
+        "set",
+        region,
+        other,
+        one_way,
+        name=name,
+        as_json=as_json,
+        delay_ns=None if delay is None else parsed("--delay", delay, parse_duration).ns,
+        jitter_ns=None if jitter is None else parsed("--jitter", jitter, parse_duration).ns,
+        loss_ppm=None if loss is None else parsed("--loss", loss, parse_loss),
+        rate=rate,
+    )
+
+
+@app.command()
+def status(*, name: NameOption = None, as_json: JsonOption = False) -> None:
+    """What is emulated, what is cut, and what each pair has carried, lost and dropped."""
+    from diloco_node.lab.wan import emulation
+
+    _need_root()
+    state = emulation.find(name)
+    told = emulation.command(state, {"do": "status"})
+    if as_json:
+        typer.echo(json.dumps({**_document(state), **told}))
+        return
+    typer.echo(f"{state.run}: back-end {state.backend}, {state.why}")
+    typer.echo(f"in force: {', '.join(told['conditions']) or 'nothing, all links are as in the file'}")
+    for line in told["log"]:
+        typer.echo(f"  {line}")
+    for pair in told.get("pairs", []):
+        typer.echo(
+            f"  {pair['from']:>14} -> {pair['to']:<14} {pair['bytes_passed']:>14,} bytes, "
+            f"{pair['packets_lost']} packets lost, {pair['packets_overflowed']} overflowed, {pair['packets_cut']} cut"
+        )
+    if "qdiscs" in told:
+        typer.echo(told["qdiscs"])
+
+
+@app.command()
+def measure(*, name: NameOption = None, as_json: JsonOption = False) -> None:
+    """Measure round trip and rate of all pairs, beside what the file says."""
+    from diloco_node.lab.wan import emulation
+
+    _need_root()
+    pairs = _measure(emulation.find(name))
+    if as_json:
+        typer.echo(json.dumps({"pairs": pairs}))
+    else:
+        _echo_pairs(pairs)
+
+
+def _send(what: str, region: str, other: str, one_way: str, *, name: str | None, as_json: bool, **values: Any) -> None:
+    from diloco_node.lab.wan import emulation
+
+    _need_root()
+    if one_way not in ("", "out", "in"):
+        raise ConfigError(f"--one-way is {one_way!r}: use out or in")
+    state = emulation.find(name)
+    command = {"do": what, "region": region, "other": other, "direction": one_way or "both", **values}
+    _show_answer(emulation.command(state, command), as_json=as_json)
+
+
+def _show_answer(answer: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer))
+        return
+    if answer.get("healed") == 0:
+        typer.echo("there was nothing to heal")
+    typer.echo(f"in force: {', '.join(answer['conditions']) or 'nothing, all links are as in the file'}")
+
+
+def _need_root() -> None:
+    from diloco_node.lab.wan.emulation import NEED_ROOT
+
+    if os.geteuid() != 0:
+        # With its folder: root's PATH has no virtual environment.
+        raise ConfigError(f"{NEED_ROOT}: sudo {shlex.quote(sys.argv[0])} wan ...")
+
+
+def _measure(state: Any) -> list[dict[str, Any]]:
+    from diloco_node.lab.wan import probe
+
+    return probe.as_document(probe.measure(state.topology(), state.places()))
+
+
+def _echo_pairs(pairs: list[dict[str, Any]] | None) -> None:
+    for pair in pairs or ():
+        rtt, rate = pair["rtt_measured_ms"], pair["rate_measured_bits_per_s"]
+        typer.echo(
+            f"  {pair['from']:>14} -> {pair['to']:<14} RTT {pair['rtt_ms']:.1f} ms, measured "
+            f"{'none' if rtt is None else f'{rtt:.2f} ms'}; rate {pair['rate_bits_per_s'] / 1e6:.0f} Mbit/s, measured "
+            f"{'none' if rate is None else f'{rate / 1e6:.0f}'}"
+        )
+
+
+def _document(state: Any) -> dict[str, Any]:
+    return {
+        "name": state.run,
+        "backend": state.backend,
+        "why": state.why,
+        "regions": [
+            {"name": place.region, "namespace": place.namespace, "address": place.address} for place in state.places()
+        ],
+    }

@@ -1,0 +1,211 @@
+"""The demo's report: put together from what the regions left on disk, and checked against it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from diloco_node.core.ledger.account_check import AccountReport, check_account
+from diloco_node.core.ledger.entries import verify_chain
+from diloco_node.core.ledger.summary import RunSummary, decode_summary
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.types import DiskNamedBody, Entry, FragmentPosition, LearnerStatus, LedgerBase, RoundBody
+from diloco_node.daemon.manifest_file import load_manifest
+from diloco_node.daemon.run_record import REPORT_NAME
+from diloco_node.errors import StorageError
+from diloco_node.lab.chaos.story import RunSample, TimedMerge, timed_merges
+from diloco_node.planning.rates import format_rate
+from diloco_node.storage.store import RegionStore
+from diloco_node.storage.trained import read_trained
+
+REGION_FIELDS = (
+    "inner_steps",
+    "tokens",
+    "loss_first",
+    "loss_last",
+    "val_loss",
+    "versions",
+    "digest",
+    "participation",
+    "wire_bytes_out",
+    "wire_bytes_in",
+)
+
+
+def read_region_report(state_dir: Path) -> dict[str, Any]:
+    """What a region's daemon left at its end.
+
+    Raises:
+        StorageError: there is none: the daemon did not end in order.
+    """
+    path = state_dir / REPORT_NAME
+    try:
+        report: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} can't be read ({error}); the region did not end in order, see its logs") from error
+    return report
+
+
+def longest_ledger(state_dirs: Sequence[Path], fragments: int) -> tuple[LedgerBase, tuple[Entry, ...]]:
+    """The base and entries of the longest ledger of all regions, its hash chain checked; every other one must be a part
+    of it.
+
+    Raises:
+        StorageError: two regions have different entries at one index below both ends.
+    """
+    ledgers = []
+    for state_dir in state_dirs:
+        recovered = RegionStore(state_dir, is_read_only=True).load(fragments)
+        ledgers.append((recovered.base, recovered.entries))
+    base, longest = max(ledgers, key=lambda one: one[0].index + len(one[1]))
+    verify_chain(longest, previous_index=base.index, previous_hash=base.hash)
+    hashes = {entry.index: entry.hash for entry in longest}
+    for state_dir, (_, entries) in zip(state_dirs, ledgers, strict=True):
+        for ours in entries:
+            if ours.hash != hashes.get(ours.index, ours.hash):
+                raise StorageError(f"{state_dir}: entry {ours.index} differs from the other regions' ledgers")
+    return base, longest
+
+
+def _summary(base: LedgerBase, fragments: int) -> RunSummary | None:
+    return decode_summary(base.summary, fragments=fragments) if base.index else None
+
+
+def check_folder(folder: Path, regions: Sequence[str], positions: dict[str, LearnerStatus]) -> AccountReport:
+    """Recompute the token account of a finished run from its regions' folders.
+
+    Raises:
+        StorageError: a folder is damaged or incomplete.
+    """
+    manifest = _manifest(folder / regions[0])
+    base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    summary = _summary(base, len(manifest.fragments))
+    trained = {
+        (region, counted.incarnation): (counted.steps, counted.tokens)
+        for region in regions
+        for counted in read_trained(folder / region)
+    }
+    return check_account(
+        entries,
+        trained,
+        fragment_sizes=[fragment.size for fragment in manifest.fragments],
+        positions=positions,
+        summary=summary,
+        lost=_replaced(summary, entries),
+    )
+
+
+def read_merges(folder: Path, regions: Sequence[str], samples: Sequence[RunSample]) -> list[TimedMerge] | None:
+    """The rounds of a finished run at the times of its samples; None of a long run, whose first ones are summed up.
+
+    Raises:
+        StorageError: a folder is damaged or incomplete.
+    """
+    sizes = [fragment.size for fragment in _manifest(folder / regions[0]).fragments]
+    base, entries = longest_ledger([folder / region for region in regions], len(sizes))
+    return timed_merges(entries, samples, sizes) if base.index == 0 else None
+
+
+def _replaced(summary: RunSummary | None, entries: Iterable[Entry]) -> set[str]:
+    """Regions whose folder was lost and replaced in the run."""
+    found = {entry.body.region for entry in entries if isinstance(entry.body, DiskNamedBody)}
+    if summary is not None and summary.replaced:
+        found |= {name for name, times in zip(summary.genesis[0].regions, summary.replaced, strict=True) if times}
+    return found
+
+
+def build_report(
+    folder: Path, regions: Sequence[str], *, wan: dict[str, Any] | None = None, outage: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The demo's report, one JSON object; the fields are described in docs/operate.md.
+
+    Args:
+        folder: with one folder per region, all daemons ended.
+        regions: their names.
+        wan, outage: what a demo on an emulated WAN adds (see `lab.demo.demo_wan`); None without one.
+
+    Raises:
+        StorageError: something that a finished run has is missing or damaged.
+    """
+    own = {region: read_region_report(folder / region) for region in regions}
+    manifest = _manifest(folder / regions[0])
+    base, entries = longest_ledger([folder / region for region in regions], len(manifest.fragments))
+    summary = _summary(base, len(manifest.fragments))
+    rounds_before = 0 if summary is None else summary.rounds_committed
+    positions = {
+        region: learner_status(report["learner"]) for region, report in own.items() if report.get("learner") is not None
+    }
+    account = check_folder(folder, regions, positions)
+    digests = {report["digest"] for report in own.values()}
+    global_losses = [report["val_loss_global"] for report in own.values() if report["val_loss_global"] is not None]
+    return {
+        "regions": [{"name": region, **{key: own[region][key] for key in REGION_FIELDS}} for region in regions],
+        "rounds_committed": rounds_before + sum(isinstance(entry.body, RoundBody) for entry in entries),
+        "rounds_in_flight_max": max(report["rounds_in_flight_max"] for report in own.values()),
+        "learner_blocked_seconds": sum(report["learner_blocked_seconds"] for report in own.values()),
+        "tokens": {
+            "trained": account.trained,
+            "merged": account.merged,
+            "carried": account.carried,
+            "discarded": account.discarded,
+            "balanced": account.balanced,
+            "faults": list(account.faults),
+            "uncounted": [{"learner": learner, "incarnation": number} for learner, number in account.uncounted],
+        },
+        "equal_digests": len(digests) == 1 and None not in digests,
+        "val_loss_global": max(global_losses) if global_losses else None,
+        "wan": wan,
+        "outage": outage,
+        "budget": _budget(own),
+        "folder": str(folder.resolve()),
+    }
+
+
+def _budget(own: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Of each region: its ceilings at the end, and how much of egress it used while something waited to be sent.
+
+    None when no region has a ceiling.
+    """
+    keys = ("egress_bytes_per_s", "ingress_bytes_per_s", "used_bytes", "allowed_bytes", "share_used")
+    rows = [
+        {"name": region, **{key: report["budget"][key] for key in keys}, "warning": report["budget_warning"]}
+        for region, report in own.items()
+    ]
+    has_ceiling = any(row[key] is not None for row in rows for key in keys[:2])
+    return rows if has_ceiling else None
+
+
+def budget_lines(report: Mapping[str, Any]) -> list[str]:
+    """The report's budget for people; none without one."""
+    lines = []
+    for row in report["budget"] or ():
+        limits = [
+            f"{direction} {format_rate(row[f'{direction}_bytes_per_s'])}"
+            for direction in ("egress", "ingress")
+            if row[f"{direction}_bytes_per_s"] is not None
+        ]
+        used = "" if row["share_used"] is None else f"; {row['share_used']:.1%} of it used when there was work"
+        lines.append(f"budget             {row['name']}: {', '.join(limits) or 'no limit'}{used}")
+        lines += [f"                   {row['warning']}"] if row["warning"] else []
+    return lines
+
+
+def learner_status(document: dict[str, Any]) -> LearnerStatus:
+    """A learner's status as it stands in report.json."""
+    return LearnerStatus(
+        incarnation=document["incarnation"],
+        step=document["step"],
+        tokens=document["tokens"],
+        step_time_ns=int(document["step_seconds"] * 1e9),
+        positions=tuple(FragmentPosition(**position) for position in document["positions"]),
+        finished=document["finished"],
+    )
+
+
+def _manifest(state_dir: Path) -> Manifest:
+    manifest = load_manifest(state_dir)
+    if manifest is None:
+        raise StorageError(f"{state_dir}: the region never learnt its model; see logs/learner.log there")
+    return manifest

@@ -1,0 +1,435 @@
+"""`diloco-node demo`: several regions on one machine, as real processes with real links, and a report at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime as dt
+import json
+import shutil
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.cli.options import parsed
+from diloco_node.cli.page.merged import MergedRegions, dashboard_server
+from diloco_node.cli.page.page_report import PAGE_NAME, write_page
+from diloco_node.cli.status import find_targets
+from diloco_node.cli.tables import human_bytes, region_cells
+from diloco_node.config.budget_settings import parse_ceiling
+from diloco_node.errors import INTERRUPTED_CODE, ConfigError, DilocoError
+from diloco_node.lab.chaos import story
+from diloco_node.lab.chaos.demo_processes import FAULTS_FOLDER
+from diloco_node.lab.chaos.fault_files import FAULTS_VARIABLE
+from diloco_node.lab.demo.course import CourseRecorder
+from diloco_node.lab.demo.demo_options import DemoOptions
+from diloco_node.lab.demo.demo_report import budget_lines, build_report, read_merges
+from diloco_node.lab.demo.demo_wan import DemoOutage, DemoWan, wan_lines
+from diloco_node.lab.demo.keeping import RegionKeeper
+from diloco_node.lab.demo.live import LiveView
+from diloco_node.lab.demo.mix import parse_mix
+from diloco_node.lab.demo.region_processes import RegionProcess, free_ports, order_finish, poll_all
+from diloco_node.lab.demo.storm import POLL_S as STORM_POLL_S
+from diloco_node.lab.demo.storm import DemoStorm, comparable, storm_lines
+from diloco_node.numeric import NS_PER_S
+from diloco_node.transport.certificates import init_run
+
+NAMES: Final = (
+    *("us-east", "us-west", "eu-west", "ap-east", "us-central", "eu-north", "sa-east", "ap-south"),
+    *("us-south", "eu-south", "me-west", "af-south", "ap-north", "ca-east", "ca-west", "oc-east"),
+)
+"""Regions in the order in which a demo takes them."""
+
+REGIONS_DEFAULT: Final = 4
+
+WAN_PORTS: Final = (7400, 7401)
+"""Of every region in its own network: for the others, and its admin port."""
+
+SYNC_EVERY: Final = 16
+"""Inner steps between two rounds of a fragment."""
+
+BATCH: Final = 8
+CONTEXT: Final = 64
+"""Sequences in an inner step, where `--batches` says nothing else, and bytes in each."""
+
+EVALUATION: Final = "eval_windows = 256\n"
+"""Two runs of the demo are compared to a percent. On 64 windows of as little context they differ by another percent
+than on 1,024; on 256 by 0.3 % more or less. A measurement takes 0.25 s, each 20 s."""
+
+OUTAGE_EVALUATION: Final = f"eval_every = {SYNC_EVERY}\neval_windows = 32\n"
+"""With an outage the held-out loss is measured once in a cycle, to see what the return does to it."""
+
+STEP_SECONDS: Final = 0.1
+"""Inner steps are paced: the learning-rate schedule can be laid out for the time asked for, and regions share a machine
+as if each had its own. A step with its share of a round takes 18 ms of CPU time, so four regions need 0.75 cores of
+two, and one that starts again slows nobody."""
+
+START_S: Final = 240.0
+"""From the first process to the first inner step of every region; the first run on a machine compiles the kernels."""
+
+FINISH_S: Final = 240.0
+"""From the order to finish to the last process gone: the last rounds of many regions on few, busy cores."""
+
+TOKENS_MIN_S: Final = 5.0
+"""As of `--seconds`: with less, the run may be over before the last region trains."""
+
+POLL_S: Final = 1.0
+SLOW_COMPILE_S: Final = 5.0
+
+RUN_TOML: Final = """\
+# Written by `diloco-node demo`. The same file serves every region: diloco-node start --region NAME --config THIS
+[run]
+id = "demo"
+seed = {seed}
+tokens = {tokens}
+
+[model]
+layers = 2
+dim = 64
+heads = 4
+context = {context}
+batch = {batch}
+schedule_steps = {schedule_steps}
+step_time_min = "{step_ms}ms"
+{evaluation}
+[rounds]
+fragments = 4
+sync_every = {sync_every}
+overlap_steps = 2
+
+[data]
+paths = {data}
+"""
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run it; the exit code. Everything that is made lies in one folder, which the report names."""
+    if options.has_outage and options.wan is None:
+        raise ConfigError("--outage cuts an emulated WAN: add --wan netem/us-4.toml")
+    if not options.has_chaos and (options.tape or options.baseline or options.victims or options.mtbf):
+        raise ConfigError("--mtbf, --victims, --tape and --baseline belong to a storm: add --chaos")
+    if options.has_outage and options.tokens:
+        raise ConfigError("--outage is laid out for a time: give --seconds, not --tokens")
+    if options.budget:
+        parsed("--budget", options.budget, parse_ceiling)
+    missing = [path for path in options.data if not Path(path).exists()]
+    if missing:
+        raise ConfigError(f"--data {missing[0]} does not exist; give files or folders of text")
+    folder = options.folder or Path("runs") / f"demo-{dt.datetime.now().strftime('%Y%m%d-%H%M%S')}"
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"--folder {folder} is not empty; name a new one")
+    return asyncio.run(Demo(options, folder).run())
+
+
+class Demo:
+    """One demo: prepare, start, watch, finish, report."""
+
+    def __init__(self, options: DemoOptions, folder: Path) -> None:
+        self.options = options
+        self.folder = folder
+        self.wan = DemoWan(options) if options.wan is not None else None
+        names = NAMES[: options.regions or REGIONS_DEFAULT] if self.wan is None else self.wan.names
+        self.names = sorted(names)
+        self.mix = parse_mix(options.speeds, options.batches, self.names, ranks=options.ranks, shards=options.shards)
+        self.outage: DemoOutage | None = None
+        self.settings = comparable(options, self.names, step_seconds=STEP_SECONDS)
+        per_second = self.mix.tokens_per_second(STEP_SECONDS, len(self.names), batch=BATCH, context=CONTEXT)
+        if 0 < options.tokens < TOKENS_MIN_S * per_second:
+            raise ConfigError(
+                f"--tokens {options.tokens:,} is less than {TOKENS_MIN_S:.0f} s of training: give at least "
+                f"{int(TOKENS_MIN_S * per_second):,}"
+            )
+        self.storm = (
+            DemoStorm(options, self.names, folder, self.settings, tokens_per_second=per_second)
+            if options.has_chaos
+            else None
+        )
+        self.course = CourseRecorder()
+        self.keeper: RegionKeeper | None = None
+        self.regions: list[RegionProcess] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._interrupted = asyncio.Event()
+
+    async def run(self) -> int:
+        """See the module."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._interrupted.set)
+        title = f"diloco-node demo: {len(self.names)} regions"
+        with LiveView(title, is_quiet=self.options.is_json) as view:
+            try:
+                if self.wan is not None:
+                    await self.wan.up(view.line)
+                self._prepare()
+                async with dashboard_server(MergedRegions(lambda: find_targets(str(self.folder))), 0) as url:
+                    view.line(f"dashboard {url}")
+                    await self._train(view)
+            finally:
+                try:
+                    if self.keeper is not None:
+                        await self.keeper.stop()
+                finally:
+                    if self.wan is not None:
+                        await self.wan.down()
+        if self._interrupted.is_set():
+            sys.stderr.write(f"diloco-node: interrupted; what there is lies in {self.folder}\n")
+            return INTERRUPTED_CODE
+        report = build_report(
+            self.folder,
+            self.names,
+            wan=self.wan.report() if self.wan is not None else None,
+            outage=self.outage.document if self.outage is not None else None,
+        )
+        self._add_course(report)
+        report["page"] = str((self.folder / PAGE_NAME).resolve())
+        (self.folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_page(self.folder, self.folder / PAGE_NAME)
+        if self.options.is_json:
+            sys.stdout.write(json.dumps(report) + "\n")
+        else:
+            print_report(report)
+        return 0 if report["equal_digests"] and report["tokens"]["balanced"] else 1
+
+    def _add_course(self, report: dict[str, Any]) -> None:
+        """What was done within the time asked for, or that it took, and what a storm did to it."""
+        samples, tokens = self.course.samples, self.options.tokens
+        end_ns = story.reached_ns(samples, tokens) if tokens else int(self.options.seconds * NS_PER_S)
+        merges = read_merges(self.folder, self.names, samples)
+        final = report["tokens"]["merged"], report["val_loss_global"]
+        done = story.training(samples, merges, regions=self.names, end_ns=end_ns, final=final)
+        done |= {"settings": self.settings}
+        report |= {
+            "training": done,
+            "chaos": self.storm.document(samples, merges, done) if self.storm is not None else None,
+        }
+
+    def _prepare(self) -> None:
+        """Certificates and run.toml; the settings a user would write by hand."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        init_run(self.folder / "certs", "demo", self.names)
+        ports = free_ports(2 * len(self.names))
+        text = RUN_TOML.format(
+            seed=self.options.seed,
+            tokens=self.options.tokens,
+            context=CONTEXT,
+            batch=BATCH,
+            # 0: as long as the run, which ends by itself.
+            schedule_steps=0
+            if self.options.tokens
+            else max(50, int(self.options.seconds / self.mix.median_step_seconds(STEP_SECONDS))),
+            step_ms=int(STEP_SECONDS * 1000),
+            evaluation=OUTAGE_EVALUATION if self.options.has_outage else EVALUATION,
+            sync_every=SYNC_EVERY,
+            data=json.dumps([str(Path(path).resolve()) for path in self.options.data]),
+        )
+        program = ("-m", "diloco_node.lab.demo.faulty_region")
+        env = {FAULTS_VARIABLE: str((self.folder / FAULTS_FOLDER).resolve())}
+        for index, name in enumerate(self.names):
+            place = self.wan.place(name) if self.wan is not None else None
+            host, namespace = (place.address, place.namespace) if place is not None else ("127.0.0.1", "")
+            port, admin_port = WAN_PORTS if place is not None else ports[2 * index : 2 * index + 2]
+            text += f'\n[regions.{name}]\naddress = "{host}:{port}"\nadmin_port = {admin_port}\n'
+            settings = self.mix.settings(STEP_SECONDS, index)
+            self.regions.append(RegionProcess(name, admin_port, self.folder / name, namespace, program, env, settings))
+        if self.options.budget:
+            text += f'\n[budget]\negress = "{self.options.budget}"\ningress = "{self.options.budget}"\n'
+        # Each region's folder lies beside certs and run.toml.
+        text = text.replace("[model]", 'state_dir = "."\ncerts_dir = "certs"\n\n[model]', 1)
+        (self.folder / "run.toml").write_text(text)
+
+    async def _train(self, view: LiveView) -> None:
+        view.line(f"folder {self.folder}: run.toml, certificates, one folder per region with its logs")
+        await self._compile(view)
+        self.keeper = RegionKeeper(self.folder, self.folder / "run.toml", self.regions, view.line)
+        await self.keeper.start()
+        started_s = time.monotonic()
+        await self._watch(view, started_s, until=self._all_step, limit_s=START_S, what="to start training")
+        trains_s = time.monotonic()
+        self.keeper.is_starting = False
+        self.course.begin()
+        goal = f"{self.options.tokens:,} tokens" if self.options.tokens else f"{self.options.seconds:.0f} s of training"
+        view.line(f"all regions train after {trains_s - started_s:.1f} s; {goal}")
+        # Until the end: a region that came back late may hold the same bytes as the others only after the last rounds.
+        async with self._outages(view):
+            async with self._stormy(view):
+                await self._watch(view, trains_s, until=lambda: self._is_trained(trains_s), limit_s=None)
+            if not self._interrupted.is_set():
+                await self._finish(view, trains_s)
+
+    def _is_trained(self, trains_s: float) -> bool:
+        """The time is over; or so much is merged that a storm has to end, and the run ends by itself."""
+        if not self.options.tokens:
+            return time.monotonic() - trains_s >= self.options.seconds
+        # An operator may have ended it before.
+        is_over = self.keeper is not None and self.keeper.is_over
+        calm = self.storm.calm_tokens if self.storm is not None else 0
+        return is_over or self.course.samples[-1].tokens_merged >= self.options.tokens - calm
+
+    async def _finish(self, view: LiveView, trains_s: float) -> None:
+        """Order the run's end, unless it comes by itself, and watch until every region has exited."""
+        ending_s = time.monotonic()
+        if self.options.tokens:
+            view.line("the run ends by itself: one last round per fragment, then the final model")
+        else:
+            view.line("finishing: one last round per fragment, then the final model")
+            with contextlib.suppress(TimeoutError):  # the limit below says more
+                await order_finish(self.regions, limit_s=FINISH_S, is_given_up=self._is_given_up)
+        await self._watch(
+            view,
+            trains_s,
+            until=lambda: self.keeper is not None and self.keeper.is_over,
+            limit_s=ending_s - trains_s + FINISH_S,
+            what="to finish",
+        )
+
+    def _is_given_up(self) -> bool:
+        return self._interrupted.is_set() or (self.keeper is not None and bool(self.keeper.over))
+
+    @contextlib.asynccontextmanager
+    async def _outages(self, view: LiveView) -> AsyncIterator[None]:
+        """The training with its outages beside it: the file's timetable, or the one of --outage."""
+        if self.wan is None:
+            yield
+            return
+        await self.wan.start_timetable()
+        if not self.options.has_outage:
+            yield
+            return
+        self.outage = DemoOutage(self.wan, self.regions, view.line, cycle_steps=SYNC_EVERY)
+        async with self._beside(self.outage.run(self.options.seconds), "outage"):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _stormy(self, view: LiveView) -> AsyncIterator[None]:
+        """The training with its storm beside it."""
+        if self.storm is None:
+            yield
+            return
+        async with self._beside(self.storm.run(self.regions, self.course.now_ns, view.line), "storm"):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _beside(self, work: Coroutine[Any, Any, None], name: str) -> AsyncIterator[None]:
+        """Something that goes on beside the training, and ends with it; `_watch` raises what it raises."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.append(task)
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        _check(task)
+
+    async def _compile(self, view: LiveView) -> None:
+        """Compile the kernels once, before every region does it at the same time; milliseconds when they are cached."""
+        started_s = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "from diloco_node.codec.kernels import warm_up; warm_up()"
+        )
+        if await process.wait() != 0:
+            raise DilocoError("the codec's kernels could not be compiled; what numba said is above")
+        seconds = time.monotonic() - started_s
+        if seconds > SLOW_COMPILE_S:
+            view.line(f"compiled the codec's kernels in {seconds:.0f} s (cached for the next time)")
+
+    async def _watch(
+        self,
+        view: LiveView,
+        started_s: float,
+        *,
+        until: Any,
+        limit_s: float | None,
+        what: str = "",
+    ) -> None:
+        """Poll and draw until something is so.
+
+        Raises:
+            DilocoError: a region ended too early, the limit is reached, or what goes on beside the training failed.
+        """
+        # The time that it takes to merge so many tokens is compared with a storm's.
+        poll_s = POLL_S if self.storm is None and not self.options.tokens else STORM_POLL_S
+        while not self._interrupted.is_set() and not until():
+            elapsed_s = time.monotonic() - started_s
+            if limit_s is not None and elapsed_s > limit_s:
+                raise DilocoError(f"the regions took more than {limit_s:.0f} s {what}:\n{self._last_lines()}")
+            assert self.keeper is not None
+            self.keeper.check()
+            for task in self._tasks:
+                _check(task)
+            await poll_all(self.regions, wait_s=poll_s)
+            self.course.take(self.regions)
+            view.show(elapsed_s, [region_cells(region.name, region.status) for region in self.regions])
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._interrupted.wait(), poll_s)
+
+    def _all_step(self) -> bool:
+        return all((region.status.get("learner") or {}).get("step", 0) > 0 for region in self.regions)
+
+    def _last_lines(self) -> str:
+        return "\n".join(f"--- {region.name}\n{region.last_lines(4)}" for region in self.regions)
+
+
+def _check(task: asyncio.Task[None]) -> None:
+    """Raise what it has raised."""
+    if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+        raise error
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """The report for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # Wide enough for the table also where the output goes into a file.
+    console = Console(width=max(110, shutil.get_terminal_size().columns))
+    table = Table(title="What each region did", title_justify="left")
+    for column in ("region", "steps", "tokens", "loss first", "last", "held-out", "participation", "sent", "received"):
+        table.add_column(column, justify="left" if column == "region" else "right")
+    for region in report["regions"]:
+        table.add_row(
+            region["name"],
+            f"{region['inner_steps']}",
+            f"{region['tokens']:,}",
+            _loss(region["loss_first"]),
+            _loss(region["loss_last"]),
+            _loss(region["val_loss"]),
+            f"{region['participation']:.1%}",
+            human_bytes(region["wire_bytes_out"]),
+            human_bytes(region["wire_bytes_in"]),
+        )
+    console.print(table)
+    tokens = report["tokens"]
+    same = "the same bytes in every region" if report["equal_digests"] else "[red]DIFFERENT between regions[/red]"
+    whole = "accounts for every one" if tokens["balanced"] else f"[red]FAULTS: {'; '.join(tokens['faults'])}[/red]"
+    console.print(f"final parameters   {same}")
+    console.print(f"held-out loss      {_loss(report['val_loss_global'])} of the merged model")
+    console.print(
+        f"rounds             {report['rounds_committed']} committed, at most {report['rounds_in_flight_max']} in flight"
+    )
+    console.print(
+        f"tokens             {tokens['trained']:,} trained = {tokens['merged']:,} merged + {tokens['carried']:,} "
+        f"carried + {tokens['discarded']:,} discarded; the ledger {whole}"
+    )
+    for one in tokens["uncounted"]:
+        console.print(
+            f"                   {one['learner']} lost its folder, and with it the count of incarnation "
+            f"{one['incarnation']}: what that trained since its last merge is in none of these"
+        )
+    console.print(f"learners blocked   {report['learner_blocked_seconds']:.2f} s in all, over all regions")
+    if report["wan"] is not None:
+        for line in wan_lines(report):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    for line in budget_lines(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    if report["chaos"] is not None:
+        for line in storm_lines(report):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(f"folder             {report['folder']}")
+    console.print(f"page               {report['page']}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

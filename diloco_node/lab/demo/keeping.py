@@ -1,0 +1,135 @@
+"""The regions of a demo kept running: a supervisor that has died is started again (`chaos.restarts`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from diloco_node.daemon.run_record import FINAL_NAME
+from diloco_node.errors import DilocoError
+from diloco_node.lab.chaos.demo_processes import DemoFile, held, left_behind
+from diloco_node.lab.chaos.restarts import RESTART_NS, RestartPolicy
+from diloco_node.lab.demo.region_processes import RegionProcess
+from diloco_node.numeric import NS_PER_S
+from diloco_node.unix_sockets import Process, process_of
+
+GONE_S: Final = 10.0
+"""What a killed process has to leave the machine."""
+
+GONE_POLL_S: Final = 0.02
+
+
+@dataclass(slots=True)
+class RegionKeeper:
+    """Starts regions, and starts them again when they die.
+
+    Attributes:
+        folder: of the demo. config: its run.toml.
+        over: of each region that has ended for good, why; empty when it ended as it should.
+        is_starting: not all have trained yet: who ends then is not started again, for its settings may be wrong.
+    """
+
+    folder: Path
+    config: Path
+    regions: Sequence[RegionProcess]
+    say: Callable[[str], None]
+    over: dict[str, str] = field(default_factory=dict)
+    is_starting: bool = True
+    _tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    _supervisors: dict[str, Process | None] = field(default_factory=dict)
+
+    async def start(self) -> None:
+        """All regions; from the first to the last, for each one wants the whole machine at first."""
+        for region in self.regions:
+            await self._start(region)
+            self._tasks[region.name] = asyncio.create_task(self._keep(region), name=f"keep {region.name}")
+
+    async def stop(self) -> None:
+        """No more restarts; then every region is stopped in order, with its children, and what is left of any.
+
+        Raises:
+            DilocoError: of the first region that did not end, or the file could not be written. All were stopped.
+        """
+        for task in self._tasks.values():
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks.values())
+        ended = await asyncio.gather(*(self._end(region) for region in self.regions), return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every region has ended for good."""
+        return len(self.over) == len(self.regions)
+
+    def check(self) -> None:
+        """Raise what ended a region that should run.
+
+        Raises:
+            DilocoError: a region ended and is not started again; or the keeping itself failed.
+        """
+        for task in self._tasks.values():
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+        for region in self.regions:
+            if why := self.over.get(region.name):
+                raise DilocoError(f"region {region.name}: {why}\n{region.last_lines()}")
+
+    async def _keep(self, region: RegionProcess) -> None:
+        policy = RestartPolicy()
+        while True:
+            assert region.process is not None
+            code = await region.process.wait()
+            has_finished = (region.state_dir / FINAL_NAME).exists()
+            why = policy.why_not(code, has_finished=has_finished, now_ns=time.monotonic_ns())
+            if self.is_starting:
+                why = "it ended too early"
+            if why is not None:
+                self.over[region.name] = why
+                return
+            self.say(f"region {region.name}: its supervisor ended with {code}; started again")
+            await self._clear(region)
+            await asyncio.sleep(RESTART_NS / NS_PER_S)
+            await self._start(region)
+
+    async def _end(self, region: RegionProcess) -> None:
+        await region.stop()
+        await self._clear(region)
+
+    async def _clear(self, region: RegionProcess) -> None:
+        """As systemd's KillMode=mixed: what a dead supervisor left is killed, and gone before the next start."""
+        self._supervisors[region.name] = None
+        try:
+            await self._kill_left(region)
+        finally:
+            self._save()
+
+    async def _kill_left(self, region: RegionProcess) -> None:
+        until_s = time.monotonic() + GONE_S
+        while found := await asyncio.to_thread(left_behind, region.state_dir):
+            if time.monotonic() > until_s:
+                pids = ", ".join(str(one.pid) for one in found)
+                raise DilocoError(f"region {region.name}: processes {pids} do not end; look at what holds them up")
+            with held(found) as children:
+                for child in children:
+                    child.send(signal.SIGKILL)
+            await asyncio.sleep(GONE_POLL_S)
+
+    async def _start(self, region: RegionProcess) -> None:
+        await region.start(self.config)
+        assert region.process is not None
+        self._supervisors[region.name] = process_of(region.process.pid)
+        self._save()
+
+    def _save(self) -> None:
+        demo = process_of(os.getpid())
+        assert demo is not None
+        DemoFile(self.folder, demo, {region.name: self._supervisors.get(region.name) for region in self.regions}).save()

@@ -1,0 +1,262 @@
+"""The storm of a demo: its plan, its faults at their times, and its part of the report."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.cli.options import parsed
+from diloco_node.config.units import parse_duration
+from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.lab.chaos import story
+from diloco_node.lab.chaos.demo_processes import DemoFile
+from diloco_node.lab.chaos.executor import FaultExecutor, StruckFault
+from diloco_node.lab.chaos.fault_plan import KINDS, VICTIMS, FaultPlan, parse_victims, storm
+from diloco_node.lab.chaos.picture import draw_life
+from diloco_node.lab.chaos.story import RunSample, TimedMerge
+from diloco_node.lab.chaos.tape import read_tape, tape_text
+from diloco_node.lab.demo.demo_options import DemoOptions
+from diloco_node.lab.demo.region_processes import RegionProcess, attached_learner
+from diloco_node.numeric import NS_PER_S
+
+CALM_S: Final = 10.0
+"""Before the training ends nothing is struck for so long, and nothing lasts. A region whose supervisor was killed must
+start three processes, import torch, and catch up; then its learner is in the last rounds, and the run ends in order."""
+
+MTBF_DEFAULT: Final = "5s"
+
+POLL_S: Final = 0.25
+"""How often the regions are asked in a storm: the times of the report are as fine."""
+
+TOKENS_PLAN_TIMES: Final = 5
+"""A storm that ends with a number of tokens is drawn for so many times what they take undisturbed. Then it is calm."""
+
+TAPE_NAME: Final = "tape.jsonl"
+PICTURE_NAME: Final = "chaos.svg"
+
+
+UNCOMPARED: Final = frozenset({"regions", "folder", "is_json", "has_chaos", "mtbf", "victims", "tape", "baseline"})
+"""Options that a demo and its baseline need not share: how many regions (their names are compared), where each is kept,
+how it is shown, and what strikes it. An option that is not here is compared."""
+
+
+def comparable(options: DemoOptions, names: Sequence[str], *, step_seconds: float) -> dict[str, Any]:
+    """The settings of a demo that its figures hang on, as they stand in its report: by name, fit for JSON.
+
+    Args:
+        names: its regions. step_seconds: what an inner step of the fastest learner takes at least.
+    """
+    compared = {one.name: getattr(options, one.name) for one in fields(options) if one.name not in UNCOMPARED}
+    return compared | {
+        "regions": sorted(names),
+        "step_seconds": step_seconds,
+        "data": [str(Path(path).resolve()) for path in options.data],
+        "wan": str(options.wan.resolve()) if options.wan is not None else None,
+    }
+
+
+def read_baseline(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The field `training` of an undisturbed demo's report.
+
+    Args:
+        settings: those of the demo that is to be compared with it.
+
+    Raises:
+        ConfigError: it is no report, that of a storm, or that of a demo with other settings.
+    """
+    try:
+        report = json.loads(file.read_text())
+        training, is_storm = dict(report["training"]), report["chaos"] is not None
+        known = dict(training["settings"])
+        story.compared(training, training, ends_by_tokens=False)  # all that is compared is there
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--baseline {file} is no report of a demo ({error}): name its report.json") from None
+    if is_storm:
+        raise ConfigError(f"--baseline {file} is of a storm: name the report of the same demo without --chaos")
+    for name, wanted in settings.items():
+        if name not in known or known[name] != wanted:
+            shown = json.dumps(known.get(name))
+            raise ConfigError(
+                f"--baseline {file} is of another demo: {name} is {shown} there and {json.dumps(wanted)} here"
+            )
+    return training
+
+
+class DemoStorm:
+    """What strikes a demo.
+
+    Args:
+        options: of the demo. names: its regions. folder: of the demo.
+        settings: of the demo, as `comparable` has them: a baseline must have the same.
+        tokens_per_second: of the demo, undisturbed.
+
+    Attributes:
+        plan: what is struck. With `--tokens` it is much longer than the training should be: the demo ends the storm.
+        calm_tokens: with `--tokens`, the storm ends when so many have still to be merged.
+
+    Raises:
+        ConfigError: an option, the tape or the baseline is wrong.
+    """
+
+    def __init__(
+        self,
+        options: DemoOptions,
+        names: Sequence[str],
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        tokens_per_second: float,
+    ) -> None:
+        self._options = options
+        self._names = sorted(names)
+        self._folder = folder
+        self.calm_tokens = int(CALM_S * tokens_per_second)
+        if options.tokens:
+            if options.tokens <= self.calm_tokens:
+                raise ConfigError(
+                    f"--chaos is calm for the last {self.calm_tokens:,} tokens, {CALM_S:.0f} s of training: take more "
+                    "--tokens than that"
+                )
+            end_ns = int(TOKENS_PLAN_TIMES * options.tokens / tokens_per_second * NS_PER_S)
+        else:
+            end_ns = int((options.seconds - CALM_S) * NS_PER_S)
+            if end_ns <= 0:
+                raise ConfigError(f"--chaos is calm for the last {CALM_S:.0f} s: take more --seconds than that")
+        self._mtbf = parsed("--mtbf", options.mtbf or MTBF_DEFAULT, parse_duration)
+        self._victims = parsed("--victims", options.victims, parse_victims) if options.victims else VICTIMS
+        self.plan: FaultPlan
+        if options.tape is not None:
+            self.plan = read_tape(options.tape, self._names).until(end_ns)
+        else:
+            self.plan = storm(
+                self._names, seed=options.seed, mtbf_ns=self._mtbf.ns, end_ns=end_ns, victims=self._victims
+            )
+        self._baseline = read_baseline(options.baseline, settings) if options.baseline is not None else None
+        self._struck: Sequence[StruckFault] = ()
+
+    async def run(
+        self, regions: Sequence[RegionProcess], now_ns: Callable[[], int], say: Callable[[str], None]
+    ) -> None:
+        """Strike, until the plan is at its end. The plan is left in the folder, as a tape."""
+        (self._folder / TAPE_NAME).write_text(tape_text(self.plan))
+
+        def told(one: StruckFault) -> None:
+            missed = ": nobody was there" if one.is_missed else ""
+            say(f"chaos: {one.at_ns / NS_PER_S:6.1f} s  {one.fault.kind} {one.fault.target}{missed}")
+
+        statuses = {region.name: region for region in regions}
+        executor = FaultExecutor(
+            lambda: DemoFile.load(self._folder),
+            now_ns=now_ns,
+            told=told,
+            attached=lambda name: attached_learner(statuses[name].status),
+        )
+        self._struck = executor.struck
+        try:
+            await executor.run(self.plan)
+        except* DilocoError as errors:
+            raise errors.exceptions[0] from None
+
+    def document(
+        self, samples: Sequence[RunSample], merges: Sequence[TimedMerge] | None, training: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The report's field `chaos`; draws the picture too, if all merges are known (else None)."""
+        counts = Counter((one.fault.kind, one.fault.target.part) for one in self._struck if not one.is_missed)
+        end_ns = int(training["seconds"] * NS_PER_S)
+        lives: dict[str, Any] = dict.fromkeys(("rejoin", "seconds_of", "picture"))
+        if merges is not None:
+            spans = {name: story.life(name, samples, merges, end_ns=end_ns) for name in self._names}
+            title = f"{len(self._names)} regions, {sum(counts.values())} faults in {training['seconds']:.0f} s"
+            picture = self._folder / PICTURE_NAME
+            picture.write_text(draw_life(title, spans, merges, self._struck, end_ns=end_ns))
+            lives = {
+                "rejoin": story.rejoins(self._struck, samples, merges),
+                "seconds_of": {name: _seconds_of(own) for name, own in spans.items()},
+                "picture": str(picture.resolve()),
+            }
+        is_drawn = self._options.tape is None
+        return {
+            "seed": self._options.seed if is_drawn else None,
+            "mtbf_seconds": self._mtbf.ns / NS_PER_S if is_drawn else None,
+            "victims": list(self._victims) if is_drawn else None,
+            "tape": str(self._options.tape or self._folder / TAPE_NAME),
+            "calm_seconds": None if self._options.tokens else CALM_S,
+            "calm_tokens": self.calm_tokens if self._options.tokens else None,
+            "struck": {
+                kind: {part: counts[kind, part] for part in VICTIMS if counts[kind, part]}
+                for kind in KINDS
+                if any(counts[kind, part] for part in VICTIMS)
+            },
+            "missed": sum(one.is_missed for one in self._struck),
+            "faults": [one.document() for one in self._struck],
+            "baseline": str(self._options.baseline) if self._options.baseline is not None else None,
+            "compared": story.compared(training, self._baseline, ends_by_tokens=bool(self._options.tokens))
+            if self._baseline is not None
+            else None,
+            **lives,
+        }
+
+
+def _seconds_of(spans: Sequence[story.LifeSpan]) -> dict[str, float]:
+    """How long a region was in each state."""
+    totals: Counter[str] = Counter()
+    for span in spans:
+        totals[span.state.value] += span.to_ns - span.from_ns
+    return {state.value: totals[state.value] / NS_PER_S for state in story.LifeState}
+
+
+def storm_lines(report: Mapping[str, Any]) -> list[str]:
+    """The field `chaos` for people, with what of `training` belongs to it."""
+    chaos, training = report["chaos"], report["training"]
+    struck = "; ".join(
+        f"{kind} " + ", ".join(f"{count} {part}" for part, count in parts.items())
+        for kind, parts in chaos["struck"].items()
+    )
+    source = f"seed {chaos['seed']}, a kill per {chaos['mtbf_seconds']:g} s" if chaos["victims"] else chaos["tape"]
+    calm = f"{chaos['calm_tokens']:,} tokens" if chaos["calm_seconds"] is None else f"{chaos['calm_seconds']:.0f} s"
+    lines = [
+        f"storm              {source}: {struck or 'nothing was struck'}; {chaos['missed']} met nobody; the last "
+        f"{calm} were calm",
+        f"commits            {training['commits_per_minute']:.0f} a minute, at most "
+        f"{training['longest_gap_seconds']:.1f} s between two",
+    ]
+    for part, one in (chaos["rejoin"] or {}).items():
+        median, most = one["seconds_median"], one["seconds_most"]
+        times = "-" if median is None else f"median {median:.1f} s, at most {most:.1f} s"
+        lines.append(
+            f"in merges again    {part}: {times}, of {one['count']}; {one['struck_again']} struck again before, "
+            f"{one['never']} not in time"
+        )
+    compared = chaos["compared"]
+    for name, own in (chaos["seconds_of"] or {}).items():
+        goodput_of = compared["goodput_of"] if compared is not None else None
+        goodput = "" if goodput_of is None else f", goodput {_percent(goodput_of.get(name))}"
+        spent = ", ".join(f"{seconds:.0f} s {state}" for state, seconds in own.items() if seconds)
+        lines.append(
+            f"  {name:<17}{training['tokens_merged_of'][name]:,} tokens merged{goodput}, participation "
+            f"{_percent(training['participation_of'][name])}; {spent}"
+        )
+    if compared is None:
+        lines.append(
+            "goodput            unknown: run the same demo without --chaos, and give its report: --baseline FILE"
+        )
+    else:
+        loss = compared["loss"]
+        lines.append(
+            f"goodput            {_percent(compared['goodput'])} of the tokens a second that the undisturbed run merged"
+        )
+        if loss["change"] is not None:
+            lines.append(
+                f"held-out loss      {loss['own']:.4f} at {loss['tokens']:,} tokens, undisturbed "
+                f"{loss['undisturbed']:.4f} at {loss['undisturbed_tokens']:,}: {loss['change']:+.2%}"
+            )
+    unknown = "none: the ledger is summed up, so which learner was in which merge is not known any more"
+    return [*lines, f"picture            {chaos['picture'] or unknown}"]
+
+
+def _percent(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"

@@ -1,0 +1,156 @@
+"""The token account, recomputed from nothing but committed entries, learner counters and the learners themselves.
+
+It shares no code with `core.ledger.account`, so that each finds what the other forgot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, RoundBody
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.host import Host
+    from diloco_node.lab.sim.setup import Setup
+
+Counters = Mapping[str, Mapping[int, tuple[int, int]]]
+"""Per region and incarnation: (steps, tokens) on its disk."""
+
+Identity = tuple[str, int, int]
+"""Learner, incarnation, fragment."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One learner incarnation's account of one fragment.
+
+    Attributes:
+        end: the last step that was merged or discarded; the next interval must begin there.
+        merged_steps, merged_tokens, discarded_steps, discarded_tokens: sums.
+        included_version: the last version that included it; -1 if none.
+    """
+
+    end: int = 0
+    merged_steps: int = 0
+    merged_tokens: int = 0
+    discarded_steps: int = 0
+    discarded_tokens: int = 0
+    included_version: int = -1
+
+
+class Audit:
+    """Follows the committed history.
+
+    Attributes:
+        lines: by (learner, incarnation, fragment).
+        liars: their learners' accounts are not looked at.
+    """
+
+    def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
+        self.lines: dict[Identity, Line] = {}
+        self.liars: frozenset[str] = frozenset()
+        self._newest: dict[tuple[str, int], int] = {}
+        self._setup = setup
+        self._violate = violate
+
+    def committed(self, body: EntryBody, counters: Counters) -> None:
+        """Book a committed entry."""
+        if isinstance(body, RoundBody):
+            for member in body.members:
+                if member.contribution.learner not in self.liars:
+                    self._merged(body, member.contribution, counters)
+        elif isinstance(body, DiscardedBody) and body.learner not in self.liars:
+            self._discarded(body, counters)
+
+    def _merged(self, body: RoundBody, contribution: Contribution, counters: Counters) -> None:
+        line = self._line(contribution.learner, contribution.incarnation, body.fragment)
+        what = f"{contribution.learner}/{contribution.incarnation} in {body.fragment}/{body.version}"
+        if contribution.fragment != body.fragment:
+            self._violate(f"account: {what} names fragment {contribution.fragment}")
+        if contribution.base_version < line.included_version:
+            self._violate(
+                f"account: {what} has base {contribution.base_version}, "
+                f"but version {line.included_version} already included it"
+            )
+        if contribution.base_version >= body.version:
+            self._violate(f"account: {what} has base {contribution.base_version}, not before the version it makes")
+        # Fragment by fragment: a ballot that was decided while a learner lived may commit after its next incarnation
+        # was merged in another one. What may be decided, `sim.checkers` asks at that moment.
+        where = (contribution.learner, body.fragment)
+        if contribution.incarnation < self._newest.get(where, 0):
+            self._violate(f"account: {what} is of a dead incarnation: {self._newest[where]} was merged there")
+        self._newest[where] = contribution.incarnation
+        self._interval(line, what, contribution.step_from, contribution.step_to)
+        line.included_version = body.version
+        line.merged_steps += contribution.steps
+        line.merged_tokens += contribution.tokens
+        self._check_trained(line, what, counters[contribution.learner].get(contribution.incarnation))
+
+    def _discarded(self, body: DiscardedBody, counters: Counters) -> None:
+        line = self._line(body.learner, body.incarnation, body.fragment)
+        what = f"{body.learner}/{body.incarnation} discarded of {body.fragment}"
+        self._interval(line, what, body.step_from, body.step_to)
+        line.discarded_steps += body.step_to - body.step_from
+        line.discarded_tokens += body.tokens
+        self._check_trained(line, what, counters[body.learner].get(body.incarnation))
+
+    def _line(self, learner: str, incarnation: int, fragment: int) -> Line:
+        return self.lines.setdefault((learner, incarnation, fragment), Line())
+
+    def _interval(self, line: Line, what: str, step_from: int, step_to: int) -> None:
+        if step_from != line.end or step_to <= step_from:
+            self._violate(f"account: {what} covers ({step_from}, {step_to}], the account stands at {line.end}")
+        line.end = max(line.end, step_to)
+
+    def _check_trained(self, line: Line, what: str, trained: tuple[int, int] | None) -> None:
+        tokens = line.merged_tokens + line.discarded_tokens
+        if trained is None or line.end > trained[0] or tokens > trained[1]:
+            self._violate(f"account: {what}: {line.end} steps and {tokens} tokens, but trained are {trained}")
+
+    def close(self, hosts: Mapping[str, Host]) -> None:
+        """At rest: trained = merged + discarded + carried, for every incarnation and fragment there ever was."""
+        for name in sorted(hosts.keys() - self.liars):
+            for incarnation in sorted(hosts[name].disk.counters):
+                for fragment in range(len(self._setup.layouts)):
+                    self._close_line(hosts[name], incarnation, fragment)
+
+    def open_lines(self, hosts: Mapping[str, Host]) -> dict[Identity, int]:
+        """Accounts that wait for a discard, of dead incarnations or after `overwrite`: up to which step."""
+        return {
+            (name, incarnation, fragment): step
+            for name in sorted(hosts.keys() - self.liars)
+            for incarnation in hosts[name].disk.counters
+            for fragment in range(len(self._setup.layouts))
+            if (step := self._due_step(hosts[name], incarnation, fragment)) > self._end(name, incarnation, fragment)
+        }
+
+    def is_booked(self, due: Mapping[Identity, int]) -> bool:
+        """Whether what was due at one time is in the ledger by now."""
+        return all(self._end(*identity) >= step for identity, step in due.items())
+
+    def _end(self, name: str, incarnation: int, fragment: int) -> int:
+        return self.lines.get((name, incarnation, fragment), Line()).end
+
+    def _due_step(self, host: Host, incarnation: int, fragment: int) -> int:
+        if host.learner is not None and host.learner.incarnation == incarnation:
+            return host.learner.parts[fragment].position.included_step
+        return host.disk.counters[incarnation][0]
+
+    def _close_line(self, host: Host, incarnation: int, fragment: int) -> None:
+        line = self.lines.get((host.name, incarnation, fragment), Line())
+        what = f"{host.name}/{incarnation} fragment {fragment}"
+        learner = host.learner
+        if learner is None or learner.incarnation != incarnation:
+            steps, tokens = host.disk.counters[incarnation]
+            booked = (line.merged_steps + line.discarded_steps, line.merged_tokens + line.discarded_tokens)
+            if booked != (steps, tokens):
+                self._violate(f"account: {what} trained {(steps, tokens)} and is gone, but {booked} are booked: {line}")
+            return
+        part = learner.parts[fragment]
+        carried = learner.step - line.end
+        if carried < 0 or learner.tokens < line.merged_tokens + line.discarded_tokens:
+            self._violate(f"account: {what} carries {carried} steps: {line}")
+        if part.position.base_version >= line.included_version and part.position.included_step != line.end:
+            self._violate(f"account: {what} counts from {part.position.included_step}, the ledger from {line.end}")

@@ -1,0 +1,417 @@
+"""What must always hold, watched while a simulated run goes on.
+
+`Checkers` looks at the world from above: at every core's committed entries, at what each core sends, at the disks. It
+keeps one committed history for all regions and lets independent witnesses follow it: the token account (`audit.py`)
+and an oracle that recomputes every merged payload and every version (`oracle.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.core.ledger.entries import ZERO_HASH
+from diloco_node.core.types import Ballot, Contribution, DiscardedBody, Entry, GenesisBody, RoundBody
+from diloco_node.lab.sim import core_parts as view
+from diloco_node.lab.sim.audit import Audit
+from diloco_node.lab.sim.disk import Disk
+from diloco_node.lab.sim.fake_learner import FakeSnapshot
+from diloco_node.lab.sim.fake_tensors import state_digest
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.oracle import Oracle
+from diloco_node.lab.sim.setup import Setup
+from diloco_node.lab.sim.world import SECOND, World
+
+VIOLATIONS_MAX = 20
+"""More than that of one run tell nothing new."""
+
+
+_REFUSED = ("does not append what can't be", "follows it no more")
+"""What a core says of an entry that it refuses, its own or its leader's."""
+
+
+@dataclass(slots=True)
+class Watched:
+    """What is remembered of one region.
+
+    Attributes:
+        commit_index: the highest that its current daemon has shown.
+        counted_index, led_term: what it had counted as committed when it was last seen to lead, and the term.
+        known_index: up to which its log was compared with the committed history.
+        acknowledged: the last (index, hash) whose durability was verified on this disk.
+        versions: per fragment the version applied in this life.
+        voted: by term, where its log ended when it decided its vote.
+    """
+
+    commit_index: int = 0
+    counted_index: int = 0
+    led_term: int = 0
+    known_index: int = 0
+    acknowledged: tuple[int, bytes] = (0, ZERO_HASH)
+    versions: dict[int, int] = field(default_factory=dict)
+    voted: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+
+class Checkers:
+    """All checks of one run.
+
+    Attributes:
+        violations: in order of discovery, at most VIOLATIONS_MAX.
+        history: the committed entries, as the first core to commit each one showed it.
+        commits: committed rounds.
+        busy: the region whose core got the last event.
+        liars: regions that send what their cores never said; nothing is demanded of them.
+        tolerated: complaints of fakes that hold these words are no violations: a fault makes them on purpose.
+    """
+
+    def __init__(self, world: World, setup: Setup) -> None:
+        self.violations: list[str] = []
+        self.history: list[Entry] = []
+        self.commits = 0
+        self.hosts: dict[str, Host] = {}
+        self.busy = ""
+        self.liars: frozenset[str] = frozenset()
+        self.tolerated: set[str] = set()
+        self.audit = Audit(setup, self.violate)
+        self.oracle = Oracle(setup, self.violate)
+        self._world = world
+        self._setup = setup
+        self._watched = {name: Watched() for name in setup.regions}
+        self._votes: dict[tuple[str, int], str] = {}
+        self._leaders: dict[int, str] = {}
+        self._ballots: dict[Ballot, tuple[str, msg.BallotOpened]] = {}
+        self._decisions: dict[Ballot, msg.MergeDecided] = {}
+        self._snapshots: dict[tuple[str, int, int, int], int] = {}
+        self._sent: dict[type, Callable[[Host, str, Any], None]] = {
+            msg.AppendEntries: self._leads,
+            msg.AppendEntriesReply: self._acknowledges,
+            msg.RequestVoteReply: self._votes_for,
+            msg.PayloadDurable: self._holds_payload,
+            msg.BallotOpened: self._opens,
+            msg.MergeDecided: self._decides,
+            msg.Contributed: self._contributes,
+        }
+        self._seen: dict[type, Callable[[Host, Any], None]] = {
+            ev.Send: self._send,
+            ev.PersistLedger: self._proposes,
+            ev.ApplyVersion: self._applies,
+            ev.OfferVersion: self._offers,
+            ev.Note: self._notes,
+            ev.ReduceStripe: lambda _, effect: self.oracle.reduce_asked(effect),
+        }
+
+    def _notes(self, host: Host, note: ev.Note) -> None:
+        """Nobody honest makes an entry that can't be: that it is refused everywhere does not excuse it."""
+        if note.is_alarm and not self.liars and any(words in note.text for words in _REFUSED):
+            self.violate(f"meaning: {host.name}: {note.text}")
+
+    def violate(self, text: str) -> None:
+        """Note a violation."""
+        if len(self.violations) < VIOLATIONS_MAX:
+            self.violations.append(f"{self._world.now_ns / SECOND:.4f}s: {text}")
+            self._world.note("world", f"VIOLATION {text}", b"violation")
+
+    def daemon_started(self, host: Host) -> None:
+        """A new life begins: its memory starts from the disk."""
+        self._watched[host.name] = Watched()
+
+    def event_given(self, host: Host, event: ev.Event) -> None:
+        """Versions grow, digests agree."""
+        self.busy = host.name
+        if host.name in self.liars:
+            return
+        if isinstance(event, ev.VersionApplied):
+            versions = self._watched[host.name].versions
+            if event.version <= versions.get(event.fragment, -1):
+                self.violate(f"versions: {host.name} went from {versions[event.fragment]} to {event}")
+            versions[event.fragment] = event.version
+        elif isinstance(event, ev.DigestComputed):
+            self._sync(host)
+            self.oracle.digest_seen(host.name, event)
+
+    def effect_seen(self, host: Host, effect: ev.Effect) -> None:
+        """Whether the core may want this."""
+        check = self._seen.get(type(effect))
+        if check is not None and host.name not in self.liars:
+            check(host, effect)
+
+    def settled(self, host: Host) -> None:
+        """Look for newly committed entries."""
+        if host.name not in self.liars:
+            self._sync(host)
+
+    def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
+        """Remember the bytes of every contribution, and what its learner has really trained."""
+        if self.oracle.contribution_made(snapshot.contribution, snapshot.encoded) and host.learner is not None:
+            learner = host.learner
+            position = learner.parts[snapshot.contribution.fragment].position
+            named = (snapshot.contribution.step_from, snapshot.contribution.step_to, snapshot.contribution.tokens)
+            made = (position.included_step, learner.step, learner.tokens - position.included_tokens)
+            if named != made:
+                self.violate(f"work: {snapshot.contribution} names {named}, its learner has trained {made}")
+
+    def complaint(self, region: str, text: str) -> None:
+        """A fake found a broken rule of the seam."""
+        if not any(words in text for words in self.tolerated):
+            self.violate(f"seam: {region}: {text}")
+
+    def _sync(self, host: Host) -> None:
+        if host.core is None:
+            return
+        ledger = view.ledger(host.core)
+        commit_index = ledger.commit_index
+        watched = self._watched[host.name]
+        if ledger.is_leader:
+            self._check_own_term(host, watched)
+        if ledger.cluster_commit_index != watched.known_index:
+            self._check_known(host, watched, ledger.cluster_commit_index)
+        if commit_index == watched.commit_index:
+            return
+        if commit_index < watched.commit_index:
+            self.violate(f"commit: {host.name} went back from {watched.commit_index} to {commit_index}")
+        for index in range(max(watched.commit_index, view.base_index(host.core)) + 1, commit_index + 1):
+            entry = view.entry(host.core, index)
+            if index <= len(self.history):
+                self._check_same(host, entry)
+            else:
+                self._committed(host, entry)
+        watched.commit_index = commit_index
+
+    def _check_own_term(self, host: Host, watched: Watched) -> None:
+        """What a leader finds committed by counting disks must be of its own term."""
+        index, term = view.cluster_commit_index(host.core), view.term(host.core)
+        if index > watched.counted_index and watched.led_term == term:
+            entry = view.entry(host.core, index)
+            if entry.term != term:
+                self.violate(f"old term: {host.name} in term {term} commits entry {index} of term {entry.term}")
+        watched.counted_index, watched.led_term = index, term
+
+    def _check_known(self, host: Host, watched: Watched, index: int) -> None:
+        """What a core takes as committed must be in its log as it was committed, on its own disk or not yet.
+
+        The last such entry is enough: the hashes of all before are in its own.
+        """
+        known = min(index, view.last_index(host.core), len(self.history))
+        if known > view.base_index(host.core):
+            self._check_same(host, view.entry(host.core, known))
+        watched.known_index = index
+
+    def _check_same(self, host: Host, entry: Entry) -> None:
+        known = self.history[entry.index - 1]
+        if known.hash != entry.hash:
+            self.violate(f"one value: entry {entry.index} at {host.name} is {entry}, committed before: {known}")
+
+    def _committed(self, host: Host, entry: Entry) -> None:
+        """The first core shows this entry as committed."""
+        before = self.history[-1].hash if self.history else ZERO_HASH
+        if entry.previous != before:
+            self.violate(f"chain: entry {entry.index} at {host.name} does not follow the committed history")
+        self.history.append(entry)
+        holders = [name for name in sorted(self.hosts) if self._keeps(self.hosts[name].disk, entry)]
+        if 2 * len(holders) <= len(self._setup.regions):
+            self.violate(f"durable: {host.name} commits entry {entry.index}, which is only on the disks of {holders}")
+        body = entry.body
+        if isinstance(body, GenesisBody):
+            self.oracle.genesis(body, [self.hosts[name].theta_0 for name in self._setup.regions])
+        if isinstance(body, RoundBody):
+            self.commits += 1
+            if body.ballot not in self._ballots and not self.liars and len(self._setup.regions) > 1:
+                self.violate(f"ballot: {body.ballot} was never opened but committed {body.fragment}/{body.version}")
+            self.oracle.round_committed(body)
+        if isinstance(body, DiscardedBody):
+            self.oracle.discarded(body)
+        counters = {name: self.hosts[name].disk.all_counters for name in self.hosts if name not in self.liars}
+        self.audit.committed(body, counters)
+
+    def _send(self, host: Host, effect: ev.Send) -> None:
+        check = self._sent.get(type(effect.message))
+        if check is not None:
+            check(host, effect.peer, effect.message)
+
+    def _leads(self, host: Host, _: str, message: msg.AppendEntries) -> None:
+        leader = self._leaders.setdefault(message.term, host.name)
+        if leader != host.name:
+            self.violate(f"leaders: {leader} and {host.name} both lead term {message.term}")
+        disk = host.disk
+        if disk.votes.get(message.term, "").split(" ")[0] != host.name:
+            self.violate(f"vote: {host.name} leads term {message.term}, its disk has {disk.term} {disk.voted_for!r}")
+
+    def _acknowledges(self, host: Host, peer: str, message: msg.AppendEntriesReply) -> None:
+        if not message.accepted or not message.durable_index:
+            return
+        watched = self._watched[host.name]
+        if message.durable_index > view.last_index(host.core):
+            self.violate(f"durable: {host.name} acknowledges {message.durable_index}, beyond its log")
+            return
+        if message.durable_index <= view.base_index(host.core):
+            return  # the states of the base are checked where entries are acknowledged behind it
+        entry = view.entry(host.core, message.durable_index)
+        if watched.acknowledged == (entry.index, entry.hash):
+            return
+        watched.acknowledged = (entry.index, entry.hash)
+        if not host.disk.holds(entry):
+            self.violate(f"durable: {host.name} acknowledges entry {entry.index} to {peer}, its disk does not have it")
+            return
+        if host.disk.term < message.term:
+            self.violate(f"durable: {host.name} answers in term {message.term}, its disk has {host.disk.term}")
+        fault = self._unproducible(host.disk, entry.index)
+        if fault:
+            self.violate(f"durable: acknowledgement to {peer}: {host.name} {fault}")
+
+    def _votes_for(self, host: Host, peer: str, message: msg.RequestVoteReply) -> None:
+        if message.pre_vote or not message.granted:
+            return
+        known = self._votes.setdefault((host.name, message.term), peer)
+        if known != peer:
+            self.violate(f"vote: {host.name} votes for {known} and {peer} in term {message.term}")
+        self._check_up_to_date(host, peer, message.term)
+        disk = host.disk
+        if disk.votes.get(message.term, "").split(" ")[0] != peer:
+            self.violate(
+                f"vote: {host.name} votes for {peer} in {message.term}, its disk has {disk.term} {disk.voted_for!r}"
+            )
+
+    def _check_up_to_date(self, host: Host, peer: str, term: int) -> None:
+        """A voter elects nobody whose log ends before its own."""
+        candidate = self.hosts[peer].core
+        if peer in self.liars or candidate is None or view.term(candidate) != term:
+            return
+        # While the vote is written, entries may join the log that waited for their payload. They are acknowledged to
+        # nobody before the new leader has them. With one of this very term somebody else was elected meanwhile.
+        own = self._watched[host.name].voted.get(term, view.log_end(host.core))
+        other = view.log_end(candidate)
+        if own > other and own[0] < term:
+            self.violate(f"vote: {host.name} at {own} votes for {peer}, whose log ends at {other} (term, index)")
+
+    def _holds_payload(self, host: Host, peer: str, message: msg.PayloadDurable) -> None:
+        opened = self._ballots.get(message.ballot)
+        if opened is None and self.liars:
+            return
+        if opened is None:
+            self.violate(f"ballot: {host.name} holds {message.ballot}, which was never opened")
+            return
+        key = (opened[1].fragment, opened[1].version, message.digest)
+        if key not in host.disk.payloads:
+            self.violate(f"payload: {host.name} tells {peer} that it holds {key[:2]}, its disk does not have it")
+
+    def _opens(self, host: Host, _: str, message: msg.BallotOpened) -> None:
+        message = replace(message, reused=())
+        owner, known = self._ballots.setdefault(message.ballot, (host.name, message))
+        if owner != host.name or known != message:
+            self.violate(f"ballot: {message.ballot} opened by {owner} as {known} and by {host.name} as {message}")
+
+    def _decides(self, host: Host, _: str, message: msg.MergeDecided) -> None:
+        known = self._decisions.get(message.ballot)
+        if known is not None:
+            if known != message:
+                self.violate(f"ballot: {message.ballot} decided as {known} and by {host.name} as {message}")
+            return
+        self._decisions[message.ballot] = message
+        for offered in message.contributions:
+            status = host.core.liveness.learner(offered.learner)
+            known_incarnation = max(
+                view.merged_incarnation(host.core, offered.learner), 0 if status is None else status.incarnation
+            )
+            if known_incarnation > offered.incarnation:
+                self.violate(
+                    f"incarnation: {host.name} merges {offered.incarnation} of {offered.learner} into "
+                    f"{message.fragment}/{message.version}, but knows {known_incarnation}"
+                )
+            if self._is_booking(host, offered):
+                self.violate(f"booking: {host.name} merges {offered}, whose steps are in its log as discarded")
+
+    def _is_booking(self, host: Host, offered: Contribution) -> bool:
+        """Whether steps of the same account are in the leader's log as discarded, but not committed yet."""
+        open_entries = range(view.cluster_commit_index(host.core) + 1, view.last_index(host.core) + 1)
+        bodies = [view.entry(host.core, index).body for index in open_entries]
+        account = (offered.learner, offered.incarnation, offered.fragment)
+        return any(
+            isinstance(body, DiscardedBody) and (body.learner, body.incarnation, body.fragment) == account
+            for body in bodies
+        )
+
+    def _contributes(self, host: Host, _: str, message: msg.Contributed) -> None:
+        """In all ballots of a round an incarnation contributes the same snapshot: what arrived is not sent again."""
+        opened = self._ballots.get(message.ballot)
+        if opened is None:
+            return
+        offered = message.contribution
+        key = (host.name, offered.incarnation, offered.fragment, opened[1].version)
+        known = self._snapshots.setdefault(key, offered.snapshot)
+        if known != offered.snapshot:
+            self.violate(f"snapshot: {host.name} offers {known}, then {offered.snapshot} to {key[2]}/{key[3]}")
+
+    def _proposes(self, host: Host, effect: ev.PersistLedger) -> None:
+        """A leader proposes a round only when a majority has this very payload on disk."""
+        if effect.voted_for:
+            self._watched[host.name].voted.setdefault(effect.term, view.log_end(host.core))
+        if not view.is_leader(host.core):
+            return
+        for entry in effect.entries:
+            body = entry.body
+            if not isinstance(body, RoundBody) or entry.term != view.term(host.core):
+                continue
+            key = (body.fragment, body.version, body.payload_digest)
+            holders = [name for name, one in sorted(self.hosts.items()) if key in one.disk.payloads]
+            if 2 * len({*holders, *self.liars}) <= len(self._setup.regions):
+                self.violate(f"holders: {host.name} proposes {key[:2]}, whose payload only {holders} have")
+
+    def _applies(self, host: Host, effect: ev.ApplyVersion) -> None:
+        self._sync(host)
+        body = effect.body
+        committed = self.oracle.committed.get((body.fragment, body.version))
+        if committed is None:
+            self.violate(f"apply: {host.name} applies {body.fragment}/{body.version}, which is not committed")
+        elif committed != body:
+            self.violate(f"apply: {host.name} applies another {body.fragment}/{body.version} than was committed")
+
+    def _offers(self, host: Host, effect: ev.OfferVersion) -> None:
+        if host.learner is not None:
+            base_version = host.learner.parts[effect.fragment].position.base_version
+            if effect.version < base_version:
+                self.violate(f"offer: {host.name} offers {effect} to a learner at {base_version}")
+
+    def _keeps(self, disk: Disk, entry: Entry) -> bool:
+        """Whether the disk has the entry and what that needs, or one that was lost had: what it acknowledged counts."""
+        if disk.holds(entry) and not self._unproducible(disk, entry.index):
+            return True
+        return disk.lost is not None and self._keeps(disk.lost, entry)
+
+    def _unproducible(self, disk: Disk, index: int) -> str:
+        """What is missing on this disk to produce parameters and momentum at entry `index` (or later ones) from it
+        alone; empty if nothing is."""
+        wanted: dict[int, dict[int, bytes]] = {}
+        summed_up = self.history[: disk.base.index]
+        for entry in [*summed_up, *(one for one in disk.entries if one.index <= index)]:
+            if isinstance(entry.body, RoundBody):
+                wanted.setdefault(entry.body.fragment, {})[entry.body.version] = entry.body.payload_digest
+            elif isinstance(entry.body, GenesisBody):
+                missing = _missing_theta_0(disk, entry.body)
+                if missing:
+                    return f"has no Theta_0 of fragments {missing} on its disk"
+        for fragment in sorted(wanted):
+            rotten = [key[1] for key in disk.rotten if len(key) == 2 and key[0] == fragment]
+            held = max([disk.states[fragment].version if fragment in disk.states else 0, *rotten])
+            for version, digest in sorted(wanted[fragment].items()):
+                key = (fragment, version, digest)
+                if version > held and key not in disk.payloads and key not in disk.rotten:
+                    return f"can't produce {fragment}/{version} of entry {index} from its disk"
+        return ""
+
+
+def _missing_theta_0(disk: Disk, body: GenesisBody) -> list[int]:
+    states = disk.states
+    rotten = {key[0] for key in disk.rotten}
+    return [
+        fragment
+        for fragment, digest in enumerate(body.fragment_digests)
+        if (fragment not in states and fragment not in rotten)
+        or (
+            fragment in states
+            and states[fragment].version == 0
+            and state_digest(states[fragment].theta, states[fragment].momentum) != digest
+        )
+    ]

@@ -1,0 +1,243 @@
+"""The fake data plane of one daemon: stripes and Theta in memory, payloads and states on the simulated disk.
+
+It computes with the real layouts and the real outer step and answers in whatever time it likes; its rules are those of
+`core/events.py`. Where a core asks for something it may not (bytes that are not there, a version out of order) it
+complains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from diloco_node.codec.digest import stripe_digest
+from diloco_node.core.events import CloseBallot, ReduceStripe, ReductionDone, StorePayload
+from diloco_node.core.merge.outer import outer_of, outer_step
+from diloco_node.core.messages import ContributionStripe, MergedStripe
+from diloco_node.core.types import Ballot, Contribution, RoundBody, Stripe
+from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState
+from diloco_node.numeric import F32
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.setup import Setup
+
+
+class ContributionKey(NamedTuple):
+    """A stripe of a contribution, whatever the ballot that asked for it."""
+
+    learner: str
+    incarnation: int
+    fragment: int
+    snapshot: int
+    block_start: int
+    block_stop: int
+
+
+class MergedBlocks(NamedTuple):
+    """A merged stripe in memory."""
+
+    block_start: int
+    block_stop: int
+    encoded: bytes
+
+
+class ResidualKey(NamedTuple):
+    """Whose residual it is: a reducer uses one only with the ballot that the core names, over the same blocks."""
+
+    ballot: Ballot
+    fragment: int
+    block_start: int
+    block_stop: int
+
+
+def contribution_key(contribution: Contribution, block_start: int, block_stop: int) -> ContributionKey:
+    """Where a reducer keeps this stripe."""
+    return ContributionKey(
+        contribution.learner,
+        contribution.incarnation,
+        contribution.fragment,
+        contribution.snapshot,
+        block_start,
+        block_stop,
+    )
+
+
+class DataPlane:
+    """Memory of one daemon's life.
+
+    Attributes:
+        versions: per fragment the version of Theta in memory, -1 before there is one.
+        theta, momentum: per fragment, shape (n,), float32; replaced, never changed.
+        is_residual_loose: plants a fault: the residual is kept by range alone, also of abandoned ballots.
+        is_order_loose: plants a fault: contributions are summed in the order in which they arrived.
+    """
+
+    def __init__(self, setup: Setup, disk: Disk, complain: Callable[[str], None]) -> None:
+        fragments = len(setup.layouts)
+        self.versions = [-1] * fragments
+        self.theta: list[F32] = [np.zeros(0, np.float32)] * fragments
+        self.momentum: list[F32] = [np.zeros(0, np.float32)] * fragments
+        self.is_residual_loose = False
+        self.is_order_loose = False
+        self._setup = setup
+        self._disk = disk
+        self._complain = complain
+        self._contributions: dict[ContributionKey, tuple[int, bytes]] = {}
+        self._merged: dict[Ballot, dict[int, MergedBlocks]] = {}
+        self._pending: dict[ResidualKey, F32] = {}
+        self._installed: dict[ResidualKey, F32] = {}
+        self._loose: dict[tuple[int, int, int], F32] = {}
+
+    def keep_contribution(self, header: ContributionStripe, body: bytes) -> bool:
+        """Keep a stripe that arrived whole; False if it is not what its header says."""
+        layout = self._setup.layouts[header.contribution.fragment]
+        low, high = layout.byte_range(header.block_start, header.block_stop, self._setup.settings.codec_up)
+        if len(body) != high - low:
+            self._complain(f"stripe of {len(body)} bytes, expected {high - low}: {header}")
+            return False
+        key = contribution_key(header.contribution, header.block_start, header.block_stop)
+        self._contributions.pop(key, None)
+        self._contributions[key] = (header.version, body)
+        return True
+
+    def keep_merged(self, header: MergedStripe, body: bytes) -> bool:
+        """Keep a merged stripe; False if its bytes are not those of its digest."""
+        if stripe_digest(body) != header.digest:
+            self._complain(f"merged stripe with other bytes than its digest: {header}")
+            return False
+        part = MergedBlocks(header.block_start, header.block_stop, body)
+        self._merged.setdefault(header.ballot, {})[header.stripe] = part
+        return True
+
+    def merged_part(self, ballot: Ballot, stripe: int) -> MergedBlocks | None:
+        """A merged stripe in memory."""
+        return self._merged.get(ballot, {}).get(stripe)
+
+    def reduce(self, effect: ReduceStripe) -> ReductionDone | None:
+        """Carry out ReduceStripe; None (with a complaint) if a stripe or residual it names is not here."""
+        layout = self._setup.layouts[effect.fragment]
+        codec_up, codec_down = self._setup.settings.codec_up, self._setup.settings.codec_down
+        pairs = list(zip(effect.contributions, effect.coefficients, strict=True))
+        if self.is_order_loose:
+            arrived = list(self._contributions)
+            keys = [contribution_key(one, effect.block_start, effect.block_stop) for one in effect.contributions]
+            order = sorted(range(len(pairs)), key=lambda at: -arrived.index(keys[at]) if keys[at] in arrived else 0)
+            pairs = [pairs[at] for at in order]
+        parts, spreads = [], []
+        for contribution, row in pairs:
+            kept = self._contributions.get(contribution_key(contribution, effect.block_start, effect.block_stop))
+            if kept is None:
+                self._complain(f"asked to reduce a stripe that is not here: {effect.ballot} {contribution}")
+                return None
+            parts.append(tensors.decode(kept[1], codec_up))
+            spreads.append(layout.spread(row, effect.block_start, effect.block_stop))
+        residual = self._residual(effect)
+        reduced = tensors.reduce_stripe(parts, spreads, residual, codec_down)
+        blocks = (effect.block_start, effect.block_stop)
+        self._pending[ResidualKey(effect.ballot, effect.fragment, *blocks)] = reduced.residual
+        self._loose[(effect.fragment, *blocks)] = reduced.residual
+        self._merged.setdefault(effect.ballot, {})[effect.stripe] = MergedBlocks(*blocks, reduced.encoded)
+        return ReductionDone(
+            ballot=effect.ballot,
+            stripe=effect.stripe,
+            squared_norms=layout.squared_norms(reduced.decoded, *blocks),
+            contribution_norms=tuple(layout.squared_norms(part, *blocks) for part in parts),
+            digest=stripe_digest(reduced.encoded),
+        )
+
+    def close(self, effect: CloseBallot) -> None:
+        """Free the ballot's stripes; its residual stays only if it committed.
+
+        A straggler may close a ballot once more after it committed: that touches nothing that was installed.
+        """
+        self._merged.pop(effect.ballot, None)
+        # As the daemon's table: a liar's words about another fragment close nothing of this ballot.
+        name = effect.ballot, effect.fragment
+        residuals = {key: self._pending.pop(key) for key in list(self._pending) if (key.ballot, key.fragment) == name}
+        if not effect.committed:
+            return
+        for key, (version, _) in list(self._contributions.items()):
+            if key.fragment == effect.fragment and version <= effect.version:
+                del self._contributions[key]
+        for installed in [key for key in self._installed if key.fragment == effect.fragment]:
+            del self._installed[installed]
+        self._installed.update(residuals)
+
+    def assemble(self, effect: StorePayload) -> DiskPayload | None:
+        """The payload of a ballot from its merged stripes; None (with a complaint) if it is not whole."""
+        parts = self._merged.get(effect.ballot, {})
+        ranges = tuple((parts[index].block_start, parts[index].block_stop) for index in sorted(parts))
+        stored = DiskPayload(ranges, b"".join(parts[index].encoded for index in sorted(parts)))
+        if self.digest_of(effect.fragment, stored) != effect.digest:
+            self._complain(f"asked to store a payload that is not here: {effect}")
+            return None
+        return stored
+
+    def digest_of(self, fragment: int, stored: DiskPayload) -> bytes:
+        """The digest of a payload; empty if its stripes don't cover the fragment, or its bytes are more than theirs."""
+        layout, codec = self._setup.layouts[fragment], self._setup.settings.codec_down
+        edges = [0, *(stop for _, stop in stored.ranges)]
+        if [start for start, _ in stored.ranges] != edges[:-1] or edges[-1] != layout.blocks:
+            return b""
+        if len(stored.data) != layout.byte_range(0, layout.blocks, codec)[1]:
+            return b""
+        return tensors.payload_digest(stored.data, layout, stored.ranges, codec)
+
+    def apply(self, body: RoundBody) -> bool:
+        """The outer step of a committed round; False (with a complaint) if it can't be done."""
+        stored = self._disk.payloads.get((body.fragment, body.version, body.payload_digest))
+        if self.versions[body.fragment] != body.version - 1 or stored is None:
+            at = self.versions[body.fragment]
+            self._complain(f"asked to apply {body.fragment}/{body.version} at {at}, payload: {stored is not None}")
+            return False
+        layout = self._setup.layouts[body.fragment]
+        settings = self._setup.settings
+        lr, mu = outer_of(settings, body)
+        delta = layout.spread(body.factors, 0, layout.blocks) * tensors.decode(stored.data, settings.codec_down)
+        theta, momentum = outer_step(
+            self.theta[body.fragment],
+            self.momentum[body.fragment],
+            delta,
+            lr=lr,
+            mu=mu,
+        )
+        self.theta[body.fragment], self.momentum[body.fragment] = theta, momentum
+        self.versions[body.fragment] = body.version
+        return True
+
+    def adopt(self, fragment: int, version: int) -> bool:
+        """Take the state on disk; False (with a complaint) if there is none."""
+        stored = self._disk.states.get(fragment)
+        if stored is None or stored.version != version:
+            held = None if stored is None else stored.version
+            self._complain(f"asked to adopt {fragment}/{version}, on disk is {held}")
+            return False
+        self.theta[fragment], self.momentum[fragment] = stored.theta, stored.momentum
+        self.versions[fragment] = version
+        return True
+
+    def state(self, fragment: int) -> DiskState:
+        """The state in memory."""
+        return DiskState(self.versions[fragment], self.theta[fragment], self.momentum[fragment])
+
+    def digest(self, fragment: int) -> bytes:
+        """Of parameters and momentum in memory."""
+        return tensors.state_digest(self.theta[fragment], self.momentum[fragment])
+
+    def _residual(self, effect: ReduceStripe) -> F32 | None:
+        if effect.residual_of is None:
+            return None
+        if self.is_residual_loose:
+            return self._loose.get((effect.fragment, effect.block_start, effect.block_stop))
+        key = ResidualKey(effect.residual_of, effect.fragment, effect.block_start, effect.block_stop)
+        if key not in self._installed:
+            self._complain(f"asked for a residual that is not here: {effect.ballot} of {effect.residual_of}")
+        return self._installed.get(key)
+
+
+def block_ranges(stripes: tuple[Stripe, ...]) -> tuple[tuple[int, int], ...]:
+    """The block ranges of a ledger entry's stripes."""
+    return tuple((stripe.block_start, stripe.block_stop) for stripe in stripes)

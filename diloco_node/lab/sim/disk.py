@@ -1,0 +1,185 @@
+"""A region's disk: what was fsynced survives, what was not may be torn.
+
+Everything durable is a plain attribute, so that checkers can ask what the disk really holds at any moment.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from diloco_node.core.types import DISK_ID_BYTES, NO_BASE, Entry, LedgerBase, Recovered
+from diloco_node.lab.sim.fake_tensors import state_digest
+from diloco_node.numeric import F32
+
+PayloadKey = tuple[int, int, bytes]
+"""(fragment, version, digest)."""
+
+RottenKey = tuple[int, int, bytes] | tuple[int, int]
+"""A payload's (fragment, version, digest), or a state's (fragment, version)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPayload:
+    """A merged payload on disk: encoded bytes in block order, and the block ranges of its stripes."""
+
+    ranges: tuple[tuple[int, int], ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DiskState:
+    """Parameters and momentum of a fragment at a version, each shape (n,), float32."""
+
+    version: int
+    theta: F32
+    momentum: F32
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerWrite:
+    """One `PersistLedger`: hard state first, then the cut, then the entries one by one."""
+
+    term: int
+    voted_for: str
+    truncate_from: int
+    entries: tuple[Entry, ...]
+    base: LedgerBase | None = None
+
+
+@dataclass(slots=True)
+class Disk:
+    """What is fsynced in one region, and what is on its way.
+
+    Attributes:
+        term, voted_for, base, entries: the ledger file; the entries follow the base.
+        payloads: complete payload files.
+        states: per fragment the newest state file; at version 0 perhaps Theta_0 of a genesis that never was.
+        older_states: state files by fragment and version, the newest one too.
+        counters: per incarnation of this region's learner (steps, tokens) trained, as persisted.
+        ledger_queue: ledger writes not yet fsynced, in order.
+        late_writes: writes whose effect on the durable attributes comes with their fsync.
+        votes: every vote that ever was durable, by term; no daemon reads it.
+        id: of the folder, random; a lost one comes back with another.
+        keeps_vote: False plants a fault: the vote never reaches the disk.
+        lost: the disk that was in its place before, and was lost with everything on it.
+        rotten: payloads and states that were durable, and gone since their bytes changed: nobody is to blame.
+    """
+
+    term: int = 0
+    voted_for: str = ""
+    base: LedgerBase = NO_BASE
+    entries: list[Entry] = field(default_factory=list)
+    payloads: dict[PayloadKey, DiskPayload] = field(default_factory=dict)
+    states: dict[int, DiskState] = field(default_factory=dict)
+    older_states: dict[tuple[int, int], DiskState] = field(default_factory=dict)
+    counters: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ledger_queue: list[LedgerWrite] = field(default_factory=list)
+    late_writes: list[Callable[[], None]] = field(default_factory=list)
+    votes: dict[int, str] = field(default_factory=dict)
+    id: bytes = bytes(DISK_ID_BYTES)
+    keeps_vote: bool = True
+    lost: Disk | None = None
+    rotten: set[RottenKey] = field(default_factory=set)
+
+    @property
+    def all_counters(self) -> dict[int, tuple[int, int]]:
+        """Also those that were lost with the disks before."""
+        return {**self.lost.all_counters, **self.counters} if self.lost is not None else self.counters
+
+    def fsync_ledger(self) -> None:
+        """The oldest ledger write becomes durable."""
+        self._apply(self.ledger_queue.pop(0), records=None)
+
+    def fsync_write(self, write: Callable[[], None]) -> None:
+        """A write of a whole file (temporary name, fsync, rename) becomes durable."""
+        self.late_writes.remove(write)
+        write()
+
+    def crash(self, rng: random.Random, *, is_power_cut: bool) -> None:
+        """The process dies. What was not fsynced is lost, or torn: a prefix of it may have reached the disk.
+
+        After a power cut mostly nothing of it is there; after a killed process mostly everything, for the kernel
+        lives on. Whole files are there or not (they are renamed when they are complete).
+        """
+        chance = 0.2 if is_power_cut else 0.8
+        while self.ledger_queue:
+            write = self.ledger_queue.pop(0)
+            if rng.random() < chance:
+                self._apply(write, records=None)
+                continue
+            self._apply(write, records=rng.randint(0, 2 + len(write.entries)))
+            self.ledger_queue.clear()
+        for write_file in self.late_writes:
+            if rng.random() < chance / 2:
+                write_file()
+        self.late_writes.clear()
+
+    def recovered(self, fragments: int) -> Recovered:
+        """What a starting daemon finds."""
+        return Recovered(
+            term=self.term,
+            voted_for=self.voted_for,
+            entries=tuple(self.entries),
+            states=tuple(self.states[p].version if p in self.states else -1 for p in range(fragments)),
+            payloads=frozenset(self.payloads),
+            disk=self.id,
+            state_digests=tuple(
+                state_digest(self.states[p].theta, self.states[p].momentum) if p in self.states else b""
+                for p in range(fragments)
+            ),
+            base=self.base,
+        )
+
+    def entry(self, index: int) -> Entry | None:
+        """The entry at an index, if it is here and not summed up."""
+        at = index - 1 - self.base.index
+        return self.entries[at] if 0 <= at < len(self.entries) else None
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether the entry is here, or summed up."""
+        held = self.entry(entry.index)
+        return entry.index <= self.base.index or (held is not None and held.hash == entry.hash)
+
+    def keep_state(self, fragment: int, state: DiskState) -> None:
+        """A state file is there."""
+        self.older_states[fragment, state.version] = state
+        held = self.states.get(fragment)
+        if held is None or held.version <= state.version:
+            self.states[fragment] = state
+
+    def set_states_aside(self, fragment: int, version_min: int) -> None:
+        """Forget the states of the fragment from this version on."""
+        for key in [key for key in self.older_states if key[0] == fragment and key[1] >= version_min]:
+            del self.older_states[key]
+        left = [state for (one, _), state in sorted(self.older_states.items(), key=lambda at: at[0]) if one == fragment]
+        self.states.pop(fragment, None)
+        if left:
+            self.states[fragment] = left[-1]
+
+    def prune(self, fragment: int, keep_from_version: int) -> None:
+        """Forget payloads and states of the fragment before this version, but what this region itself may need."""
+        held = self.states.get(fragment)
+        keep_from = min(keep_from_version, -1 if held is None else held.version)
+        for key in [key for key in self.payloads if key[0] == fragment and key[1] < keep_from]:
+            del self.payloads[key]
+        for name in [name for name in self.older_states if name[0] == fragment and name[1] < keep_from]:
+            del self.older_states[name]
+
+    def _apply(self, write: LedgerWrite, *, records: int | None) -> None:
+        """Apply the first `records` records of the write, all if None."""
+        left = 2 + len(write.entries) if records is None else records
+        if left >= 1:
+            self.term = write.term
+            self.voted_for = write.voted_for if self.keeps_vote else ""
+            self.votes[self.term] = self.voted_for
+        if left >= 2:
+            if write.truncate_from:
+                del self.entries[write.truncate_from - 1 - self.base.index :]
+            if write.base is not None:
+                # A new file takes the place of the old one: all of it is there, or nothing.
+                left = 2 + len(write.entries)
+                del self.entries[: write.base.index - self.base.index]
+                self.base = write.base
+            self.entries.extend(write.entries[: left - 2])

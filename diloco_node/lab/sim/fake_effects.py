@@ -1,0 +1,186 @@
+"""What the fake daemon does when its core wants something done: the simulator's `daemon/effects.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.core.types import Stripe
+from diloco_node.lab.sim.disk import LedgerWrite
+from diloco_node.lab.sim.fake_learner import Offer
+from diloco_node.lab.sim.world import LOCAL_NS, MS
+from diloco_node.wire.envelope import encode_control
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.host import Host
+
+
+class FakeEffects:
+    """Carries out the effects of one host's core, in virtual time.
+
+    Attributes:
+        handlers: what is done for each kind of effect; tests put others in.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.handlers: dict[type, Callable[[Any], None]] = {
+            ev.Send: self._send,
+            ev.PersistLedger: self._persist,
+            ev.TakeSnapshot: self._take_snapshot,
+            ev.SendContribution: self._send_contribution,
+            ev.ReduceStripe: self._reduce,
+            ev.SendMerged: self._send_merged,
+            ev.StorePayload: self._store_payload,
+            ev.ApplyVersion: self._apply,
+            ev.AdoptState: self._adopt,
+            ev.OfferVersion: self._offer,
+            ev.FetchPayload: host.fetches.ask,
+            ev.FetchState: host.fetches.ask,
+            ev.PruneFiles: lambda effect: host.disk.prune(effect.fragment, effect.keep_from_version),
+            ev.SetStatesAside: self._set_aside,
+            ev.CloseBallot: self._close_ballot,
+            ev.StopLearner: self._stop_learner,
+            ev.WriteFinal: self._write_final,
+            ev.Note: self._note,
+        }
+
+    def perform(self, effect: ev.Effect) -> None:
+        """Start it; what comes of it is told to the core later."""
+        self.handlers[type(effect)](effect)
+
+    def _send(self, effect: ev.Send) -> None:
+        self._host.network.send(self._host.name, effect.peer, encode_control(effect.message))
+
+    def _persist(self, effect: ev.PersistLedger) -> None:
+        write = LedgerWrite(effect.term, effect.voted_for, effect.truncate_from, effect.entries, effect.base)
+        self._host.write_ledger(write, lambda: self._host.post(ev.LedgerPersisted(effect.token)))
+
+    def _store_payload(self, effect: ev.StorePayload) -> None:
+        stored = self._host.plane.assemble(effect)
+        if stored is None:
+            self._host.post(ev.PayloadNotStored(effect.ballot, effect.fragment, effect.version))
+        else:
+            self._host.write_payload(effect.fragment, effect.version, effect.digest, stored)
+
+    def _take_snapshot(self, effect: ev.TakeSnapshot) -> None:
+        if self._host.learner is None:
+            self._host.after(
+                LOCAL_NS, self._host.post, ev.SnapshotRefused(effect.fragment, effect.version, "no learner is attached")
+            )
+            return
+        self._host.world.after(LOCAL_NS, self._host.learner.life, self._host.learner.ask_snapshot, effect)
+
+    def _send_contribution(self, effect: ev.SendContribution) -> None:
+        snapshot = self._host.contribution_area.get(effect.contribution.fragment)
+        if snapshot is None or snapshot.contribution != effect.contribution:
+            self._host.complain(
+                f"asked to send a contribution that is not in the contribution area: {effect.contribution}"
+            )
+            return
+        layout = self._host.setup.layouts[effect.contribution.fragment]
+        for index, stripe in enumerate(effect.stripes):
+            if index in effect.skip:
+                continue
+            low, high = layout.byte_range(stripe.block_start, stripe.block_stop, self._host.setup.settings.codec_up)
+            header = msg.ContributionStripe(
+                effect.ballot, index, effect.version, effect.contribution, stripe.block_start, stripe.block_stop
+            )
+            body = snapshot.encoded[low:high]
+            if stripe.reducer == self._host.name:
+                self._host.plane.keep_contribution(header, body)
+                blocks = (stripe.block_start, stripe.block_stop)
+                self._host.post(ev.ContributionStripeArrived(effect.ballot, index, effect.contribution, blocks))
+            else:
+                self._host.transfer(stripe.reducer, header, body)
+
+    def _reduce(self, effect: ev.ReduceStripe) -> None:
+        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._reduced, effect)
+
+    def _reduced(self, effect: ev.ReduceStripe) -> None:
+        answer = self._host.plane.reduce(effect)
+        if answer is None:
+            return
+        self._host.world.note(self._host.name, answer, answer.digest)
+        self._host.post(answer)
+        cut = Stripe(self._host.name, effect.block_start, effect.block_stop)
+        self._host.post(
+            ev.MergedStripeArrived(effect.ballot, effect.stripe, effect.fragment, effect.version, answer.digest, cut)
+        )
+
+    def _send_merged(self, effect: ev.SendMerged) -> None:
+        part = self._host.plane.merged_part(effect.ballot, effect.stripe)
+        if part is None:
+            self._host.complain(f"asked to send a merged stripe that is not here: {effect}")
+            return
+        header = msg.MergedStripe(
+            effect.ballot,
+            effect.stripe,
+            effect.fragment,
+            effect.version,
+            effect.digest,
+            effect.block_start,
+            effect.block_stop,
+        )
+        for peer in effect.peers:
+            self._host.transfer(peer, header, part.encoded)
+
+    def _close_ballot(self, effect: ev.CloseBallot) -> None:
+        self._host.plane.close(effect)
+
+    def _apply(self, effect: ev.ApplyVersion) -> None:
+        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._applied, effect)
+
+    def _applied(self, effect: ev.ApplyVersion) -> None:
+        body = effect.body
+        if self._host.plane.apply(body):
+            self._version_ready(body.fragment, body.version, is_on_disk=False)
+
+    def _adopt(self, effect: ev.AdoptState) -> None:
+        self._host.after(self._host.world.draw_ns(MS // 2, 4 * MS), self._adopted, effect)
+
+    def _adopted(self, effect: ev.AdoptState) -> None:
+        if self._host.plane.adopt(effect.fragment, effect.version):
+            self._version_ready(effect.fragment, effect.version, is_on_disk=True)
+
+    def _version_ready(self, fragment: int, version: int, *, is_on_disk: bool) -> None:
+        digest = self._host.plane.digest(fragment)
+        self._host.world.note(self._host.name, f"version {fragment}/{version}", digest)
+        self._host.post(ev.VersionApplied(fragment, version))
+        self._host.after(MS, self._host.post, ev.DigestComputed(fragment, version, digest))
+        if not is_on_disk and version % self._host.setup.settings.checkpoint_versions == 0:
+            state = self._host.plane.state(fragment)
+            self._host.write_file(
+                lambda: self._host.disk.keep_state(fragment, state),
+                lambda: self._host.post(ev.CheckpointWritten(fragment, version, digest)),
+            )
+
+    def _set_aside(self, effect: ev.SetStatesAside) -> None:
+        self._host.disk.set_states_aside(effect.fragment, effect.version_min)
+        self._host.after(MS, self._host.post, ev.StatesRenamed(effect.fragment))
+
+    def _offer(self, effect: ev.OfferVersion) -> None:
+        if self._host.plane.versions[effect.fragment] != effect.version:
+            at = self._host.plane.versions[effect.fragment]
+            self._host.complain(f"asked to offer {effect.fragment}/{effect.version} while Theta is at {at}")
+            return
+        if self._host.learner is None:
+            return
+        offer = Offer(
+            effect.fragment, effect.version, effect.included_snapshot, self._host.plane.theta[effect.fragment]
+        )
+        self._host.world.after(LOCAL_NS, self._host.learner.life, self._host.learner.offer, offer)
+
+    def _stop_learner(self, effect: ev.StopLearner) -> None:
+        if self._host.learner is not None:
+            self._host.world.after(LOCAL_NS, self._host.learner.life, self._host.learner.stop, effect.reason)
+
+    def _write_final(self, _: ev.WriteFinal) -> None:
+        self._host.write_file(
+            lambda: setattr(self._host, "has_final", True), lambda: self._host.post(ev.FinalWritten())
+        )
+
+    def _note(self, effect: ev.Note) -> None:
+        self._host.world.note(self._host.name, effect, effect.kind.encode())

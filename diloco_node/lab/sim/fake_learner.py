@@ -1,0 +1,352 @@
+"""A fake learner: steps at a rate, holds parameters, base and snapshots, and follows the real carry-over rule.
+
+It is a process of its own: it survives its daemon, and dies and returns as a new incarnation by itself. Each inner
+step adds a vector from a pool whose values have very different magnitudes, so that sums taken in another order have
+other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from diloco_node.core.events import (
+    Event,
+    LearnerAttached,
+    LearnerReported,
+    SnapshotRefused,
+    SnapshotTaken,
+    TakeSnapshot,
+)
+from diloco_node.core.merge.carry import Anchor, carry_over, carry_plan, position_after
+from diloco_node.core.types import CarryMode, Contribution, FragmentPosition, LearnerStatus
+from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.fake_tensors import FragmentLayout
+from diloco_node.lab.sim.world import Life, World
+from diloco_node.numeric import F32, F64
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.setup import Setup
+
+POOL_VECTORS = 64
+NOWHERE = FragmentPosition(-1, 0, 0, 0)
+
+Pool = list[list[F32]]
+"""Per fragment, inner updates to draw from."""
+
+
+@dataclass(slots=True)
+class FakeSnapshot:
+    """A copy of a fragment that was offered to a round, until the learner applies a version that resolves it.
+
+    Attributes:
+        values: the parameters when it was taken, shape (n,), float32.
+        work: the sum of all inner updates of this incarnation up to then, shape (n,), float64.
+        encoded: the outer gradient against the base, bf16.
+        version: what the round that it was last wanted for makes.
+    """
+
+    contribution: Contribution
+    values: F32
+    work: F64
+    encoded: bytes
+    version: int = 0
+
+
+@dataclass(slots=True)
+class Part:
+    """One fragment in the learner.
+
+    Attributes:
+        theta, base: shape (n,), float32.
+        position: where it stands. last_included: the number of the last snapshot that became part of a version.
+        work: the sum of all inner updates of this incarnation, float64.
+        included_work: the part of `work` that is not in theta - base: included in versions, or not carried.
+        snapshot: unresolved, or None.
+    """
+
+    theta: F32
+    base: F32
+    work: F64
+    included_work: F64
+    position: FragmentPosition = NOWHERE
+    last_included: int = -1
+    snapshot: FakeSnapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that waits for the next step boundary."""
+
+    fragment: int
+    version: int
+    included_snapshot: int
+    theta: F32
+
+
+class LearnerPort(Protocol):
+    """What a learner sees of its region."""
+
+    def tell_daemon(self, event: Event) -> None:
+        """Send a fact to the daemon, if there is one."""
+        ...
+
+    def offer_contribution(self, snapshot: FakeSnapshot) -> None:
+        """Put an encoded contribution where the daemon reads it."""
+        ...
+
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
+        """Write the trained counters to disk; call `done` after the fsync."""
+        ...
+
+    def complain(self, text: str) -> None:
+        """Something happened that must not."""
+        ...
+
+
+class FakeLearner:
+    """One incarnation of a region's learner.
+
+    Attributes:
+        life: over when the process is dead.
+        step, tokens: since the start of this incarnation.
+        parts: per fragment.
+    """
+
+    def __init__(
+        self, world: World, setup: Setup, port: LearnerPort, *, region: str, incarnation: int, pool: Pool
+    ) -> None:
+        self.life = Life()
+        self._region = region
+        self.incarnation = incarnation
+        self.step = 0
+        self.tokens = 0
+        self.finished = False
+        self.parts = [_blank(layout) for layout in setup.layouts]
+        self._world = world
+        self._setup = setup
+        self._port = port
+        self._pool = pool
+        self._snapshots = 0
+        self._offers: dict[int, Offer] = {}
+        self._apply_from: dict[int, int] = {}
+        self._boundaries = 0
+        self._asked: dict[int, TakeSnapshot] = {}
+        self._stop_reason = ""
+        self._reported_step = 0
+        self._has_thrown_away = False
+        self._step_time_ns = setup.slower.get(region, 1) * world.draw_ns(setup.step_ns_min, setup.step_ns_max)
+        self._boundary(is_first=True)
+
+    @property
+    def is_training(self) -> bool:
+        """Every fragment has been given its first version, and nobody said stop."""
+        return not self.finished and all(part.position.base_version >= 0 for part in self.parts)
+
+    def status(self) -> LearnerStatus:
+        """What it reports."""
+        return LearnerStatus(
+            incarnation=self.incarnation,
+            step=self.step,
+            tokens=self.tokens,
+            step_time_ns=self._step_time_ns,
+            positions=tuple(part.position for part in self.parts),
+            finished=self.finished,
+        )
+
+    def attached(self, trained_before: tuple[tuple[int, int, int], ...]) -> LearnerAttached:
+        """What it tells a new daemon."""
+        numbers = tuple(part.snapshot.contribution.snapshot if part.snapshot else -1 for part in self.parts)
+        return LearnerAttached(status=self.status(), snapshots=numbers, trained_before=trained_before)
+
+    def ask_snapshot(self, effect: TakeSnapshot) -> None:
+        """The daemon wants a snapshot at the next step boundary."""
+        self._asked[effect.fragment] = effect
+
+    def offer(self, offer: Offer) -> None:
+        """The daemon has a version for the next step boundary; a newer offer replaces one that waits."""
+        waiting = self._offers.get(offer.fragment)
+        if waiting is None:
+            lag = self._world.rng.randint(0, self._setup.apply_lag_max)
+            self._apply_from[offer.fragment] = self._boundaries + 1 + lag
+        if waiting is None or waiting.version < offer.version:
+            self._offers[offer.fragment] = offer
+
+    def stop(self, reason: str) -> None:
+        """The run is finished."""
+        self._stop_reason = reason
+
+    def resume(self) -> None:
+        """Another process goes on at the last boundary of this one, which is dead: see `learner.last_boundary`."""
+        self.life = Life()
+        self.forget_daemon()
+        for part in self.parts:
+            if part.snapshot is not None:
+                self._port.offer_contribution(part.snapshot)
+        self._boundary(is_first=True)
+
+    def forget_daemon(self) -> None:
+        """The daemon died: what it asked for is void, what it offered was in its memory."""
+        self._asked.clear()
+        self._offers.clear()
+
+    def _boundary(self, *, is_first: bool = False) -> None:
+        if not is_first:
+            if self.is_training:
+                self._train()
+            self._boundaries += 1
+            for fragment in sorted(self._offers):
+                if self._boundaries >= self._apply_from.get(fragment, 0):
+                    self._apply(self._offers.pop(fragment))
+            asked, self._asked = self._asked, {}
+            for fragment in sorted(asked):
+                self._take_snapshot(asked[fragment])
+            if self._stop_reason:
+                self.finished = True
+            self._report()
+        jitter_ns = self._world.draw_ns(-self._step_time_ns // 10, self._step_time_ns // 10)
+        self._world.after(self._step_time_ns + jitter_ns, self.life, self._boundary)
+
+    def _report(self) -> None:
+        """After an apply that threw steps away a report says which are to be booked as discarded: only once they are on
+        disk. So do those after it.
+        """
+        status = self.status()
+        is_booked = self._setup.settings.carry is CarryMode.OVERWRITE or self._has_thrown_away
+        if not is_booked:
+            self._port.tell_daemon(LearnerReported(status))
+        self._port.persist_counters(
+            self.incarnation, self.step, self.tokens, (lambda: self._tell(status)) if is_booked else None
+        )
+
+    def _tell(self, status: LearnerStatus) -> None:
+        if status.step >= self._reported_step:
+            self._reported_step = status.step
+            self._port.tell_daemon(LearnerReported(status))
+
+    def _train(self) -> None:
+        self.step += 1
+        self.tokens += self._world.rng.randint(60, 70)
+        for fragment, part in enumerate(self.parts):
+            update = self._pool[fragment][self._world.rng.randrange(POOL_VECTORS)]
+            part.theta = part.theta + update
+            part.work += update
+
+    def _take_snapshot(self, asked: TakeSnapshot) -> None:
+        part = self.parts[asked.fragment]
+        if part.position.base_version != asked.base_version:
+            self._refuse(asked, f"the learner is at version {part.position.base_version}")
+            return
+        if part.snapshot is None:
+            if self.step == part.position.included_step:
+                self._refuse(asked, "no steps since the last inclusion")
+                return
+            part.snapshot = self._make_snapshot(asked.fragment, part)
+        snapshot = part.snapshot
+        snapshot.version = asked.version
+        self._port.offer_contribution(snapshot)
+        self._port.persist_counters(
+            self.incarnation,
+            self.step,
+            self.tokens,
+            lambda: self._port.tell_daemon(SnapshotTaken(snapshot.contribution)),
+        )
+
+    def _refuse(self, asked: TakeSnapshot, reason: str) -> None:
+        self._port.tell_daemon(SnapshotRefused(asked.fragment, asked.version, reason))
+
+    def _make_snapshot(self, fragment: int, part: Part) -> FakeSnapshot:
+        layout = self._setup.layouts[fragment]
+        encoded = tensors.encode(part.base - part.theta, self._setup.settings.codec_up)
+        decoded = tensors.decode(encoded, self._setup.settings.codec_up)
+        self._snapshots += 1
+        contribution = Contribution(
+            learner=self._region,
+            incarnation=self.incarnation,
+            fragment=fragment,
+            base_version=part.position.base_version,
+            snapshot=self._snapshots,
+            step_from=part.position.included_step,
+            step_to=self.step,
+            tokens=self.tokens - part.position.included_tokens,
+            squared_norms=layout.squared_norms(decoded, 0, layout.blocks),
+        )
+        self._check_work(part, decoded, contribution)
+        return FakeSnapshot(contribution, part.theta, part.work.copy(), encoded)
+
+    def _check_work(self, part: Part, decoded: F32, contribution: Contribution) -> None:
+        """The outer gradient must hold the work of exactly the steps it names, within float32 and bf16 rounding."""
+        done = part.work - part.included_work
+        error = float(np.abs(decoded + done).max())
+        if error > 0.02 * float(np.abs(done).max()) + 1e-3:
+            self._port.complain(f"work: {contribution} is off by {error:.3g} from the steps it names")
+
+    def _apply(self, offer: Offer) -> None:
+        part = self.parts[offer.fragment]
+        if offer.version <= part.position.base_version:
+            return
+        if part.position.base_version < 0:
+            part.theta = part.base = offer.theta
+            part.position = replace(part.position, base_version=offer.version, cycle_start_step=self.step)
+            return
+        self._carry(part, offer)
+
+    def _carry(self, part: Part, offer: Offer) -> None:
+        mode, snapshot = self._setup.settings.carry, part.snapshot
+        included: tuple[int, int] | None = None
+        # An offer may have crossed the report of the version that includes the same snapshot: it is in the base then.
+        if offer.included_snapshot > part.last_included:
+            if snapshot is None or snapshot.contribution.snapshot != offer.included_snapshot:
+                self._port.complain(
+                    f"carry: version {offer.version} includes unknown snapshot {offer.included_snapshot}"
+                )
+                return
+            tokens = part.position.included_tokens + snapshot.contribution.tokens
+            included = (snapshot.contribution.step_to, tokens)
+            part.included_work = snapshot.work
+            part.last_included = offer.included_snapshot
+        since = included[0] if included is not None else part.position.included_step
+        base_version = part.position.base_version
+        plan = carry_plan(
+            mode,
+            included=included is not None,
+            # Planted faults include a snapshot again under a later version: that is for the checkers to find.
+            versions_missed=max(0, offer.version - (snapshot.version if included and snapshot else base_version)),
+            steps_since_inclusion=self.step - since,
+            carry_steps_limit=self._setup.settings.carry_steps_limit,
+        )
+        anchors = {Anchor.BASE: part.base, Anchor.SNAPSHOT: snapshot.values if snapshot else None, Anchor.NONE: None}
+        part.theta = carry_over(plan, new=offer.theta, theta=part.theta, anchor=anchors[plan.anchor])
+        self._has_thrown_away |= plan.anchor is Anchor.NONE or plan.carry_factor <= 0.0
+        # Of the work that is in no version, lam of it is still in theta - base.
+        part.included_work = part.work - plan.carry_factor * (part.work - part.included_work)
+        part.base = offer.theta
+        part.position = position_after(
+            part.position,
+            included=included,
+            step=self.step,
+            tokens=self.tokens,
+            version=offer.version,
+            mode=mode,
+            is_kept=plan.anchor is not Anchor.NONE,
+        )
+        part.snapshot = None
+
+
+def update_pool(world: World, layouts: tuple[FragmentLayout, ...]) -> Pool:
+    """Per fragment a pool of inner updates, shape (n,), float32; magnitudes from 1e-4 to 1e2, so order matters."""
+    generator = np.random.default_rng(world.rng.getrandbits(32))
+    pool = []
+    for layout in layouts:
+        exponents = generator.uniform(-4.0, 2.0, size=(POOL_VECTORS, layout.values))
+        signs = generator.choice([-1.0, 1.0], size=(POOL_VECTORS, layout.values))
+        pool.append(list((signs * 10.0**exponents).astype(np.float32)))
+    return pool
+
+
+def _blank(layout: FragmentLayout) -> Part:
+    zeros = np.zeros(layout.values, np.float32)
+    return Part(theta=zeros, base=zeros, work=np.zeros(layout.values), included_work=np.zeros(layout.values))

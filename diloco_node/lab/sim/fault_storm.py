@@ -1,0 +1,343 @@
+"""What goes wrong in phase one of a simulated run, and how it is healed for phase two."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+from diloco_node.lab.chaos.fault_plan import draw_gap, draw_one
+from diloco_node.lab.sim import core_parts as view
+from diloco_node.lab.sim.checkers import Checkers
+from diloco_node.lab.sim.gray_faults import GrayFaults
+from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.raft_faults import RaftFaults
+from diloco_node.lab.sim.troubles import TROUBLES, Troubles
+from diloco_node.lab.sim.world import MS, SECOND, FakeNetwork, World
+
+SLOW_FACTOR = 60
+"""A slow disk takes this many times as long."""
+
+LASTS_MEAN_NS = 2 * SECOND
+"""How long a fault lasts, on average, where `LASTS_NS` has nothing else."""
+
+LASTS_NS = {
+    "leader isolated": (2 * SECOND, 8 * SECOND),
+    "minority isolated": (2 * SECOND, 8 * SECOND),
+    "votes lost": (2 * SECOND, 5 * SECOND),
+    "bulk cut one way": (2 * SECOND, 12 * SECOND),
+    "bulk cut": (2 * SECOND, 12 * SECOND),
+    "bulk crawls": (2 * SECOND, 12 * SECOND),
+    "large transfers lost": (2 * SECOND, 12 * SECOND),
+    "corrupt transfers": (2 * SECOND, 12 * SECOND),
+    "region away": (10 * SECOND, 40 * SECOND),
+}
+"""Between these, evenly."""
+
+SCHEDULES: dict[str, dict[str, int]] = {
+    "usual": {
+        "daemon killed": 5,
+        "leader killed": 3,
+        "clean stop": 2,
+        "learner killed": 3,
+        "power cut": 3,
+        "partition": 4,
+        "one-way cut": 4,
+        "flaky links": 3,
+        "slow links": 2,
+        "slow disk": 2,
+    },
+    "elections": {
+        "leader dies after its append": 4,
+        "figure 8": 3,
+        "leader dies after its commit": 4,
+        "leader isolated": 3,
+        "minority isolated": 3,
+        "votes lost": 3,
+        "majority restarted": 2,
+        "learner killed": 2,
+        "slow disk": 1,
+    },
+    "gray": {
+        "bulk cut one way": 4,
+        "bulk cut": 3,
+        "bulk crawls": 2,
+        "large transfers lost": 3,
+        "corrupt transfers": 3,
+        "daemon killed": 2,
+        "leader killed": 2,
+        "learner killed": 1,
+        "one-way cut": 1,
+    },
+    "away": {
+        "region away": 4,
+        "leader killed": 2,
+        "learner killed": 2,
+        "flaky links": 1,
+        "slow disk": 1,
+    },
+}
+"""What goes wrong how often in each kind of run."""
+
+ODDS = {"usual": 5, "elections": 3, "gray": 2, "away": 1}
+"""How often a seed draws each schedule."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Trouble:
+    """Links of one region (of all if it is empty) that lose, double and delay."""
+
+    region: str
+    loss: float
+    duplicate: float
+    slower: int
+
+
+class Chaos:
+    """Injects faults at random; each ends by itself after some virtual time, or when `heal` is called.
+
+    The gaps between them are counted in events, so that a run with many regions sees as many faults as a small one.
+
+    Attributes:
+        schedule: which kinds of faults, by name (`SCHEDULES`).
+        injected: how many of each kind.
+        is_over: no further faults; set by `heal`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: FakeNetwork,
+        hosts: Mapping[str, Host],
+        checkers: Checkers,
+        *,
+        schedule: str,
+        mean_gap_events: int,
+    ) -> None:
+        self.schedule = schedule
+        self.injected: Counter[str] = Counter()
+        self.is_over = False
+        self._world = world
+        self._network = network
+        self._hosts = hosts
+        self._mean_gap_events = mean_gap_events
+        self._next_at_event = 0
+        self._names = sorted(hosts)
+        self._undo: dict[int, Callable[[], None]] = {}
+        self._usual = {pair: replace(link) for pair, link in network.links.items()}
+        self._troubles: list[_Trouble] = []
+        self._number = 0
+        self._raft = RaftFaults(world, network, hosts)
+        gray = GrayFaults(world, network, checkers, hosts)
+        troubles = Troubles.of(world, hosts)
+        self._odds = SCHEDULES[schedule] | (TROUBLES[schedule] if troubles else {})
+        self._kinds: dict[str, Callable[[], Callable[[], None] | None]] = {
+            "daemon killed": self._kill_daemon,
+            "leader killed": self._kill_leader,
+            "clean stop": self._stop_daemon,
+            "learner killed": self._kill_learner,
+            "power cut": self._cut_power,
+            "partition": self._partition,
+            "one-way cut": self._one_way,
+            "flaky links": self._flaky,
+            "slow links": self._slow_links,
+            "slow disk": self._slow_disk,
+            "region away": self._cut_power,
+            "leader dies after its append": self._raft.kill_after_append,
+            "figure 8": self._raft.figure_8,
+            "leader dies after its commit": self._raft.kill_after_commit,
+            "leader isolated": self._raft.isolate_leader,
+            "minority isolated": self._raft.isolate_minority,
+            "majority restarted": self._raft.restart_majority,
+            "votes lost": self._lose_votes,
+            "bulk cut one way": gray.cut_one_way,
+            "bulk cut": gray.cut_both_ways,
+            "bulk crawls": gray.crawl,
+            "large transfers lost": gray.lose_large,
+            "corrupt transfers": gray.corrupt,
+            **troubles,
+        }
+        self._draw_next()
+
+    @property
+    def total(self) -> int:
+        """Faults injected so far."""
+        return sum(self.injected.values())
+
+    def heal(self, excusing: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """Undo everything and start what is down; each step runs within `excusing()`, so that the rest follows."""
+        self.is_over = self._raft.is_over = True
+        for number in sorted(self._undo):
+            with excusing():
+                self._undo.pop(number)()
+        for name in self._names:
+            with excusing():
+                self._hosts[name].start_daemon()
+                self._hosts[name].start_learner()
+        for usual in self._usual.values():
+            usual.loss = 0.0
+        self._set_links()
+
+    def poll(self) -> None:
+        """Inject a fault if it is time for one."""
+        self._raft.poll()
+        if not self.is_over and self._world.events >= self._next_at_event:
+            self._draw_next()
+            self._inject()
+
+    def _draw_next(self) -> None:
+        self._next_at_event = self._world.events + 1 + int(draw_gap(self._world.rng, self._mean_gap_events))
+
+    def _inject(self) -> None:
+        picked = draw_one(self._world.rng, self._odds)
+        undo = self._kinds[picked]()
+        if undo is not None:
+            self.injected[picked] += 1
+            self._world.note("world", f"fault: {picked}", picked.encode())
+            self._number += 1
+            self._undo[self._number] = undo
+            lasts_ns = int(draw_gap(self._world.rng, LASTS_MEAN_NS)) + 50 * MS
+            if picked in LASTS_NS:
+                lasts_ns = self._world.draw_ns(*LASTS_NS[picked])
+            self._world.after(lasts_ns, None, self._end, self._number)
+
+    def _end(self, number: int) -> None:
+        undo = self._undo.pop(number, None)
+        if undo is not None:
+            self._world.note("world", "a fault ends", b"end")
+            undo()
+
+    def _pick(self) -> Host:
+        return self._hosts[self._world.rng.choice(self._names)]
+
+    def _kill_daemon(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.core is None:
+            return None
+        host.kill_daemon()
+        return host.start_daemon
+
+    def _stop_daemon(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.core is None:
+            return None
+        host.stop_daemon()
+
+        def start() -> None:
+            host.kill_daemon()
+            host.start_daemon()
+
+        return start
+
+    def _kill_leader(self) -> Callable[[], None] | None:
+        for name in self._names:
+            host = self._hosts[name]
+            if host.core is not None and view.is_leader(host.core):
+                host.kill_daemon()
+                return host.start_daemon
+        return None
+
+    def _kill_learner(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.learner is None:
+            return None
+        host.kill_learner(leaves_boundary=not self._world.rng.getrandbits(1))
+        return host.start_learner
+
+    def _cut_power(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.core is None:
+            return None
+        host.kill_daemon(is_power_cut=True)
+        host.kill_learner(is_power_cut=True)
+
+        def start() -> None:
+            host.start_daemon()
+            host.start_learner()
+
+        return start
+
+    def _partition(self) -> Callable[[], None] | None:
+        """Two groups that do not hear each other; each may be the larger one."""
+        shuffled = self._world.rng.sample(self._names, len(self._names))
+        split = self._world.rng.randint(1, len(shuffled) - 1) if len(shuffled) > 1 else 0
+        pairs = [(a, b) for a in shuffled[:split] for b in shuffled[split:]]
+        return self._cut([*pairs, *((b, a) for a, b in pairs)])
+
+    def _one_way(self) -> Callable[[], None] | None:
+        """One region is not heard by some others, but hears them; or the other way round."""
+        one = self._pick().name
+        others = [name for name in self._names if name != one]
+        if not others:
+            return None
+        heard = self._world.rng.sample(others, self._world.rng.randint(1, len(others)))
+        if self._world.rng.random() < 0.5:
+            return self._cut([(one, other) for other in heard])
+        return self._cut([(other, one) for other in heard])
+
+    def _cut(self, pairs: list[tuple[str, str]]) -> Callable[[], None] | None:
+        if not pairs:
+            return None
+        for source, target in pairs:
+            self._network.cut(source, target)
+
+        def mend() -> None:
+            for source, target in pairs:
+                self._network.mend(source, target)
+
+        return mend
+
+    def _flaky(self) -> Callable[[], None] | None:
+        return self._change_links(loss=0.25, duplicate=0.3, slower=1)
+
+    def _slow_links(self) -> Callable[[], None] | None:
+        return self._change_links(loss=0.0, duplicate=0.0, slower=8)
+
+    def _lose_votes(self) -> Callable[[], None] | None:
+        """The leader dies, and half of what the others say about it is lost."""
+        start_daemon = self._kill_leader()
+        if start_daemon is None:
+            return None
+        restore = self._change_links(loss=0.5, duplicate=0.1, slower=1, region="")
+
+        def end() -> None:
+            restore()
+            start_daemon()
+
+        return end
+
+    def _change_links(
+        self, *, loss: float, duplicate: float, slower: int, region: str | None = None
+    ) -> Callable[[], None]:
+        """All links of one region lose, double and delay, until it ends; of two such faults the worst counts."""
+        trouble = _Trouble(self._pick().name if region is None else region, loss, duplicate, slower)
+        self._troubles.append(trouble)
+        self._set_links()
+
+        def restore() -> None:
+            self._troubles.remove(trouble)
+            self._set_links()
+
+        return restore
+
+    def _set_links(self) -> None:
+        for pair, link in self._network.links.items():
+            usual = self._usual[pair]
+            here = [one for one in self._troubles if one.region in ("", *pair)]
+            slower = max((one.slower for one in here), default=1)
+            link.loss = max([usual.loss, *(one.loss for one in here)])
+            link.duplicate = max([usual.duplicate, *(one.duplicate for one in here)])
+            link.delay_ns = slower * usual.delay_ns
+            link.jitter_ns = slower * usual.jitter_ns + (50 * MS if here else 0)
+
+    def _slow_disk(self) -> Callable[[], None] | None:
+        host = self._pick()
+        if host.disk_factor != 1:
+            return None
+        host.disk_factor = SLOW_FACTOR
+
+        def restore() -> None:
+            host.disk_factor = 1
+
+        return restore

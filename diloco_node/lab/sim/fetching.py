@@ -1,0 +1,128 @@
+"""What a region lacks: the fake shell's part of asking peers for payloads and states, and of serving them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.dataplane import block_ranges
+from diloco_node.lab.sim.disk import DiskPayload, DiskState
+from diloco_node.lab.sim.world import SECOND
+from diloco_node.wire.envelope import encode_control
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.host import Host
+
+FETCH_SILENCE_NS = 4 * SECOND
+"""A donor that has not sent what was asked for by then has forgotten it."""
+
+
+@dataclass(slots=True)
+class FakeFetch:
+    """What was asked of a peer and has not come."""
+
+    order: ev.FetchPayload | ev.FetchState
+    number: int
+
+
+class FakeFetches:
+    """Both sides of a fetch, for one region."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._open: dict[tuple[str, int, bool], FakeFetch] = {}
+        self._number = 0
+
+    def ask(self, effect: ev.FetchPayload | ev.FetchState) -> None:
+        """Send the want; every order is answered once."""
+        is_payload = isinstance(effect, ev.FetchPayload)
+        key = (effect.peer, effect.fragment, is_payload)
+        if key in self._open:
+            self._failed(key, "asked again")
+        self._number += 1
+        self._open[key] = FakeFetch(effect, self._number)
+        want: msg.Message
+        if isinstance(effect, ev.FetchPayload):
+            want = msg.PayloadRequested(effect.fragment, effect.version, effect.digest)
+        else:
+            want = msg.StateRequested(effect.fragment, effect.version, effect.digest)
+        self._host.network.send(self._host.name, effect.peer, encode_control(want))
+        self._host.after(FETCH_SILENCE_NS, self._late, key, self._number)
+
+    def _late(self, key: tuple[str, int, bool], number: int) -> None:
+        fetch = self._open.get(key)
+        if fetch is not None and fetch.number == number:
+            self._failed(key, "no answer in time")
+
+    def _failed(self, key: tuple[str, int, bool], reason: str) -> None:
+        fetch = self._open.pop(key, None)
+        if fetch is not None:
+            self._host.post(ev.FetchFailed(key[0], key[1], fetch.order.version, reason))
+
+    def peer_lost(self, peer: str) -> None:
+        """The link is down: nothing more will come from there."""
+        for key in sorted(key for key in self._open if key[0] == peer):
+            self._failed(key, "link lost")
+
+    def forget(self) -> None:
+        """A new daemon has asked for nothing."""
+        self._open.clear()
+
+    def refused(self, peer: str, message: msg.Refused) -> None:
+        """The peer can't help."""
+        for is_payload in (True, False):
+            fetch = self._open.get((peer, message.fragment, is_payload))
+            if fetch is not None and fetch.order.version == message.version:
+                self._failed((peer, message.fragment, is_payload), message.reason)
+
+    def arrived(self, peer: str, header: msg.Payload | msg.State, body: bytes) -> None:
+        """Check and store what came."""
+        key = (peer, header.fragment, isinstance(header, msg.Payload))
+        fetch = self._open.get(key)
+        if fetch is None or not _is_answer(fetch.order, header):
+            # Late: the answer to an earlier question.
+            return
+        del self._open[key]
+        if isinstance(fetch.order, ev.FetchPayload):
+            stored = DiskPayload(block_ranges(fetch.order.stripes), body)
+            if self._host.plane.digest_of(header.fragment, stored) != fetch.order.digest:
+                self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "other bytes than its digest"))
+                return
+            self._host.write_payload(header.fragment, header.version, header.digest, stored)
+            return
+        theta, momentum = tensors.split_state(body)
+        if tensors.state_digest(theta, momentum) != fetch.order.digest:
+            self._host.post(ev.FetchFailed(peer, header.fragment, header.version, "not what the ledger names"))
+            return
+        state = DiskState(header.version, theta, momentum)
+        self._host.write_file(
+            lambda: self._host.disk.keep_state(header.fragment, state),
+            lambda: self._host.post(ev.StateStored(header.fragment, header.version, header.digest)),
+        )
+
+    def serve(self, peer: str, message: msg.PayloadRequested | msg.StateRequested) -> None:
+        """A peer asks."""
+        if isinstance(message, msg.PayloadRequested):
+            stored = self._host.disk.payloads.get((message.fragment, message.version, message.digest))
+            if stored is not None:
+                header = msg.Payload(message.fragment, message.version, message.digest)
+                self._host.transfer(peer, header, stored.data)
+                return
+            self._refuse(peer, message.fragment, message.version)
+            return
+        state = self._host.disk.older_states.get((message.fragment, message.version))
+        if state is None or tensors.state_digest(state.theta, state.momentum) != message.digest:
+            self._refuse(peer, message.fragment, message.version)
+            return
+        body = state.theta.tobytes() + state.momentum.tobytes()
+        self._host.transfer(peer, msg.State(message.fragment, message.version, message.digest), body)
+
+    def _refuse(self, peer: str, fragment: int, version: int) -> None:
+        self._host.network.send(self._host.name, peer, encode_control(msg.Refused(fragment, version, "gone")))
+
+
+def _is_answer(order: ev.FetchPayload | ev.FetchState, header: msg.Payload | msg.State) -> bool:
+    return (header.version, header.digest) == (order.version, order.digest)

@@ -1,0 +1,107 @@
+"""Gray failures: a region whose control lives while its bulk transfers fail. Nobody is told that anything is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from diloco_node.core.messages import MergedStripe, Payload
+from diloco_node.lab.sim.checkers import Checkers
+from diloco_node.lab.sim.world import FakeNetwork, World
+from diloco_node.wire.envelope import TransferBegin, decode_bulk
+
+Undo = Callable[[], None]
+
+CRAWL_BYTES_PER_S = 100
+"""A link on which nothing of any size arrives in time."""
+
+BLACK_HOLE_BYTES = 300
+"""What is larger is lost on its way; payloads of the simulator have one to three thousand bytes."""
+
+OTHER_BYTES = ("other bytes than its digest",)
+"""What a fake says of a transfer that was corrupted on its way."""
+
+
+class GrayFaults:
+    """Begins a fault of the bulk lane of one region and returns what ends it."""
+
+    def __init__(self, world: World, network: FakeNetwork, checkers: Checkers, names: Mapping[str, object]) -> None:
+        self._world = world
+        self._network = network
+        self._checkers = checkers
+        self._names = sorted(names)
+
+    def cut_one_way(self) -> Undo | None:
+        """Nothing of bulk reaches, or leaves, the region."""
+        one, is_source = self._pick(), self._world.rng.random() < 0.5
+        return self._cut([pair for pair in self._network.links if pair[0 if is_source else 1] == one])
+
+    def cut_both_ways(self) -> Undo | None:
+        """Nothing of bulk reaches or leaves the region."""
+        one = self._pick()
+        return self._cut([pair for pair in self._network.links if one in pair])
+
+    def crawl(self) -> Undo | None:
+        """Bulk from and to the region goes at a few bytes a second."""
+        one = self._pick()
+        links = [link for pair, link in self._network.links.items() if one in pair]
+        usual = [link.rate_bytes_per_s for link in links]
+        if any(rate <= CRAWL_BYTES_PER_S for rate in usual):
+            return None
+        for link in links:
+            link.rate_bytes_per_s = CRAWL_BYTES_PER_S
+
+        def restore() -> None:
+            for link, rate in zip(links, usual, strict=True):
+                # What has begun at the old pace is given up with it.
+                link.rate_bytes_per_s, link.free_at_ns = rate, min(link.free_at_ns, self._world.now_ns)
+
+        return restore
+
+    def lose_large(self) -> Undo | None:
+        """Large transfers from the region are lost, small ones arrive."""
+        one = self._pick()
+        links = [link for pair, link in self._network.links.items() if pair[0] == one]
+        if any(link.bulk_bytes_max for link in links):
+            return None
+        for link in links:
+            link.bulk_bytes_max = BLACK_HOLE_BYTES
+
+        def restore() -> None:
+            for link in links:
+                link.bulk_bytes_max = 0
+
+        return restore
+
+    def corrupt(self) -> Undo | None:
+        """Merged stripes and payloads of the region arrive with a wrong byte; their digests show it."""
+        one = self._pick()
+        if one in self._network.bulk_spoilers:
+            return None
+        self._checkers.tolerated.update(OTHER_BYTES)
+        self._network.bulk_spoilers[one] = self._corrupted
+
+        def restore() -> None:
+            del self._network.bulk_spoilers[one]
+
+        return restore
+
+    def _corrupted(self, _: str, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+        begin = decode_bulk(header)
+        if not body or not isinstance(begin, TransferBegin) or not isinstance(begin.header, MergedStripe | Payload):
+            return header, body
+        at = self._world.rng.randrange(len(body))
+        return header, body[:at] + bytes([body[at] ^ 0x10]) + body[at + 1 :]
+
+    def _pick(self) -> str:
+        return self._world.rng.choice(self._names)
+
+    def _cut(self, pairs: list[tuple[str, str]]) -> Undo | None:
+        links = [self._network.links[pair] for pair in pairs]
+        for link in links:
+            link.bulk_cuts += 1
+
+        def mend() -> None:
+            for link in links:
+                link.bulk_cuts -= 1
+
+        return mend if links else None

@@ -1,0 +1,421 @@
+"""One region of the fake world: a disk, a daemon that comes and goes, a learner that comes and goes.
+
+`Host` is to the simulator what `daemon/node.py` is to the real daemon: it feeds facts to the region core, carries its
+effects out in virtual time, and answers each effect once unless the daemon dies first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from diloco_node.core import events as ev
+from diloco_node.core import messages as msg
+from diloco_node.core.types import DISK_ID_BYTES, GenesisBody, Recovered, Stripe
+from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.dataplane import DataPlane
+from diloco_node.lab.sim.disk import Disk, DiskPayload, DiskState, LedgerWrite
+from diloco_node.lab.sim.fake_effects import FakeEffects
+from diloco_node.lab.sim.fake_learner import FakeLearner, FakeSnapshot, Pool
+from diloco_node.lab.sim.fetching import FakeFetches
+from diloco_node.lab.sim.setup import Setup
+from diloco_node.lab.sim.world import LOCAL_NS, MS, SECOND, FakeNetwork, Life, World
+from diloco_node.numeric import F32
+from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin
+
+WAKES_MAX = 20
+"""A core that wants its timer more often than that at one and the same time spins."""
+
+
+CoreFactory = Callable[[str, Setup, Recovered, int, int], Any]
+"""(region, setup, recovered, seed of this life, now_ns) -> Core."""
+
+
+class Observer(Protocol):
+    """Who watches a host; see `checkers`. Called synchronously, changes nothing."""
+
+    def daemon_started(self, host: Host) -> None:
+        """A new core recovered from the disk."""
+        ...
+
+    def event_given(self, host: Host, event: ev.Event) -> None:
+        """The core is about to get this fact."""
+        ...
+
+    def effect_seen(self, host: Host, effect: ev.Effect) -> None:
+        """The core wants this; nothing of it has happened yet."""
+        ...
+
+    def settled(self, host: Host) -> None:
+        """The effects of an event were started."""
+        ...
+
+    def snapshot_seen(self, host: Host, snapshot: FakeSnapshot) -> None:
+        """The learner put a contribution into its contribution area."""
+        ...
+
+    def complaint(self, region: str, text: str) -> None:
+        """A fake was asked for something that must not be asked."""
+        ...
+
+
+class Host:
+    """One region.
+
+    Attributes:
+        name, setup, world, network, disk.
+        core: of the daemon's current life, None while it is down.
+        plane: that daemon's data plane.
+        learner: the current incarnation, None while it is down.
+        theta_0: what this region's learner begins with if there is no run yet, per fragment.
+        disk_factor: how many times slower than usual the disk is.
+        contribution_area: what the learner encoded last, by fragment; it lies in the supervisor's memory.
+        make_core: builds the core of each life of the daemon.
+        effects, fetches: carry out what the core wants.
+        fsync_is_late: plants a fault: writes are answered before they are durable.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        setup: Setup,
+        world: World,
+        network: FakeNetwork,
+        observer: Observer,
+        make_core: CoreFactory,
+        pool: Pool,
+        theta: tuple[F32, ...],
+    ) -> None:
+        self.name = name
+        self.setup = setup
+        self.world = world
+        self.network = network
+        self.disk = Disk(id=world.rng.randbytes(DISK_ID_BYTES))
+        self.core: Any = None
+        self.plane = DataPlane(setup, self.disk, self.complain)
+        self.learner: FakeLearner | None = None
+        self._left: FakeLearner | None = None
+        self.disk_factor = 1
+        self.fsync_is_late = False
+        self.is_residual_loose = False
+        self.is_order_loose = False
+        self.has_final = False
+        self._observer = observer
+        self.make_core = make_core
+        self._pool = pool
+        self.theta_0 = theta
+        self._life: Life | None = None
+        self._lives = 0
+        self._events: deque[ev.Event] = deque()
+        self._is_busy = False
+        self._armed_ns = -1
+        self._wakes = 0
+        self._woken_ns = -1
+        self._ledger_free_ns = 0
+        self.contribution_area: dict[int, FakeSnapshot] = {}
+        self.fetches = FakeFetches(self)
+        self.effects = FakeEffects(self)
+
+    # ---- lives -------------------------------------------------------------------------------------------------------
+
+    @property
+    def daemon_life(self) -> Life | None:
+        """The current life of the daemon."""
+        return self._life
+
+    def start_daemon(self) -> None:
+        """Start a daemon from what the disk holds."""
+        if self._life is not None:
+            return
+        self._lives += 1
+        self._life = Life()
+        self.plane = DataPlane(self.setup, self.disk, self.complain)
+        self.plane.is_residual_loose = self.is_residual_loose
+        self.plane.is_order_loose = self.is_order_loose
+        self._events.clear()
+        self.fetches.forget()
+        self._armed_ns = -1
+        self._ledger_free_ns = self.world.now_ns
+        recovered = self.disk.recovered(len(self.setup.layouts))
+        seed = self.world.rng.getrandbits(63)
+        self.core = self.make_core(self.name, self.setup, recovered, seed, self.world.now_ns)
+        self.world.note(self.name, f"daemon {self._lives} started", b"start")
+        self._observer.daemon_started(self)
+        self.network.daemon_changed(self.name)
+        if not recovered.base.index and not any(isinstance(entry.body, GenesisBody) for entry in recovered.entries):
+            self.after(LOCAL_NS, self._tell_initial)
+        self.post(ev.TimerFired())
+        self._attach_learner()
+
+    def kill_daemon(self, *, is_power_cut: bool = False) -> None:
+        """SIGKILL: memory is gone, what was not fsynced may be."""
+        if self._life is None:
+            return
+        self._life.is_over = True
+        self._life = None
+        self.core = None
+        self.disk.crash(self.world.rng, is_power_cut=is_power_cut)
+        self.world.note(self.name, "daemon died", b"kill")
+        self.network.daemon_changed(self.name)
+        if self.learner is not None:
+            self.learner.forget_daemon()
+
+    def stop_daemon(self) -> None:
+        """SIGTERM: offer leadership to another region, then die."""
+        if self._life is None:
+            return
+        self.world.note(self.name, "daemon is asked to stop", b"stop")
+        for effect in self.core.hand_over(now_ns=self.world.now_ns):
+            self._observer.effect_seen(self, effect)
+            self.effects.perform(effect)
+        self._arm()
+        self.after(self.world.draw_ns(50 * MS, 600 * MS), self.kill_daemon)
+
+    def start_learner(self) -> None:
+        """Start the learner: where a dead process left a boundary behind it goes on, else as a new incarnation."""
+        if self.learner is not None or self.resume_learner():
+            return
+        incarnation = max(self.disk.counters, default=0) + 1
+        self.disk.counters[incarnation] = (0, 0)
+        self.learner = self.make_learner(incarnation)
+        self.world.note(self.name, f"learner {incarnation} started", b"learner")
+        if not self.disk.states:
+            self.world.after(self.fsync_ns(), self.learner.life, self._store_initial)
+        self._attach_learner()
+
+    def resume_learner(self) -> bool:
+        """Go on at the last boundary of the dead process, if it is there."""
+        learner, self._left = self._left, None
+        if learner is None:
+            return False
+        self.learner = learner
+        learner.resume()
+        self.world.note(self.name, f"learner {learner.incarnation} goes on", b"learner")
+        self._attach_learner()
+        return True
+
+    def make_learner(self, incarnation: int) -> FakeLearner:
+        """A learner process of this region."""
+        return FakeLearner(self.world, self.setup, self, region=self.name, incarnation=incarnation, pool=self._pool)
+
+    def kill_learner(self, *, is_power_cut: bool = False, leaves_boundary: bool = False) -> None:
+        """The learner process dies; its counters live in the supervisor's memory unless the power is cut.
+
+        Args:
+            leaves_boundary: the next process goes on at its last boundary (`learner.last_boundary`).
+        """
+        self._left = None if is_power_cut else self._left
+        if self.learner is None:
+            return
+        learner, self.learner = self.learner, None
+        learner.life.is_over = True
+        if is_power_cut:
+            self.contribution_area.clear()
+        elif learner.incarnation:
+            self.disk.counters[learner.incarnation] = (learner.step, learner.tokens)
+            if learner.is_training and leaves_boundary:
+                self._left = learner
+        self.world.note(self.name, "learner died", b"learner-kill")
+        self.tell_daemon(ev.LearnerDetached())
+
+    def complain(self, text: str) -> None:
+        """A rule of the seam was broken."""
+        self._observer.complaint(self.name, text)
+
+    # ---- facts in ----------------------------------------------------------------------------------------------------
+
+    def post(self, event: ev.Event) -> None:
+        """Hand a fact to the core, now or right after the one it is busy with."""
+        if self._life is None:
+            return
+        self._events.append(event)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._events and self._life is not None:
+                self._give(self._events.popleft())
+        finally:
+            self._is_busy = False
+        self._arm()
+
+    def _give(self, event: ev.Event) -> None:
+        self.world.events += 1
+        self._observer.event_given(self, event)
+        for effect in self.core.handle(event, now_ns=self.world.now_ns):
+            self._observer.effect_seen(self, effect)
+            self.effects.perform(effect)
+        self._observer.settled(self)
+
+    def frame_arrived(self, peer: str, frame: bytes) -> None:
+        """An encoded control message."""
+        message = decode_control(frame)
+        self.world.note(self.name, message, frame)
+        match message:
+            case msg.PayloadRequested() | msg.StateRequested():
+                self.fetches.serve(peer, message)
+            case msg.Refused():
+                self.fetches.refused(peer, message)
+            case _:
+                assert isinstance(message, msg.Message), "only the cores speak here"
+                self.post(ev.MessageArrived(peer, message))
+
+    def transfer_arrived(self, peer: str, header: bytes, body: bytes) -> None:
+        """A whole bulk transfer."""
+        begin = decode_bulk(header)
+        assert isinstance(begin, TransferBegin)
+        self.world.note(self.name, begin.header, header)
+        match begin.header:
+            case msg.ContributionStripe() as stripe:
+                if self.plane.keep_contribution(stripe, body):
+                    blocks = (stripe.block_start, stripe.block_stop)
+                    self.post(ev.ContributionStripeArrived(stripe.ballot, stripe.stripe, stripe.contribution, blocks))
+            case msg.MergedStripe() as merged:
+                if self.plane.keep_merged(merged, body):
+                    self.post(
+                        ev.MergedStripeArrived(
+                            merged.ballot,
+                            merged.stripe,
+                            merged.fragment,
+                            merged.version,
+                            merged.digest,
+                            Stripe(peer, merged.block_start, merged.block_stop),
+                        )
+                    )
+            case msg.Payload() | msg.State() as fetched:
+                self.fetches.arrived(peer, fetched, body)
+
+    def link_changed(self, peer: str, *, is_up: bool) -> None:
+        """The connection to a peer came up or went down."""
+        self.world.note(self.name, f"link to {peer} {'up' if is_up else 'down'}", b"link%d" % is_up)
+        if not is_up:
+            self.fetches.peer_lost(peer)
+        self.post(ev.LinkChanged(peer, is_up))
+
+    def _arm(self) -> None:
+        """Wake the core when it asked for it. An earlier wake-up that is still under way re-arms itself."""
+        if self._life is None:
+            return
+        wake_at_ns = max(self.core.wake_at_ns, self.world.now_ns)
+        if self._armed_ns >= 0 and self._armed_ns <= wake_at_ns:
+            return
+        self._armed_ns = wake_at_ns
+        self.after(wake_at_ns - self.world.now_ns, self._wake, wake_at_ns)
+
+    def _wake(self, armed_ns: int) -> None:
+        if armed_ns != self._armed_ns:
+            return
+        self._armed_ns = -1
+        if self.core.wake_at_ns > self.world.now_ns:
+            self._arm()
+            return
+        self.world.note(self.name, "timer", b"timer")
+        self._wakes = self._wakes + 1 if self.world.now_ns == self._woken_ns else 0
+        self._woken_ns = self.world.now_ns
+        if self._wakes > WAKES_MAX:
+            self.complain(f"the core asks for its timer again and again at {self.core.wake_at_ns} ns")
+        self.post(ev.TimerFired())
+
+    # ---- what a learner sees -----------------------------------------------------------------------------------------
+
+    def tell_daemon(self, event: ev.Event) -> None:
+        """A fact from the learner, over the Unix socket."""
+        if self._life is not None:
+            self.after(LOCAL_NS, self._told_by_learner, event)
+
+    def offer_contribution(self, snapshot: FakeSnapshot) -> None:
+        """The learner's encoded contribution lies in shared memory."""
+        self.contribution_area[snapshot.contribution.fragment] = snapshot
+        self._observer.snapshot_seen(self, snapshot)
+
+    def persist_counters(self, incarnation: int, steps: int, tokens: int, done: Callable[[], None] | None) -> None:
+        """Write the trained counters; they never go back."""
+
+        def write() -> None:
+            self.disk.counters[incarnation] = max(self.disk.counters.get(incarnation, (0, 0)), (steps, tokens))
+            if done is not None:
+                done()
+
+        self.world.after(self.fsync_ns(), self.learner.life if self.learner else None, write)
+
+    def _told_by_learner(self, event: ev.Event) -> None:
+        self.world.note(self.name, event, type(event).__name__.encode())
+        self.post(event)
+
+    def _attach_learner(self) -> None:
+        if self.learner is None or self._life is None:
+            return
+        current = self.learner.incarnation
+        before = tuple(
+            (number, *self.disk.counters[number]) for number in sorted(self.disk.counters) if number < current
+        )
+        self.tell_daemon(self.learner.attached(before))
+
+    def _store_initial(self) -> None:
+        """The learner's Theta_0 reaches the disk, unless there is something better."""
+        if self.disk.states:
+            return
+        for fragment, theta in enumerate(self.theta_0):
+            self.disk.keep_state(fragment, DiskState(0, theta, np.zeros_like(theta)))
+        self._tell_initial()
+
+    def _tell_initial(self) -> None:
+        states = [self.disk.states.get(fragment) for fragment in range(len(self.setup.layouts))]
+        held = [state for state in states if state is not None and state.version == 0]
+        if len(held) == len(states):
+            digests = tuple(tensors.state_digest(state.theta, state.momentum) for state in held)
+            self.post(ev.InitialStateStored(self.setup.manifest.digest, digests))
+
+    # ---- disk, network and time of this life -------------------------------------------------------------------------
+
+    def after(self, delay_ns: int, call: Callable[..., None], *args: Any) -> None:
+        """Call it in `delay_ns`, if this daemon still lives then."""
+        self.world.after(delay_ns, self._life, call, *args)
+
+    def fsync_ns(self) -> int:
+        """What the next fsync takes, drawn."""
+        return self.disk_factor * self.world.draw_ns(self.setup.fsync_ns_min, self.setup.fsync_ns_max)
+
+    def write_ledger(self, write: LedgerWrite, done: Callable[[], None]) -> None:
+        """Append to the ledger, one write after the other; `done` comes when it is durable."""
+        self.disk.ledger_queue.append(write)
+        self._ledger_free_ns = max(self._ledger_free_ns, self.world.now_ns) + self.fsync_ns()
+        delay_ns = self._ledger_free_ns - self.world.now_ns
+        if self.fsync_is_late:
+            self.after(LOCAL_NS, done)
+            self.after(delay_ns + SECOND // 2, self.disk.fsync_ledger)
+            return
+
+        def fsynced() -> None:
+            self.disk.fsync_ledger()
+            done()
+
+        self.after(delay_ns, fsynced)
+
+    def write_file(self, write: Callable[[], None], done: Callable[[], None]) -> None:
+        """A file that is there once it is fsynced and renamed; `done` comes then."""
+        self.disk.late_writes.append(write)
+
+        def fsynced() -> None:
+            self.disk.fsync_write(write)
+            if not self.fsync_is_late:
+                done()
+
+        self.after(self.fsync_ns() + (SECOND // 2 if self.fsync_is_late else 0), fsynced)
+        if self.fsync_is_late:
+            self.after(LOCAL_NS, done)
+
+    def write_payload(self, fragment: int, version: int, digest: bytes, stored: DiskPayload) -> None:
+        """Write a payload and tell the core when it is durable."""
+        self.write_file(
+            lambda: self.disk.payloads.__setitem__((fragment, version, digest), stored),
+            lambda: self.post(ev.PayloadStored(fragment, version, digest)),
+        )
+
+    def transfer(self, peer: str, header: msg.BulkHeader, body: bytes) -> None:
+        """Stream bytes to a peer."""
+        self.network.transfer(self.name, peer, encode_begin(0, header, len(body)), body)

@@ -1,0 +1,84 @@
+"""Many seeds in several processes, for a night: what each found, as soon as it is known."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Generator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from diloco_node.errors import ConfigError
+from diloco_node.lab.sim.simulation import EVENTS, SimReport, simulate
+
+AHEAD = 2
+"""Seeds a process that are handed out before they are asked for: a process never waits for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hunt:
+    """What to run.
+
+    Attributes:
+        first, last: seeds, both counted.
+        regions, events, schedule, liar, fault: as of `simulate`.
+    """
+
+    first: int
+    last: int
+    regions: int = 0
+    events: int = EVENTS
+    schedule: str = ""
+    liar: bool = False
+    fault: str | None = None
+
+    @property
+    def seeds(self) -> int:
+        """How many."""
+        return self.last - self.first + 1
+
+
+def seed_range(text: str) -> tuple[int, int]:
+    """First and last seed of `A..B`, or of one number.
+
+    Raises:
+        ConfigError: it is something else, or empty.
+    """
+    first, dots, last = text.partition("..")
+    if not first.isdecimal() or not (last if dots else first).isdecimal():
+        raise ConfigError(f"seeds are given as A..B, both counted, not as {text!r}")
+    low, high = int(first), int(last if dots else first)
+    if low > high:
+        raise ConfigError(f"seeds {text}: the first is beyond the last")
+    return low, high
+
+
+def reports(hunt: Hunt, *, jobs: int) -> Generator[SimReport, None, None]:
+    """Run every seed; reports come in the order in which they are done. Close the iterator to end it early.
+
+    Args:
+        jobs: processes; 1 runs everything in this one.
+    """
+    run = partial(
+        simulate,
+        regions=hunt.regions,
+        events=hunt.events,
+        schedule=hunt.schedule,
+        liar=hunt.liar,
+        fault=hunt.fault,
+    )
+    seeds = iter(range(hunt.first, hunt.last + 1))
+    if jobs == 1:
+        yield from map(run, seeds)
+        return
+    # Not forked: a child of a process with threads may stand still for ever.
+    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        running: set[Future[SimReport]] = {pool.submit(run, seed) for seed in islice(seeds, AHEAD * jobs)}
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            running |= {pool.submit(run, seed) for seed in islice(seeds, len(done))}
+            yield from (one.result() for one in done)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,254 @@
+"""One region that lies: some of what it sends says something else than its core said, in one field at a time.
+
+A lie is of the field's type and passes the schema, so only a check of its meaning can find it. Control messages, bodies
+that it proposes as leader, and the headers and bytes of bulk transfers are changed.
+
+What a majority is counted by is left as it is (`COUNTED`), unless `breaks_majorities`: no Raft stands a voter that
+votes twice, acknowledges what it does not have, or leads a term for which nobody elected it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from diloco_node.core import messages as msg
+from diloco_node.core.shapes import REGION_FIELDS
+from diloco_node.errors import ProtocolViolation
+from diloco_node.lab.sim.host import CoreFactory, Host
+from diloco_node.lab.sim.world import FakeNetwork, World
+from diloco_node.wire.envelope import TransferBegin, decode_bulk, decode_control, encode_begin, encode_control
+
+COUNTED: dict[type, tuple[str, ...]] = {
+    msg.RequestVote: ("last_index", "last_term", "disk", "has_view"),
+    msg.RequestVoteReply: ("term", "pre_vote", "granted", "disk"),
+    msg.AppendEntries: ("term", "commit_index", "entries"),
+    msg.AppendEntriesReply: ("accepted", "durable_index", "durable_hash", "disk"),
+}
+"""Fields by which elections and commits are counted."""
+
+REMEMBERED_MAX = 16
+"""Values of a field that are kept, to be said again later."""
+
+HUGE = (2**31, 2**40, 2**50, 2**62, 2**63 - 1)
+
+TOLERATED = ("other bytes than its digest", "stripe of")
+"""What a fake says of bytes that do not fit their header."""
+
+
+class Liar:
+    """Changes what a region sends, from the seed.
+
+    Attributes:
+        region: which one.
+        rate: chance of each message to be changed.
+        lies: how many were told, by what was changed.
+        is_over: it tells the truth from now on.
+        has_forged: it has proposed what nobody decided.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        network: FakeNetwork,
+        hosts: Mapping[str, Host],
+        region: str,
+        *,
+        rate: float,
+        breaks_majorities: bool = False,
+    ) -> None:
+        self.rate = rate
+        self.lies: dict[str, int] = {}
+        self.is_over = False
+        self.has_forged = False
+        self._world = world
+        self._rng = Random(world.rng.getrandbits(63))
+        self._names = sorted(hosts)
+        self.region = region
+        self._breaks_majorities = breaks_majorities
+        self._layouts = hosts[region].setup.layouts
+        self._said: dict[tuple[str, str], list[Any]] = {}
+        network.frame_spoilers[region] = self._frame
+        network.bulk_spoilers[region] = self._bulk
+        hosts[region].make_core = self._spoil_core(hosts[region].make_core)
+
+    def _frame(self, target: str, frame: bytes) -> bytes:
+        """The frame, or one with a lie in it."""
+        message = decode_control(frame)
+        self._remember(message)
+        told = self._changed(message) if self._is_lying() else message
+        if told == message or not self._is_of_model(told):
+            return frame
+        try:
+            lie = encode_control(told)
+            decode_control(lie)
+        except (ValueError, TypeError, ProtocolViolation):
+            return frame
+        self._world.note(self.region, f"LIE to {target}: {told}", b"lie")
+        return lie
+
+    def _bulk(self, target: str, header: bytes, body: bytes) -> tuple[bytes, bytes]:
+        begin = decode_bulk(header)
+        if not isinstance(begin, TransferBegin) or not self._is_lying():
+            return header, body
+        told, data = begin.header, body
+        if self._rng.random() < 0.3:
+            data = self._other_bytes(body)
+            self._count(f"{type(told).__name__} bytes")
+        else:
+            told = self._changed(told)
+        if not self._is_of_model(told):
+            return header, body
+        try:
+            lie = encode_begin(0, told, len(data))
+            decode_bulk(lie)
+        except (ValueError, TypeError, ProtocolViolation):
+            return header, body
+        self._world.note(self.region, f"LIE to {target}: {told}, {len(data)} bytes", b"lie")
+        return lie, data
+
+    def _is_lying(self) -> bool:
+        return not self.is_over and self._rng.random() < self.rate
+
+    def _is_of_model(self, told: Any) -> bool:
+        """Whether the fakes of the other side can look at it: the daemon's own checks of blocks are not theirs."""
+        held = told.contribution if isinstance(told, msg.ContributionStripe) else told
+        asks_or_brings = isinstance(told, msg.StateRequested | msg.PayloadRequested | msg.ContributionStripe)
+        if asks_or_brings and not 0 <= held.fragment < len(self._layouts):
+            return False
+        if isinstance(told, msg.ContributionStripe):
+            return 0 <= told.block_start < told.block_stop <= self._layouts[held.fragment].blocks
+        return True
+
+    def _changed(self, value: Any) -> Any:
+        """The same dataclass with one field changed, somewhere inside it."""
+        counted = () if self._breaks_majorities else COUNTED.get(type(value), ())
+        fields = [field.name for field in dataclasses.fields(value) if field.name not in counted]
+        if not fields:
+            return value
+        name = self._rng.choice(fields)
+        path = f"{type(value).__name__}.{name}"
+        held = getattr(value, name)
+        if not dataclasses.is_dataclass(held):
+            self._count(path)
+        changed = self._other(path, name, held)
+        return replace(value, **{name: changed})
+
+    def _other(self, path: str, name: str, value: Any) -> Any:
+        """Another value of the same type."""
+        kind = type(value)
+        others = [one for one in self._said.get((kind.__name__, name), ()) if one != value]
+        if others and self._rng.random() < 0.25:
+            return self._rng.choice(others)
+        if dataclasses.is_dataclass(value):
+            return self._changed(value)
+        if value is None:
+            return self._rng.choice(others) if others else None
+        if kind is tuple:
+            return self._other_tuple(path, name, value)
+        make = _MAKERS.get(kind)
+        if name in REGION_FIELDS and kind is str:
+            return self._rng.choice([*self._names, "nobody"])
+        return make(self._rng, value) if make is not None else value
+
+    def _other_tuple(self, path: str, name: str, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        how = self._rng.random()
+        if not value or how < 0.15:
+            return (*value, *value[-1:]) if value else value
+        at = self._rng.randrange(len(value))
+        if how < 0.3:
+            return value[:at] + value[at + 1 :]
+        if how < 0.4:
+            return tuple(reversed(value))
+        if how < 0.5 and all(isinstance(one, float) for one in value):
+            factor = self._rng.choice((0.0, 1e-6, 1e6, 1e30))
+            return tuple(one * factor for one in value)
+        return (*value[:at], self._other(path, name, value[at]), *value[at + 1 :])
+
+    def _spoil_core(self, make_core: CoreFactory) -> CoreFactory:
+        """Now and then its core proposes what nobody decided: the lie is in its own log, so all get the same."""
+
+        def make(*args: Any) -> Any:
+            core = make_core(*args)
+            propose = core.ledger.propose
+
+            def propose_lie(body: Any, *, now_ns: int) -> Any:
+                told = self._changed(body) if self._is_lying() else body
+                if told != body and core.ledger._has_payload(told):
+                    self.has_forged = True
+                    self._world.note(self.region, f"LIE in its log: {told}", b"lie")
+                    return propose(told, now_ns=now_ns)
+                return propose(body, now_ns=now_ns)
+
+            core.ledger.propose = propose_lie
+            return core
+
+        return make
+
+    def _remember(self, value: Any) -> None:
+        """Keep some of the values of each field, to say them again."""
+        if not dataclasses.is_dataclass(value):
+            return
+        for field in dataclasses.fields(value):
+            part = getattr(value, field.name)
+            if dataclasses.is_dataclass(part):
+                self._remember(part)
+            said = self._said.setdefault((type(part).__name__, field.name), [])
+            if len(said) < REMEMBERED_MAX:
+                said.append(part)
+            elif self._rng.random() < 0.02:
+                said[self._rng.randrange(REMEMBERED_MAX)] = part
+
+    def _other_bytes(self, body: bytes) -> bytes:
+        how = self._rng.random()
+        if how < 0.3 and body:
+            at = self._rng.randrange(len(body))
+            return body[:at] + bytes([body[at] ^ (1 << self._rng.randrange(8))]) + body[at + 1 :]
+        if how < 0.5:
+            return body[: len(body) // 2]
+        if how < 0.6:
+            return body + body[:8]
+        if how < 0.8:
+            return bytes(len(body))
+        # The sign of each bf16 value turned round, its exponent ten higher: a gradient times -1024.
+        return b"".join(
+            bytes((low, (((high & 0x7F) + 5) & 0x7F) | (~high & 0x80)))
+            for low, high in zip(body[::2], body[1::2], strict=False)
+        )
+
+    def _count(self, what: str) -> None:
+        self.lies[what] = self.lies.get(what, 0) + 1
+
+
+def _other_int(rng: Random, value: int) -> int:
+    if rng.random() < 0.25:
+        return rng.choice(HUGE) * rng.choice((1, -1))
+    return value + rng.choice((-1, 1, -value, -2 * value - 1, 7, 1000, -1000))
+
+
+def _other_float(rng: Random, value: float) -> float:
+    return float(rng.choice((-value, value * 1000.0, value * -1000.0, 0.0, 1e300, -1e300, value / 1000.0, math.pi)))
+
+
+def _other_bytes(rng: Random, value: bytes) -> bytes:
+    if not value:
+        return b"\x01" * 32
+    at = rng.randrange(len(value))
+    return value[:at] + bytes([value[at] ^ 0x40]) + value[at + 1 :]
+
+
+def _other_str(rng: Random, value: str) -> str:
+    return rng.choice(("", value[::-1], value + "?", "x" * 200, "\x1b[31m"))
+
+
+_MAKERS: dict[type, Callable[[Random, Any], Any]] = {
+    bool: lambda _, value: not value,
+    int: _other_int,
+    float: _other_float,
+    bytes: _other_bytes,
+    str: _other_str,
+}

@@ -1,0 +1,247 @@
+"""An oracle: recomputes every committed merge and every version from the committed history alone.
+
+It knows the encoded bytes of every contribution that a learner ever offered, takes weights, share and stripes from the
+ledger's entries and works out coefficients, sums, residuals, payload digest, factors and the outer step itself, in the
+order of learner names. What regions hold must be these very bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.core import events as ev
+from diloco_node.core.merge import outliers, weights
+from diloco_node.core.merge.outer import outer_of, outer_step
+from diloco_node.core.types import Ballot, CarryMode, Contribution, DiscardedBody, GenesisBody, MergeRule, RoundBody
+from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.numeric import F32
+
+if TYPE_CHECKING:
+    from diloco_node.lab.sim.setup import Setup
+
+Blocks = tuple[int, int]
+
+
+class Oracle:
+    """Follows the committed history.
+
+    Attributes:
+        committed: rounds by (fragment, version).
+        liars: with one, bytes are not recomputed, for it may have changed any; the other regions must hold equal ones.
+    """
+
+    def __init__(self, setup: Setup, violate: Callable[[str], None]) -> None:
+        self.committed: dict[tuple[int, int], RoundBody] = {}
+        self.liars: frozenset[str] = frozenset()
+        self._setup = setup
+        self._violate = violate
+        self._encoded: dict[tuple[str, int, int, int], tuple[Contribution, bytes]] = {}
+        self._residual_of: dict[tuple[Ballot, int], Ballot | None] = {}
+        self._residuals: dict[tuple[int, Ballot, Blocks], F32] = {}
+        self._versions = [-1] * len(setup.layouts)
+        self._carried: dict[tuple[str, int, int, int], int] = {}
+        self._recent: list[deque[list[Contribution]]] = [deque(maxlen=outliers.ROUNDS_KEPT) for _ in setup.layouts]
+        self._theta: list[F32] = []
+        self._momentum: list[F32] = []
+        self._digests: dict[tuple[int, int], bytes] = {}
+
+    def contribution_made(self, contribution: Contribution, encoded: bytes) -> bool:
+        """A learner offers these bytes under this name, which never stands for others. Returns whether it is new."""
+        is_new = _name(contribution) not in self._encoded
+        known = self._encoded.setdefault(_name(contribution), (contribution, encoded))
+        if known != (contribution, encoded):
+            self._violate(f"contribution: one name, two contents: {known[0]} and {contribution}")
+        return is_new
+
+    def discarded(self, body: DiscardedBody) -> None:
+        """A learner gave up steps: what it brings next was carried since this version."""
+        self._carried[body.learner, body.fragment, body.incarnation, body.step_to] = self._versions[body.fragment]
+
+    def reduce_asked(self, effect: ev.ReduceStripe) -> None:
+        """A reducer's core names the ballot whose residual it adds; of a committed round it must be the right one."""
+        self._residual_of[effect.ballot, effect.stripe] = effect.residual_of
+
+    def genesis(self, body: GenesisBody, candidates: Sequence[Sequence[F32]]) -> None:
+        """Theta_0 of each fragment is what some region's learner proposed.
+
+        Of different regions, perhaps: one that had begun to fetch a leader's Theta_0 when that leader was lost may come
+        to lead itself, and proposes what it then has.
+        """
+        offered = {
+            (fragment, tensors.state_digest(part, np.zeros_like(part))): part
+            for theta in candidates
+            for fragment, part in enumerate(theta)
+        }
+        if any((fragment, digest) not in offered for fragment, digest in enumerate(body.fragment_digests)):
+            self._violate("genesis: no region ever had this Theta_0")
+            return
+        for fragment, digest in enumerate(body.fragment_digests):
+            part = offered[fragment, digest]
+            self._theta.append(part)
+            self._momentum.append(np.zeros_like(part))
+            self._digests[fragment, 0] = digest
+            self._versions[fragment] = 0
+
+    def digest_seen(self, region: str, event: ev.DigestComputed) -> None:
+        """A region's digest of a version must be the oracle's."""
+        expected = self._digests.get((event.fragment, event.version))
+        if expected is None and self.liars and (event.fragment, event.version) in self.committed:
+            self._digests[event.fragment, event.version] = expected = event.digest
+        if expected is None:
+            self._violate(f"digest: {region} is at {event.fragment}/{event.version}, which is not committed")
+        elif expected != event.digest:
+            self._violate(
+                f"digest: {region} has other bytes at {event.fragment}/{event.version} than the history makes"
+            )
+
+    def round_committed(self, body: RoundBody) -> None:
+        """Recompute a committed round."""
+        latest = self._versions[body.fragment]
+        if body.version != latest + 1:
+            self._violate(f"versions: {body.fragment}/{body.version} committed after version {latest}")
+        self._versions[body.fragment] = body.version
+        self.committed[body.fragment, body.version] = body
+        learners = [member.contribution.learner for member in body.members]
+        if learners != sorted(set(learners)):
+            self._violate(f"members: {learners} of {body.fragment}/{body.version} are not sorted and distinct")
+            return
+        if not any(learner in self.liars for learner in learners):
+            self._check_weights(body)
+        for member in body.members:
+            one = member.contribution
+            self._carried[one.learner, one.fragment, one.incarnation, one.step_to] = body.version
+        if not self.liars:
+            self._check_payload(body)
+
+    def initial_digests(self, theta: Sequence[F32]) -> tuple[bytes, ...]:
+        """Per fragment the digest of a proposed Theta_0 with zero momentum."""
+        return tuple(tensors.state_digest(part, np.zeros_like(part)) for part in theta)
+
+    def digest_of(self, fragment: int, version: int) -> bytes | None:
+        """What the history makes of this version."""
+        return self._digests.get((fragment, version))
+
+    def versions(self) -> tuple[int, ...]:
+        """The last committed version of each fragment; -1 before genesis."""
+        return tuple(self._versions)
+
+    def _check_weights(self, body: RoundBody) -> None:
+        """Weights and share follow from the members' steps, tokens and the versions that they missed."""
+        contributions = [member.contribution for member in body.members]
+        missed = [self._versions_missed(one, body.version) for one in contributions]
+        settings = self._setup.settings
+        expected = weights.weights(
+            contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
+        )
+        found = tuple(member.weight for member in body.members)
+        if found != expected:
+            self._violate(f"weights: {body.fragment}/{body.version} has {found}, expected {expected}")
+        share = 1.0 if body.is_last else weights.share(expected, missed)
+        if body.share != share:
+            self._violate(f"share: {body.fragment}/{body.version} has {body.share}, expected {share}")
+
+    def _recent_rounds(self, fragment: int) -> Iterator[outliers.RecentRounds]:
+        """What the leader may know of the rounds before: all that count, or fewer if its ledger began with a base."""
+        rounds = list(self._recent[fragment])
+        for first in range(len(rounds) + 1):
+            recent = outliers.RecentRounds()
+            for contributions in rounds[first:]:
+                recent.took(contributions)
+            yield recent
+
+    def _versions_missed(self, offered: Contribution, version: int) -> int:
+        """Versions over which its steps were carried; 0 if they were not."""
+        if self._setup.settings.carry is not CarryMode.CARRY:
+            return 0
+        since = self._carried.get((offered.learner, offered.fragment, offered.incarnation, offered.step_from))
+        return 0 if since is None else version - 1 - since
+
+    def _check_payload(self, body: RoundBody) -> None:
+        contributions = [member.contribution for member in body.members]
+        for contribution in contributions:
+            known = self._encoded.get(_name(contribution))
+            if known is None or known[0] != contribution:
+                self._violate(f"contribution: {contribution} in {body.fragment}/{body.version} was never offered")
+                return
+        layout = self._setup.layouts[body.fragment]
+        rules = self._setup.manifest.fragments[body.fragment].rules
+        if body.is_last:
+            rules = (MergeRule.AVG,) * len(rules)
+        member_weights = [member.weight for member in body.members]
+        sizes = self._setup.manifest.fragments[body.fragment].piece_sizes
+        parts: list[tensors.Reduced] = []
+        for recent in self._recent_rounds(body.fragment):
+            clips = outliers.clips(contributions, sizes, recent)
+            rows = weights.coefficients(contributions, member_weights, rules, clips)
+            parts = [
+                self._merge_stripe(body, index, (stripe.block_start, stripe.block_stop), rows)
+                for index, stripe in enumerate(body.stripes)
+            ]
+            if payload_digest(stripe_digest(part.encoded) for part in parts) == body.payload_digest:
+                break
+        else:
+            self._violate(f"payload: {body.fragment}/{body.version} of {body.ballot} is not the sum of its members")
+            return
+        self._recent[body.fragment].append(contributions)
+        decoded = np.concatenate([part.decoded for part in parts])
+        norms = layout.squared_norms(decoded, 0, layout.blocks)
+        expected = weights.factors(contributions, member_weights, rules, clips, norms, share=body.share)
+        if not all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(expected, body.factors, strict=True)):
+            self._violate(f"factors: {body.fragment}/{body.version} has {body.factors}, expected {expected}")
+        self._step(body, decoded)
+
+    def _merge_stripe(
+        self, body: RoundBody, index: int, blocks: Blocks, rows: Sequence[Sequence[float]]
+    ) -> tensors.Reduced:
+        layout = self._setup.layouts[body.fragment]
+        settings = self._setup.settings
+        low, high = layout.byte_range(*blocks, settings.codec_up)
+        parts = [
+            tensors.decode(self._encoded[_name(member.contribution)][1][low:high], settings.codec_up)
+            for member in body.members
+        ]
+        residual = self._residual_before(body, index, blocks)
+        reduced = tensors.reduce_stripe(
+            parts, [layout.spread(row, *blocks) for row in rows], residual, settings.codec_down
+        )
+        self._residuals[body.fragment, body.ballot, blocks] = reduced.residual
+        return reduced
+
+    def _residual_before(self, body: RoundBody, index: int, blocks: Blocks) -> F32 | None:
+        """Only the residual of the ballot that committed the version before, over the same blocks, may be added."""
+        named = self._residual_of.get((body.ballot, index))
+        if named is None:
+            return None
+        before = self.committed.get((body.fragment, body.version - 1))
+        residual = self._residuals.get((body.fragment, named, blocks))
+        if before is None or before.ballot != named or residual is None:
+            self._violate(
+                f"residual: {body.fragment}/{body.version} adds that of {named}, "
+                f"but {before.ballot if before else None} committed the version before"
+            )
+        return residual
+
+    def _step(self, body: RoundBody, decoded: F32) -> None:
+        if not self._theta:
+            return
+        layout = self._setup.layouts[body.fragment]
+        lr, mu = outer_of(self._setup.settings, body)
+        theta, momentum = outer_step(
+            self._theta[body.fragment],
+            self._momentum[body.fragment],
+            layout.spread(body.factors, 0, layout.blocks) * decoded,
+            lr=lr,
+            mu=mu,
+        )
+        self._theta[body.fragment], self._momentum[body.fragment] = theta, momentum
+        self._digests[body.fragment, body.version] = tensors.state_digest(theta, momentum)
+
+
+def _name(contribution: Contribution) -> tuple[str, int, int, int]:
+    return (contribution.learner, contribution.incarnation, contribution.fragment, contribution.snapshot)

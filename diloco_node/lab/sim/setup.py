@@ -1,0 +1,119 @@
+"""What a seed stands for before anything happens: regions, run settings, model, link speeds, disk speeds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
+from diloco_node.lab.sim.fake_tensors import FragmentLayout
+from diloco_node.lab.sim.world import MS, SECOND, FakeLink
+
+NAMES = ("asia-ne", "eu-west", "sa-east", "us-east", "us-west", "af-south", "au-east")
+"""Not sorted on purpose: nothing may depend on the order in which regions are listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The fixed part of a simulated run.
+
+    Attributes:
+        regions: names, sorted.
+        settings: as all regions agree on.
+        manifest: a model of a few hundred values a fragment.
+        layouts: of its fragments.
+        is_theta_shared: Theta_0 comes from one file that all have; else each region's learner has its own.
+        step_ns_min, step_ns_max: the time of one inner step, per incarnation.
+        apply_lag_max: step boundaries that a learner may let pass before it takes a version.
+        fsync_ns_min, fsync_ns_max: the time of one fsync on a healthy disk.
+        slower: regions whose learners' steps take so many times as long.
+    """
+
+    regions: tuple[str, ...]
+    settings: RunSettings
+    manifest: Manifest
+    layouts: tuple[FragmentLayout, ...]
+    is_theta_shared: bool
+    step_ns_min: int
+    step_ns_max: int
+    apply_lag_max: int
+    fsync_ns_min: int
+    fsync_ns_max: int
+    slower: Mapping[str, int] = field(default_factory=dict)
+
+
+def draw_setup(rng: random.Random, regions: int) -> Setup:
+    """Draw the run of a seed.
+
+    Args:
+        rng: the seed's.
+        regions: how many; 0 draws 3 to 5.
+    """
+    drawn = rng.choice((3, 3, 4, 5))
+    count = regions or drawn  # drawn in any case, so that naming the drawn number changes nothing
+    if not 1 <= count <= len(NAMES):
+        raise ValueError(f"from 1 to {len(NAMES)} regions can be simulated, not {count}")
+    fragments = rng.choice((2, 3, 4))
+    settings = RunSettings(
+        fragments=fragments,
+        sync_every=rng.choice((4, 6, 9)),
+        overlap_steps=rng.choice((1, 2)),
+        quorum_min=rng.choice((0, 0, 1)),
+        rounds_in_flight_max=rng.choice((1, 2, 2)),
+        merge=rng.choice((MergeRule.RDA, MergeRule.AVG)),
+        codec_up=Codec.BF16,
+        codec_down=rng.choice((Codec.BF16, Codec.FP32)),
+        error_feedback=rng.choice((True, False)),
+        carry=rng.choice((CarryMode.CARRY, CarryMode.CARRY, CarryMode.CARRY, CarryMode.OVERWRITE)),
+        heartbeat_ns=rng.choice((150, 200, 300)) * MS,
+        election_timeout_ns=rng.choice((700, 1000)) * MS,
+        ballot_deadline_min_ns=rng.choice((1000, 2000)) * MS,
+        payload_versions=rng.choice((2, 4)),
+        checkpoint_versions=rng.choice((1, 3)),
+        summary_entries=rng.choice((12, 40, 1024)),
+    )
+    manifest = build_manifest(_tensors(rng, fragments), fragments)
+    step_ns = rng.choice((60, 100)) * MS
+    return Setup(
+        regions=tuple(sorted(NAMES[:count])),
+        settings=settings,
+        manifest=manifest,
+        layouts=tuple(FragmentLayout.of(fragment.piece_sizes) for fragment in manifest.fragments),
+        is_theta_shared=rng.random() < 0.5,
+        step_ns_min=step_ns,
+        step_ns_max=step_ns * 5 // 4,
+        apply_lag_max=rng.choice((0, 0, 1, 4)),
+        fsync_ns_min=MS // 2,
+        fsync_ns_max=8 * MS,
+    )
+
+
+def draw_links(rng: random.Random, setup: Setup) -> dict[tuple[str, str], FakeLink]:
+    """Links between all pairs; the two directions of a pair differ."""
+    links = {}
+    for source in setup.regions:
+        for target in setup.regions:
+            if source != target:
+                links[source, target] = FakeLink(
+                    delay_ns=rng.randint(5, 60) * MS,
+                    jitter_ns=rng.choice((0, 5, 40)) * MS,
+                    loss=rng.choice((0.0, 0.0, 0.01)),
+                    duplicate=rng.choice((0.0, 0.02)),
+                    rate_bytes_per_s=rng.choice((20_000, 200_000, 2_000_000)),
+                )
+    return links
+
+
+def _tensors(rng: random.Random, fragments: int) -> list[TensorSpec]:
+    """Enough tensors for the fragments: odd sizes, so that the last block of a piece is short."""
+    specs = []
+    for index in range(2 * fragments):
+        rule = MergeRule.AVG if index == 0 else MergeRule.RDA
+        specs.append(TensorSpec(f"layer{index:02d}.weight", (rng.choice((257, 300, 511)),), rule))
+    return specs
+
+
+HEAL_DEADLINE_NS = 120 * SECOND
+"""Virtual time after healing within which every region must have caught up and new rounds must have committed."""

@@ -1,0 +1,469 @@
+"""One simulated run: N real region cores in the fake world, first under faults, then healed.
+
+Phase one checks safety while things go wrong. Phase two heals everything and demands progress: new rounds on every
+fragment, all regions at equal versions with equal bytes, and a complete token account, within a virtual deadline. Then
+the run is asked to end, and must: one last round per fragment, the final files, and an account that still adds up. A
+fifth of the seeds is asked to end while things still go wrong.
+The same seed gives the same trace, whatever PYTHONHASHSEED says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from diloco_node.core.events import FinishOrdered
+from diloco_node.core.types import CarryMode
+from diloco_node.errors import ConfigError
+from diloco_node.lab.sim import effect_faults as daemon_faults
+from diloco_node.lab.sim import faults
+from diloco_node.lab.sim.checkers import Checkers
+from diloco_node.lab.sim.daemon_host import DaemonHost
+from diloco_node.lab.sim.fake_learner import update_pool
+from diloco_node.lab.sim.fault_storm import ODDS, SCHEDULES, Chaos
+from diloco_node.lab.sim.faults import Fault
+from diloco_node.lab.sim.host import CoreFactory, Host
+from diloco_node.lab.sim.liar import TOLERATED, Liar
+from diloco_node.lab.sim.setup import HEAL_DEADLINE_NS, Setup, draw_links, draw_setup
+from diloco_node.lab.sim.world import SECOND, FakeNetwork, World
+from diloco_node.numeric import F32
+
+EVENTS = 3000
+"""Under faults, unless asked otherwise."""
+
+COMMITS_MIN = 10
+FAULTS_MIN = 5
+EVENTS_STRETCH = 4
+"""A run whose schedule makes too few commits or faults goes on, up to this many times its events."""
+
+ENDS_UNDER_FAULTS = 0.2
+"""Part of the seeds whose run ends while things go wrong."""
+
+LIE_RATES = (0.002, 0.01, 0.05)
+"""Part of a liar's messages that it changes."""
+
+COMMITS_AFTER_HEALING = 2
+"""New versions of every fragment that phase two waits for."""
+
+FAST = "fast"
+HOSTS: dict[str, type[Host]] = {FAST: Host, "daemon": DaemonHost}
+"""Who carries out what the cores want: fakes that are quick, or the daemon's own effects over a fake disk and links."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimReport:
+    """What one seed did.
+
+    Attributes:
+        seed, regions, events_wanted, fault, effects: what was run; `fault` is the planted one, or empty.
+        events: facts given to cores in both phases; events_under_faults: in phase one.
+        commits: committed rounds. faults: injected, by kind.
+        virtual_seconds: of both phases; heal_seconds: of phase two.
+        messages_dropped: frames and transfers that never arrived.
+        violations: what was found wrong; empty for a good run.
+        trace_digest: SHA-256 of the whole trace. trace_tail: its last lines.
+        schedule: which kinds of faults; is_schedule_drawn: the seed chose it.
+        liar: the region that lied, empty if none did. lies: how many it told, by what it changed.
+    """
+
+    seed: int
+    regions: int
+    events_wanted: int
+    fault: str
+    effects: str
+    events: int
+    events_under_faults: int
+    commits: int
+    faults: dict[str, int]
+    virtual_seconds: float
+    heal_seconds: float
+    messages_dropped: int
+    violations: tuple[str, ...]
+    trace_digest: str
+    trace_tail: tuple[str, ...] = field(repr=False)
+    schedule: str = "usual"
+    is_schedule_drawn: bool = True
+    liar: str = ""
+    lies: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_good(self) -> bool:
+        """Nothing was found wrong."""
+        return not self.violations
+
+    @property
+    def command(self) -> str:
+        """How to run this again by hand."""
+        more = f" --events {self.events_wanted}" if self.events_wanted != EVENTS else ""
+        more += f" --fault {self.fault}" if self.fault else ""
+        more += "" if self.is_schedule_drawn else f" --schedule {self.schedule}"
+        more += " --liar" if self.liar else ""
+        more += f" --effects {self.effects}" if self.effects != FAST else ""
+        return f"diloco-node simulate run --seed {self.seed} --regions {self.regions}{more}"
+
+
+class Simulation:
+    """A world built from a seed; `simulate` drives it.
+
+    Attributes:
+        world, network, setup, hosts, checkers.
+        honest: regions of which everything is demanded: all but a liar.
+    """
+
+    def __init__(
+        self, seed: int, *, regions: int = 0, fault: Fault | None = None, host_type: type[Host] = Host
+    ) -> None:
+        self.world = World(seed)
+        rng = self.world.rng
+        self.setup = draw_setup(rng, regions)
+        if fault is not None:
+            self.setup = fault.adapt(self.setup)
+        self.network = FakeNetwork(self.world, draw_links(rng, self.setup))
+        self.checkers = Checkers(self.world, self.setup)
+        pool = update_pool(self.world, self.setup.layouts)
+        shared = _theta(rng, self.setup)
+        make_planted: CoreFactory = fault.make_core if fault is not None else faults.make_core
+
+        def make_core(region: str, *given: Any) -> Any:
+            # A core may fail over what its disk holds, before it gets its first event.
+            self.checkers.busy = region
+            return make_planted(region, *given)
+
+        self.hosts: dict[str, Host] = {}
+        for name in self.setup.regions:
+            theta = shared if self.setup.is_theta_shared else _theta(rng, self.setup)
+            host = host_type(
+                name,
+                setup=self.setup,
+                world=self.world,
+                network=self.network,
+                observer=self.checkers,
+                make_core=make_core,
+                pool=pool,
+                theta=theta,
+            )
+            if fault is not None:
+                fault.plant(host)
+            self.hosts[name] = host
+            self.network.join(name, host)
+        self.checkers.hosts = self.hosts
+        self.honest = dict(self.hosts)
+
+    def start(self) -> None:
+        """Start all regions within a second of each other."""
+        for name in self.setup.regions:
+            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_learner)
+            self.world.after(self.world.draw_ns(0, SECOND), None, self.hosts[name].start_daemon)
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        """Let things happen until `is_done`, or until a checker found something."""
+        with self.finding():
+            while not (is_done() or self.checkers.violations) and self._step():
+                pass
+
+    def _step(self) -> bool:
+        """Let the next thing happen; False if there is none."""
+        goes_on = True
+        with self.excusing_liars():
+            goes_on = self.world.step()
+        return goes_on
+
+    @contextlib.contextmanager
+    def excusing_liars(self) -> Iterator[None]:
+        """A liar whose core fails is down from then on, and that is no finding: what it said to itself is its fault."""
+        try:
+            yield
+        except Exception:
+            if self.checkers.busy not in self.checkers.liars:
+                raise
+            self.hosts[self.checkers.busy].kill_daemon()
+
+    @contextlib.contextmanager
+    def finding(self) -> Iterator[None]:
+        """Whatever a core raises is a finding, told with its seed: also where a fault or its end starts a region."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - see above
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            self.checkers.violate(f"crash: {type(error).__name__}: {error} in {place.name}, {place.filename}")
+
+    def begin_lies(self, *, breaks_majorities: bool = False) -> Liar:
+        """One region, drawn, lies from now on; the checks are about the others."""
+        rng = self.world.rng
+        region = rng.choice(self.setup.regions)
+        liars = frozenset({region})
+        checkers = self.checkers
+        checkers.liars = checkers.oracle.liars = checkers.audit.liars = liars
+        checkers.tolerated.update(TOLERATED)
+        del self.honest[region]
+        rate = rng.choice(LIE_RATES)
+        return Liar(self.world, self.network, self.hosts, region, rate=rate, breaks_majorities=breaks_majorities)
+
+    def has_everybody(self, after: tuple[int, ...]) -> bool:
+        """Each fragment has a round with every honest learner in it, after these versions."""
+        found = {
+            fragment
+            for (fragment, version), body in self.checkers.oracle.committed.items()
+            if version > after[fragment] and self.honest.keys() <= {one.contribution.learner for one in body.members}
+        }
+        return len(found) == len(after)
+
+    def has_caught_up(self, versions_min: tuple[int, ...]) -> bool:
+        """Every region and learner is at the same versions, at least `versions_min`."""
+        versions = self.checkers.oracle.versions()
+        if any(version < wanted for version, wanted in zip(versions, versions_min, strict=True)):
+            return False
+        return all(_is_at(host, versions) for host in self.honest.values())
+
+    def has_ended(self) -> bool:
+        """Every region has its final file, every learner has stopped and holds those versions, and all is booked."""
+        versions = self.checkers.oracle.versions()
+        return (
+            all(host.has_final and _is_at(host, versions) for host in self.honest.values())
+            and all(host.learner is not None and host.learner.finished for host in self.honest.values())
+            and not self.checkers.audit.open_lines(self.hosts)
+        )
+
+    def check_equal(self) -> None:
+        """All regions hold the oracle's bytes."""
+        for name, host in sorted(self.honest.items()):
+            for fragment, version in enumerate(host.plane.versions):
+                if host.plane.digest(fragment) != self.checkers.oracle.digest_of(fragment, version):
+                    self.checkers.violate(f"digest: {name} ends with other bytes at {fragment}/{version}")
+
+
+def simulate(
+    seed: int,
+    *,
+    regions: int = 0,
+    events: int = EVENTS,
+    fault: str | None = None,
+    schedule: str = "",
+    liar: bool = False,
+    effects: str = FAST,
+    commits_min: int = COMMITS_MIN,
+    faults_min: int = FAULTS_MIN,
+) -> SimReport:
+    """Run one seed.
+
+    Args:
+        seed: any integer.
+        regions: 1 to 7; 0 lets the seed choose 3 to 5.
+        events: facts given to cores in phase one; more if by then there are too few commits or faults, up to
+            EVENTS_STRETCH times as many.
+        fault: the name of a fault to plant (`faults.FAULTS`), or None.
+        schedule: which faults (`fault_storm.SCHEDULES`); empty lets the seed choose.
+        liar: one region lies; it is turned honest, or cut off, before progress is demanded of the others.
+        effects: who carries out what the cores want (`HOSTS`).
+        commits_min, faults_min: of phase one.
+
+    Raises:
+        ConfigError: there is no such fault or schedule, are no such effects, or they can't have a liar.
+    """
+    if effects not in HOSTS:
+        raise ConfigError(f"there are no effects {effects!r}; there are {', '.join(sorted(HOSTS))}")
+    planted = (faults if effects == FAST else daemon_faults).find(fault) if fault else None
+    if schedule and schedule not in SCHEDULES:
+        raise ConfigError(f"there is no schedule {schedule!r}; there are {', '.join(sorted(SCHEDULES))}")
+    lies = liar or (planted is not None and planted.has_liar)
+    if lies and effects != FAST:
+        raise ConfigError(f"a region lies only with the effects {FAST!r}")
+    # Nothing of a run is worth collecting before its end, and the collector takes a twentieth of the time.
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _simulate(
+            seed,
+            regions=regions,
+            events=events,
+            planted=planted,
+            schedule=schedule,
+            lies=lies,
+            effects=effects,
+            commits_min=commits_min,
+            faults_min=faults_min,
+        )
+    finally:
+        if was_collecting:
+            gc.enable()
+
+
+def _simulate(
+    seed: int,
+    *,
+    regions: int,
+    events: int,
+    planted: Fault | None,
+    schedule: str,
+    lies: bool,
+    effects: str,
+    commits_min: int,
+    faults_min: int,
+) -> SimReport:
+    simulation = Simulation(seed, regions=regions, fault=planted, host_type=HOSTS[effects])
+    world, checkers = simulation.world, simulation.checkers
+    simulation.start()
+    drawn = world.rng.choices(list(ODDS), list(ODDS.values()))[0]
+    chaos = Chaos(
+        world,
+        simulation.network,
+        simulation.hosts,
+        checkers,
+        schedule=schedule or (planted.schedule if planted is not None else "") or drawn,
+        mean_gap_events=world.rng.choice((150, 250, 400)),
+    )
+    liar = simulation.begin_lies() if lies else None
+
+    def has_seen_enough() -> bool:
+        chaos.poll()
+        if world.events < events:
+            return False
+        return world.events >= EVENTS_STRETCH * events or (
+            checkers.commits >= commits_min and chaos.total >= faults_min
+        )
+
+    simulation.run_until(has_seen_enough)
+    ends_under_faults = world.rng.random() < ENDS_UNDER_FAULTS and liar is None
+    if ends_under_faults:
+        _ask_for_end(simulation)
+        last_event = world.events + events // 5
+
+        def has_gone_on() -> bool:
+            chaos.poll()
+            return world.events >= last_event
+
+        simulation.run_until(has_gone_on)
+    events_under_faults, healed_ns = world.events, world.now_ns
+    with simulation.finding():
+        chaos.heal(simulation.excusing_liars)
+    if liar is not None:
+        _end_lies(simulation, liar)
+    if not ends_under_faults:
+        _demand_progress(simulation)
+    _demand_end(simulation)
+    return SimReport(
+        seed=seed,
+        regions=len(simulation.setup.regions),
+        events_wanted=events,
+        fault=planted.name if planted is not None else "",
+        effects=effects,
+        events=world.events,
+        events_under_faults=events_under_faults,
+        commits=checkers.commits,
+        faults=dict(sorted(chaos.injected.items())),
+        virtual_seconds=world.now_ns / SECOND,
+        heal_seconds=(world.now_ns - healed_ns) / SECOND,
+        messages_dropped=simulation.network.dropped,
+        violations=tuple(checkers.violations),
+        trace_digest=world.trace_digest(),
+        trace_tail=tuple(world.trace_tail()),
+        schedule=chaos.schedule,
+        is_schedule_drawn=not schedule,
+        liar=liar.region if liar is not None else "",
+        lies=dict(sorted(liar.lies.items())) if liar is not None else {},
+    )
+
+
+def _end_lies(simulation: Simulation, liar: Liar) -> None:
+    """It tells the truth from now on, or is cut off for good; always the latter if its log is not what it said."""
+    liar.is_over = True
+    if liar.has_forged or simulation.world.rng.random() < 0.5:
+        host = simulation.hosts[liar.region]
+        host.kill_daemon()
+        host.kill_learner()
+
+
+def _demand_progress(simulation: Simulation) -> None:
+    world, checkers = simulation.world, simulation.checkers
+    before = tuple(max(0, version) for version in checkers.oracle.versions())
+    wanted = tuple(version + COMMITS_AFTER_HEALING for version in before)
+    deadline_ns = world.now_ns + HEAL_DEADLINE_NS
+    due = checkers.audit.open_lines(simulation.hosts)
+
+    def has_gone_on() -> bool:
+        return world.now_ns > deadline_ns or (
+            simulation.has_caught_up(wanted) and simulation.has_everybody(before) and checkers.audit.is_booked(due)
+        )
+
+    simulation.run_until(has_gone_on)
+    if checkers.violations:
+        return
+    if world.now_ns > deadline_ns:
+        at = {name: host.plane.versions for name, host in sorted(simulation.hosts.items())}
+        checkers.violate(
+            f"progress: {HEAL_DEADLINE_NS // SECOND} s after healing versions are {checkers.oracle.versions()}, "
+            f"wanted {wanted} with everybody in one of them; regions at {at}; "
+            f"unbooked lines: {checkers.audit.open_lines(simulation.hosts)}"
+        )
+        return
+    simulation.check_equal()
+    # Where versions overwrite what learners do, something always waits to be booked before the run ends.
+    is_overwriting = simulation.setup.settings.carry is CarryMode.OVERWRITE
+    if not is_overwriting or not checkers.audit.open_lines(simulation.hosts):
+        checkers.audit.close(simulation.hosts)
+
+
+def _ask_for_end(simulation: Simulation) -> None:
+    """An operator asks every daemon that is up."""
+    for name in simulation.setup.regions:
+        simulation.hosts[name].post(FinishOrdered("the simulation is over"))
+
+
+def _demand_end(simulation: Simulation) -> None:
+    world, checkers = simulation.world, simulation.checkers
+    if checkers.violations:
+        return
+    _ask_for_end(simulation)
+    deadline_ns = world.now_ns + HEAL_DEADLINE_NS
+    simulation.run_until(lambda: simulation.has_ended() or world.now_ns > deadline_ns)
+    if checkers.violations:
+        return
+    if world.now_ns > deadline_ns:
+        final = {name: host.has_final for name, host in sorted(simulation.hosts.items())}
+        checkers.violate(f"end: {HEAL_DEADLINE_NS // SECOND} s after it was asked for, final files are there: {final}")
+        return
+    simulation.check_equal()
+    checkers.audit.close(simulation.hosts)
+
+
+def format_report(report: SimReport, *, tail_lines: int = 40) -> str:
+    """A few lines for people; with the end of the trace if something was found."""
+    kinds = ", ".join(f"{count} {kind}" for kind, count in report.faults.items()) or "none"
+    lines = [
+        f"seed {report.seed}: {report.regions} regions, {report.events} events "
+        f"({report.events_under_faults} under faults), {report.commits} commits, "
+        f"{report.virtual_seconds:.1f} virtual seconds ({report.heal_seconds:.1f} after healing)",
+        f"schedule {report.schedule}; faults: {kinds}; {report.messages_dropped} messages lost",
+        f"trace {report.trace_digest}",
+    ]
+    if report.liar:
+        lies = ", ".join(f"{count} {what}" for what, count in report.lies.items()) or "none"
+        lines.append(f"{report.liar} lied: {lies}")
+    if report.is_good:
+        lines.append("every check held")
+        return "\n".join(lines)
+    lines.extend(f"VIOLATION {violation}" for violation in report.violations)
+    lines.extend(report.trace_tail[-tail_lines:])
+    lines.append(f"run it again: {report.command}")
+    return "\n".join(lines)
+
+
+def _is_at(host: Host, versions: tuple[int, ...]) -> bool:
+    """The region and its learner hold these versions."""
+    return (
+        tuple(host.plane.versions) == versions
+        and host.learner is not None
+        and tuple(part.position.base_version for part in host.learner.parts) == versions
+    )
+
+
+def _theta(rng: random.Random, setup: Setup) -> tuple[F32, ...]:
+    generator = np.random.default_rng(rng.getrandbits(32))
+    return tuple(generator.standard_normal(layout.values).astype(np.float32) for layout in setup.layouts)

@@ -1,0 +1,402 @@
+"""The first process of a region's container: shapes its link after the topology file, then runs the region.
+
+::
+
+    run [--user NAME] -- COMMAND...    shape, then COMMAND as that user; ends with it, with its exit code
+    cut [REGION...]                    from all, both ways; or from some: nothing is sent to them
+    heal                               everything passes again
+    show                               what tc counts on the link
+
+Region and files are named by WAN_REGION, WAN_CONFIG (run.toml, for the addresses) and WAN_TOPOLOGY. `run` needs
+NET_ADMIN, and says loudly what the kernel can't emulate. It follows the timetable of the topology file, counted from
+its own start, and shapes anew when the network is taken away and given back (`docker network disconnect`, `connect`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ipaddress
+import json
+import os
+import pwd
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from diloco_node.config.resolve import load_config
+from diloco_node.errors import ConfigError, DilocoError
+from diloco_node.lab.wan.conditions import Conditions, Timetable
+from diloco_node.lab.wan.namespaces import run_ip, run_tool
+from diloco_node.lab.wan.topology import Path as LinkPath
+from diloco_node.lab.wan.topology import Topology, load_topology
+from diloco_node.lab.wan.uplink import INGRESS_DEVICE, PARTS, Kernel, Uplink, shortcomings
+
+POLL_S: Final = 1.0
+SEGMENTS_MAX: Final = 65_535
+TRY_DEVICES: Final = ("wan-try0", "wan-try1")
+_FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """How a region hangs on the WAN.
+
+    Attributes:
+        region: its name. address: its IPv4 between regions. peers: those of the others. topology: the links.
+    """
+
+    region: str
+    address: str
+    peers: Mapping[str, str]
+    topology: Topology
+
+
+def load_attachment(environment: Mapping[str, str]) -> Attachment:
+    """What the environment names.
+
+    Raises:
+        ConfigError: a name or file is missing or wrong, a region is not in the topology, or an address is no number.
+    """
+    region = _required(environment, "WAN_REGION", "us-east")
+    config = load_config(Path(_required(environment, "WAN_CONFIG", "/config/run.toml")))
+    config.check_region(region)
+    topology = load_topology(Path(_required(environment, "WAN_TOPOLOGY", "/config/netem/us-4.toml")))
+    addresses = {name: _ipv4(name, own.address) for name, own in config.regions.items()}
+    for name in addresses:
+        topology.region(name)
+    return Attachment(
+        region=region,
+        address=addresses.pop(region),
+        peers=addresses,
+        topology=topology,
+    )
+
+
+def _required(environment: Mapping[str, str], name: str, example: str) -> str:
+    value = environment.get(name, "")
+    if not value:
+        raise ConfigError(f"{name} is not set: set it in the container's environment, for example {name}={example}")
+    return value
+
+
+def _ipv4(region: str, address: str | None) -> str:
+    host = (address or "").rpartition(":")[0]
+    try:
+        return str(ipaddress.IPv4Address(host))
+    except ValueError:
+        raise ConfigError(
+            f"regions.{region}.address is {address!r}: links are shaped by address, so a container needs a fixed one, "
+            'for example address = "10.211.77.11:7400"'
+        ) from None
+
+
+def probe_kernel() -> Kernel:
+    """Try every part on a pair of devices of our own, which are removed again.
+
+    Raises:
+        DilocoError: not even those can be made: NET_ADMIN is missing.
+    """
+    one, other = TRY_DEVICES
+    with contextlib.suppress(DilocoError):
+        run_ip("link", "delete", one)
+    run_ip("link", "add", one, "type", "veth", "peer", "name", other)
+    try:
+        found = {part: all(_try_tc(line, one, other) for line in lines) for part, lines in PARTS.items()}
+    finally:
+        run_ip("link", "delete", one)
+    return Kernel(**found, ifb=_make_ingress_device())
+
+
+def _try_tc(line: str, device: str, other: str) -> bool:
+    try:
+        run_tool("tc", *line.format(device=device, other=other).split())
+    except DilocoError:
+        return False
+    return True
+
+
+def _make_ingress_device() -> bool:
+    """The ifb device, up; whether there is one."""
+    try:
+        if INGRESS_DEVICE not in _devices():
+            run_ip("link", "add", INGRESS_DEVICE, "type", "ifb")
+        run_ip("link", "set", INGRESS_DEVICE, "up")
+    except DilocoError:
+        return False
+    return True
+
+
+def _devices() -> dict[str, int]:
+    return {name: index for index, name in socket.if_nameindex()}
+
+
+def find_device(address: str) -> tuple[str, int]:
+    """The device that has an address, and the kernel's number of it; `("", 0)` when none has it."""
+    found: list[dict[str, Any]] = json.loads(run_ip("-json", "-4", "address", "show") or "[]")
+    for device in found:
+        if any(entry.get("local") == address for entry in device.get("addr_info", ())):
+            return str(device["ifname"]), int(device["ifindex"])
+    return "", 0
+
+
+class ContainerLink:
+    """Keeps a region's device as the topology and its timetable want it.
+
+    Args:
+        attachment: the region. kernel: what can be done. say: takes a line for the log. now_ns: monotonic; the
+            timetable counts from it.
+    """
+
+    def __init__(self, attachment: Attachment, kernel: Kernel, say: Callable[[str], None], *, now_ns: int) -> None:
+        self._attachment = attachment
+        self._kernel = kernel
+        self._say = say
+        self._conditions = Conditions(attachment.topology)
+        self._timetable = Timetable(attachment.topology.outages, started_ns=now_ns)
+        self._seen: dict[str, int] | None = None
+        self._uplink: Uplink | None = None
+        self._shaped = ("", 0)
+        self._applied: dict[str, LinkPath | None] = {}
+
+    @property
+    def wake_at_ns(self) -> int | None:
+        """When the timetable is next due."""
+        return self._timetable.wake_at_ns
+
+    def keep(self, *, now_ns: int) -> None:
+        """Shape a device that is new, and carry out what the timetable has due.
+
+        Raises:
+            DilocoError: tc or ip refused.
+        """
+        for line in self._timetable.advance(self._conditions, now_ns=now_ns):
+            self._say(line)
+        devices = _devices()
+        # A device is there before it has its address, and nothing in the list of devices tells when it gets it.
+        if self._uplink is None or devices != self._seen:
+            self._attach(*find_device(self._attachment.address))
+            self._seen = devices
+        if self._uplink is not None:
+            self._follow(self._uplink)
+
+    def _attach(self, device: str, index: int) -> None:
+        if not device:
+            if self._shaped[0] or self._seen is None:
+                address = self._attachment.address
+                self._say(f"no device has {address}: cut off (docker network connect --ip {address} gives it back)")
+            self._uplink, self._shaped = None, ("", 0)
+        elif self._uplink is None or self._shaped != (device, index):
+            self._shape(device)
+            self._shaped = (device, index)
+
+    def _shape(self, device: str) -> None:
+        """From the start: what an earlier process of this container left is removed."""
+        own = self._attachment
+        # Set when all of it is done: a device that went away half-way is shaped at the next look.
+        self._uplink = None
+        for lost in (f"{device} root", f"{device} ingress", f"{INGRESS_DEVICE} root"):
+            with contextlib.suppress(DilocoError):
+                run_tool("tc", "qdisc", "del", "dev", *lost.split())
+        uplink = Uplink(own.topology, own.region, own.peers, device, self._kernel)
+        _tc_batch(uplink.lines() + uplink.ingress_lines())
+        is_lossy = any(own.topology.paths[own.region, peer].loss_ppm for peer in own.peers)
+        # netem loses whole segments of up to 64 KiB: where there is loss, single packets are sent.
+        run_ip("link", "set", device, "gso_max_segs", str(1 if is_lossy and self._kernel.netem else SEGMENTS_MAX))
+        self._applied = {peer: own.topology.paths[own.region, peer] for peer in own.peers}
+        self._uplink = uplink
+        link = own.topology.region(own.region)
+        self._say(f"{own.region} on {device} ({own.address}): out {link.egress}, in {link.ingress}")
+
+    def _follow(self, uplink: Uplink) -> None:
+        """The timetable's cuts and changes, as far as they differ from what is applied."""
+        own = self._attachment
+        for peer, applied in self._applied.items():
+            wanted = self._conditions.path(own.region, peer)
+            if wanted == applied:
+                continue
+            if wanted is None:
+                run_ip("route", "replace", "blackhole", f"{own.peers[peer]}/32")
+            else:
+                _remove_void(own.peers[peer])
+                _tc_batch(uplink.path_lines(peer, wanted))
+            self._applied[peer] = wanted
+
+
+def _tc_batch(lines: Sequence[str]) -> None:
+    if lines:
+        run_tool("tc", "-batch", "-", script="".join(f"{line}\n" for line in lines))
+
+
+def _remove_void(address: str) -> None:
+    with contextlib.suppress(DilocoError):
+        run_ip("route", "delete", "blackhole", f"{address}/32")
+
+
+def cut(attachment: Attachment, regions: Sequence[str]) -> list[str]:
+    """Cut the region off, from all (its device goes down) or from some (what is sent to them goes into the void).
+
+    Raises:
+        ConfigError: a region is not a peer. DilocoError: the container has no device on the WAN, or `ip` refused.
+    """
+    if not regions:
+        run_ip("link", "set", _device_of(attachment), "down")
+        return [f"{attachment.region}: cut off from all regions"]
+    for region in regions:
+        if region not in attachment.peers:
+            raise ConfigError(f"{region!r} is no other region; there are {', '.join(sorted(attachment.peers))}")
+    for region in regions:
+        run_ip("route", "replace", "blackhole", f"{attachment.peers[region]}/32")
+    return [f"{attachment.region}: sends nothing to {region}" for region in regions]
+
+
+def heal(attachment: Attachment) -> list[str]:
+    """Take all cuts back.
+
+    Raises:
+        DilocoError: see `cut`.
+    """
+    run_ip("link", "set", _device_of(attachment), "up")
+    for address in attachment.peers.values():
+        _remove_void(address)
+    return [f"{attachment.region}: everything passes again"]
+
+
+@contextlib.contextmanager
+def cut_off(attachment: Attachment) -> Iterator[None]:
+    """Cut the region off from all, both ways, as long as this lasts. What else is cut stays so.
+
+    Raises:
+        DilocoError: see `cut`; or it is cut off already, and who did that ends it.
+    """
+    device = _device_of(attachment)
+    if "UP" not in json.loads(run_ip("-json", "link", "show", device))[0]["flags"]:
+        raise DilocoError(f"{attachment.region} is cut off already: wait for its end, or heal it first")
+    run_ip("link", "set", device, "down")
+    try:
+        yield
+    finally:
+        run_ip("link", "set", device, "up")
+
+
+def _device_of(attachment: Attachment) -> str:
+    device, _ = find_device(attachment.address)
+    if not device:
+        raise DilocoError(
+            f"no device has {attachment.address}: the network is disconnected; "
+            f"docker network connect --ip {attachment.address} gives it back"
+        )
+    return device
+
+
+def run(attachment: Attachment, command: Sequence[str], user: str) -> int:
+    """Shape the link, run the command, keep the link as it should be; the command's exit code.
+
+    Raises:
+        ConfigError: the user is unknown. DilocoError: the link can't be shaped at all.
+    """
+    # Blocked from the start and waited for below, so that none is lost: a first process ignores what it doesn't handle.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, *_FORWARDED})
+    kernel = probe_kernel()
+    for line in shortcomings(kernel):
+        _say(f"*** {line} ***")
+    link = ContainerLink(attachment, kernel, _say, now_ns=time.monotonic_ns())
+    link.keep(now_ns=time.monotonic_ns())
+    child = _start(command, user)
+    while child.returncode is None:
+        wake_ns = link.wake_at_ns
+        due_s = POLL_S if wake_ns is None else (wake_ns - time.monotonic_ns()) / 1e9
+        received = signal.sigtimedwait({signal.SIGCHLD, *_FORWARDED}, min(POLL_S, max(0.0, due_s)))
+        if received is not None and received.si_signo in _FORWARDED:
+            child.send_signal(received.si_signo)
+        _reap(child)
+        try:
+            link.keep(now_ns=time.monotonic_ns())
+        except DilocoError as error:
+            # The network may be taken away between a look and a command; the next look finds it as it is.
+            _say(f"{error}; trying again")
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _start(command: Sequence[str], user: str) -> subprocess.Popen[bytes]:
+    """The command, with the signals as they were; as another user it has no capabilities."""
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+    if not user:
+        return subprocess.Popen(command, preexec_fn=unblock)  # noqa: PLW1509 - this process has one thread
+    try:
+        entry = pwd.getpwnam(user)
+    except KeyError:
+        raise ConfigError(f"--user {user!r} is not in the image") from None
+    environment = {**os.environ, "HOME": entry.pw_dir, "USER": user}
+    return subprocess.Popen(
+        command,
+        user=entry.pw_uid,
+        group=entry.pw_gid,
+        extra_groups=(),
+        env=environment,
+        preexec_fn=unblock,  # noqa: PLW1509 - as above
+    )
+
+
+def _reap(child: subprocess.Popen[bytes]) -> None:
+    """As the container's first process this one also inherits, and buries, what its child left behind."""
+    if child.poll() is not None or os.getpid() != 1:
+        return
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != child.pid:
+            os.waitpid(found.si_pid, 0)
+    child.poll()
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"wan: {line}\n")
+    sys.stderr.flush()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m diloco_node.lab.wan.container", description="A container's WAN link."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    run_verb = verbs.add_parser("run", help="shape the link, then run a command")
+    run_verb.add_argument("--user", default="", help="run it as this user, without capabilities")
+    run_verb.add_argument("command", nargs="+", help="after --")
+    verbs.add_parser("cut", help="cut the region off").add_argument("regions", nargs="*", help="only from these")
+    verbs.add_parser("heal", help="take all cuts back")
+    verbs.add_parser("show", help="what tc counts on the link")
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code; errors are one line."""
+    options = _parser().parse_args(arguments)
+    try:
+        attachment = load_attachment(os.environ)
+        match options.verb:
+            case "run":
+                return run(attachment, options.command, options.user)
+            case "cut":
+                lines = cut(attachment, options.regions)
+            case "heal":
+                lines = heal(attachment)
+            case _:
+                lines = [run_tool("tc", "-s", "qdisc", "show", "dev", _device_of(attachment))]
+    except DilocoError as error:
+        _say(str(error))
+        return error.exit_code
+    for line in lines:
+        _say(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

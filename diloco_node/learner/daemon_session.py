@@ -1,0 +1,394 @@
+"""Rank 0's conversation with its daemon, seen from the training thread: join, and what is asked at a step boundary."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
+from diloco_node.core.merge.schedule import next_news_step
+from diloco_node.errors import LearnerError, StorageError
+from diloco_node.learner.daemon_link import LearnerLink
+from diloco_node.learner.last_boundary import last_boundary_of
+from diloco_node.learner.layouts.shard_map import ShardMap
+from diloco_node.learner.layouts.tensors import ModelTensors
+from diloco_node.learner.local_fragments import Answer, FragmentSettings, LearnerFragments, area_sizes
+from diloco_node.learner.rank_exchange import RankExchange
+from diloco_node.learner.ranks import Orders, Ranks
+from diloco_node.learner.run_clock import RunClock
+from diloco_node.shared_memory import request_area
+from diloco_node.storage.trained import AREA_BYTES, TrainedCounter
+from diloco_node.wire.learner_link import (
+    CONTRIBUTION_AREA,
+    COUNTERS_AREA,
+    LINK_PROTOCOL,
+    NEW_PROCESS,
+    VERSION_AREA,
+    Attach,
+    Done,
+    Failed,
+    InitialState,
+    OfferApplied,
+    Report,
+    RunAdvanced,
+    SnapshotDenied,
+    SnapshotRequested,
+    Stop,
+    ToLearner,
+    VersionOffered,
+    Warned,
+    Welcome,
+    merge_rules,
+)
+
+log = logging.getLogger("diloco_node.learner")
+
+WAIT_SLICE_S: Final = 0.2
+NOTE_EVERY_S: Final = 10.0
+FLUSH_S: Final = 2.0
+STEP_TIME_DECAY: Final = 0.1
+
+
+class StepTimer:
+    """Moving average of the time of one inner step, in nanoseconds; 0 until two steps were made."""
+
+    def __init__(self) -> None:
+        self.average_ns = 0
+        self._last_ns: int | None = None
+
+    def stepped(self, now_ns: int) -> None:
+        """An inner step ended."""
+        if self._last_ns is not None:
+            took_ns = now_ns - self._last_ns
+            before_ns = self.average_ns or took_ns
+            self.average_ns = max(1, round(before_ns + STEP_TIME_DECAY * (took_ns - before_ns)))
+        self._last_ns = now_ns
+
+
+class LearnerSession:
+    """See the module.
+
+    Args:
+        socket: the daemon's (DILOCO_SOCKET). memory: the supervisor's (DILOCO_SUPERVISOR).
+        tensors: the model's parameters on this rank. specs: those of all ranks.
+        shards: which rank holds what. ranks: this process's place among them.
+
+    Attributes:
+        welcome: the daemon's answer; None before `join`.
+        stop_reason: why the daemon wants the learner to stop; None while it does not.
+        timer: of inner steps.
+        run_clock: where the run is on its schedule.
+        is_suspect: its newest losses are such that it may soon be ended, for the merged parameters.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        memory: Path,
+        tensors: ModelTensors,
+        *,
+        specs: tuple[TensorSpec, ...],
+        shards: ShardMap,
+        ranks: Ranks,
+    ) -> None:
+        self.welcome: Welcome | None = None
+        self.stop_reason: str | None = None
+        self.timer = StepTimer()
+        self.run_clock = RunClock()
+        self._memory = memory
+        self._tensors = tensors
+        self._specs = specs
+        self._shards = shards
+        self._ranks = ranks
+        self.is_suspect = False
+        self._last_boundary = last_boundary_of(tensors, ranks)
+        self._fragments: LearnerFragments | None = None
+        self._counter: TrainedCounter | None = None
+        self._wants_initial_state = False
+        self._offered: set[int] = set()
+        self._denied: SnapshotDenied | None = None
+        self._news_step: int | None = None
+        self._link = LearnerLink(socket, self._make_attach)
+
+    @property
+    def fragments(self) -> LearnerFragments:
+        """The fragments; only after `join`."""
+        assert self._fragments is not None
+        return self._fragments
+
+    @property
+    def manifest(self) -> Manifest:
+        """How the model is cut; only after `join`."""
+        return self.fragments.manifest
+
+    def join(self, is_stopping: Callable[[], bool]) -> Welcome | None:
+        """Wait for the daemon's Welcome. None if `is_stopping` says so first.
+
+        Raises:
+            LearnerError: the daemon refuses this learner, or cuts the model in another way.
+        """
+        noted_s = time.monotonic()
+        while True:
+            self.hear()
+            if self.welcome is not None:
+                return self.welcome
+            if is_stopping() or self.stop_reason is not None:
+                return None
+            self._link.wait(WAIT_SLICE_S)
+            if time.monotonic() - noted_s > NOTE_EVERY_S:
+                noted_s = time.monotonic()
+                log.info("waiting for the daemon")
+
+    def hear(self) -> bool:
+        """Take in what the daemon has told: `stop_reason`, `run_clock`. Returns whether it has asked for something.
+
+        Raises:
+            LearnerError: the daemon refuses this learner.
+        """
+        with self._link.lock:
+            asked = []
+            for command in list(self._link.commands()):
+                if isinstance(command, SnapshotRequested | VersionOffered):
+                    asked.append(command)
+                else:
+                    self._take_news(command)
+            self._link.put_back(*asked)
+        return bool(asked) or self._wants_initial_state
+
+    def _make_attach(self) -> Attach:
+        """In the link's thread, with its lock held."""
+        fragments, welcome = self._fragments, self.welcome
+        if fragments is None or welcome is None:
+            found = None if self._last_boundary is None else self._last_boundary.found
+            new = Attach(LINK_PROTOCOL, os.getpid(), self._specs, NEW_PROCESS, "", 0, 0, 0, (), ())
+            return new if found is None else found.attach(new)
+        return Attach(
+            protocol=LINK_PROTOCOL,
+            pid=os.getpid(),
+            tensors=self._specs,
+            incarnation=welcome.incarnation,
+            run_id=welcome.run_id,
+            step=fragments.step,
+            tokens=fragments.tokens,
+            step_time_ns=self.timer.average_ns,
+            positions=tuple(fragments.positions),
+            snapshots=fragments.unresolved(),
+        )
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        if self.welcome is None or self._fragments is None:
+            self._fragments = self._build(welcome)
+            self.welcome = welcome
+            if self._last_boundary is not None and self._last_boundary.begin(self._fragments, welcome):
+                log.info("going on at step %d of incarnation %d", self._fragments.step, welcome.incarnation)
+                self.count()
+            self.run_clock.resume(welcome.global_step)
+        elif _identity(welcome) != _identity(self.welcome):
+            raise LearnerError(
+                f"the new daemon's run is {_identity(welcome)}, this learner's is {_identity(self.welcome)}: "
+                "restart the learner"
+            )
+        # Offers of the daemon before are none of this one's.
+        self._offered.clear()
+        self._wants_initial_state = welcome.wants_initial_state and not self.fragments.is_placed
+
+    def _build(self, welcome: Welcome) -> LearnerFragments:
+        manifest = manifest_of(self._specs, welcome)
+        version_area_bytes, contributions_bytes = area_sizes(manifest, welcome.codec_up)
+        area = request_area(self._memory, COUNTERS_AREA, AREA_BYTES)
+        counter = TrainedCounter(Path(welcome.state_dir), welcome.incarnation, area)
+        self._counter = counter
+
+        def make_durable() -> None:
+            # A full or failing disk must not stop training; the daemon takes the larger of counter and ledger.
+            with contextlib.suppress(StorageError):
+                counter.flush()
+
+        return LearnerFragments(
+            self._tensors,
+            manifest,
+            settings_of(welcome),
+            version_area=np.frombuffer(request_area(self._memory, VERSION_AREA, version_area_bytes), np.float32),
+            contribution_area=np.frombuffer(
+                request_area(self._memory, CONTRIBUTION_AREA, contributions_bytes), np.uint8
+            ),
+            answer=self._answer,
+            before_ready=make_durable,
+            shards=self._shards,
+            exchange=exchange_of(self._ranks, self._shards, manifest),
+        )
+
+    def resumed(self, global_step: int) -> None:
+        """The checkpoint was read, and the run was there."""
+        self.run_clock.resume(global_step)
+        if self._last_boundary is not None:
+            self._last_boundary.write_parameters(self.fragments)
+
+    def save(self) -> None:
+        """This boundary is done, but nobody has heard of it."""
+        last, welcome = self._last_boundary, self.welcome
+        if last is None or welcome is None:
+            return
+        if self.fragments.has_last_version:
+            last.forget()  # what the own parameters were before the last merges is not in it
+            self._last_boundary = None
+        elif self.is_suspect:
+            last.blank()
+        elif self.fragments.is_placed:
+            last.save(self.fragments, welcome, step_ns=self.timer.average_ns)
+
+    def count(self) -> None:
+        """A step was made: count it, durably against a kill, before anybody hears of it."""
+        assert self._counter is not None
+        self._counter.write(self.fragments.step, self.fragments.tokens)
+
+    @contextlib.contextmanager
+    def boundary(self) -> Iterator[None]:
+        """Within it `orders` are taken and carried out: the link does not describe the learner meanwhile.
+
+        Raises:
+            LearnerError: parameters are not finite.
+        """
+        with self._link.lock:
+            yield
+        if self._denied is not None:
+            raise LearnerError(
+                f"fragment {self._denied.fragment}: {self._denied.reason}. The next start takes the global parameters"
+            )
+
+    def orders(self) -> Orders:
+        """What the daemon asks for, within `boundary`: at most one order for a fragment. What can't be carried out yet,
+        and what comes behind it, waits.
+
+        Raises:
+            LearnerError: the daemon refuses this learner.
+        """
+        requests: dict[int, SnapshotRequested] = {}
+        offers: dict[int, VersionOffered] = {}
+        waiting: set[int] = set()
+        later: list[ToLearner] = []
+        for command in list(self._link.commands()):
+            if not isinstance(command, SnapshotRequested | VersionOffered):
+                self._take_news(command)
+                continue
+            index = command.fragment
+            is_early = self.fragments.is_busy(index) if isinstance(command, VersionOffered) else False
+            if is_early or index in waiting or index in requests or index in offers or self.fragments.is_coming(index):
+                waiting.add(index)
+                later.append(command)
+            elif isinstance(command, SnapshotRequested):
+                requests[index] = command
+            else:
+                offers[index] = command
+                self._offered.add(index)
+        self._link.put_back(*later)
+        wants_initial_state, self._wants_initial_state = self._wants_initial_state, False
+        return Orders(
+            tuple(requests[index] for index in sorted(requests)),
+            tuple(offers[index] for index in sorted(offers)),
+            wants_initial_state,
+        )
+
+    def _take_news(self, command: ToLearner) -> None:
+        match command:
+            case Welcome():
+                self._welcomed(command)
+            case Stop():
+                self.stop_reason = command.reason
+            case RunAdvanced():
+                self.run_clock.told(command.global_step, command.run_part)
+
+    def initial_state_written(self) -> None:
+        """Theta_0 lies in the version area."""
+        self._link.send(InitialState())
+
+    def reply(self, answer: Answer) -> None:
+        """Tell the daemon what was carried out; not of an offer that another daemon made."""
+        if isinstance(answer, OfferApplied):
+            if answer.fragment not in self._offered:
+                return
+            self._offered.discard(answer.fragment)
+            self._note_news(self.fragments.step - 1)
+        self._link.send(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        """From the encoder's thread."""
+        if isinstance(answer, SnapshotDenied):
+            self._denied = answer
+        self._link.send(answer)
+
+    def report(self, report: Report) -> None:
+        """Tell the daemon how the step went."""
+        self._link.send(report)
+        self._note_news(report.step)
+
+    def warn(self, text: str) -> None:
+        """Tell the daemon what people should know."""
+        self._link.send(Warned(text))
+
+    @property
+    def is_news(self) -> bool:
+        """Whether this step, or one that was not reported, is one that rounds may wait for."""
+        return self._news_step is not None and self.fragments.step >= self._news_step
+
+    def _note_news(self, reported_step: int) -> None:
+        assert self.welcome is not None
+        sync_every = self.welcome.sync_every
+        self._news_step = next_news_step(self.fragments.positions, reported_step, sync_every=sync_every)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a command from the daemon."""
+        self._link.wait(timeout_s)
+
+    def close(self, last: Done | Failed | None) -> None:
+        """Say the last word, and let go of everything."""
+        if last is not None:
+            # Who failed or is done leaves nothing, also if it is killed now. Who was interrupted goes on here.
+            if self._last_boundary is not None:
+                self._last_boundary.forget()
+            self._link.send(last)
+        self._link.close(FLUSH_S)
+        if self._fragments is not None:
+            self._fragments.close()
+        if self._counter is not None:
+            self._counter.close()
+        if self._last_boundary is not None:
+            self._last_boundary.close()
+
+
+def manifest_of(specs: tuple[TensorSpec, ...], welcome: Welcome) -> Manifest:
+    """How the run cuts this model. Raises LearnerError: the run has another one."""
+    manifest = build_manifest(merge_rules(specs, welcome.merge), welcome.fragments)
+    if manifest.digest != welcome.manifest_digest:
+        raise LearnerError(
+            f"this model gives manifest {manifest.digest[:12]}, the run's is {welcome.manifest_digest[:12]}: "
+            "the training script builds another model than the run was started with"
+        )
+    return manifest
+
+
+def settings_of(welcome: Welcome) -> FragmentSettings:
+    """What the Welcome fixes for the fragments."""
+    return FragmentSettings(
+        region=welcome.region,
+        incarnation=welcome.incarnation,
+        codec_up=welcome.codec_up,
+        carry=welcome.carry,
+        carry_steps_limit=welcome.carry_steps_limit,
+    )
+
+
+def exchange_of(ranks: Ranks, shards: ShardMap, manifest: Manifest) -> RankExchange | None:
+    """The way between the ranks; None where there is one."""
+    return None if ranks.bulk_group is None else RankExchange(ranks.bulk_group, ranks.rank, shards, manifest)
+
+
+def _identity(welcome: Welcome) -> tuple[str, str, int, str]:
+    return welcome.run_id, welcome.region, welcome.incarnation, welcome.manifest_digest[:12]

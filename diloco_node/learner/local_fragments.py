@@ -1,0 +1,496 @@
+"""The learner's side of merging: snapshots, outer gradients, and versions applied with carry-over.
+
+`LearnerFragments` belongs to the training thread, which calls it at step boundaries. It keeps `base` (what it last
+applied), unresolved snapshots and the positions, which outlive any daemon. Encoding happens in one background thread;
+the training thread only copies. The outer gradient is `base - theta` (see `codec.kernels.encode_delta`).
+
+Every rank of a region has one, and all of them go through the same: positions are equal, while base and snapshots are
+those of what the rank owns. `base - theta` is computed by owners and gathered on rank 0, which encodes it. A version is
+scattered to its holders in the background, and applied at a boundary by which all of them have it. The bits are those
+of one rank, for each value goes through the same operations.
+
+Lifetimes: a snapshot S is unresolved from `snapshot` until a later version of its fragment is applied, or another
+snapshot of the fragment replaces it. Asked again for the same version and base it is offered again, bytes unchanged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diloco_node.codec import kernels
+from diloco_node.codec.blocks import FragmentBlocks
+from diloco_node.core.merge.carry import Anchor, CarryPlan, carry_plan, position_after
+from diloco_node.core.merge.fragments import Manifest
+from diloco_node.core.types import CarryMode, Codec, FragmentPosition
+from diloco_node.errors import LearnerError, PayloadCorrupt
+from diloco_node.learner.last_boundary import BoundaryFacts
+from diloco_node.learner.layouts.shard_map import ShardMap, whole_map
+from diloco_node.learner.layouts.tensors import ModelTensors, host_values
+from diloco_node.learner.rank_exchange import RankExchange
+from diloco_node.learner.revert import RevertCheck
+from diloco_node.learner.snapshots import HeldSnapshot, SnapshotFacts, SnapshotRooms, room
+from diloco_node.learner.worker import BackgroundWorker
+from diloco_node.numeric import F32, U8
+from diloco_node.wire.learner_link import (
+    NO_SNAPSHOT,
+    UNATTACHED,
+    OfferApplied,
+    SnapshotDenied,
+    SnapshotReady,
+    SnapshotRequested,
+    VersionOffered,
+)
+
+Answer = SnapshotReady | SnapshotDenied | OfferApplied
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSettings:
+    """What the daemon's Welcome fixes for the fragments; names as there."""
+
+    region: str
+    incarnation: int
+    codec_up: Codec
+    carry: CarryMode
+    carry_steps_limit: int
+
+
+@dataclass(slots=True)
+class _ComingVersion:
+    """A version on its way into the model.
+
+    Attributes:
+        new, anchor_followed: see `RankExchange.scatter` and `share_anchor`; set when `arrived` is.
+    """
+
+    offered: VersionOffered
+    new: tuple[Tensor, Tensor] | None = None
+    anchor_followed: Tensor | None = None
+    arrived: threading.Event = field(default_factory=threading.Event)
+
+
+class LearnerFragments:
+    """The model's fragments as one rank of a learner holds them.
+
+    Args:
+        tensors: the model's parameters.
+        manifest: how they are cut; made from the same tensors.
+        settings: see FragmentSettings.
+        version_area: shape (manifest.size,), float32: versions from the daemon (shared memory). On rank 0.
+        contribution_area: shape (sum of encoded bytes,), uint8: contributions to the daemon (shared memory). On rank 0.
+        answer: called from the encoder thread with each SnapshotReady or SnapshotDenied. On rank 0.
+        shards: which rank holds what; this one everything if None.
+        rank: this one. exchange: with the other ranks, if there are any.
+        before_ready: called in the encoder thread before a snapshot is announced; makes the trained counters durable.
+
+    Attributes:
+        positions: per fragment. step, tokens: of this incarnation, at the last boundary.
+        carried_steps: sum over applies of the own steps kept; discounted: applies with lam below 1.
+    """
+
+    def __init__(
+        self,
+        tensors: ModelTensors,
+        manifest: Manifest,
+        settings: FragmentSettings,
+        *,
+        version_area: F32 | None = None,
+        contribution_area: U8 | None = None,
+        answer: Callable[[Answer], None] = lambda _: None,
+        before_ready: Callable[[], None] = lambda: None,
+        shards: ShardMap | None = None,
+        rank: int = 0,
+        exchange: RankExchange | None = None,
+    ) -> None:
+        self.manifest = manifest
+        self.settings = settings
+        self.tensors = tensors
+        self.step = 0
+        self.tokens = 0
+        self.carried_steps = 0
+        self.discounted = 0
+        self.positions: list[FragmentPosition] = [UNATTACHED for _ in manifest.fragments]
+        self.shards = shards or whole_map(manifest.tensors)
+        self._exchange = exchange
+        self._is_first = rank == 0
+        self._is_gathered = not self.shards.is_first_whole
+        self._owned = [self.shards.owned(fragment, rank) for fragment in manifest.fragments]
+        self._followed = [self.shards.followed(fragment, rank) for fragment in manifest.fragments]
+        self._blocks = [FragmentBlocks(part.piece_sizes, settings.codec_up) for part in manifest.fragments]
+        self._places: list[Tensor] = []
+        if version_area is not None:
+            self._places = list(torch.split(torch.from_numpy(version_area), [part.size for part in manifest.fragments]))
+        self._contribution_area = np.zeros(0, np.uint8) if contribution_area is None else contribution_area
+        self._area_starts = [0, *accumulate(blocks.encoded_bytes for blocks in self._blocks)]
+        sizes = [part.size for part in self._owned]
+        # One allocation, pinned where there is a GPU, so that copies run at the speed of the bus.
+        is_pinned = torch.cuda.is_available()
+        self._base = list(torch.split(room(sum(sizes), is_pinned=is_pinned), sizes))
+        self._rooms = SnapshotRooms(max(sizes), is_pinned=is_pinned)
+        held = [slab.size for part in (*self._owned, *self._followed) for slab in part.slabs]
+        self._scratch = room(max(held, default=0), is_pinned=is_pinned)
+        self._snapshots: dict[int, HeldSnapshot] = {}
+        self._taken: list[HeldSnapshot] = []
+        self._incoming: dict[int, _ComingVersion] = {}
+        self._last_included: dict[int, int] = {}
+        self._own: list[Tensor] | None = None
+        self._revert = RevertCheck(tensors)
+        self._next_snapshot = 1
+        self._answer = answer
+        self._before_ready = before_ready if self._is_first else lambda: None
+        self._worker = BackgroundWorker()
+        self._zeros = np.zeros(0, np.float32)
+        if self._is_first:
+            # Load or compile the kernel now, not beside the first steps.
+            smallest = min(self._blocks, key=lambda blocks: blocks.values)
+            zeros = np.zeros(smallest.values, np.float32)
+            kernels.encode_delta(smallest, zeros, zeros, np.zeros(smallest.encoded_bytes, np.uint8))
+            if exchange is not None and self._is_gathered:
+                self._zeros = np.zeros(max(blocks.values for blocks in self._blocks), np.float32)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether every fragment has been given a version: training may begin."""
+        return all(position.base_version >= 0 for position in self.positions)
+
+    def unresolved(self) -> tuple[int, ...]:
+        """Per fragment the number of its unresolved snapshot, or NO_SNAPSHOT."""
+        held = self._snapshots
+        return tuple(held[index].facts.number if index in held else NO_SNAPSHOT for index in range(len(self.positions)))
+
+    def write_initial_state(self) -> None:
+        """Copy the model's parameters into the version area, where the daemon takes Theta_0 from. All ranks call it."""
+        for index, part in enumerate(self._owned):
+            values = self._base[index]  # no version is there yet
+            self.tensors.read(part, values)
+            whole = self._gathered(index, values)
+            if whole is not None:
+                self._places[index].copy_(whole)
+
+    def _gathered(self, index: int, own: Tensor) -> Tensor | None:
+        """On rank 0 the whole fragment, of what each rank owns: in turn with what else is being carried."""
+        exchange = self._exchange
+        if exchange is None or not self._is_gathered:
+            return own if self._is_first else None
+        return self._worker.wait_for(lambda: exchange.gather(index, own))
+
+    def gathered(self, vectors: list[Tensor]) -> list[Tensor] | None:
+        """Whole fragments on rank 0, None elsewhere. All ranks call it, but where rank 0 owns all.
+
+        Args:
+            vectors: `global_vectors` or `own_vectors` of each rank.
+        """
+        whole = [self._gathered(index, own) for index, own in enumerate(vectors)]
+        return [one for one in whole if one is not None] if self._is_first else None
+
+    def global_vectors(self) -> list[Tensor]:
+        """Per fragment the global parameters as last applied, what this rank owns: shape (n,), float32. Not copies."""
+        return self._base
+
+    def own_vectors(self) -> list[Tensor]:
+        """Per fragment what this learner came to by itself, what this rank owns: shape (n,), float32, CPU.
+
+        Until the run's last merges begin that is what the model holds now (copies). From then on it is what it held
+        just before the first of them: the last rounds take the plain mean whole, so afterwards the own parameters are
+        the global ones plus a few steps.
+        """
+        return self._own if self._own is not None else [self.vector(index) for index in range(len(self.positions))]
+
+    def vector(self, index: int) -> Tensor:
+        """What this rank owns of fragment `index` as the model holds it now: shape (n,), float32, CPU; a copy."""
+        values = host_values(self._owned[index].size)
+        self.read(index, values)
+        return values
+
+    @property
+    def has_last_version(self) -> bool:
+        """Whether the run's last merges have begun here."""
+        return self._own is not None
+
+    def facts(self) -> BoundaryFacts:
+        """Where this learner stands."""
+        return BoundaryFacts(
+            step=self.step,
+            tokens=self.tokens,
+            next_snapshot=self._next_snapshot,
+            positions=tuple(self.positions),
+            last_included=tuple(self._last_included.get(index, NO_SNAPSHOT) for index in range(len(self.positions))),
+            unresolved=tuple(self._snapshots[index].facts for index in sorted(self._snapshots)),
+        )
+
+    def read(self, index: int, out: Tensor) -> None:
+        """Copy what the model holds of a fragment now: shape (n,), float32, CPU."""
+        self.tensors.read(self._owned[index], out)
+
+    def write(self, index: int, values: Tensor) -> None:
+        """Overwrite what the model holds of a fragment: shape (n,), float32, CPU."""
+        self.tensors.write(self._owned[index], values)
+
+    def snapshot_values(self, index: int) -> Tensor:
+        """The values of the unresolved snapshot of a fragment: shape (n,), float32, CPU. Not a copy."""
+        return self._snapshots[index].values
+
+    def begin_at(self, facts: BoundaryFacts, *, bases: Sequence[Tensor], snapshots: Sequence[Tensor]) -> None:
+        """Stand where a dead process stood. Before the first boundary; vectors, shape (n,), float32, CPU, are copied.
+
+        `write` has still to put the parameters there. Unresolved snapshots are encoded again, to the same bytes.
+        """
+        self.step, self.tokens, self._next_snapshot = facts.step, facts.tokens, facts.next_snapshot
+        self.positions = list(facts.positions)
+        self._last_included = {index: number for index, number in enumerate(facts.last_included) if number >= 0}
+        for base, values in zip(bases, self._base, strict=True):
+            values.copy_(base)
+        for one in facts.unresolved:
+            buffer = self._rooms.take()
+            values = buffer[: self._owned[one.fragment].size].copy_(snapshots[one.fragment])
+            self._snapshots[one.fragment] = HeldSnapshot(one, values, buffer)
+            self._taken.append(self._snapshots[one.fragment])
+
+    # ---- snapshots ---------------------------------------------------------------------------------------------------
+
+    def snapshot(self, wanted: SnapshotRequested) -> Answer | None:
+        """Copy a fragment and have it encoded.
+
+        Returns:
+            The answer if it is known at once (denied, or the same snapshot as before), else None: it comes by `answer`,
+            after `encode_taken`.
+        """
+        self._worker.check()
+        held = self._snapshots.get(wanted.fragment)
+        if held is not None and (held.facts.version, held.facts.base_version) == (wanted.version, wanted.base_version):
+            return held.answer if held.encoded.is_set() else None
+        position = self.positions[wanted.fragment]
+        if wanted.base_version != position.base_version:
+            reason = f"base is version {position.base_version}, asked for one against {wanted.base_version}"
+            return SnapshotDenied(wanted.fragment, wanted.version, reason)
+        if self.step <= position.included_step:
+            return SnapshotDenied(wanted.fragment, wanted.version, "no steps since the last inclusion")
+        if held is not None:
+            self._resolve(held)
+        part = self._owned[wanted.fragment]
+        buffer = self._rooms.take()
+        values = buffer[: part.size]
+        self.tensors.read(part, values)
+        facts = SnapshotFacts(
+            number=self._next_snapshot,
+            fragment=wanted.fragment,
+            version=wanted.version,
+            base_version=wanted.base_version,
+            step_from=position.included_step,
+            step=self.step,
+            tokens_from=position.included_tokens,
+            tokens=self.tokens,
+        )
+        taken = HeldSnapshot(facts, values, buffer)
+        self._next_snapshot += 1
+        self._snapshots[wanted.fragment] = taken
+        self._taken.append(taken)
+        return None
+
+    def encode_taken(self) -> None:
+        """Have the snapshots of this boundary encoded, now that nothing else is to be done before they are told."""
+        for taken in self._taken:
+            self._worker.put(partial(self._encode, taken))
+        self._taken.clear()
+
+    def _encode(self, taken: HeldSnapshot) -> None:
+        """In the worker. Base can't change meanwhile: `is_busy` says so."""
+        # A step that others may merge must not be forgotten by a power cut: the counters first.
+        durable = self._worker.disk.submit(self._before_ready)
+        answer = self._encoded(taken)
+        durable.result()
+        taken.answer = answer
+        taken.encoded.set()
+        if answer is not None:
+            self._answer(answer)
+
+    def _encoded(self, taken: HeldSnapshot) -> SnapshotReady | SnapshotDenied | None:
+        """The answer; None on ranks other than 0."""
+        index = taken.facts.fragment
+        base, theta = self._base[index].numpy(), taken.values.numpy()
+        if self._exchange is not None and self._is_gathered:
+            # The same subtraction as the kernel's; what it subtracts then changes nothing.
+            whole = self._exchange.gather(index, self._base[index] - taken.values)
+            if whole is None:
+                return None
+            base, theta = whole.numpy(), self._zeros[: whole.numel()]
+        if not self._is_first:
+            return None
+        start = self._area_starts[index]
+        out = self._contribution_area[start : start + self._blocks[index].encoded_bytes]
+        try:
+            norms = kernels.encode_delta(self._blocks[index], base, theta, out)
+        except PayloadCorrupt as error:
+            return SnapshotDenied(index, taken.facts.version, f"step {taken.facts.step}: {error}")
+        settings = self.settings
+        return SnapshotReady(taken.facts.contribution(settings.region, settings.incarnation, norms.tolist()))
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    def is_busy(self, index: int) -> bool:
+        """Whether a version of this fragment can't be taken now: its base is still read, or one is on its way."""
+        self._worker.check()
+        held = self._snapshots.get(index)
+        return index in self._incoming or (held is not None and not held.encoded.is_set())
+
+    def is_coming(self, index: int) -> bool:
+        """Whether a version of this fragment is on its way to all ranks."""
+        return index in self._incoming
+
+    @property
+    def arriving(self) -> bool:
+        """Whether any version is on its way to all ranks."""
+        return bool(self._incoming)
+
+    def take(self, offered: VersionOffered) -> None:
+        """Begin to take a version from the version area. The caller asks `is_busy` first.
+
+        Raises:
+            LearnerError: the daemon names a snapshot that this learner does not have.
+        """
+        index = offered.fragment
+        incoming = self._incoming[index] = _ComingVersion(offered)
+        position, exchange = self.positions[index], self._exchange
+        if exchange is None or offered.version <= position.base_version:
+            incoming.arrived.set()
+            return
+        # The newest snapshot stays while a version is coming; what the steps are measured from is known now.
+        taken = self._included(offered)
+        anchor = self._base[index] if taken is None else taken.values
+        is_kept = position.base_version >= 0 and self.settings.carry is CarryMode.CARRY
+        # A copy: the daemon that wrote the place may die, and the next one writes what it likes.
+        whole = self._places[index].clone() if self._is_first else None
+
+        def carry() -> None:
+            incoming.new = exchange.scatter(index, whole)
+            if is_kept:
+                incoming.anchor_followed = exchange.share_anchor(index, anchor)
+            incoming.arrived.set()
+
+        self._worker.put(carry)
+
+    def arrived(self) -> tuple[int, ...]:
+        """Fragments, ascending, of which this rank has all of a version that was begun."""
+        self._worker.check()
+        return tuple(sorted(index for index, one in self._incoming.items() if one.arrived.is_set()))
+
+    def apply(self, offered: VersionOffered) -> OfferApplied:
+        """`take` and `finish` at once; of one rank."""
+        self.take(offered)
+        return self.finish(offered.fragment)
+
+    def finish(self, index: int) -> OfferApplied:
+        """Apply what has arrived on all ranks, keeping the steps that are not in it (design part 5).
+
+        A version that the learner already has, or an older one, changes nothing.
+
+        Returns:
+            What to tell the daemon.
+
+        Raises:
+            LearnerError: the daemon names a snapshot that this learner does not have.
+        """
+        incoming = self._incoming.pop(index)
+        offered = incoming.offered
+        version = offered.version
+        position = self.positions[index]
+        if version <= position.base_version:
+            return OfferApplied(index, position.base_version, position, 1.0, 0)
+        taken = self._included(offered)
+        if offered.is_last and self._own is None and self.is_placed:
+            self._own = self.own_vectors()
+        plan, kept_steps = self._plan(position, taken, version)
+        owned, followed = self._owned[index], self._followed[index]
+        anchors = {
+            Anchor.SNAPSHOT: (taken.values if taken else None, incoming.anchor_followed),
+            Anchor.BASE: (self._base[index], incoming.anchor_followed),
+            Anchor.NONE: (None, None),
+        }
+        anchor, anchor_followed = anchors[plan.anchor]
+        new, new_followed = incoming.new or (self._places[index], None)
+        self._revert.before(owned)
+        self.tensors.shift(owned, new, anchor, plan.carry_factor, self._scratch)
+        if new_followed is not None:
+            self.tensors.shift(followed, new_followed, anchor_followed, plan.carry_factor, self._scratch)
+        self._revert.after(owned)
+        self.tensors.held(owned, new, self._base[index])
+        self.positions[index] = position_after(
+            position,
+            included=None if taken is None else (taken.facts.step, taken.facts.tokens),
+            step=self.step,
+            tokens=self.tokens,
+            version=version,
+            mode=self.settings.carry,
+            is_kept=plan.anchor is not Anchor.NONE,
+        )
+        if taken is not None:
+            self._last_included[index] = taken.facts.number
+        if index in self._snapshots:
+            self._resolve(self._snapshots[index])
+        carry_factor = 1.0 if position.base_version < 0 else plan.carry_factor
+        self.carried_steps += kept_steps
+        self.discounted += carry_factor < 1.0
+        return OfferApplied(index, version, self.positions[index], carry_factor, kept_steps)
+
+    def verify(self) -> None:
+        """At a boundary, before anything is applied: are the values of the last one still there?
+
+        Raises:
+            LearnerError: the optimizer undid them.
+        """
+        self._revert.verify()
+
+    def _included(self, offered: VersionOffered) -> HeldSnapshot | None:
+        if offered.included_snapshot == NO_SNAPSHOT:
+            return None
+        if offered.included_snapshot <= self._last_included.get(offered.fragment, NO_SNAPSHOT):
+            # The daemon made this offer before it knew what this learner had just applied: the snapshot is in its base.
+            return None
+        held = self._snapshots.get(offered.fragment)
+        if held is None or held.facts.number != offered.included_snapshot:
+            raise LearnerError(
+                f"fragment {offered.fragment} version {offered.version} includes snapshot {offered.included_snapshot}, "
+                f"but this learner (incarnation {self.settings.incarnation}) holds "
+                f"{'none' if held is None else held.facts.number}: its steps can't be carried over; restart the learner"
+            )
+        return held
+
+    def _plan(self, position: FragmentPosition, taken: HeldSnapshot | None, version: int) -> tuple[CarryPlan, int]:
+        """The plan, and how many own steps it keeps."""
+        if position.base_version < 0:
+            return CarryPlan(Anchor.NONE, 0.0), 0
+        since = self.step - (position.included_step if taken is None else taken.facts.step)
+        plan = carry_plan(
+            self.settings.carry,
+            included=taken is not None,
+            versions_missed=version - (position.base_version if taken is None else taken.facts.version),
+            steps_since_inclusion=since,
+            carry_steps_limit=self.settings.carry_steps_limit,
+        )
+        return plan, since if plan.carry_factor > 0.0 else 0
+
+    def _resolve(self, taken: HeldSnapshot) -> None:
+        del self._snapshots[taken.facts.fragment]
+        # While the encoder still reads the values, they are left to the garbage collector.
+        if taken.encoded.is_set():
+            self._rooms.give_back(taken.buffer)
+
+    def close(self) -> None:
+        """Stop the worker and let go of the shared memory."""
+        self._worker.close()
+        self._places = []
+        self._contribution_area = np.zeros(0, np.uint8)
+
+
+def area_sizes(manifest: Manifest, codec_up: Codec) -> tuple[int, int]:
+    """Bytes of version area and contribution area."""
+    encoded = [FragmentBlocks(fragment.piece_sizes, codec_up).encoded_bytes for fragment in manifest.fragments]
+    return 4 * manifest.size, sum(encoded)

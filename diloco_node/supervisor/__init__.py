@@ -1,0 +1,1 @@
+"""The parent of a region's daemon and learner: standard library only, small, with nothing to crash on."""

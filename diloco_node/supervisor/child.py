@@ -1,0 +1,268 @@
+"""A child of the supervisor through all its lives: how it is started, watched and cleared up after, and its log.
+
+Standard library only, so that the supervisor is small and has nothing to crash on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Final
+
+from diloco_node.supervisor.preload import Forked, ForkServer
+
+if TYPE_CHECKING:
+    from diloco_node.supervisor.supervisor_spec import SupervisorSpec
+
+LOG_BYTES_MAX: Final = 32 * 2**20
+"""A child's log is rotated here; one older file is kept."""
+
+COMMAND_CHARS_MAX: Final = 80
+"""Of a child's command in a message."""
+
+# prctl(PR_SET_PDEATHSIG) must be called by the child, after fork. A tiny program does it and then becomes the command:
+# `preexec_fn` would run Python between fork and exec, which can deadlock in a process with threads.
+_BECOME: Final = """
+import ctypes, os, sys
+ctypes.CDLL(None, use_errno=True).prctl(1, int(sys.argv[2]), 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+try:
+    os.execvp(sys.argv[3], sys.argv[3:])
+except OSError as error:
+    sys.stderr.write(f"{sys.argv[3]}: {error.strerror}\\n")
+    sys.stderr.flush()
+    os._exit(127)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExited:
+    """A child has ended; `code` as in subprocess: negative for a signal."""
+
+    child: Child
+    code: int
+
+
+def show(data: bytes) -> None:
+    """On the supervisor's own standard error; never fails."""
+    with contextlib.suppress(OSError, ValueError):
+        os.write(2, data)
+
+
+class ChildLog:
+    """A process's log file with a size limit. Written by one reader thread at a time."""
+
+    def __init__(self, path: Path, is_echoing: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._is_echoing = is_echoing
+        self._file = path.open("ab", buffering=0)
+        self._size_bytes = self._file.tell()
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        """Never fails."""
+        with self._lock:
+            # A full disk or a closed terminal must stop neither the child nor the supervisor.
+            if self._size_bytes > LOG_BYTES_MAX:
+                with contextlib.suppress(OSError):
+                    self._rotate()
+            with contextlib.suppress(OSError):
+                self._file.write(data)
+                self._size_bytes += len(data)
+            if self._is_echoing:
+                show(data)
+
+    def _rotate(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # renamed already, by a try that went no further
+            self._path.replace(self._path.with_suffix(".log.1"))
+        file = self._path.open("ab", buffering=0)
+        self._file.close()
+        self._file, self._size_bytes = file, 0
+
+    def close(self) -> None:
+        """Nobody writes any more."""
+        with self._lock:
+            self._file.close()
+
+
+class Child:
+    """One of the processes, through all its lives.
+
+    Args:
+        death_signal: what it gets when the supervisor dies.
+        logs_errors_only: what it writes to standard output is for people: it is shown, and is not in its log. What it
+            writes to standard error is its log. is_shown: its log is shown, too; all of them are with `is_verbose`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        death_signal: int,
+        spec: SupervisorSpec,
+        *,
+        logs_errors_only: bool = False,
+        is_shown: bool = True,
+    ) -> None:
+        self.name = name
+        self.starts = 0
+        self.restart_at_s: float | None = None
+        self.is_done = False
+        self._command = command
+        self._death_signal = death_signal
+        self._spec = spec
+        self._logs_errors_only = logs_errors_only
+        is_echoing = spec.is_echoing and (spec.is_verbose or is_shown)
+        self.log = ChildLog(spec.state_dir / "logs" / f"{name}.log", is_echoing)
+        self.forks: ForkServer | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
+        self._readers: list[threading.Thread] = []
+        self._started_s = 0.0
+        self._backoff_s = spec.backoff_min_s
+        self._marks: list[bytes] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process; also one whose end was not noted yet."""
+        return self._process is not None
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this life is a fork of the preloaded process."""
+        return isinstance(self._process, Forked)
+
+    @property
+    def shown(self) -> str:
+        """Process id and command, for people: a long command loses its middle."""
+        command = " ".join(shlex.join(self._command).split())
+        if len(command) > COMMAND_CHARS_MAX:
+            half = (COMMAND_CHARS_MAX - len(" ... ")) // 2
+            command = f"{command[:half].rstrip()} ... {command[-half:].lstrip()}"
+        return f"pid {self._process.pid if self._process is not None else '-'}: {command}"
+
+    def start(self, env: Mapping[str, str], report: Callable[[ChildExited], None]) -> None:
+        """Must be called from the main thread: PR_SET_PDEATHSIG follows the thread that forked."""
+        own_env = self.marked(env)
+        self._marks = [f"{name}={own_env[name]}".encode() for name in ("DILOCO_CHILD", "DILOCO_SUPERVISOR")]
+        process = (self.forks.fork() if self.forks is not None else None) or self._spawn(own_env)
+        self._process = process
+        self.starts += 1
+        self._started_s = time.monotonic()
+        self.restart_at_s = None
+        assert process.stdout is not None
+        self._readers = [self._reader(process.stdout, self._show if self._logs_errors_only else self.log.write)]
+        if isinstance(process, subprocess.Popen) and process.stderr is not None:
+            self._readers.append(self._reader(process.stderr, self.log.write))
+        threading.Thread(target=self._watch, args=(process, report), daemon=True).start()
+
+    def marked(self, env: Mapping[str, str]) -> dict[str, str]:
+        """The environment by which this child, and what it leaves behind, is known."""
+        return {**env, "DILOCO_CHILD": f"{self.name}-{os.getpid()}"}
+
+    def _spawn(self, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        become = [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), str(int(self._death_signal))]
+        return subprocess.Popen(
+            [*become, *self._command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if self._logs_errors_only else subprocess.STDOUT,
+            env=env,
+            process_group=0,
+        )
+
+    def _show(self, data: bytes) -> None:
+        if self._spec.is_echoing:
+            show(data)
+
+    @staticmethod
+    def _reader(pipe: IO[bytes], write: Callable[[bytes], None]) -> threading.Thread:
+        def copy() -> None:
+            with pipe:
+                while data := os.read(pipe.fileno(), 65536):
+                    write(data)
+
+        thread = threading.Thread(target=copy, daemon=True)
+        thread.start()
+        return thread
+
+    def _watch(self, process: subprocess.Popen[bytes] | Forked, report: Callable[[ChildExited], None]) -> None:
+        # Look at the exit without reaping: until then the process group's number can't belong to anyone else, and what
+        # the child left behind in its group can be killed safely.
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        _kill_group(process.pid, signal.SIGKILL)
+        report(ChildExited(self, process.wait()))
+
+    def ended(self) -> float:
+        """Note the end of this life, and clear up after it. Returns how long it was, in seconds."""
+        self._process = None
+        self._kill_left_behind(signal.SIGKILL)
+        for reader in self._readers:
+            reader.join(1.0)
+        return time.monotonic() - self._started_s
+
+    def schedule_restart(self, lived_s: float, *, ran_well: bool = False) -> float:
+        """Returns the wait in seconds: starts are the backoff apart, so who lived longer waits no more.
+
+        Args:
+            ran_well: what it did was useful, and it was killed from outside: the backoff begins anew.
+        """
+        if ran_well or lived_s >= self._spec.healthy_s:
+            self._backoff_s = self._spec.backoff_min_s
+        wait_s = max(0.0, self._backoff_s - lived_s)
+        self.restart_at_s = time.monotonic() + wait_s
+        self._backoff_s = min(2 * self._backoff_s, self._spec.backoff_max_s)
+        return wait_s
+
+    def send_signal(self, number: int) -> None:
+        """To the child alone: `torchrun` passes SIGTERM on to its ranks in its own order."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """With all of its process group, and the ranks of a launcher."""
+        if self._process is not None:
+            # Each process once: a second SIGABRT ends Python while it still writes its stacks.
+            self._kill_left_behind(number, but_group=self._process.pid)
+            _kill_group(self._process.pid, number)
+
+    def _kill_left_behind(self, number: int, but_group: int = 0) -> None:
+        """Ranks of a launcher and the like; not the process that learners are forked from, which has the same marks.
+
+        Args:
+            but_group: a process group that is left alone.
+        """
+        for pid in _left_behind(self._marks):
+            if self.forks is None or pid != self.forks.pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    if os.getpgid(pid) != but_group:
+                        os.kill(pid, number)
+
+
+def _kill_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+def _left_behind(marks: list[bytes]) -> list[int]:
+    """Processes whose environment holds all of these settings; ascending."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+                settings = (folder / "environ").read_bytes().split(b"\0")
+                if all(mark in settings for mark in marks):
+                    found.append(int(folder.name))
+    return sorted(found)

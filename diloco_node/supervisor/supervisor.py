@@ -1,0 +1,392 @@
+"""The parent of a region's daemon and learner: keeps both alive, and keeps the memory they share.
+
+Either child may die and is started again, the other goes on. Two starts are at least 0.2 s apart, then twice as long
+up to 30 s. The 0.2 s are back after a healthy while, and where a learner that had made steps was killed from outside.
+Standard library only, so that the parent is small and has nothing to crash on.
+
+How it ends (`run_supervisor`'s result is the exit code):
+
+- the daemon exits 0: it finished the run, or was told to. The learner gets time to end by itself, then is stopped; 0.
+- the daemon exits with a code that a restart does not cure (2 settings, 3 bind at its first start, 4 identity, 6 a
+  folder in use, or a disk that lost what it had written, 7 superseded): the learner is stopped; that code.
+- the disk refuses (full, read-only, failing): 6 if the region has never run here. Else the learner goes on, and the
+  daemon is started again until the disk takes what it writes.
+- the learner exits 2 before it was ever healthy (a wrong setting, a missing data path): the daemon is stopped; 2.
+- SIGTERM or SIGINT: the learner is stopped, then the daemon, each with SIGTERM, a deadline, SIGKILL; 0.
+- the learner exits 0: it is done and not started again; the daemon goes on serving the other regions.
+- the learner hangs, or crashes again and again (`daemon.learner.watch`): it is killed and started again, or stays
+  stopped until SIGUSR1 or the next start, while the daemon votes and merges.
+
+Children are put into process groups of their own (a Ctrl-C in the terminal reaches only the supervisor) and get
+PR_SET_PDEATHSIG: when the supervisor dies, so do they. What a dead learner command left behind (the ranks of a killed
+`torchrun`, which have sessions of their own) is found by its environment and killed before the next start.
+
+The daemon starts first, for the other regions wait for its vote. Where processors are few, the learner's imports would
+hold it up. So they begin when it is up, or `daemon_first_s` later.
+
+With `preload` the learner is forked from a process that has imported these modules (`preload.py`). It is a child
+of the supervisor like any other then. The first learner waits for the imports, for it would make the same ones itself;
+later, where a fork can't be had, it is started as a new process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import queue
+import re
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from types import FrameType
+from typing import Final
+
+from diloco_node.errors import StorageError
+from diloco_node.shared_memory import MemoryStore, boundary_file
+from diloco_node.supervisor.child import Child, ChildExited, ChildLog, show
+from diloco_node.supervisor.learner_watch import COUNTERS_AREA, FROM_OUTSIDE, Action, LearnerWatch
+from diloco_node.supervisor.preload import ForkServer, ServerEnded, ServerReady, forkable_command
+from diloco_node.supervisor.process_file import write_process
+from diloco_node.supervisor.service_manager import NOTIFY_VARIABLES, ServiceManager
+from diloco_node.supervisor.supervisor_spec import SupervisorSpec
+from diloco_node.unix_sockets import socket_path
+
+FINAL_CODES: Final = frozenset({2, 4, 6, 7})
+"""The daemon's exit codes that another start would only repeat."""
+
+BIND_CODE: Final = 3
+"""Final at the daemon's first start; later its own old connections may linger, and it tries again."""
+
+DISK_CODE: Final = os.EX_TEMPFAIL
+"""The daemon's when the disk refuses: a full disk must not stop a training that has begun."""
+
+STORAGE_CODE: Final = 6
+USAGE_CODE: Final = 2
+LOOK_S: Final = 1.0
+"""Between two looks at the learner's counters."""
+
+READY_LOOK_S: Final = 0.05
+"""Between two looks whether the daemon is up, until it is."""
+
+ADMIN_PORT_NAME: Final = "admin.port"
+"""The daemon writes it when its admin port is bound; as `daemon.daemon` calls it."""
+
+LEDGER_NAME: Final = "ledger.log"
+"""As `storage.ledger_files` calls it, which needs more than the standard library."""
+
+DAEMON_SOCKET: Final = "learner.sock"
+MEMORY_SOCKET: Final = "memory.sock"
+
+
+def logfmt(fact: Mapping[str, str]) -> str:
+    """key=value, quoted where needed, as the daemon's log."""
+    needs_quotes = re.compile(r'[\s="]')
+    plain = ((key, value.replace('"', r"\"").replace("\n", r"\n")) for key, value in fact.items())
+    return " ".join(f'{key}="{value}"' if needs_quotes.search(value) else f"{key}={value}" for key, value in plain)
+
+
+_Event = ChildExited | ServerReady | ServerEnded | int
+"""Or the number of a signal."""
+
+
+class _Supervisor:
+    def __init__(self, spec: SupervisorSpec, env: Mapping[str, str], memory: MemoryStore) -> None:
+        self._spec = spec
+        self._memory = memory
+        self._watch = LearnerWatch(spec.hang_s, log=str(spec.state_dir.resolve() / "logs" / "learner.log"))
+        self._counters: bytes | None = None
+        self._has_run = (spec.state_dir / LEDGER_NAME).exists()
+        self._env = env
+        # SimpleQueue.put is safe in a signal handler; Queue.put is not.
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._log = ChildLog(spec.state_dir / "logs" / "supervisor.log", is_echoing=False)
+        self._manager = ServiceManager(os.environ, os.getpid())
+        self._is_ready = False
+        self._daemon = Child("daemon", spec.daemon_command, signal.SIGKILL, spec, logs_errors_only=True, is_shown=False)
+        self._children = [self._daemon]
+        self._learner: Child | None = None
+        if spec.learner_command is not None:
+            # A learner may be a launcher with ranks below it: SIGTERM lets it take them along.
+            self._learner = Child("learner", spec.learner_command, signal.SIGTERM, spec)
+            self._children.append(self._learner)
+            self._learner.forks = self._fork_server(spec.learner_command, self._learner)
+        self._tracker: Child | None = None
+        if spec.tracker_command is not None:
+            self._tracker = Child("tracker", spec.tracker_command, signal.SIGTERM, spec, is_shown=False)
+            self._children.append(self._tracker)
+        self._forks = self._learner.forks if self._learner is not None else None
+        self._has_preloaded = False
+        self._began_s = time.monotonic()
+
+    def _fork_server(self, command: list[str], learner: Child) -> ForkServer | None:
+        if not self._spec.preload:
+            return None
+        at, reason = forkable_command(command)
+        if reason:
+            self.say(f"no preload: {reason}; the learner starts afresh each time")
+            return None
+        return ForkServer(
+            self._spec.preload,
+            command,
+            at,
+            write=learner.log.write,
+            report=self._events.put,
+            say=self.say,
+            backoff_min_s=self._spec.backoff_min_s,
+            backoff_max_s=self._spec.backoff_max_s,
+        )
+
+    def say(self, text: str) -> None:
+        """One fact: for the log, for people, and for the service manager."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        fact = {"timestamp": stamp, "level": "info", "event": text, "region": self._spec.region, "part": "supervisor"}
+        shown = json.dumps(fact) if self._spec.log_format == "json" else logfmt(fact)
+        self._log.write(f"{shown}\n".encode())
+        if self._spec.is_echoing:
+            show(f"{stamp} {self._spec.region}: {text}\n".encode())
+        self._manager.tell(text)
+
+    def run(self) -> int:
+        try:
+            if self._learner is not None:
+                write_process(self._spec.state_dir, self._watch.document())  # not what the supervisor before said
+            # One that lies there is that of a daemon before, and would say that this one is up.
+            (self._spec.state_dir / ADMIN_PORT_NAME).unlink(missing_ok=True)
+            for child in self._children:
+                if child is self._learner:
+                    child.restart_at_s = time.monotonic() + self._spec.daemon_first_s
+                else:
+                    self._start(child)
+            code: int | None = None
+            while code is None:
+                code = self._turn()
+            return code
+        finally:
+            self._manager.stopping()
+            self._stop_all()
+            for log in (self._log, *(child.log for child in self._children)):
+                log.close()
+
+    def signalled(self, number: int, _frame: FrameType | None) -> None:
+        """The handler of SIGTERM, SIGINT, SIGHUP and SIGUSR1."""
+        self._events.put(number)
+
+    def _start_fork_server(self) -> None:
+        if self._forks is not None and self._learner is not None:
+            self._has_preloaded = True
+            self._forks.start(self._learner.marked(self._env))
+
+    def _start(self, child: Child) -> None:
+        if child is self._learner and not child.starts and self._forks is not None:
+            if not self._has_preloaded:
+                self._start_fork_server()
+            if self._forks.is_starting:
+                child.restart_at_s = None  # both would import the same: ServerReady or ServerEnded brings it here again
+                return
+        child.start(self._env, self._events.put)
+        self.say(f"{child.name} started, start={child.starts}{', forked' if child.is_forked else ''}")
+        if child is self._learner:
+            self._counters = self._memory.contents(COUNTERS_AREA)
+            self._watch.started(self._counters, now_s=time.monotonic())
+            write_process(self._spec.state_dir, self._watch.document())
+            imports = "" if child.is_forked else "; importing torch and building the model takes 15 to 40 s"
+            self.say(f"waiting for the learner ({child.shown}) to attach{imports}")
+
+    def _fork_server_changed(self, event: ServerReady | ServerEnded) -> None:
+        assert self._forks is not None
+        assert self._learner is not None
+        self._forks.note(event)
+        if not self._learner.starts:
+            self._start(self._learner)
+
+    def _turn(self) -> int | None:
+        """Carry out one event or one restart that is due. Returns the exit code when it is over."""
+        now_s = time.monotonic()
+        looks = self._look_at_daemon(now_s)
+        due = [child for child in self._children if child.restart_at_s is not None and child.restart_at_s <= now_s]
+        for child in due:
+            self._start(child)
+        waiting = [child.restart_at_s for child in self._children if child.restart_at_s is not None]
+        if self._spec.hang_s > 0 and self._learner is not None and self._learner.is_running:
+            self._look_at(self._learner)
+            waiting.append(now_s + min(LOOK_S, self._spec.hang_s / 4))
+        if self._forks is not None and self._forks.restart_at_s is not None:
+            waiting.append(self._forks.restart_at_s)
+            if waiting[-1] <= now_s:
+                self._start_fork_server()
+        waiting += looks
+        try:
+            event = self._events.get(timeout=max(0.0, min(waiting) - now_s) if waiting else None)
+        except queue.Empty:
+            return None
+        if event == signal.SIGHUP:
+            self._daemon.send_signal(signal.SIGHUP)  # it reads its settings again; else it does when it starts
+            return None
+        if event == signal.SIGUSR1:
+            self._revive_learner()
+            return None
+        if isinstance(event, int):
+            self.say(f"signal {signal.Signals(event).name}: stopping")
+            return 0
+        if isinstance(event, ServerReady | ServerEnded):
+            self._fork_server_changed(event)
+            return None
+        return self._child_exited(event.child, event.code)
+
+    def _look_at_daemon(self, now_s: float) -> list[float]:
+        """Tell the service manager once that it is up, and that this process lives. When to come again."""
+        if not self._is_ready and (self._spec.state_dir / ADMIN_PORT_NAME).exists():
+            self._is_ready = True
+            self._manager.ready()
+            if self._learner is not None and not self._has_preloaded and not self._learner.starts:
+                self._learner.restart_at_s = now_s
+        every_s = self._manager.alive_every_s
+        if every_s:
+            self._manager.alive()
+        looks = [now_s + every_s] if every_s else []
+        if not self._is_ready:
+            looks.append(now_s + (READY_LOOK_S if now_s < self._began_s + self._spec.daemon_first_s else LOOK_S))
+        return looks
+
+    def _look_at(self, learner: Child) -> None:
+        """Whether the learner makes steps."""
+        action = self._watch.look(self._memory.contents(COUNTERS_AREA), now_s=time.monotonic())
+        if action is Action.ABORT:
+            self.say(f"learner {self._watch.reason}: it is stopped, and its stacks are in logs/learner.log")
+            learner.kill(signal.SIGABRT)
+        elif action is Action.KILL:
+            learner.kill()
+        elif action is Action.SAY:
+            self.say(f"learner {self._watch.reason}")
+        if action is not Action.NOTHING:
+            write_process(self._spec.state_dir, self._watch.document())
+
+    def _revive_learner(self) -> None:
+        """Start it at once, whether it waits or was stopped."""
+        learner = self._learner
+        if learner is None or learner.is_running:
+            self.say("signal SIGUSR1: there is no learner to be started")
+            return
+        self.say("signal SIGUSR1: the learner is started again")
+        self._watch.revived()
+        learner.schedule_restart(self._spec.healthy_s)
+
+    def _child_exited(self, child: Child, code: int) -> int | None:
+        lived_s = child.ended()
+        what = f"{child.name} exited, code={code} after {lived_s:.1f} s"
+        final = self._final_code(child, code, lived_s)
+        if final is not None:
+            self.say(f"{what}: the region ends with {final}")
+            if child is self._daemon and code == 0 and self._learner is not None:
+                # The run is finished; the learner was told so and writes its last files.
+                self._await_exit(self._learner, time.monotonic() + self._spec.finish_s, is_interruptible=True)
+            return final
+        if child is self._learner:
+            may_restart = self._watch.ended(code, lived_s=lived_s, now_s=time.monotonic())
+            write_process(self._spec.state_dir, self._watch.document())
+            if not may_restart:
+                self.say(f"{what}: {'it is done' if child.is_done else self._watch.reason}")
+                if self._forks is not None and child.is_done:
+                    self._forks.close()
+                return None
+        counters = self._memory.contents(COUNTERS_AREA) or b""
+        has_stepped = counters != self._counters and any(counters)  # zeros are a new area
+        ran_well = child is self._learner and has_stepped and -code in FROM_OUTSIDE
+        wait_s = child.schedule_restart(lived_s, ran_well=ran_well)
+        self.say(f"{what}: starting again in {wait_s:.1f} s")
+        return None
+
+    def _final_code(self, child: Child, code: int, lived_s: float) -> int | None:
+        if child is self._daemon:
+            if code == 0 or code in FINAL_CODES or (code == BIND_CODE and child.starts == 1):
+                return code
+            if code == DISK_CODE and child.starts == 1 and lived_s < self._spec.healthy_s and not self._has_run:
+                return STORAGE_CODE
+            return None
+        if child is self._tracker:
+            return None
+        child.is_done = code == 0
+        # A learner that never came up and says that its settings are wrong would say so for ever.
+        return USAGE_CODE if code == USAGE_CODE and child.starts == 1 and lived_s < self._spec.healthy_s else None
+
+    def _await_exit(self, child: Child, deadline_s: float, *, is_interruptible: bool = False) -> bool:
+        while child.is_running:
+            wait_s = deadline_s - time.monotonic()
+            if wait_s <= 0:
+                return False
+            try:
+                event = self._events.get(timeout=wait_s)
+            except queue.Empty:
+                return False
+            if isinstance(event, ChildExited):
+                lived_s = event.child.ended()
+                self.say(f"{event.child.name} exited, code={event.code} after {lived_s:.1f} s")
+            elif isinstance(event, int) and is_interruptible:
+                return False
+        return True
+
+    def _stop_all(self) -> None:
+        """Learner first, so that its last contribution and counters find a living daemon; the tracker last."""
+        if self._forks is not None:
+            self._forks.close()
+        stops = [(self._learner, self._spec.learner_stop_s), (self._daemon, self._spec.daemon_stop_s)]
+        stops.append((self._tracker, self._spec.tracker_stop_s))
+        for child, deadline_s in stops:
+            if child is None or not child.is_running:
+                continue
+            child.send_signal(signal.SIGTERM)
+            if not self._await_exit(child, time.monotonic() + deadline_s):
+                self.say(f"{child.name} did not stop within {deadline_s:.0f} s: killed")
+                child.kill()
+                self._await_exit(child, time.monotonic() + deadline_s)
+
+
+def run_supervisor(spec: SupervisorSpec) -> int:
+    """Run a region's two processes until the run is over or a signal comes. Call from the main thread.
+
+    Returns:
+        The exit code (see the module's docstring).
+
+    Raises:
+        StorageError: the state folder can't be made, or another supervisor runs on it.
+        BindError: the memory socket can't be bound.
+    """
+    try:
+        spec.state_dir.mkdir(parents=True, exist_ok=True)
+        lock = (spec.state_dir / "supervisor.lock").open("a+b")
+    except OSError as error:
+        raise StorageError(
+            f"state folder {spec.state_dir}: {error.strerror}; choose another with --state-dir"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StorageError(
+                f"region {spec.region} already runs on {spec.state_dir}: stop it first, or choose another state folder"
+            ) from error
+        memory_path = socket_path(spec.state_dir, MEMORY_SOCKET)
+        env = {
+            **{name: value for name, value in os.environ.items() if name not in NOTIFY_VARIABLES},
+            **spec.env,
+            "DILOCO_SOCKET": str(socket_path(spec.state_dir, DAEMON_SOCKET)),
+            "DILOCO_SUPERVISOR": str(memory_path),
+            "DILOCO_SUPERVISOR_PID": str(os.getpid()),
+            "DILOCO_STATE": str(spec.state_dir.resolve()),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",  # a learner that hangs shows where, and a crash of native code too
+        }
+        with MemoryStore(memory_path) as memory:
+            supervisor = _Supervisor(spec, env, memory)
+            numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+            before = [(number, signal.signal(number, supervisor.signalled)) for number in numbers]
+            try:
+                return supervisor.run()
+            finally:
+                for number, handler in before:
+                    signal.signal(number, handler)
+                # Of a learner that was interrupted: who stops a region wants nothing left in memory.
+                with suppress(OSError):
+                    boundary_file(spec.state_dir).unlink()

@@ -1,0 +1,51 @@
+"""What a region's supervisor starts, and how long it waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisorSpec:
+    """What to run.
+
+    Attributes:
+        region: for messages.
+        state_dir: the region's folder; logs go to `logs/daemon.log` and `logs/learner.log` in it.
+        daemon_command, learner_command: argument lists; no learner command: the region is a witness, or its learner
+            is started by someone else.
+        tracker_command: follows the run history, until the daemon has ended; restarted whatever it does.
+        env: added to the children's environment, beside DILOCO_SOCKET, DILOCO_SUPERVISOR and DILOCO_STATE.
+        backoff_min_s, backoff_max_s: wait before the first and the later restarts.
+        healthy_s: a child that lived so long begins again with backoff_min_s.
+        learner_stop_s, daemon_stop_s, tracker_stop_s: from SIGTERM to SIGKILL.
+        daemon_first_s: for which a start of the learner waits, at most, until the daemon is up.
+        finish_s: what the learner has to end by itself once the daemon has finished the run.
+        hang_s: a learner that makes no step for so long may hang; 0: it never does.
+        is_echoing: what people read also goes to the supervisor's own standard error: what the learner prints, and
+            short lines about the region. is_verbose: and so does the daemon's log.
+        log_format: of the supervisor's own log, "logfmt" or "json".
+        preload: modules that the process imports from which the learner is forked; none: it is never forked.
+    """
+
+    region: str
+    state_dir: Path
+    daemon_command: list[str]
+    learner_command: list[str] | None
+    tracker_command: list[str] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    backoff_min_s: float = 0.2
+    backoff_max_s: float = 30.0
+    healthy_s: float = 30.0
+    learner_stop_s: float = 10.0
+    daemon_stop_s: float = 15.0
+    tracker_stop_s: float = 10.0
+    daemon_first_s: float = 2.0
+    finish_s: float = 30.0
+    hang_s: float = 300.0
+    is_echoing: bool = True
+    is_verbose: bool = False
+    log_format: str = "logfmt"
+    preload: tuple[str, ...] = ()

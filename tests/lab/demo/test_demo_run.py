@@ -1,0 +1,168 @@
+"""lab/demo/demo_run.py: what a demo does when something goes wrong beside the training."""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from diloco_node.errors import ConfigError, DilocoError, StorageError
+from diloco_node.lab.chaos.demo_processes import DemoFile
+from diloco_node.lab.chaos.fault_files import FAULTS_VARIABLE
+from diloco_node.lab.chaos.story import RegionSample, RunSample
+from diloco_node.lab.cli import demo as command_module
+from diloco_node.lab.demo import demo_run as run_module
+from diloco_node.lab.demo import faulty_region as demo_region
+from diloco_node.lab.demo.demo_options import DemoOptions
+from diloco_node.lab.demo.demo_run import Demo
+from diloco_node.lab.demo.live import LiveView
+from diloco_node.numeric import NS_PER_S
+from diloco_node.unix_sockets import Process
+
+NOBODY = Process(2, 1, "")
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Demo:
+    return Demo(DemoOptions(regions=2, seconds=5, is_json=True), tmp_path / "run")
+
+
+async def test_the_wan_is_removed_also_when_a_region_can_not_be_stopped(demo: Demo) -> None:
+    done: list[str] = []
+
+    async def up(_: object) -> None:
+        raise DilocoError("no namespaces")
+
+    async def stop() -> None:
+        raise DilocoError("it does not end")
+
+    async def down() -> None:
+        done.append("down")
+
+    demo.wan = SimpleNamespace(up=up, down=down)  # type: ignore[assignment]
+    demo.keeper = SimpleNamespace(stop=stop)  # type: ignore[assignment]
+    with pytest.raises(DilocoError, match="it does not end"):
+        await demo.run()
+    assert done == ["down"]
+
+
+async def test_what_fails_beside_the_training_ends_the_demo_at_once(
+    demo: Demo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after hours, when the training is over."""
+
+    async def fail() -> None:
+        raise StorageError("the folder is full")
+
+    async def no_answer(_: object, *, wait_s: float) -> None:
+        await asyncio.sleep(0)
+
+    demo.keeper = SimpleNamespace(check=lambda: None)  # type: ignore[assignment]
+    monkeypatch.setattr(run_module, "POLL_S", 0.001)
+    monkeypatch.setattr(run_module, "poll_all", no_answer)
+    with pytest.raises(StorageError, match="the folder is full"):
+        async with asyncio.timeout(60), demo._beside(fail(), "storm"):
+            await demo._watch(LiveView("", is_quiet=True), 0.0, until=lambda: False, limit_s=None)
+
+
+async def test_what_failed_beside_the_training_is_raised_also_after_its_end(demo: Demo) -> None:
+    async def fail() -> None:
+        raise StorageError("the folder is full")
+
+    with pytest.raises(StorageError, match="the folder is full"):
+        async with demo._beside(fail(), "storm"):
+            await asyncio.sleep(0)
+
+
+async def test_what_goes_on_beside_the_training_ends_with_it(demo: Demo) -> None:
+    async with demo._beside(asyncio.sleep(600), "storm"):  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+    assert [task.cancelled() for task in demo._tasks] == [True]
+
+
+def test_every_region_of_a_demo_looks_for_faults_in_its_folder(demo: Demo) -> None:
+    demo._prepare()
+    assert [region.name for region in demo.regions] == demo.names
+    for region in demo.regions:
+        assert region.program == ("-m", demo_region.__name__)
+        assert region.env == {FAULTS_VARIABLE: str(DemoFile(demo.folder, NOBODY).faults.resolve())}
+
+
+def with_tokens(folder: Path, *, merged: int, is_over: bool = False, **more: object) -> Demo:
+    """A demo of 400,000 tokens of which so many are merged."""
+    options = DemoOptions(regions=2, tokens=400_000, is_json=True, **more)  # type: ignore[arg-type]
+    demo = Demo(options, folder / "run")
+    demo.keeper = SimpleNamespace(is_over=is_over)  # type: ignore[assignment]
+    demo.course.samples = [RunSample(1, {"a": RegionSample(True, True, tokens_merged=merged)})]
+    return demo
+
+
+@pytest.mark.parametrize(
+    ("merged", "has_chaos", "is_over", "is_trained"),
+    [
+        (399_999, False, False, False),
+        (400_000, False, False, True),
+        (297_599, True, False, False),
+        (297_600, True, False, True),  # two regions train 10,240 tokens a second, and the last ten are calm
+        (10, False, True, True),  # an operator ended it
+    ],
+)
+def test_a_demo_of_tokens_trains_until_they_are_merged_or_a_storm_must_end(
+    merged: int, has_chaos: bool, is_over: bool, is_trained: bool, tmp_path: Path
+) -> None:
+    demo = with_tokens(tmp_path, merged=merged, is_over=is_over, has_chaos=has_chaos)
+    assert demo._is_trained(0.0) is is_trained
+
+
+async def test_an_interrupt_before_the_first_sample_ends_the_watch(tmp_path: Path) -> None:
+    demo = with_tokens(tmp_path, merged=0)
+    demo.course.samples = []
+    demo._interrupted.set()
+    await demo._watch(LiveView("", is_quiet=True), 0.0, until=lambda: demo._is_trained(0.0), limit_s=None)
+
+
+async def test_the_end_of_a_demo_of_tokens_is_not_ordered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def order(*_: object, **__: object) -> None:
+        pytest.fail("the run ends by itself")
+
+    monkeypatch.setattr(run_module, "order_finish", order)
+    await with_tokens(tmp_path, merged=400_000, is_over=True)._finish(LiveView("", is_quiet=True), 0.0)
+
+
+def test_a_demo_of_tokens_lays_its_schedule_out_for_them(tmp_path: Path) -> None:
+    """The length of the schedule is the run's then, and that of the time otherwise."""
+    found = []
+    for name, options in (("tokens", DemoOptions(tokens=400_000)), ("seconds", DemoOptions(seconds=30))):
+        demo = Demo(options, tmp_path / name)
+        demo._prepare()
+        document = tomllib.loads((tmp_path / name / "run.toml").read_text())
+        found.append((document["run"]["tokens"], document["model"]["schedule_steps"]))
+    assert found == [(400_000, 0), (0, 300)]
+
+
+def test_too_few_tokens_and_an_outage_of_them_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at least 102,400"):
+        Demo(DemoOptions(tokens=102_399), tmp_path)
+    with pytest.raises(ConfigError, match="give --seconds"):
+        run_module.run_demo(DemoOptions(tokens=400_000, wan=tmp_path, has_outage=True))
+    with pytest.raises(ConfigError, match="give one of them"):
+        command_module.demo(seconds=5.0, tokens=400_000)
+
+
+def test_the_window_of_a_demo_of_tokens_ends_when_they_are_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_module, "read_merges", lambda *_: None)
+    demo = with_tokens(tmp_path, merged=0)
+    demo.course.samples = [
+        RunSample(at_s * NS_PER_S, {"a": RegionSample(True, True, tokens_merged=merged)})
+        for at_s, merged in ((10, 200_000), (25, 410_000), (30, 415_000))
+    ]
+    report = {"tokens": {"merged": 415_000}, "val_loss_global": 2.0}
+    demo._add_course(report)
+    training: dict[str, Any] = report["training"]  # type: ignore[assignment]
+    assert (training["seconds"], training["tokens_merged"]) == (25, 410_000)

@@ -1,0 +1,193 @@
+"""The witnesses of the simulator find what they are there for: the oracle's bits and the audit's intervals."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from diloco_node.codec.digest import payload_digest, stripe_digest
+from diloco_node.core import events as ev
+from diloco_node.core.merge import weights
+from diloco_node.core.types import (
+    Ballot,
+    Codec,
+    Contribution,
+    DiscardedBody,
+    GenesisBody,
+    Member,
+    RoundBody,
+    Stripe,
+)
+from diloco_node.lab.sim import fake_tensors as tensors
+from diloco_node.lab.sim.audit import Audit
+from diloco_node.lab.sim.oracle import Oracle
+from diloco_node.lab.sim.setup import Setup, draw_setup
+
+SEED = 5
+LEARNERS = ("asia-ne", "eu-west", "sa-east")
+
+
+def make_setup() -> Setup:
+    setup = draw_setup(random.Random(SEED), 3)
+    return dataclasses.replace(setup, settings=dataclasses.replace(setup.settings, codec_down=Codec.FP32))
+
+
+class Bench:
+    """A committed round of three learners on fragment 0, made by hand."""
+
+    def __init__(self) -> None:
+        self.setup = make_setup()
+        self.found: list[str] = []
+        self.oracle = Oracle(self.setup, self.found.append)
+        self.layout = self.setup.layouts[0]
+        generator = np.random.default_rng(SEED)
+        self.theta = [generator.standard_normal(one.values).astype(np.float32) for one in self.setup.layouts]
+        digests = self.oracle.initial_digests(self.theta)
+        self.oracle.genesis(GenesisBody("run", "m", "s", LEARNERS, digests), [self.theta])
+        self.generator = generator
+        self.offered: dict[Contribution, bytes] = {}
+
+    def offer(self, learner: str, base_version: int, steps: tuple[int, int]) -> Contribution:
+        scale = 10.0 ** self.generator.uniform(-3, 3, self.layout.values)
+        values = (self.generator.standard_normal(self.layout.values) * scale).astype(np.float32)
+        encoded = tensors.encode(values, Codec.BF16)
+        norms = self.layout.squared_norms(tensors.decode(encoded, Codec.BF16), 0, self.layout.blocks)
+        one = Contribution(learner, 1, 0, base_version, steps[1], *steps, 64 * (steps[1] - steps[0]), norms)
+        self.offered[one] = encoded
+        self.oracle.contribution_made(one, encoded)
+        return one
+
+    def merge(self, version: int, ballot: Ballot, *, order: tuple[int, ...] = (0, 1, 2)) -> RoundBody:
+        made = [self.offer(name, version - 1, (6 * version - 6, 6 * version)) for name in LEARNERS]
+        rules = self.setup.manifest.fragments[0].rules
+        raw = weights.weights(made, [0] * len(made), weight_cap=2.0, carry_steps_limit=24)
+        rows = weights.coefficients(made, raw, rules, [(1.0,) * len(rules)] * len(made))
+        middle = self.layout.blocks // 2
+        stripes = (Stripe("asia-ne", 0, middle), Stripe("sa-east", middle, self.layout.blocks))
+        parts = []
+        for stripe in stripes:
+            low, high = self.layout.byte_range(stripe.block_start, stripe.block_stop, Codec.BF16)
+            decoded = [tensors.decode(self.offered[made[at]][low:high], Codec.BF16) for at in order]
+            spreads = [self.layout.spread(rows[at], stripe.block_start, stripe.block_stop) for at in order]
+            parts.append(tensors.reduce_stripe(decoded, spreads, None, Codec.FP32))
+        digest = payload_digest(stripe_digest(part.encoded) for part in parts)
+        norms = self.layout.squared_norms(np.concatenate([part.decoded for part in parts]), 0, self.layout.blocks)
+        factors = weights.factors(made, raw, rules, [(1.0,) * len(rules)] * len(made), norms, share=1.0)
+        members = tuple(Member(one, value) for one, value in zip(made, raw, strict=True))
+        return RoundBody(0, version, ballot, members, 1.0, factors, stripes, digest)
+
+
+def test_an_honest_round_is_accepted_and_makes_the_next_version() -> None:
+    bench = Bench()
+    for version in (1, 2):
+        bench.oracle.round_committed(bench.merge(version, Ballot(1, version)))
+    assert bench.found == []
+    assert bench.oracle.versions() == (2, *(0 for _ in bench.setup.layouts[1:]))
+    digest = bench.oracle.digest_of(0, 2)
+    assert digest is not None
+    assert digest != bench.oracle.digest_of(0, 1)
+    bench.oracle.digest_seen("eu-west", ev.DigestComputed(0, 2, digest))
+    assert bench.found == []
+    bench.oracle.digest_seen("eu-west", ev.DigestComputed(0, 2, bytes(16)))
+    assert "other bytes at 0/2" in bench.found[0]
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0)])
+def test_a_sum_in_another_order_is_found(order: tuple[int, ...]) -> None:
+    bench = Bench()
+    bench.oracle.round_committed(bench.merge(1, Ballot(1, 1), order=order))
+    assert len(bench.found) == 1
+    assert "not the sum of its members" in bench.found[0]
+
+
+def test_other_factors_weights_or_members_are_found() -> None:
+    for change in ("factors", "weight", "contribution", "order", "version"):
+        bench = Bench()
+        body = bench.merge(1, Ballot(1, 1))
+        first = body.members[0]
+        if change == "factors":
+            body = dataclasses.replace(body, factors=(body.factors[0] * 1.01, *body.factors[1:]))
+        elif change == "weight":
+            body = dataclasses.replace(
+                body, members=(dataclasses.replace(first, weight=first.weight * 1.5), *body.members[1:])
+            )
+        elif change == "contribution":
+            never = dataclasses.replace(first, contribution=dataclasses.replace(first.contribution, step_to=7))
+            body = dataclasses.replace(body, members=(never, *body.members[1:]))
+        elif change == "order":
+            body = dataclasses.replace(body, members=body.members[::-1])
+        else:
+            body = dataclasses.replace(body, version=2)
+        bench.oracle.round_committed(body)
+        assert bench.found, change
+
+
+def test_only_the_residual_of_the_ballot_that_committed_the_version_before_may_be_added() -> None:
+    for named, is_right in ((Ballot(1, 1), True), (Ballot(1, 9), False)):
+        bench = Bench()
+        bench.oracle.round_committed(bench.merge(1, Ballot(1, 1)))
+        body = bench.merge(2, Ballot(1, 2))
+        blocks = body.stripes[0]
+        bench.oracle.reduce_asked(
+            ev.ReduceStripe(
+                ballot=body.ballot,
+                fragment=0,
+                version=2,
+                stripe=0,
+                block_start=blocks.block_start,
+                block_stop=blocks.block_stop,
+                contributions=(),
+                coefficients=(),
+                residual_of=named,
+            )
+        )
+        bench.oracle.round_committed(body)
+        # fp32 loses nothing, so the right residual is zero and the payload stays the same.
+        assert (bench.found == []) == is_right, (named, bench.found)
+
+
+def test_one_name_stands_for_one_content() -> None:
+    bench = Bench()
+    one = bench.offer("eu-west", 0, (0, 6))
+    bench.oracle.contribution_made(one, bench.offered[one])
+    assert bench.found == []
+    bench.oracle.contribution_made(one, bench.offered[one][::-1])
+    assert "one name, two contents" in bench.found[0]
+
+
+# ---- the audit -------------------------------------------------------------------------------------------------------
+
+
+def round_of(version: int, base_version: int, steps: tuple[int, int], tokens: int = 10) -> RoundBody:
+    one = Contribution("eu-west", 1, 0, base_version, 1, *steps, tokens, (1.0,))
+    return RoundBody(0, version, Ballot(1, version), (Member(one, 1.0),), 1.0, (1.0,), (), b"")
+
+
+COUNTERS = {"eu-west": {1: (30, 100)}}
+
+
+@pytest.mark.parametrize(
+    ("second", "is_right"),
+    [
+        (round_of(2, 1, (6, 12)), True),
+        (round_of(3, 1, (6, 12)), True),
+        (round_of(2, 0, (6, 12)), False),  # base older than its last inclusion
+        (round_of(2, 1, (5, 12)), False),  # step 6 twice
+        (round_of(2, 1, (7, 12)), False),  # step 7 lost
+        (round_of(2, 1, (6, 6)), False),  # nothing
+        (round_of(2, 1, (6, 31)), False),  # more than was trained
+        (round_of(2, 1, (6, 12), tokens=91), False),
+        (round_of(2, 2, (6, 12)), False),  # base is what it makes
+        (DiscardedBody("eu-west", 1, 0, 6, 30, 90, "dead"), True),
+        (DiscardedBody("eu-west", 1, 0, 7, 30, 20, "dead"), False),
+        (DiscardedBody("eu-west", 1, 0, 6, 30, 91, "dead"), False),
+    ],
+)
+def test_each_step_is_booked_once(second: RoundBody | DiscardedBody, is_right: bool) -> None:
+    found: list[str] = []
+    audit = Audit(make_setup(), found.append)
+    audit.committed(round_of(1, 0, (0, 6)), COUNTERS)
+    assert found == []
+    audit.committed(second, COUNTERS)
+    assert (found == []) == is_right, found

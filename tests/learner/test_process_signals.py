@@ -1,0 +1,130 @@
+"""learner/process_signals.py, in processes of their own: what SIGTERM and the supervisor's death do to a learner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_node.learner.process_signals import TerminateFlag
+
+PATIENCE_S = 180.0
+
+
+@pytest.fixture
+def before() -> Iterator[None]:
+    """SIGTERM as it is in a fresh process, and afterwards as it was."""
+    handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.usefixtures("before")
+def test_sigterm_sets_the_flag_until_it_is_given_back() -> None:
+    flag = TerminateFlag()
+    flag.restore()  # nothing was taken
+    flag.install()
+    assert not flag.is_set
+    signal.raise_signal(signal.SIGTERM)
+    assert flag.is_set
+    flag.restore()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    flag.restore()
+
+
+@pytest.mark.usefixtures("before")
+@pytest.mark.parametrize("theirs", [signal.SIG_IGN, lambda *_: None])
+def test_a_handler_of_the_script_stays(theirs: signal.Handlers) -> None:
+    signal.signal(signal.SIGTERM, theirs)
+    flag = TerminateFlag()
+    flag.install()
+    assert signal.getsignal(signal.SIGTERM) is theirs
+    signal.raise_signal(signal.SIGTERM)
+    assert not flag.is_set
+
+
+@pytest.mark.usefixtures("before")
+def test_a_loop_in_a_thread_leaves_it_alone() -> None:
+    flag = TerminateFlag()
+    thread = threading.Thread(target=flag.install)
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code)]
+
+
+def test_a_forked_worker_dies_of_sigterm_and_the_loop_does_not_end() -> None:
+    code = """
+        import os, signal, time
+        from diloco_node.learner.process_signals import TerminateFlag
+        flag = TerminateFlag()
+        flag.install()
+        heard, tell = os.pipe()
+        worker = os.fork()
+        if not worker:
+            os.write(tell, b"!")  # from here on: Python forgets what came before a fork was over
+            time.sleep(150)
+            os._exit(0)
+        os.read(heard, 1)
+        os.kill(worker, signal.SIGTERM)
+        print(-os.WTERMSIG(os.waitpid(worker, 0)[1]), flag.is_set)
+    """
+    done = subprocess.run(python(code), capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout.split() == [str(-signal.SIGTERM), "False"]
+
+
+LEARNER = """
+import signal
+from diloco_node.learner.process_signals import die_with_supervisor
+die_with_supervisor()
+print("ready", flush=True)
+signal.pause()
+"""
+
+SUPERVISOR = f"""
+import os, signal, subprocess, sys
+number = os.getpid() if sys.argv[1] == "supervised" else os.getppid()
+learner = subprocess.Popen(
+    [sys.executable, "-c", {LEARNER!r}], env={{**os.environ, "DILOCO_SUPERVISOR_PID": str(number)}}
+)
+print(learner.pid, flush=True)
+signal.pause()
+"""
+
+
+def orphaned(how: str) -> tuple[int, subprocess.Popen[str]]:
+    """A learner whose parent has been killed: its process id, and the parent with the pipe that both write to."""
+    parent = subprocess.Popen([*python(SUPERVISOR), how], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    said = sorted(parent.stdout.readline().strip() for _ in range(2))
+    assert said[1] == "ready"
+    parent.kill()
+    parent.wait(PATIENCE_S)
+    return int(said[0]), parent
+
+
+def test_a_learner_dies_with_its_supervisor() -> None:
+    _, parent = orphaned("supervised")
+    assert parent.stdout is not None
+    with parent.stdout:
+        assert parent.stdout.read() == "", "ends when nobody has the other end any more"
+
+
+def test_a_learner_that_was_started_by_somebody_else_lives_on() -> None:
+    pid, parent = orphaned("by hand")
+    try:
+        os.kill(pid, 0)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        assert parent.stdout is not None
+        with parent.stdout:
+            parent.stdout.read()

@@ -1,0 +1,207 @@
+"""A learner that hangs is found, one that only pauses is not; a crash loop stops it, kills from outside never do."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_node.supervisor.learner_watch import (
+    ABORT_S,
+    ASLEEP_S,
+    COUNTERS_AREA,
+    CRASHES_MAX,
+    CRASHES_WITHIN_S,
+    FORGIVEN_S,
+    HANG_FACTOR,
+    STUCK_S,
+    Action,
+    LearnerWatch,
+)
+from diloco_node.wire import learner_link
+
+HANG_S = 60.0
+
+
+def running(now_s: float = 0.0) -> LearnerWatch:
+    watch = LearnerWatch(HANG_S, log="/logs/learner.log")
+    watch.started(b"0", now_s=now_s)
+    return watch
+
+
+def looks(watch: LearnerWatch, mark: bytes, from_s: float, to_s: float) -> list[tuple[float, Action]]:
+    """A look each second; those that ask for something."""
+    found = []
+    at_s = from_s
+    while at_s <= to_s:
+        action = watch.look(mark, now_s=at_s)
+        if action is not Action.NOTHING:
+            found.append((at_s, action))
+        at_s += 1
+    return found
+
+
+def test_the_area_is_the_one_of_the_learners_counters() -> None:
+    assert COUNTERS_AREA == learner_link.COUNTERS_AREA
+
+
+def test_a_learner_that_stops_stepping_is_aborted_then_killed_then_told_of() -> None:
+    watch = running()
+    assert looks(watch, b"1", 1, 1) == []
+    end_s = 2 + HANG_S + ABORT_S + STUCK_S + 100
+    found = looks(watch, b"1", 2, end_s)
+    assert [action for _, action in found] == [Action.ABORT, Action.KILL, Action.SAY]
+    assert [at_s for at_s, _ in found] == [HANG_S + 2, HANG_S + 2 + ABORT_S, HANG_S + 2 + ABORT_S + STUCK_S]
+    assert watch.reason.startswith("hung: no step for 61 s, its longest pause before was 0.0 s")
+    assert "is its device stuck?" in watch.reason
+    assert watch.ended(-signal.SIGKILL, lived_s=90, now_s=end_s)
+    assert (watch.state, watch.hangs, watch.crashes) == ("waiting", 1, 0)
+    assert watch.reason.startswith("hung"), "the signal was ours"
+
+
+def test_before_its_first_step_nobody_can_tell() -> None:
+    assert looks(running(), b"0", 1, 100 * HANG_S) == []
+
+
+def test_counters_that_the_daemon_has_just_made_are_no_step() -> None:
+    watch = LearnerWatch(HANG_S)
+    watch.started(None, now_s=0)
+    assert looks(watch, bytes(8), 1, 10 * HANG_S) == []
+    watch.look(b"1", now_s=11 * HANG_S)
+    assert watch.look(bytes(8), now_s=11 * HANG_S + 1) is Action.NOTHING
+    [(at_s, _)] = looks(watch, bytes(8), 11 * HANG_S + 2, 12 * HANG_S + 1)
+    assert at_s == 12 * HANG_S + 1, "a new area of a restarted daemon is none either"
+
+
+def test_a_long_pause_that_ended_makes_the_next_one_usual() -> None:
+    watch = running()
+    watch.look(b"1", now_s=1)
+    assert looks(watch, b"1", 2, 31) == []
+    assert looks(watch, b"2", 32, 32) == []
+    limit_s = HANG_FACTOR * 31
+    assert watch.limit_s == limit_s
+    assert [at_s for at_s, _ in looks(watch, b"2", 33, 32 + limit_s + 1)] == [32 + limit_s + 1]
+
+
+def test_each_hang_doubles_the_time_for_the_next_one() -> None:
+    """An evaluation that takes longer than the limit is not killed for ever."""
+    watch, now_s = running(), 0.0
+    for hangs in range(3):
+        assert watch.limit_s == HANG_S * 2**hangs
+        watch.look(b"%d" % (hangs + 1), now_s=now_s + 1)
+        [(at_s, _)] = looks(watch, b"%d" % (hangs + 1), now_s + 2, now_s + 2 + watch.limit_s)
+        watch.ended(-signal.SIGABRT, lived_s=1, now_s=at_s)
+        now_s = at_s
+        watch.started(b"%d" % (hangs + 1), now_s=now_s)
+
+
+def test_when_the_supervisor_itself_stood_still_the_learner_did_perhaps_too() -> None:
+    watch = running()
+    watch.look(b"1", now_s=1)
+    assert watch.look(b"1", now_s=1 + ASLEEP_S + 10 * HANG_S) is Action.NOTHING
+    assert looks(watch, b"1", 12 + 10 * HANG_S, 10 + 11 * HANG_S) == []
+    watch = running()
+    watch.look(b"1", now_s=1)
+    watch.look(b"2", now_s=3600)
+    assert watch.limit_s == HANG_S, "and that was no pause of the learner"
+
+
+def test_nothing_hangs_when_no_time_is_set() -> None:
+    watch = LearnerWatch(0.0)
+    watch.started(None, now_s=0)
+    assert looks(watch, b"1", 1, 10_000) == []
+
+
+def test_a_crash_loop_stops_the_learner_and_says_how_to_go_on() -> None:
+    watch = running()
+    for crash in range(CRASHES_MAX):
+        watch.started(b"", now_s=10 * crash)
+        assert watch.ended(1, lived_s=3.0, now_s=10 * crash + 3) is (crash < CRASHES_MAX - 1)
+    assert watch.document() == {
+        "state": "stopped",
+        "reason": "crashed 10 times in 2 min, the last time: exit code 1 after 3.0 s. "
+        "Look at logs/learner.log, then `diloco-node learner start`",
+        "crashes": CRASHES_MAX,
+        "hangs": 0,
+        "exit_code": 1,
+        "restarts": CRASHES_MAX,
+        "log": "/logs/learner.log",
+    }
+    watch.revived()
+    watch.started(b"", now_s=200)
+    assert watch.ended(1, lived_s=3.0, now_s=203), "it has all of its tries again"
+
+
+def test_crashes_that_are_far_apart_are_no_loop() -> None:
+    watch = running()
+    for crash in range(5 * CRASHES_MAX):
+        assert watch.ended(-signal.SIGSEGV, lived_s=3.0, now_s=crash * (CRASHES_WITHIN_S / (CRASHES_MAX - 1) + 1))
+    assert watch.crashes == 5 * CRASHES_MAX
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_who_is_killed_from_outside_is_started_again_as_often_as_it_happens(number: int) -> None:
+    watch = running()
+    assert all(watch.ended(-number, lived_s=1.0, now_s=life) for life in range(100))
+    assert watch.state == "waiting"
+    assert watch.reason == f"ended by {signal.Signals(number).name} after 1.0 s"
+
+
+def hang(watch: LearnerWatch, now_s: float) -> float:
+    """A life of one step that then hangs; when it was over."""
+    watch.started(b"0", now_s=now_s)
+    watch.look(b"1", now_s=now_s + 1)
+    [(at_s, _)] = looks(watch, b"1", now_s + 2, now_s + 2 + watch.limit_s)
+    assert watch.ended(-signal.SIGABRT, lived_s=at_s - now_s, now_s=at_s)
+    return at_s
+
+
+def test_hours_without_a_hang_take_the_doublings_back() -> None:
+    watch = running()
+    now_s = hang(watch, hang(watch, 0.0))
+    assert watch.limit_s == 4 * HANG_S
+    watch.started(b"0", now_s=now_s)
+    for hour in range(1, 4):
+        watch.look(b"%d" % hour, now_s=now_s + hour * (FORGIVEN_S + 1))
+        assert watch.limit_s == HANG_S * max(1, 2 ** (2 - hour))
+    assert watch.hangs == 2
+
+
+def test_who_wants_it_started_again_gives_it_the_first_limit() -> None:
+    watch = running()
+    hang(watch, 0.0)
+    watch.revived()
+    assert watch.limit_s == HANG_S
+
+
+def test_one_that_ends_by_itself_is_done() -> None:
+    watch = running()
+    assert not watch.ended(0, lived_s=5.0, now_s=5)
+    assert watch.document() == {
+        "state": "done",
+        "reason": "",
+        "crashes": 0,
+        "hangs": 0,
+        "exit_code": 0,
+        "restarts": 0,
+        "log": "/logs/learner.log",
+    }
+
+
+def test_a_signal_that_python_does_not_know_has_its_number() -> None:
+    watch = running()
+    watch.ended(-77, lived_s=1.0, now_s=1)
+    assert watch.reason == "ended by signal 77 after 1.0 s"
+
+
+@given(st.lists(st.floats(0.1, HANG_S / 2), min_size=1, max_size=100))
+def test_who_steps_within_the_limit_is_never_touched(pauses_s: list[float]) -> None:
+    watch, now_s = running(), 0.0
+    for number, pause_s in enumerate(pauses_s):
+        until_s = now_s + pause_s
+        while now_s < until_s:
+            assert watch.look(b"%d" % number, now_s=now_s) is Action.NOTHING
+            now_s += 1
+    assert watch.hangs == 0

@@ -1,0 +1,161 @@
+"""wire/message_tables.py: every message has its tag for ever, and yesterday's bytes decode today."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+
+from diloco_node.core import messages as m
+from diloco_node.core import types as t
+from diloco_node.core.types import RateLimits
+from diloco_node.errors import ProtocolViolation
+from diloco_node.wire import link_messages as k
+from diloco_node.wire import measure_messages as g
+from diloco_node.wire.message_tables import (
+    BULK_HEADERS,
+    BULK_LANES,
+    CONTROL,
+    ENTRIES,
+    ENTRY_BODIES,
+    HEADERS,
+    MESSAGES,
+    PROTOCOL_VERSION,
+    BudgetLane,
+    ControlMessage,
+    TransferHeader,
+)
+
+BALLOT = t.Ballot(3, 4)
+CONTRIBUTION = t.Contribution("us-east", 1, 2, 5, 9, 10, 26, 4096, (0.5, 2.0))
+STRIPE = t.Stripe("eu", 0, 7)
+ROUND = t.RoundBody(2, 6, BALLOT, (t.Member(CONTRIBUTION, 0.25),), 0.75, (0.5, 1.0), (STRIPE,), b"p" * 32)
+STATUS = t.LearnerStatus(1, 30, 7680, 500_000_000, (t.FragmentPosition(5, 10, 10, 2560),))
+
+
+def entry(body: t.EntryBody) -> t.Entry:
+    return t.Entry(1, 2, b"q" * 32, body, b"h" * 32)
+
+
+BODIES: list[t.EntryBody] = [
+    t.GenesisBody("run1", "md", "sd", ("eu", "us-east"), (b"f" * 32,), (b"d" * 16, b"e" * 16)),
+    t.LeaderBody("eu"),
+    ROUND,
+    t.DiscardedBody("us-east", 1, 2, 10, 26, 4096, "died"),
+    t.FinishedBody((5, 6), "tokens"),
+    t.DiskNamedBody("eu", b"d" * 16),
+    t.SnapshotBody(2, 8, b"d" * 32),
+    t.SummaryBody(1024, b"d" * 32),
+]
+
+CONTROL_EXAMPLES: list[ControlMessage] = [
+    m.RequestVote(2, True, 10, 1, b"d" * 16, True),
+    m.RequestVoteReply(2, False, True, b"d" * 16),
+    m.AppendEntries(2, 5, 9, b"q" * 32, tuple(entry(body) for body in BODIES), 8),
+    m.AppendEntriesReply(2, 5, True, 9, b"h" * 32, b"d" * 16),
+    m.Heartbeat(7, 6, 1000, ("eu",), STATUS, 9, (t.FragmentDigest(2, 6, b"d" * 32),), RateLimits(12_500, None)),
+    m.BallotOpened(BALLOT, 2, 6, ("eu", "us-east"), (STRIPE,)),
+    m.Contributed(BALLOT, CONTRIBUTION),
+    m.Declined(BALLOT, "busy"),
+    m.StripesReceived(BALLOT, "us-east", 1, 4),
+    m.MergeDecided(BALLOT, 2, 6, (CONTRIBUTION,), ((0.5, 0.25),)),
+    m.ReductionReported(BALLOT, 0, (1.5,), ((0.5,), (0.25,)), b"d" * 32),
+    m.PayloadDurable(BALLOT, b"d" * 32),
+    m.PayloadRequested(2, 6, b"d" * 32),
+    m.StateRequested(2, 6, b"d" * 32),
+    m.Refused(2, 6, "gone"),
+    m.TimeoutNow(2, "eu"),
+    m.FinishRequested("enough"),
+    m.DiscardReported((BODIES[3],)),  # type: ignore[arg-type]
+    k.IngressGranted(12_500_000),
+    k.IngressDemand(1 << 62),
+    g.EchoRequest(7),
+    g.EchoReply(7, 1000, -1),
+    g.MeasurementRequested(1 << 61, True, False, 1_000_000_000, 5_000_000_000, 1 << 32, 8),
+    g.MeasurementReady(3, g.PlainPort(b"t" * 32, 7401)),
+    g.MeasurementDeclined(3, "busy"),
+    g.MeasurementReceived(3, 10, 9, 8, 11, 4_000_000_000, 500, 1000),
+    g.MeasurementStopped(3),
+    g.MeasurementSent(3, 500, 1000, 900, -1, -1),
+    g.LinkTestRequested(3, "eu", 1, 0, 2, 3, True),
+    g.LinkMeasured(3, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ""),
+    m.BaseSent(2, 5, 1024, 1, b"q" * 32, b"s" * 4097),
+    m.MergedReceived(BALLOT, (b"d" * 32, b"")),
+]
+
+HEADER_EXAMPLES: list[TransferHeader] = [
+    m.ContributionStripe(BALLOT, 0, 6, CONTRIBUTION, 0, 7),
+    m.MergedStripe(BALLOT, 0, 2, 6, b"d" * 32, 0, 7),
+    m.Payload(2, 6, b"d" * 32),
+    m.State(2, 6, b"d" * 32),
+    g.Probe(3),
+    g.CompressibleProbe(3),
+]
+
+
+@pytest.mark.parametrize(
+    ("union", "table"),
+    [(ControlMessage, MESSAGES), (TransferHeader, BULK_HEADERS), (t.EntryBody, ENTRY_BODIES)],
+)
+def test_every_member_of_a_union_has_a_tag(union: object, table: dict[int, type]) -> None:
+    assert set(typing.get_args(union)) == set(table.values())
+
+
+def test_every_transfer_has_a_lane_of_the_budget() -> None:
+    assert BULK_LANES.keys() == set(BULK_HEADERS.values())
+
+
+def test_rounds_go_before_recovery_and_measurements_go_last() -> None:
+    lanes: dict[str, set[type]] = {}
+    for header, lane in BULK_LANES.items():
+        lanes.setdefault(lane.name, set()).add(header)
+    assert lanes == {
+        "ROUNDS": {m.ContributionStripe, m.MergedStripe},
+        "RECOVERY": {m.Payload, m.State},
+        "MEASUREMENT": {g.Probe, g.CompressibleProbe},
+    }
+    assert [lane.name for lane in sorted(BudgetLane)] == ["CONTROL", "ROUNDS", "RECOVERY", "MEASUREMENT"]
+
+
+def test_the_examples_cover_every_message() -> None:
+    assert [type(message) for message in CONTROL_EXAMPLES] == list(MESSAGES.values())
+    assert [type(header) for header in HEADER_EXAMPLES] == list(BULK_HEADERS.values())
+    assert [type(body) for body in BODIES] == list(ENTRY_BODIES.values())
+
+
+@pytest.mark.parametrize("message", CONTROL_EXAMPLES, ids=lambda message: type(message).__name__)
+def test_control_messages_come_back_equal(message: ControlMessage) -> None:
+    assert CONTROL.decode(CONTROL.encode(message)) == message
+
+
+@pytest.mark.parametrize("header", HEADER_EXAMPLES, ids=lambda header: type(header).__name__)
+def test_headers_come_back_equal(header: TransferHeader) -> None:
+    assert HEADERS.decode(HEADERS.encode(header)) == header
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
+def test_entries_come_back_equal(body: t.EntryBody) -> None:
+    assert ENTRIES.decode(ENTRIES.encode(entry(body))) == entry(body)
+
+
+def test_frozen_bytes_of_version_7_decode() -> None:
+    """A change here is a change of the protocol: raise PROTOCOL_VERSION, and keep what can be kept of the old bytes."""
+    assert PROTOCOL_VERSION == 8
+    frozen: dict[str, ControlMessage] = {
+        "970102c30a01c41064646464646464646464646464646464c3": m.RequestVote(2, True, 10, 1, b"d" * 16, True),
+        "950202c2c3c41064646464646464646464646464646464": m.RequestVoteReply(2, False, True, b"d" * 16),
+        "97040205c309c420" + "68" * 32 + "c410" + "64" * 16: m.AppendEntriesReply(2, 5, True, 9, b"h" * 32, b"d" * 16),
+        "941607cd03e8ff": g.EchoReply(7, 1000, -1),
+        "9817cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf000000010000000008": CONTROL_EXAMPLES[22],
+    }
+    for text, message in frozen.items():
+        assert CONTROL.encode(message).hex() == text
+        assert CONTROL.decode(bytes.fromhex(text)) == message
+
+
+def test_a_request_to_measure_of_version_4_is_refused() -> None:
+    old = "9a17cf2000000000000000c3c2ce3b9aca00cf000000012a05f200cf000000010000000000c2c0"
+    with pytest.raises(ProtocolViolation):
+        CONTROL.decode(bytes.fromhex(old))
+    with pytest.raises(ProtocolViolation):
+        HEADERS.decode(bytes.fromhex("930503c3"))  # a probe that says itself whether zstd pays
