@@ -1,6 +1,6 @@
 """What the shell tells the region core, and what the core tells the shell to do. The whole seam, in one place.
 
-Events are facts in the past tense; effects are commands. The shell (`daemon/`) and the simulator (`lab/sim/`) carry out the
+Events are facts in the past tense; effects are commands. The shell and the simulator carry out the
 same effects. Rules that both keep:
 
 1. One caller at a time. Effects are started in the order of the list.

@@ -1,6 +1,6 @@
 """Faults that a daemon has from within, such as a cut link: switched on by a file that says until when.
 
-Only the daemons of a demo look, and those of `docker/chaos.yml` (`lab.demo.faulty_region` starts them so). The time is in the
+Only the daemons of a demo look: `lab.demo.faulty_region` starts them. The time is in the
 file, so that a fault ends by itself also when whoever has set it was killed.
 """
 
