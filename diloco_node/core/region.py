@@ -247,7 +247,7 @@ class RegionCore:
     def incarnation_min(self) -> int:
         """The least number for a new life of this region's learner, whatever lives its folder knows of."""
         region, history = self._region, self.history
-        later = self.ledger.disks.replaced(region, history.account.applied_index)
+        later = self.ledger.disks.replaced(region, history.account.index)
         return incarnation_min(history.incarnation(region), history.replaced.get(region, 0) + later)
 
     @property

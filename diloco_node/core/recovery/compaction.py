@@ -84,7 +84,7 @@ class Compaction:
         """What the ledger may begin with now; None if it is to stay as it is."""
         for index in sorted(self._agreed, reverse=True):
             base, versions = self._sums[index]
-            is_old = self._history.account.applied_index - index >= self._summary_entries
+            is_old = self._history.account.index - index >= self._summary_entries
             if is_old and self._ledger.commit_index >= index and self._versions.has_states(versions):
                 return base
         return None

@@ -5,7 +5,7 @@ The leader and every member ask the same questions here before steps are merged,
 
 from __future__ import annotations
 
-from diloco_node.core.ledger.account import AccountCore
+from diloco_node.core.ledger.account import Account
 from diloco_node.core.ledger.summary import GivenUp, Joined, RunSummary, named_disks
 from diloco_node.core.merge.outliers import RecentRounds
 from diloco_node.core.types import (
@@ -84,7 +84,7 @@ class RoundHistory:
         self.committed_at_ns = [0] * fragments
         self.finished: FinishedBody | None = None
         self.rounds_committed = 0
-        self.account = AccountCore()
+        self.account = Account()
         self.snapshots = Snapshots(fragments)
         self.rounds_included: dict[str, int] = {}
         self.disks: dict[str, bytes] = {}
@@ -94,7 +94,8 @@ class RoundHistory:
 
     def apply(self, entry: Entry, *, now_ns: int) -> None:
         """Take the next committed entry."""
-        self.account.apply(entry)
+        self.account.take(entry)
+        self.account.settle(entry.index)
         body = entry.body
         if isinstance(body, GenesisBody):
             self.genesis = body
@@ -212,18 +213,13 @@ class RoundHistory:
             return f"incarnation {offered.incarnation} of {offered.learner} is over"
         if not 0 <= offered.base_version < version:
             return f"base version {offered.base_version} for a round to version {version}"
-        return self.account.refusal(offered)
+        return self.account.fault(offered)
 
     def discard_fault(self, body: DiscardedBody) -> str:
         """Why an interval can't be booked as discarded; empty if it can."""
         if not 0 <= body.fragment < len(self.versions):
             return f"there is no fragment {body.fragment}"
-        if self.account.is_closed(body.learner, body.incarnation):
-            return f"incarnation {body.incarnation} of {body.learner} is closed"
-        covered = self.covered_step(body.learner, body.incarnation, body.fragment)
-        if body.step_from != covered or body.step_to <= body.step_from or body.tokens < 0:
-            return f"({body.step_from}, {body.step_to}] does not follow step {covered}"
-        return ""
+        return self.account.fault(body)
 
     def _take_round(self, body: RoundBody) -> None:
         self.versions[body.fragment] = body.version

@@ -181,7 +181,7 @@ def _merge_the_dead(core: Any) -> None:
     history = core.history
     view.rounds(core)._eligibility.incarnation_min = lambda learner: 0  # type: ignore[method-assign]
     history.contribution_fault = lambda offered, *, version, incarnation_min: (
-        history.account.refusal(offered) if 0 <= offered.base_version < version else "base"
+        history.account.fault(offered) if 0 <= offered.base_version < version else "base"
     )
 
 
