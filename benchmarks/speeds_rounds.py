@@ -86,7 +86,9 @@ class UnevenRounds(Rounds):
         history: Any = SimpleNamespace(versions=[0] * settings.fragments)
         liveness: Any = SimpleNamespace(learner=self._reports.get, rtt_ns=lambda _: 0)
         self._history, self._eligibility = history, SimpleNamespace(incarnation_min=lambda _: 0)
-        self._opener = Opener(settings=settings, fragments=settings.fragments, history=history, liveness=liveness)
+        fragments = range(settings.fragments)
+        context: Any = SimpleNamespace(settings=settings, fragments=fragments, history=history, liveness=liveness)
+        self._opener = Opener(context)
         names = tuple(self.names)
         self._reachability = Reachability(names, names, names, ())
 

@@ -27,6 +27,7 @@ from diloco_node.core.recovery.fetches import Fetches
 from diloco_node.core.recovery.patience import PayloadPatience
 from diloco_node.core.recovery.upkeep import Upkeep
 from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import DiscardReporter
 from diloco_node.core.rounds.entry_check import EntryCheck
 from diloco_node.core.rounds.history import RoundHistory
@@ -126,7 +127,7 @@ class RegionCore:
             effects=self._effects,
             silent_heartbeats=silent_heartbeats,
         )
-        self.leader = RoundLeader(
+        context = RoundContext(
             region=region,
             regions=self._regions,
             manifest=manifest,
@@ -135,15 +136,8 @@ class RegionCore:
             liveness=self.liveness,
             effects=self._effects,
         )
-        self.participant = RoundParticipant(
-            region=region,
-            regions=self._regions,
-            manifest=manifest,
-            settings=settings,
-            history=self.history,
-            versions=self.versions,
-            effects=self._effects,
-        )
+        self.leader = RoundLeader(context)
+        self.participant = RoundParticipant(context, self.versions)
         self._genesis = Genesis(
             run,
             ledger=self.ledger,
@@ -154,7 +148,7 @@ class RegionCore:
             effects=self._effects,
         )
         self._replacement = DiskReplacement(self.ledger, heartbeat_ns=settings.heartbeat_ns)
-        self._discards = DiscardReporter(region=region, fragments=fragments, history=self.history)
+        self._discards = DiscardReporter(context)
         self._upkeep = Upkeep(
             regions=len(self._regions),
             settings=settings,
@@ -171,9 +165,7 @@ class RegionCore:
         self._participation = Participation(self._regions, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self._patience = PayloadPatience(self.participant, settings)
-        self._end = RunEnd(
-            region, history=self.history, versions=self.versions, liveness=self.liveness, effects=self._effects
-        )
+        self._end = RunEnd(context, self.versions)
         self._reported_leader = (0, "")
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
             ev.TimerFired: self._timer_fired,

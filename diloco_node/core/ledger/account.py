@@ -100,18 +100,17 @@ class Account:
         learner, incarnation, fragment = body.learner, body.incarnation, body.fragment
         if self.is_closed(learner, incarnation):
             return f"incarnation {incarnation} of {learner} is closed, as all up to {self._closed[learner].incarnation}"
+        last = self._inclusions.get((learner, fragment))
+        if last is not None and isinstance(body, Contribution):
+            if incarnation < last.incarnation:
+                return f"incarnation {incarnation} of {learner} after {last.incarnation} was included"
+            # A later incarnation knows nothing of the versions before it, and begins with whatever base it has.
+            if incarnation == last.incarnation and body.base_version < last.version:
+                return f"{learner}'s base is version {body.base_version}, it was included in {last.version}"
         steps, _ = self.covered(learner, incarnation, fragment)
         if body.step_from != steps or body.step_to <= body.step_from or body.tokens < 0:
             interval = f"({body.step_from}, {body.step_to}]"
             return f"{interval} of {learner}'s incarnation {incarnation} does not follow step {steps}"
-        last = self._inclusions.get((learner, fragment))
-        if last is None or isinstance(body, DiscardedBody):
-            return ""
-        if incarnation < last.incarnation:
-            return f"incarnation {incarnation} of {learner} after {last.incarnation} was included"
-        # A later incarnation knows nothing of the versions before it, and begins with whatever base it has.
-        if incarnation == last.incarnation and body.base_version < last.version:
-            return f"{learner}'s base is version {body.base_version}, it was included in {last.version}"
         return ""
 
     def last_inclusion(self, learner: str, fragment: int) -> LastInclusion | None:

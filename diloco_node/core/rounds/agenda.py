@@ -9,10 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.membership.liveness import Liveness
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.rounds.opening import Opener, Opening
 from diloco_node.core.rounds.progress import RunProgress, lower_median
@@ -107,26 +105,14 @@ class Agenda:
         wake_at_ns: when to ask again even if nothing happens.
     """
 
-    def __init__(
-        self,
-        *,
-        fragments: int,
-        settings: RunSettings,
-        history: RoundHistory,
-        liveness: Liveness,
-        eligibility: Eligibility,
-        progress: RunProgress,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, context: RoundContext, eligibility: Eligibility, progress: RunProgress) -> None:
         self.reason = ""
         self.wake_at_ns: int | None = None
-        self.opener = Opener(settings=settings, fragments=fragments, history=history, liveness=liveness)
-        self._fragments = fragments
-        self._settings = settings
-        self._history = history
+        self.opener = Opener(context)
+        self._fragments, self._settings = len(context.fragments), context.settings
+        self._history, self._effects = context.history, context.effects
         self._eligibility = eligibility
         self._progress = progress
-        self._effects = effects
         self._resting: dict[int, int] = {}
         self._ending: Ending | None = None
         self._is_finishing = False

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge import weights as weighing
-from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.messages import (
     Contributed,
     Declined,
@@ -19,9 +16,9 @@ from diloco_node.core.messages import (
     StripesReceived,
 )
 from diloco_node.core.rounds.claim_limits import claim_fault
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.discards import REPORTED_MAX, DiscardDesk
 from diloco_node.core.rounds.eligibility import Eligibility
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import OpenRound
 from diloco_node.core.types import Contribution, DiscardedBody, EntryBody, RoundBody
 
@@ -35,25 +32,12 @@ class Answers:
         proposals: where discards go.
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        fragments: tuple[Fragment, ...],
-        history: RoundHistory,
-        liveness: Liveness,
-        eligibility: Eligibility,
-        proposals: deque[EntryBody],
-        effects: EffectBuffer,
-    ) -> None:
-        self._region = region
-        self._fragments = fragments
-        self._history = history
-        self._liveness = liveness
+    def __init__(self, context: RoundContext, eligibility: Eligibility, proposals: deque[EntryBody]) -> None:
+        self._region, self._fragments = context.region, context.fragments
+        self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
         self._eligibility = eligibility
-        self._discards = DiscardDesk(history)
+        self._discards = DiscardDesk(context.history)
         self._proposals = proposals
-        self._effects = effects
 
     def clear(self) -> None:
         """This region leads no longer."""

@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.merge.fragments import Fragment, Manifest
+from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.messages import ReusedStripe
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
-from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, Contribution, RunSettings, Stripe
+from diloco_node.core.types import BLOCK_VALUES, SMALL_TENSOR_VALUES, Codec, Contribution, Stripe
 from diloco_node.numeric import NS_PER_S
 
 MARGIN: Final = 3
@@ -92,12 +92,10 @@ def ballot_deadline(
 class BallotClock:
     """Remembers how long ballots took, and gives new ones their deadline."""
 
-    def __init__(self, *, manifest: Manifest, settings: RunSettings, liveness: Liveness, regions: int) -> None:
-        self._fragments = manifest.fragments
-        self._settings = settings
-        self._liveness = liveness
-        self._others = regions - 1
-        self._took = [StepTime() for _ in manifest.fragments]
+    def __init__(self, context: RoundContext) -> None:
+        self._fragments, self._settings, self._liveness = context.fragments, context.settings, context.liveness
+        self._others = len(context.regions) - 1
+        self._took = [StepTime() for _ in context.fragments]
 
     def took(self, fragment: int, duration_ns: int) -> None:
         """A ballot led to a commit after this time."""

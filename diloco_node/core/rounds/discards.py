@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from diloco_node.core.rounds.claim_limits import discard_claim_fault
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import Contribution, DiscardedBody, LearnerStatus
 from diloco_node.numeric import NS_PER_S
@@ -23,10 +24,8 @@ class DiscardReporter:
     """What died with earlier incarnations, and what a living learner threw away: all under `overwrite`, and what was
     not worth carrying after a long absence."""
 
-    def __init__(self, *, region: str, fragments: int, history: RoundHistory) -> None:
-        self._region = region
-        self._fragments = fragments
-        self._history = history
+    def __init__(self, context: RoundContext) -> None:
+        self._region, self._fragments, self._history = context.region, len(context.fragments), context.history
         self._trained: dict[int, tuple[int, int]] = {}
         self._learner: LearnerStatus | None = None
         self._seen: frozenset[tuple[int, int]] = frozenset()

@@ -10,6 +10,7 @@ from typing import Final
 from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.schedule import StepTime, believed_step_time_ns
 from diloco_node.core.rounds.claim_limits import is_plausible_incarnation
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.suspicion import BallotPart, SuspicionBook
 from diloco_node.core.types import LearnerStatus
@@ -150,19 +151,9 @@ def member_fault(
 class Eligibility:
     """What the leader asks about regions and learners, and which incarnations of learners it knows to be over."""
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        history: RoundHistory,
-        liveness: Liveness,
-        book: SuspicionBook,
-    ) -> None:
-        self._region = region
-        self._regions = tuple(sorted(regions))
-        self._history = history
-        self._liveness = liveness
+    def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
+        self._region, self._regions = context.region, context.regions
+        self._history, self._liveness = context.history, context.liveness
         self._book = book
         self._incarnations: dict[str, int] = {}
         self._applied: dict[str, int] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from diloco_node.core.effects_buffer import EffectBuffer
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.evidence import Pair, blame_norms, differing_norms, disputed_reducers, late_parts
 from diloco_node.core.rounds.open_round import OpenRound, Questioned
 from diloco_node.core.rounds.suspicion import BallotPart, Blame, SuspicionBook
@@ -18,11 +18,9 @@ class Judge:
         book: who is left out, and for how long.
     """
 
-    def __init__(self, *, region: str, regions: tuple[str, ...], book: SuspicionBook, effects: EffectBuffer) -> None:
+    def __init__(self, context: RoundContext, book: SuspicionBook) -> None:
         self.book = book
-        self._region = region
-        self._regions = regions
-        self._effects = effects
+        self._region, self._regions, self._effects = context.region, context.regions, context.effects
         self._passed_over: set[str] = set()
         self._disputes: dict[str, set[str]] = {}
 

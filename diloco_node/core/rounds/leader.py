@@ -10,16 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import assert_never
 
-from diloco_node.core.effects_buffer import EffectBuffer
-from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.merge.fragments import Fragment, Manifest
 from diloco_node.core.merge.stripes import RoundLoad, block_count, cut_by_budget, cut_finer
 from diloco_node.core.messages import BallotOpened, DiscardReported, LeftOut
 from diloco_node.core.rounds.agenda import Agenda, GiveUp
 from diloco_node.core.rounds.answers import Answers, BallotAnswer
 from diloco_node.core.rounds.ballot import BallotClock, encoded_bytes, plan_next
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.merging import MergeDecisions
 from diloco_node.core.rounds.open_round import Deadline, OpenRound
@@ -32,7 +29,6 @@ from diloco_node.core.types import (
     EntryBody,
     FinishedBody,
     RoundBody,
-    RunSettings,
     Stripe,
 )
 from diloco_node.numeric import NS_PER_S
@@ -52,54 +48,25 @@ class RoundLeader:
             reach it: merging goes on when another leads.
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        manifest: Manifest,
-        settings: RunSettings,
-        history: RoundHistory,
-        liveness: Liveness,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, context: RoundContext) -> None:
         self.proposals: deque[EntryBody] = deque()
         self.rounds: dict[int, OpenRound] = {}
         self.is_in_the_way = False
-        self._region = region
-        self._regions = tuple(sorted(regions))
-        self._fragments: tuple[Fragment, ...] = manifest.fragments
-        self._settings = settings
-        self._history = history
-        self._liveness = liveness
-        self._effects = effects
+        self._context = context
+        self._region, self._regions = context.region, context.regions
+        self._fragments, self._settings = context.fragments, context.settings
+        self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
         self._term = 0
         self._number = 0
         self._is_acting = False
         self._is_stale = True
-        self._clock = BallotClock(manifest=manifest, settings=settings, liveness=liveness, regions=len(regions))
-        self._book = SuspicionBook(ballot_ns=settings.ballot_deadline_min_ns)
-        self._judge = Judge(region=region, regions=self._regions, book=self._book, effects=effects)
-        self._eligibility = Eligibility(
-            region=region, regions=regions, history=history, liveness=liveness, book=self._book
-        )
-        self._answers = Answers(
-            region=region,
-            fragments=self._fragments,
-            history=history,
-            liveness=liveness,
-            eligibility=self._eligibility,
-            proposals=self.proposals,
-            effects=effects,
-        )
-        self.progress = RunProgress(
-            regions=self._regions,
-            settings=settings,
-            history=history,
-            liveness=liveness,
-            fragments=len(self._fragments),
-        )
-        self._merges = MergeDecisions(fragments=self._fragments, settings=settings, history=history, effects=effects)
+        self._clock = BallotClock(context)
+        self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
+        self._judge = Judge(context, self._book)
+        self._eligibility = Eligibility(context, self._book)
+        self._answers = Answers(context, self._eligibility, self.proposals)
+        self.progress = RunProgress(context)
+        self._merges = MergeDecisions(context)
         self._agenda = self._new_agenda()
 
     @property
@@ -453,12 +420,4 @@ class RoundLeader:
         return [self.rounds[fragment] for fragment in sorted(self.rounds)]
 
     def _new_agenda(self) -> Agenda:
-        return Agenda(
-            fragments=len(self._fragments),
-            settings=self._settings,
-            history=self._history,
-            liveness=self._liveness,
-            eligibility=self._eligibility,
-            progress=self.progress,
-            effects=self._effects,
-        )
+        return Agenda(self._context, self._eligibility, self.progress)

@@ -6,26 +6,20 @@ Who is in the merge is decided by the ballots (`leader`). The arithmetic is that
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.merge import outliers
 from diloco_node.core.merge import weights as weighing
-from diloco_node.core.merge.fragments import Fragment
 from diloco_node.core.messages import MergeDecided
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.open_round import OpenRound
-from diloco_node.core.types import CarryMode, Contribution, Member, MergeRule, RoundBody, RunSettings
+from diloco_node.core.types import CarryMode, Contribution, Member, MergeRule, RoundBody
 
 
 class MergeDecisions:
     """See the module. Remembers whose contributions are too long, to raise an alarm only when that begins."""
 
-    def __init__(
-        self, *, fragments: tuple[Fragment, ...], settings: RunSettings, history: RoundHistory, effects: EffectBuffer
-    ) -> None:
-        self._fragments = fragments
-        self._settings = settings
-        self._history = history
-        self._effects = effects
+    def __init__(self, context: RoundContext) -> None:
+        self._fragments, self._settings = context.fragments, context.settings
+        self._history, self._effects = context.history, context.effects
         self._outliers: set[tuple[str, int]] = set()
 
     def clear(self) -> None:

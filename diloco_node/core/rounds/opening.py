@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.merge.quorum import LearnerDue, ReportSpread, RoundTiming, decide_open, quorum_size
 from diloco_node.core.merge.schedule import (
     StepTime,
@@ -14,9 +13,9 @@ from diloco_node.core.merge.schedule import (
     most_overdue_first,
     overdue_steps,
 )
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.eligibility import Eligibility, Reachability
-from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import LearnerStatus, RunSettings
+from diloco_node.core.types import LearnerStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +43,12 @@ class Opener:
         wake_at_ns: when to ask again even if nothing happens; None: only an event changes the answer.
     """
 
-    def __init__(self, *, settings: RunSettings, fragments: int, history: RoundHistory, liveness: Liveness) -> None:
+    def __init__(self, context: RoundContext) -> None:
         self.reason = ""
         self.wake_at_ns: int | None = None
-        self._settings = settings
-        self._fragments = fragments
-        self._history = history
-        self._liveness = liveness
-        self._due: dict[int, dict[str, int]] = {fragment: {} for fragment in range(fragments)}
+        self._settings, self._fragments = context.settings, len(context.fragments)
+        self._history, self._liveness = context.history, context.liveness
+        self._due: dict[int, dict[str, int]] = {fragment: {} for fragment in range(self._fragments)}
         self._last_open_ns: int | None = None
         self._quorum_time = StepTime()
         self._sync_time = StepTime()

@@ -6,7 +6,6 @@ its learner contributed keeps its name and bytes from ballot to ballot, until th
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import (
     CloseBallot,
     ContributionStripeArrived,
@@ -18,7 +17,6 @@ from diloco_node.core.events import (
     StorePayload,
     TakeSnapshot,
 )
-from diloco_node.core.merge.fragments import Manifest
 from diloco_node.core.merge.stripes import block_count, stripes_fault
 from diloco_node.core.messages import (
     BallotOpened,
@@ -31,11 +29,11 @@ from diloco_node.core.messages import (
     StripesReceived,
 )
 from diloco_node.core.recovery.versions import Versions
+from diloco_node.core.rounds.context import RoundContext
 from diloco_node.core.rounds.followed import Block, EarlyArrivals, FollowedBallot, FollowedRound, Name, name_of
-from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.rounds.open_round import payload_digest
 from diloco_node.core.rounds.suspicion import LEFT_OUT_SHOWN_MAX, REASON_SHOWN_MAX
-from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody, RunSettings
+from diloco_node.core.types import Ballot, Contribution, LearnerStatus, RoundBody
 
 
 class RoundParticipant:
@@ -48,30 +46,18 @@ class RoundParticipant:
         left_out: whom the leader leaves out of its ballots, as its last one said.
     """
 
-    def __init__(
-        self,
-        *,
-        region: str,
-        regions: tuple[str, ...],
-        manifest: Manifest,
-        settings: RunSettings,
-        history: RoundHistory,
-        versions: Versions,
-        effects: EffectBuffer,
-    ) -> None:
+    def __init__(self, context: RoundContext, versions: Versions) -> None:
         self.left_out: tuple[LeftOut, ...] = ()
-        self._region = region
-        self._others = tuple(sorted(name for name in regions if name != region))
-        self._settings = settings
-        self._history = history
+        self._region = context.region
+        self._others = tuple(name for name in context.regions if name != context.region)
+        self._settings, self._history, self._effects = context.settings, context.history, context.effects
         self._versions = versions
-        self._effects = effects
         self._learner: LearnerStatus | None = None
-        self._pieces = [len(fragment.pieces) for fragment in manifest.fragments]
-        self._blocks = [block_count(fragment) for fragment in manifest.fragments]
-        self._fragments = [FollowedRound() for _ in manifest.fragments]
+        self._pieces = [len(fragment.pieces) for fragment in context.fragments]
+        self._blocks = [block_count(fragment) for fragment in context.fragments]
+        self._fragments = [FollowedRound() for _ in context.fragments]
         self._early = EarlyArrivals()
-        self._committed: list[list[RoundBody]] = [[] for _ in manifest.fragments]
+        self._committed: list[list[RoundBody]] = [[] for _ in context.fragments]
         self._dirty: set[int] = set()
 
     def open_versions(self) -> dict[int, int]:

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.core.bounds import INCARNATION_MAX
-from diloco_node.core.membership.liveness import Liveness
-from diloco_node.core.rounds.history import RoundHistory
-from diloco_node.core.types import RunSettings
+from diloco_node.core.rounds.context import RoundContext
 
 ABSENT_NS: Final = 300_000_000_000
 """A learner that made no step for so long no longer counts, as long as most are left. Restarts and cuts of minutes do
@@ -40,20 +38,9 @@ class RunProgress:
         regions: of the run. fragments: P.
     """
 
-    def __init__(
-        self,
-        *,
-        regions: tuple[str, ...],
-        settings: RunSettings,
-        history: RoundHistory,
-        liveness: Liveness,
-        fragments: int,
-    ) -> None:
-        self._regions = regions
-        self._settings = settings
-        self._history = history
-        self._liveness = liveness
-        self._fragments = fragments
+    def __init__(self, context: RoundContext) -> None:
+        self._regions, self._fragments = context.regions, len(context.fragments)
+        self._settings, self._history, self._liveness = context.settings, context.history, context.liveness
         self._grew: dict[str, tuple[int, int]] = {}
 
     def learner_steps(self, *, now_ns: int) -> list[int]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.events import StopLearner, WriteFinal
-from diloco_node.core.membership.liveness import Liveness
 from diloco_node.core.messages import FinishRequested
 from diloco_node.core.recovery.versions import Versions
-from diloco_node.core.rounds.history import RoundHistory
+from diloco_node.core.rounds.context import RoundContext
 
 
 class RunEnd:
@@ -17,15 +15,11 @@ class RunEnd:
         is_final: every fragment is at its final version and written.
     """
 
-    def __init__(
-        self, region: str, *, history: RoundHistory, versions: Versions, liveness: Liveness, effects: EffectBuffer
-    ) -> None:
+    def __init__(self, context: RoundContext, versions: Versions) -> None:
         self.is_final = False
-        self._region = region
-        self._history = history
+        self._region, self._history = context.region, context.history
+        self._liveness, self._effects = context.liveness, context.effects
         self._versions = versions
-        self._liveness = liveness
-        self._effects = effects
         self._ordered = ""
         self._is_writing = False
 

@@ -17,7 +17,18 @@ from diloco_node.core.rounds.ballot import (
 )
 from diloco_node.core.rounds.open_round import Deadline, OpenRound, payload_digest
 from diloco_node.core.types import Ballot, Codec, MergeRule, RateLimits, Stripe
-from tests.kit.rounds_kit import MANIFEST, MS, SECOND, SETTINGS, Neighbourhood, contribution, pieces, status
+from tests.kit.rounds_kit import (
+    MANIFEST,
+    MS,
+    SECOND,
+    SETTINGS,
+    Neighbourhood,
+    context_of,
+    contribution,
+    history_of,
+    pieces,
+    status,
+)
 
 
 def fragment(*sizes: int) -> Fragment:
@@ -78,7 +89,7 @@ def test_unknown_rate_is_assumed_and_said() -> None:
 def test_clock_takes_the_slowest_member_the_longest_way_and_earlier_rounds() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
-    clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     before = clock.deadline(0, ("a", "b"), stripes, attempt=0)
     assert before.duration_ns == SETTINGS.ballot_deadline_min_ns
@@ -90,7 +101,7 @@ def test_clock_takes_the_slowest_member_the_longest_way_and_earlier_rounds() -> 
 def test_nobody_is_believed_to_be_slower_than_so_many_times_the_others() -> None:
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
-    clock = BallotClock(manifest=MANIFEST, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     for reported_ns, believed_ns in ((1500 * MS, 1500 * MS), (2**62, SLOWER_MAX * 100 * MS)):
         world.hear("c", replace(status(), step_time_ns=reported_ns), now_ns=1)
@@ -105,7 +116,7 @@ def test_fragment_that_was_never_merged_goes_by_the_slowest_other_and_its_size()
     world.all_hear(status(), now_ns=0)
     one, other, new = fragment(8192), fragment(4096), fragment(12_288)
     manifest = replace(MANIFEST, fragments=(one, other, new))
-    clock = BallotClock(manifest=manifest, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     clock.took(0, 8 * SECOND)
     clock.took(1, 5 * SECOND)
@@ -121,7 +132,7 @@ def test_before_anything_was_merged_the_reported_budgets_count_where_they_are_lo
     world = Neighbourhood()
     world.all_hear(status(), now_ns=0)
     manifest = replace(MANIFEST, fragments=(fragment(2**24), *MANIFEST.fragments[1:]))
-    clock = BallotClock(manifest=manifest, settings=SETTINGS, liveness=world.liveness, regions=3)
+    clock = BallotClock(context_of(history_of(), liveness=world.liveness, manifest=manifest))
     stripes = (Stripe("a", 0, 2), Stripe("b", 2, 4))
     assumed = clock.deadline(0, ("a", "b"), stripes, attempt=0)
     assert "(assumed)" in assumed.derivation

@@ -11,12 +11,22 @@ from diloco_node.core.rounds.claim_limits import INCARNATIONS_AHEAD_MAX, STEPS_M
 from diloco_node.core.rounds.discards import BOOKING_MAX, DEATHS_AT_ONCE, REPORTED_MAX, DiscardDesk, DiscardReporter
 from diloco_node.core.rounds.history import RoundHistory
 from diloco_node.core.types import DiscardedBody
-from tests.kit.rounds_kit import GENESIS, SECOND, Ledger, committed_round, contribution, history_of, position, status
+from tests.kit.rounds_kit import (
+    GENESIS,
+    SECOND,
+    Ledger,
+    committed_round,
+    context_of,
+    contribution,
+    history_of,
+    position,
+    status,
+)
 
 
 def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a", steps=(0, 10))]))
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     assert reporter.bodies() == ()
     reporter.attached(status(0, incarnation=2), ((1, 13, 13 * 64),))
     assert reporter.bodies() == (
@@ -27,7 +37,7 @@ def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
 
 def test_report_ends_when_the_ledger_has_it() -> None:
     history, ledger = history_of(), Ledger()
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     reporter.attached(status(0, incarnation=2), ((1, 5, 320),))
     while reporter.bodies():
         history.apply(ledger.add(reporter.bodies()[0]), now_ns=0)
@@ -36,7 +46,7 @@ def test_report_ends_when_the_ledger_has_it() -> None:
 
 def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     history, ledger = history_of(), Ledger()
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     looked: list[int] = []
     real = history.account.discards_due
 
@@ -62,7 +72,7 @@ def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytes
 
 def test_what_a_living_learner_carries_is_not_reported() -> None:
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a", steps=(0, 10))]))
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     reporter.attached(status(19, f0=position(base=1, mark=10, step=10, tokens=640)), ((1, 19, 19),))
     assert reporter.bodies() == ()
     assert not reporter.has_news()
@@ -70,12 +80,12 @@ def test_what_a_living_learner_carries_is_not_reported() -> None:
 
 def test_overwritten_steps_are_reported_once_the_ledger_knows_the_version() -> None:
     taken = contribution("a", steps=(0, 10))
-    reporter = DiscardReporter(region="a", fragments=2, history=history_of(GENESIS))
+    reporter = DiscardReporter(context_of(history_of(GENESIS)))
     applied = status(14, f0=position(base=1, mark=12, step=12, tokens=12 * 64))
     reporter.learner_changed(applied)
     assert reporter.bodies() == (), "version 1 may include it: the ledger here does not say yet"
     history = history_of(GENESIS, committed_round(0, 1, [taken]))
-    reporter = DiscardReporter(region="a", fragments=2, history=history)
+    reporter = DiscardReporter(context_of(history))
     reporter.learner_changed(applied)
     assert reporter.has_news()
     assert not reporter.has_news(), "once; it is repeated with the heartbeats"

@@ -50,6 +50,7 @@ from tests.kit.rounds_kit import (
     SETTINGS,
     Ledger,
     Neighbourhood,
+    context_of,
     contribution,
     pieces,
     position,
@@ -68,15 +69,9 @@ class Office:
         self.history = RoundHistory(2)
         self.ledger = Ledger()
         self.now_ns = SECOND
-        self.leader = RoundLeader(
-            region="a",
-            regions=regions,
-            manifest=MANIFEST,
-            settings=settings,
-            history=self.history,
-            liveness=self.world.liveness,
-            effects=self.world.effects,
-        )
+        liveness, effects = self.world.liveness, self.world.effects
+        context = context_of(self.history, liveness=liveness, regions=regions, settings=settings, effects=effects)
+        self.leader = RoundLeader(context)
         self.notes: list[Note] = []
         self.commit(GENESIS)
         self.leader.begin(3, {}, now_ns=self.now_ns)

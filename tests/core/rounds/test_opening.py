@@ -9,10 +9,10 @@ from tests.kit.rounds_kit import (
     GENESIS,
     MS,
     SECOND,
-    SETTINGS,
     Ledger,
     Neighbourhood,
     committed_round,
+    context_of,
     contribution,
     eligibility_of,
     position,
@@ -27,7 +27,7 @@ class Desk:
         self.world = Neighbourhood()
         self.history, self.ledger = RoundHistory(2), Ledger()
         self.history.apply(self.ledger.add(GENESIS), now_ns=0)
-        self.opener = Opener(settings=SETTINGS, fragments=2, history=self.history, liveness=self.world.liveness)
+        self.opener = Opener(context_of(self.history, liveness=self.world.liveness))
         self.eligibility = eligibility_of(self.world.liveness, self.history)
         self.now_ns = SECOND
 

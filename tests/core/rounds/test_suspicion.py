@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_node.core.effects_buffer import EffectBuffer
 from diloco_node.core.messages import LeftOut
 from diloco_node.core.rounds.judge import Judge
 from diloco_node.core.rounds.suspicion import (
@@ -17,7 +16,7 @@ from diloco_node.core.rounds.suspicion import (
     Blame,
     SuspicionBook,
 )
-from tests.kit.rounds_kit import SECOND
+from tests.kit.rounds_kit import SECOND, context_of, history_of
 
 PAUSE_NS = PAUSE_BALLOTS * SECOND
 LATE = Blame("b", BallotPart.MEMBER, "late")
@@ -152,7 +151,7 @@ def test_what_ballots_say_of_it_is_short(regions: int) -> None:
 def test_a_region_that_gets_no_part_in_its_ballot_lets_the_next_one_try() -> None:
     """As a reducer of a fragment with fewer blocks than reducers: it must not keep the others out for ever."""
     own, now_ns = book(), 10 * PAUSE_NS
-    judge = Judge(book=own, region="a", regions=("a", "b", "c"), effects=EffectBuffer("a"))
+    judge = Judge(context_of(history_of()), own)
     own.blame(LIED, opened_at_ns=0, now_ns=1)
     own.blame(Blame("c", BallotPart.MEMBER, "x", is_proved=True), opened_at_ns=0, now_ns=2)
     assert judge.next_probe([], now_ns=now_ns) == "b"
