@@ -238,7 +238,7 @@ class Rounds:
             one.contributions, missed, weight_cap=settings.weight_cap, carry_steps_limit=settings.carry_steps_limit
         )
         clips = outliers.clips(one.contributions, self.fragments[one.fragment].piece_sizes, state.recent)
-        state.recent.took(one.contributions)
+        state.recent.observe(one.contributions)
         total = np.zeros(up.values, np.float32)
         rows = weights.coefficients(one.contributions, weighed, rules, clips)
         for row, encoded in zip(rows, one.encoded, strict=True):

@@ -79,7 +79,7 @@ class Genesis:
         fault = run_fault(self._run, body)
         return f"the ledger is of another run: {fault}" if fault else ""
 
-    def committed(self, body: GenesisBody) -> None:
+    def on_commit(self, body: GenesisBody) -> None:
         """Say that the run has begun, or raise an alarm when the ledger is of another one."""
         fault = self.fault(body)
         if fault:

@@ -195,7 +195,7 @@ class RegionCore:
             ev.StatesRenamed: lambda event, _: self.versions.states_renamed(event.fragment),
             ev.DigestComputed: lambda event, now_ns: self._upkeep.digest_computed(event, now_ns=now_ns),
             ev.FinishOrdered: self._finish_was_ordered,
-            ev.FinalWritten: lambda _event, _now_ns: self._end.written(),
+            ev.FinalWritten: lambda _event, _now_ns: self._end.on_final_written(),
         }
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
@@ -294,18 +294,18 @@ class RegionCore:
     def _committed(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
         self.history.apply(entry, now_ns=now_ns)
-        self.versions.committed(entry)
-        self._upkeep.committed(entry)
+        self.versions.on_commit(entry)
+        self._upkeep.on_commit(entry)
         if isinstance(body, RoundBody):
             self._participation.count(body)
-            self.participant.committed(body)
+            self.participant.on_commit(body)
             if self.versions.applied[body.fragment] >= body.version:
                 # Recovered from a later state: nothing will be applied, and nobody waits for it.
-                self.participant.applied(body.fragment, self.versions.applied[body.fragment])
+                self.participant.on_apply(body.fragment, self.versions.applied[body.fragment])
                 self.versions.offer(body.fragment)
         elif isinstance(body, GenesisBody):
-            self._genesis.committed(body)
-        self.leader.committed(entry, now_ns=now_ns)
+            self._genesis.on_commit(body)
+        self.leader.on_commit(entry, now_ns=now_ns)
 
     def _propose(self, body: EntryBody, now_ns: int) -> None:
         last_index = self.ledger.last_index
@@ -325,7 +325,7 @@ class RegionCore:
             return
         # Everything that older leaders committed is known and applied to the history now.
         reopen, left_out = self.participant.open_versions(), self.participant.left_out
-        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out, yielded=ledger.offered_by)
+        self.leader.begin(ledger.term, reopen, now_ns=now_ns, left_out=left_out, predecessor=ledger.offered_by)
 
     def _has_payload(self, body: EntryBody) -> bool:
         """Whether this region's disk can produce what an entry names, and nothing on its way may change that."""
@@ -377,9 +377,9 @@ class RegionCore:
 
     def _round_message(self, peer: str, message: msg.Message, now_ns: int) -> None:
         if isinstance(message, RoundMessage):
-            self.leader.arrived(peer, message, now_ns=now_ns)
+            self.leader.on_answer(peer, message, now_ns=now_ns)
         elif isinstance(message, msg.FinishRequested):
-            self.leader.finish_requested(message.reason)
+            self.leader.request_finish(message.reason)
         elif isinstance(message, msg.BallotOpened):
             if self._is_of_leader(peer, message.ballot.term):
                 self.participant.ballot_opened(peer, message)
@@ -396,8 +396,8 @@ class RegionCore:
             self._effects.note("report", f"{peer} reports {len(learner.positions)} fragments", is_alarm=True)
             return
         if self.liveness.heartbeat_arrived(peer, beat, now_ns=now_ns):
-            self._upkeep.digests.reported(peer, beat.digests)
-            self.leader.status_changed(peer, now_ns=now_ns)
+            self._upkeep.digests.on_report(peer, beat.digests)
+            self.leader.on_status(peer, now_ns=now_ns)
 
     def _link_changed(self, event: ev.LinkChanged, now_ns: int) -> None:
         self.liveness.link_changed(event.peer, is_up=event.is_up)
@@ -414,7 +414,7 @@ class RegionCore:
 
     def _learner_attached(self, event: ev.LearnerAttached, now_ns: int) -> None:
         status = event.status
-        self._discards.attached(status, event.trained_before)
+        self._discards.on_attach(status, event.trained_before)
         self._effects.note("learner", f"incarnation {status.incarnation} attached at step {status.step}")
         self.versions.learner_attached(status)
         self._learner_is(status, now_ns)
@@ -428,7 +428,7 @@ class RegionCore:
     def _learner_is(self, status: LearnerStatus | None, now_ns: int) -> None:
         """Pass it to every part of this region, and to the leader at once if a fragment became due."""
         self.liveness.own_learner(status, now_ns=now_ns)
-        self.leader.status_changed(self._region, now_ns=now_ns)
+        self.leader.on_status(self._region, now_ns=now_ns)
         self.participant.learner_changed(status)
         self._discards.learner_changed(status)
         self.versions.learner_changed(status)
@@ -451,7 +451,7 @@ class RegionCore:
 
     def _version_applied(self, event: ev.VersionApplied, _: int) -> None:
         self.versions.version_applied(event.fragment, event.version)
-        self.participant.applied(event.fragment, event.version)
+        self.participant.on_apply(event.fragment, event.version)
 
     def _finish_was_ordered(self, event: ev.FinishOrdered, _: int) -> None:
         self._end.order(event.reason)

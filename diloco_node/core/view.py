@@ -179,7 +179,7 @@ def round_views(leader: RoundLeader, participant: RoundParticipant) -> tuple[Rou
             one.reducers,
             one.opened_at_ns,
             one.deadline_ns,
-            one.waiting(),
+            one.wait_reason(),
         )
         for _, one in sorted(leader.rounds.items())
     )

@@ -17,13 +17,12 @@ from diloco_node.errors import ProtocolViolation, StorageError
 
 
 class Meaning(Protocol):
-    """Follows the log entry by entry, and says whether the next one makes sense.
+    """Follows the log entry by entry, and says whether the next one makes sense."""
 
-    Attributes:
-        index: of the last entry that was taken.
-    """
-
-    index: int
+    @property
+    def index(self) -> int:
+        """The last entry that was taken."""
+        ...
 
     def fault(self, entry: Entry) -> str:
         """Why the entry can't be the next one; empty if it can."""

@@ -323,7 +323,7 @@ class ReplicaLog:
         self._writes.append(_Write(token, self.last_index))
         return change
 
-    def written(self, token: int) -> None:
+    def on_written(self, token: int) -> None:
         """The writes up to this token are on disk."""
         while self._writes and self._writes[0].token <= token:
             self._durable_index = self._writes.popleft().last_index

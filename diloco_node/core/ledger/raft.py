@@ -182,7 +182,7 @@ class LedgerCore(LedgerState):
 
     def _persisted(self, token: int, now_ns: int) -> None:
         self._gate.persisted(token)
-        self._log.written(token)
+        self._log.on_written(token)
         self._report_growth(now_ns)
         if not self.is_leader:
             self._count_votes(now_ns)

@@ -63,7 +63,7 @@ class RecentRounds:
     def __init__(self) -> None:
         self._rounds: deque[tuple[Contribution, ...] | Norms] = deque(maxlen=ROUNDS_KEPT)
 
-    def took(self, contributions: Sequence[Contribution]) -> None:
+    def observe(self, contributions: Sequence[Contribution]) -> None:
         """A round was committed."""
         if contributions:
             self._rounds.append(tuple(contributions))

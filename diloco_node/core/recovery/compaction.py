@@ -46,7 +46,7 @@ class Compaction:
         self._agreed: set[int] = set()
         self._proposed = (0, 0)
 
-    def applied(self, entry: Entry) -> None:
+    def on_entry(self, entry: Entry) -> None:
         """The history has taken a committed entry: sum up if it is one after which that is done."""
         body = entry.body
         if isinstance(body, SummaryBody):

@@ -66,7 +66,7 @@ class DigestWatch:
         for peer, reported in sorted(self._reported[fragment].items()):
             self._compare(peer, fragment, version, reported.get(version))
 
-    def reported(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
+    def on_report(self, peer: str, digests: tuple[FragmentDigest, ...]) -> None:
         """A heartbeat brought a peer's digests. Kept are a few, of versions that may matter."""
         for one in digests:
             if not 0 <= one.fragment < len(self._own) or len(one.digest) != DIGEST_BYTES:

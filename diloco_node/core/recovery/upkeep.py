@@ -106,9 +106,9 @@ class Upkeep:
             self._versions.learn(self._ledger.entry(index).body)
             self._learnt_index = index
 
-    def committed(self, entry: Entry) -> None:
+    def on_commit(self, entry: Entry) -> None:
         """The history and the versions have taken an entry."""
-        self._compaction.applied(entry)
+        self._compaction.on_entry(entry)
         self._must_compare |= isinstance(entry.body, SnapshotBody | GenesisBody)
 
     def digest_computed(self, event: DigestComputed, *, now_ns: int) -> None:

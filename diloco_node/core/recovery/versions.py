@@ -135,7 +135,7 @@ class Versions:
         elif isinstance(body, SnapshotBody):
             self._known.add(body)
 
-    def committed(self, entry: Entry) -> None:
+    def on_commit(self, entry: Entry) -> None:
         """An entry is committed: it is to be applied. The history has it already."""
         body = entry.body
         self._unapplied.append(entry)

@@ -13,12 +13,13 @@ from diloco_node.core.types import RunSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundContext:
-    """One for each region core. The last three change as the run goes on, but are never replaced.
+    """Shared by all parts of one region core. History, liveness and effects change during the run, but are never
+    replaced.
 
     Attributes:
         region: this one. regions: all of the run, sorted.
         manifest: of the model.
-        history: the committed past. liveness: who is there, and what the learners report.
+        history: the committed past. liveness: who is there, and the learners' reports.
         effects: where messages and notes go.
     """
 

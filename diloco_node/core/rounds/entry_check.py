@@ -55,7 +55,7 @@ def run_fault(run: Run, body: GenesisBody) -> str:
         ("regions", ", ".join(body.regions), ", ".join(regions)),
         ("model", body.manifest_digest, manifest_digest),
     )
-    return "; ".join(f"its {what} is {there}, here it is {here}" for what, there, here in pairs if there != here)
+    return "; ".join(f"its {label} is {there}, here it is {here}" for label, there, here in pairs if there != here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +200,9 @@ class EntryCheck:
         fault = self._fragment_fault(body.fragment)
         if fault:
             return fault
-        last, reached = self._facts.snapshots[body.fragment], self._facts.versions[body.fragment]
-        if not last < body.version <= reached:
-            return f"a snapshot at version {body.version}, after {last}, where version {reached} is reached"
+        last, version = self._facts.snapshots[body.fragment], self._facts.versions[body.fragment]
+        if not last < body.version <= version:
+            return f"a snapshot at version {body.version}, after {last}, where version {version} is reached"
         return ""
 
     def _summary_fault(self, body: SummaryBody, entry: Entry) -> str:
@@ -258,14 +258,14 @@ class EntryCheck:
         )
         return next((fault for fault in faults if fault), "")
 
-    def _contribution_fault(self, offered: Contribution, body: RoundBody) -> str:
-        name = offered.learner
-        if offered.fragment != body.fragment:
-            return f"{name} contributes to fragment {offered.fragment}, the round is of {body.fragment}"
-        if not 0 <= offered.base_version < body.version:
-            return f"{name}'s base is version {offered.base_version} for a round to version {body.version}"
-        fault = refusal(offered, len(self._fragments[body.fragment].pieces))
-        return f"{name} {fault}" if fault else self._account_fault(offered)
+    def _contribution_fault(self, contribution: Contribution, body: RoundBody) -> str:
+        name = contribution.learner
+        if contribution.fragment != body.fragment:
+            return f"{name} contributes to fragment {contribution.fragment}, the round is of {body.fragment}"
+        if not 0 <= contribution.base_version < body.version:
+            return f"{name}'s base is version {contribution.base_version} for a round to version {body.version}"
+        fault = refusal(contribution, len(self._fragments[body.fragment].pieces))
+        return f"{name} {fault}" if fault else self._account_fault(contribution)
 
     @staticmethod
     def _numbers_fault(body: RoundBody, fragment: Fragment) -> str:

@@ -193,7 +193,7 @@ class Upheld:
     def take(self, entry: Entry) -> None:
         self.history.apply(entry, now_ns=0)
         self.ledger.commit_index = entry.index
-        self.compaction.applied(entry)
+        self.compaction.on_entry(entry)
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -40,10 +40,10 @@ def alarms(effects: EffectBuffer) -> list[tuple[int, int]]:
 def test_equal_digests_are_silent_and_a_difference_is_an_alarm_once() -> None:
     watch, effects = a_watch()
     watch.computed(1, 4, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(1, 4, GOOD),))
+    watch.on_report("b", (FragmentDigest(1, 4, GOOD),))
     assert alarms(effects) == []
-    watch.reported("c", (FragmentDigest(1, 4, BAD),))
-    watch.reported("c", (FragmentDigest(1, 4, BAD),))
+    watch.on_report("c", (FragmentDigest(1, 4, BAD),))
+    watch.on_report("c", (FragmentDigest(1, 4, BAD),))
     assert alarms(effects) == [(1, 4)]
     assert watch.differences == 1
 
@@ -51,13 +51,13 @@ def test_equal_digests_are_silent_and_a_difference_is_an_alarm_once() -> None:
 def test_other_versions_are_not_compared() -> None:
     watch, effects = a_watch()
     watch.computed(1, 4, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(1, 3, BAD), FragmentDigest(2, 4, BAD)))
+    watch.on_report("b", (FragmentDigest(1, 3, BAD), FragmentDigest(2, 4, BAD)))
     assert alarms(effects) == []
 
 
 def test_peer_that_is_ahead_is_compared_when_we_get_there() -> None:
     watch, effects = a_watch()
-    watch.reported("b", (FragmentDigest(1, 5, BAD),))
+    watch.on_report("b", (FragmentDigest(1, 5, BAD),))
     watch.computed(1, 4, GOOD, now_ns=0)
     assert alarms(effects) == []
     watch.computed(1, 5, GOOD, now_ns=0)
@@ -68,15 +68,15 @@ def test_peer_that_is_behind_is_compared_with_what_we_had() -> None:
     watch, effects = a_watch()
     for version in range(VERSIONS_KEPT + 1):
         watch.computed(0, version, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(0, 0, BAD),))
+    watch.on_report("b", (FragmentDigest(0, 0, BAD),))
     assert alarms(effects) == [], "too long ago"
-    watch.reported("b", (FragmentDigest(0, 1, BAD),))
+    watch.on_report("b", (FragmentDigest(0, 1, BAD),))
     assert alarms(effects) == [(0, 1)]
 
 
 def test_fragment_that_does_not_exist_is_ignored() -> None:
     watch, effects = a_watch()
-    watch.reported("b", (FragmentDigest(3, 0, BAD), FragmentDigest(-1, 0, BAD)))
+    watch.on_report("b", (FragmentDigest(3, 0, BAD), FragmentDigest(-1, 0, BAD)))
     watch.computed(2, 0, GOOD, now_ns=0)
     assert alarms(effects) == []
 
@@ -109,9 +109,9 @@ def test_a_snapshot_is_agreed_on_when_a_majority_tells_all_32_bytes_alike() -> N
     watch, _ = a_watch()
     watch.computed(0, 4, GOOD, now_ns=0)
     assert watch.agreed() == ()
-    watch.reported("b", (FragmentDigest(0, 4, GOOD[:16] + bytes(16)), FragmentDigest(0, 3, GOOD)))
+    watch.on_report("b", (FragmentDigest(0, 4, GOOD[:16] + bytes(16)), FragmentDigest(0, 3, GOOD)))
     assert watch.agreed() == ()
-    watch.reported("c", (FragmentDigest(0, 4, GOOD),))
+    watch.on_report("c", (FragmentDigest(0, 4, GOOD),))
     assert watch.agreed() == (SnapshotBody(0, 4, GOOD),)
     commit(watch, SnapshotBody(0, 4, GOOD))
     assert watch.agreed() == ()
@@ -120,14 +120,14 @@ def test_a_snapshot_is_agreed_on_when_a_majority_tells_all_32_bytes_alike() -> N
 def test_versions_between_snapshots_are_never_proposed() -> None:
     watch, _ = a_watch()
     watch.computed(0, 5, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(0, 5, GOOD),))
+    watch.on_report("b", (FragmentDigest(0, 5, GOOD),))
     assert watch.agreed() == ()
 
 
 def test_a_snapshot_of_what_is_not_committed_here_waits() -> None:
     watch, _ = a_watch(committed=3)
     watch.computed(0, 4, GOOD, now_ns=0)
-    watch.reported("b", (FragmentDigest(0, 4, GOOD),))
+    watch.on_report("b", (FragmentDigest(0, 4, GOOD),))
     assert watch.agreed() == ()
 
 
@@ -160,10 +160,10 @@ def test_a_heartbeat_stays_short_while_no_snapshot_is_committed() -> None:
 def test_what_a_peer_tells_is_bounded() -> None:
     watch, _ = a_watch(committed=50)
     for version in range(-5, 200):
-        watch.reported("b", (FragmentDigest(0, version, GOOD), FragmentDigest(version, 3, GOOD)))
+        watch.on_report("b", (FragmentDigest(0, version, GOOD), FragmentDigest(version, 3, GOOD)))
     assert sum(map(len, watch._reported)) == 3
     assert list(watch._reported[0]["b"]) == [49, 50, 51], f"the newest {REPORTED_MAX} that may be committed"
-    watch.reported("c", (FragmentDigest(1, 3, GOOD[:31]), FragmentDigest(1, 2**62, GOOD)))
+    watch.on_report("c", (FragmentDigest(1, 3, GOOD[:31]), FragmentDigest(1, 2**62, GOOD)))
     assert "c" not in watch._reported[1]
 
 
@@ -186,7 +186,7 @@ def test_a_region_that_most_contradict_knows_it() -> None:
     watch, _ = a_watch(regions=5)
     watch.computed(1, 4, BAD, now_ns=0)
     for peer in ("b", "c"):
-        watch.reported(peer, (FragmentDigest(1, 4, GOOD),))
+        watch.on_report(peer, (FragmentDigest(1, 4, GOOD),))
     assert watch.outvoted() == -1
-    watch.reported("d", (FragmentDigest(1, 4, GOOD),))
+    watch.on_report("d", (FragmentDigest(1, 4, GOOD),))
     assert watch.outvoted() == 1

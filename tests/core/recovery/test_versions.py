@@ -53,7 +53,7 @@ class Disk:
     def commit(self, body: EntryBody) -> Entry:
         entry = self.ledger.add(body)
         self.history.apply(entry, now_ns=0)
-        self.versions.committed(entry)
+        self.versions.on_commit(entry)
         return entry
 
     def pump(self) -> list[Effect]:

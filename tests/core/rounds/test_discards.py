@@ -28,7 +28,7 @@ def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a", steps=(0, 10))]))
     reporter = DiscardReporter(context_of(history))
     assert reporter.bodies() == ()
-    reporter.attached(status(0, incarnation=2), ((1, 13, 13 * 64),))
+    reporter.on_attach(status(0, incarnation=2), ((1, 13, 13 * 64),))
     assert reporter.bodies() == (
         DiscardedBody("a", 1, 0, 10, 13, 3 * 64, "its learner ended before it was merged"),
         DiscardedBody("a", 1, 1, 0, 13, 13 * 64, "its learner ended before it was merged"),
@@ -38,7 +38,7 @@ def test_dead_incarnation_is_reported_from_its_last_inclusion_on() -> None:
 def test_report_ends_when_the_ledger_has_it() -> None:
     history, ledger = history_of(), Ledger()
     reporter = DiscardReporter(context_of(history))
-    reporter.attached(status(0, incarnation=2), ((1, 5, 320),))
+    reporter.on_attach(status(0, incarnation=2), ((1, 5, 320),))
     while reporter.bodies():
         history.apply(ledger.add(reporter.bodies()[0]), now_ns=0)
     assert len(ledger.entries) == 2
@@ -56,7 +56,7 @@ def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytes
 
     monkeypatch.setattr(history.account, "discards_due", counted)
     count = 3 * REPORTED_MAX
-    reporter.attached(
+    reporter.on_attach(
         status(0, incarnation=count + 1), tuple((number, number % 2, 64) for number in range(1, count + 1))
     )
     assert len(reporter.bodies()) == REPORTED_MAX
@@ -73,7 +73,7 @@ def test_an_incarnation_that_is_booked_is_not_looked_at_again(monkeypatch: pytes
 def test_what_a_living_learner_carries_is_not_reported() -> None:
     history = history_of(GENESIS, committed_round(0, 1, [contribution("a", steps=(0, 10))]))
     reporter = DiscardReporter(context_of(history))
-    reporter.attached(status(19, f0=position(base=1, mark=10, step=10, tokens=640)), ((1, 19, 19),))
+    reporter.on_attach(status(19, f0=position(base=1, mark=10, step=10, tokens=640)), ((1, 19, 19),))
     assert reporter.bodies() == ()
     assert not reporter.has_news()
 
@@ -107,7 +107,7 @@ def test_interval_is_booked_once() -> None:
     assert not desk.is_booking(contribution("a", incarnation=2))
     assert not desk.is_booking(contribution("a", 1))
     history.apply(ledger.add(BODY), now_ns=0)
-    desk.booked(BODY)
+    desk.on_commit(BODY)
     assert not desk.is_booking(contribution("a"))
     assert not desk.accept(BODY, now_ns=0), "it is in the ledger"
 
@@ -135,12 +135,12 @@ def booked(desk: DiscardDesk, history: RoundHistory, ledger: Ledger, *, seconds:
     """How many intervals of one step each a region gets into the ledger that reports the next one again and again."""
     count = 0
     for _ in range(rounds):
-        desk.round_committed()
+        desk.on_round()
     for tick in range(5 * seconds):
         body = DiscardedBody("a", 1, 0, count, count + 1, 1, "again")
         while desk.accept(body, now_ns=(tick + 1) * SECOND // 5):
             history.apply(ledger.add(body), now_ns=0)
-            desk.booked(body)
+            desk.on_commit(body)
             count += 1
             body = DiscardedBody("a", 1, 0, count, count + 1, 1, "again")
     return count
@@ -158,13 +158,13 @@ def test_each_round_allows_an_interval_more_for_what_overwrite_throws_away() -> 
     desk = DiscardDesk(history)
     assert booked(desk, history, ledger, seconds=1) == DEATHS_AT_ONCE * 2 + 1
     for _ in range(7):
-        desk.round_committed()
+        desk.on_round()
     count = len(ledger.entries)
     accepted = 0
     while desk.accept(DiscardedBody("a", 1, 0, count, count + 1, 1, "x"), now_ns=SECOND):
         body = DiscardedBody("a", 1, 0, count, count + 1, 1, "x")
         history.apply(ledger.add(body), now_ns=0)
-        desk.booked(body)
+        desk.on_commit(body)
         count, accepted = count + 1, accepted + 1
     assert accepted == DEATHS_AT_ONCE * 2, "what was not used up is not saved beyond the limit"
 

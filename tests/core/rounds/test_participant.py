@@ -95,12 +95,12 @@ class Place:
     def commit(self, body: EntryBody) -> None:
         self.history.apply(self.ledger.add(body), now_ns=0)
         if isinstance(body, RoundBody):
-            self.participant.committed(body)
+            self.participant.on_commit(body)
 
     def apply(self, body: RoundBody) -> list[Effect]:
         self.commit(body)
         self.versions.version_applied(body.fragment, body.version)
-        self.participant.applied(body.fragment, body.version)
+        self.participant.on_apply(body.fragment, body.version)
         return self.go()
 
     def go(self) -> list[Effect]:
