@@ -86,5 +86,5 @@ class Genesis:
             self._effects.note("genesis", fault, is_alarm=True)
         else:
             is_changed = body.settings_digest != self._run[1]
-            changed = "; settings were changed since it began" if is_changed else ""
-            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{changed}")
+            note = "; settings were changed since it began" if is_changed else ""
+            self._effects.note("genesis", f"run {body.run_id} of {', '.join(body.regions)} has begun{note}")

@@ -117,8 +117,8 @@ class RegionCore:
             meaning=EntryCheck(run, manifest, summary_entries=settings.summary_entries),
             base=base,
             has_base=self.versions.has_base,
-            base_fault=lambda sent: self._upkeep.base_fault(sent),  # noqa: PLW0108 - made below
-            named_by=lambda sent: named_disks(decode_summary(sent.summary, fragments=fragments)),
+            base_fault=lambda base: self._upkeep.base_fault(base),  # noqa: PLW0108 - made below
+            named_by=lambda base: named_disks(decode_summary(base.summary, fragments=fragments)),
         )
         self.liveness = Liveness(
             region=region,
@@ -254,7 +254,7 @@ class RegionCore:
 
     def _settle(self, now_ns: int) -> None:
         """Follow every consequence inside this region until nothing more follows."""
-        left = ENTRIES_PER_EVENT
+        budget = ENTRIES_PER_EVENT
         if self._upkeep.follow_base(now_ns=now_ns):
             self._emit(self.ledger.payload_arrived(now_ns=now_ns))
         for _ in range(TURNS_MAX):
@@ -262,10 +262,10 @@ class RegionCore:
                 self._round_message(self._region, self._effects.local.popleft(), now_ns)
                 continue
             is_news = False
-            for entry in self.ledger.take_committed(left):
+            for entry in self.ledger.take_committed(budget):
                 self._committed(entry, now_ns)
                 is_news = True
-                left -= 1
+                budget -= 1
             self._follow_role(now_ns)
             self._genesis.propose()
             self.leader.advance(now_ns=now_ns)

@@ -33,14 +33,14 @@ Check = Callable[[Any], Any]
 class OutOfBounds(Exception):
     """Carries the path of the wrong field upwards; grows at each level, so that a right value pays nothing."""
 
-    def __init__(self, found: str) -> None:
-        super().__init__(found)
-        self.found = found
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.found = text
         self.path = ""
 
-    def within(self, part: str) -> OutOfBounds:
+    def within(self, place: str) -> OutOfBounds:
         """The same, found one level further out."""
-        self.path = part + self.path
+        self.path = place + self.path
         return self
 
 
@@ -114,8 +114,8 @@ class Items:
     is_set: bool = False
 
     def __str__(self) -> str:
-        each = f", each {self.of}" if self.of is not None else ""
-        return f"at most {self.most:,}{' different' if self.is_set else ''}{each}"
+        items = f", each {self.of}" if self.of is not None else ""
+        return f"at most {self.most:,}{' different' if self.is_set else ''}{items}"
 
 
 Bound = Whole | Real | Text | Octets | Items
@@ -127,8 +127,8 @@ Bounds = Mapping[str, Bound]
 def bound_of(bounds: Bounds, class_name: str, field_name: str) -> Bound | None:
     """The bound of a field: by class and name, else by name, else by the end of its name; None: it has none."""
     ending = "*_" + field_name.rpartition("_")[2]
-    found = (bounds.get(key) for key in (f"{class_name}.{field_name}", field_name, ending))
-    return next((bound for bound in found if bound is not None), None)
+    candidates = (bounds.get(key) for key in (f"{class_name}.{field_name}", field_name, ending))
+    return next((bound for bound in candidates if bound is not None), None)
 
 
 def whole_check(bound: Whole) -> Check:
@@ -204,7 +204,7 @@ def check_region(value: Any) -> str:
     return value
 
 
-def items_check(each: Check, bound: Items, *, container: Any, make: Any) -> Check:
+def items_check(check: Check, bound: Items, *, container: Any, make: Any) -> Check:
     """Of an array, which is `container` before and `make(...)` after."""
     most, is_set = bound.most, bound.is_set
 
@@ -214,21 +214,21 @@ def items_check(each: Check, bound: Items, *, container: Any, make: Any) -> Chec
         if len(values) > most:
             raise OutOfBounds(f"{len(values)} items; the limit is {most}")
         try:
-            checked = make(map(each, values))
+            items = make(map(check, values))
         except OutOfBounds:
-            raise _named_item(each, values) from None
-        if is_set and len(set(checked)) != len(checked):
+            raise _named_item(check, values) from None
+        if is_set and len(set(items)) != len(items):
             raise OutOfBounds("an item is there twice")
-        return checked
+        return items
 
     return check
 
 
-def _named_item(each: Check, values: Any) -> OutOfBounds:
+def _named_item(check: Check, values: Any) -> OutOfBounds:
     """Find the wrong item again, for its index: the right case must not pay for the counting."""
     for index, value in enumerate(values):
         try:
-            each(value)
+            check(value)
         except OutOfBounds as error:
             return error.within(f"[{index}]")
     raise AssertionError("an item that was wrong is right now")
@@ -236,20 +236,20 @@ def _named_item(each: Check, values: Any) -> OutOfBounds:
 
 def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, int, int]]:
     """(place, place of the other, least difference) of the fields that are bounded by another one."""
-    found = []
+    pairs = []
     for place, bound in enumerate(bounds):
-        other = (bound.above or bound.since) if isinstance(bound, Whole) else ""
-        if isinstance(bound, Whole) and other:
-            found.append((place, names.index(other), 1 if bound.above else 0))
-    return found
+        neighbour = (bound.above or bound.since) if isinstance(bound, Whole) else ""
+        if isinstance(bound, Whole) and neighbour:
+            pairs.append((place, names.index(neighbour), 1 if bound.above else 0))
+    return pairs
 
 
-def check_relations(names: list[str], values: list[Any], related: list[tuple[int, int, int]]) -> None:
+def check_relations(names: list[str], values: list[Any], pairs: list[tuple[int, int, int]]) -> None:
     """That the fields of one dataclass go together. Raises OutOfBounds: they don't."""
-    for place, other, least in related:
-        if values[place] - values[other] < least:
-            found = f"{show_number(values[place])} with {names[other]} {show_number(values[other])}"
-            raise OutOfBounds(found).within(f".{names[place]}")
+    for place, neighbour, least in pairs:
+        if values[place] - values[neighbour] < least:
+            text = f"{show_number(values[place])} with {names[neighbour]} {show_number(values[neighbour])}"
+            raise OutOfBounds(text).within(f".{names[place]}")
 
 
 def show(value: Any) -> str:

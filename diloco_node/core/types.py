@@ -320,8 +320,8 @@ class RateLimits:
 
     def __str__(self) -> str:
         """In one line; empty without limits."""
-        parts = (("egress", self.egress), ("ingress", self.ingress))
-        return ", ".join(f"{name} {8 * rate:,} bit/s" for name, rate in parts if rate is not None)
+        limits = (("egress", self.egress), ("ingress", self.ingress))
+        return ", ".join(f"{name} {8 * rate:,} bit/s" for name, rate in limits if rate is not None)
 
     def with_rate(self, direction: Direction, rate_bytes_per_s: int | None) -> RateLimits:
         """The same with one of them changed."""

@@ -123,9 +123,9 @@ class Account:
 
     def covered_tokens(self, learner: str, fragments: int) -> int:
         """Tokens of all incarnations of a learner that are merged or discarded: the mean over the fragments."""
-        known = sum(tokens for (name, _, _), (_, tokens) in self._covered.items() if name == learner)
-        closed = sum(self._closed[learner].tokens) if learner in self._closed else 0
-        return (known + closed) // fragments
+        open_tokens = sum(tokens for (name, _, _), (_, tokens) in self._covered.items() if name == learner)
+        closed_tokens = sum(self._closed[learner].tokens) if learner in self._closed else 0
+        return (open_tokens + closed_tokens) // fragments
 
     def is_closed(self, learner: str, incarnation: int) -> bool:
         """Whether the incarnation is so old that nothing of it is booked any more."""
@@ -137,16 +137,18 @@ class Account:
 
     def steps_before(self, learner: str, incarnation: int) -> int:
         """Steps of the learner's earlier incarnations that the ledger knows of: how far each got in any fragment."""
-        known = sum(step for (name, one), step in self._furthest.items() if name == learner and one < incarnation)
-        return known + (self._closed[learner].steps if learner in self._closed else 0)
+        open_steps = sum(
+            step for (name, number), step in self._furthest.items() if name == learner and number < incarnation
+        )
+        return open_steps + (self._closed[learner].steps if learner in self._closed else 0)
 
     def close_old(self, fragments: int) -> None:
         """Add up the incarnations that are old enough. Every region must do it after the same entries."""
         numbers: dict[str, list[int]] = {}
         for learner, incarnation in sorted(self._furthest):
             numbers.setdefault(learner, []).append(incarnation)
-        for learner, known in numbers.items():
-            for incarnation in known[:-INCARNATIONS_KEPT]:
+        for learner, lives in numbers.items():
+            for incarnation in lives[:-INCARNATIONS_KEPT]:
                 self._close(learner, incarnation, fragments)
 
     def covered_lines(self, fragments: int) -> tuple[Covered, ...]:
@@ -166,14 +168,23 @@ class Account:
     def included_lines(self) -> tuple[Included, ...]:
         """The newest inclusions, by learner and fragment."""
         return tuple(
-            Included(*name, one.incarnation, one.version, one.snapshot, one.step_to, one.tokens_to)
-            for name, one in sorted(self._inclusions.items())
+            Included(
+                *name,
+                inclusion.incarnation,
+                inclusion.version,
+                inclusion.snapshot,
+                inclusion.step_to,
+                inclusion.tokens_to,
+            )
+            for name, inclusion in sorted(self._inclusions.items())
         )
 
     def totals(self, fragments: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Tokens merged and discarded so far, per fragment."""
-        every = range(fragments)
-        return tuple(self._merged.get(one, 0) for one in every), tuple(self._discarded.get(one, 0) for one in every)
+        indexes = range(fragments)
+        return tuple(self._merged.get(fragment, 0) for fragment in indexes), tuple(
+            self._discarded.get(fragment, 0) for fragment in indexes
+        )
 
     def restore(self, summary: RunSummary, index: int) -> None:
         """Go on from a summary as if every entry up to `index` had been taken."""
@@ -181,19 +192,19 @@ class Account:
         self._undo.clear()
         fragments = range(len(summary.versions))
         self._inclusions = {
-            (one.learner, one.fragment): LastInclusion(
-                one.incarnation, one.version, one.snapshot, one.step_to, one.tokens_to
+            (line.learner, line.fragment): LastInclusion(
+                line.incarnation, line.version, line.snapshot, line.step_to, line.tokens_to
             )
-            for one in summary.included
+            for line in summary.included
         }
         self._covered = {
-            (one.learner, one.incarnation, fragment): (_at(one.steps, fragment), _at(one.tokens, fragment))
-            for one in summary.covered
+            (line.learner, line.incarnation, fragment): (_at(line.steps, fragment), _at(line.tokens, fragment))
+            for line in summary.covered
             for fragment in fragments
         }
-        self._furthest = {(one.learner, one.incarnation): max(one.steps) for one in summary.covered}
+        self._furthest = {(line.learner, line.incarnation): max(line.steps) for line in summary.covered}
         self._merged, self._discarded = dict(enumerate(summary.merged)), dict(enumerate(summary.discarded))
-        self._closed = {one.learner: one for one in summary.closed}
+        self._closed = {line.learner: line for line in summary.closed}
 
     def merged_tokens(self, fragments: int) -> int:
         """Tokens of all inclusions, the mean over the fragments, rounded down."""
@@ -216,8 +227,8 @@ class Account:
         for fragment in range(0 if self.is_closed(learner, incarnation) else fragments):
             step_from, tokens_from = self.covered(learner, incarnation, fragment)
             if steps > step_from:
-                left = max(0, tokens - tokens_from)
-                due.append(DiscardedBody(learner, incarnation, fragment, step_from, steps, left, reason))
+                tokens_left = max(0, tokens - tokens_from)
+                due.append(DiscardedBody(learner, incarnation, fragment, step_from, steps, tokens_left, reason))
         return tuple(due)
 
     def _include(self, contribution: Contribution, version: int) -> None:

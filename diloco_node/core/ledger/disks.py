@@ -32,15 +32,15 @@ class DiskView:
 
     Args:
         voters: all regions.
-        named: of a log that begins later than entry 1, what the entries before it named.
+        disks: per region the folder that earlier entries named, if the log begins later than entry 1.
 
     Attributes:
         known_index: the entries up to here were looked at.
     """
 
-    def __init__(self, voters: Iterable[str], named: Mapping[str, bytes] | None = None) -> None:
+    def __init__(self, voters: Iterable[str], disks: Mapping[str, bytes] | None = None) -> None:
         self._voters = tuple(voters)
-        self._base = dict(named or {})
+        self._base = dict(disks or {})
         self._changes: list[tuple[int, dict[str, bytes]]] = []
         self.known_index = 0
 
@@ -54,9 +54,9 @@ class DiskView:
         """Index of the entry that last changed the view; 0 if none in the log did."""
         return self._changes[-1][0] if self._changes else 0
 
-    def begin(self, named: Mapping[str, bytes], index: int) -> None:
+    def begin(self, disks: Mapping[str, bytes], index: int) -> None:
         """The log begins anew after this index, and this is what the entries up to there name."""
-        self._base, self._changes, self.known_index = dict(named), [], index
+        self._base, self._changes, self.known_index = dict(disks), [], index
 
     def named(self, region: str) -> bytes:
         """The id of the region's folder that counts; empty if none does."""

@@ -40,8 +40,8 @@ def majority_value(values: Iterable[int]) -> int:
     Args:
         values: one per voter, at least one.
     """
-    ranked = sorted(values, reverse=True)
-    return ranked[majority_of(len(ranked)) - 1]
+    in_order = sorted(values, reverse=True)
+    return in_order[majority_of(len(in_order)) - 1]
 
 
 class TermClaims:
@@ -82,10 +82,10 @@ class Dice:
     def below(self, limit: int) -> int:
         """A number in [0, limit); the bias of the remainder is below 2^-30 for limits up to 2^34 (17 s in ns)."""
         self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
-        mixed = self._state
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        return (mixed ^ (mixed >> 31)) % limit
+        bits = self._state
+        bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK
+        return (bits ^ (bits >> 31)) % limit
 
 
 class Role(StrEnum):
@@ -231,19 +231,19 @@ class Election:
         # Who knows a view has seen the run founded: nobody may found it again.
         is_welcome = is_up_to_date and (request.has_view or not self._disks.has_view)
         if request.pre_vote:
-            granted = self.term < request.term <= self.term + TERM_STEP_MAX and is_welcome and not has_leader_contact
-            self._reply(peer, request.term if granted else self.term, pre_vote=True, granted=granted)
+            is_granted = self.term < request.term <= self.term + TERM_STEP_MAX and is_welcome and not has_leader_contact
+            self._reply(peer, request.term if is_granted else self.term, pre_vote=True, is_granted=is_granted)
             return
         paper = ballot_paper(peer, request.disk)
-        granted = request.term == self.term and self.voted_for in ("", paper) and is_welcome
-        if granted and self.voted_for != paper:
+        is_granted = request.term == self.term and self.voted_for in ("", paper) and is_welcome
+        if is_granted and self.voted_for != paper:
             self.voted_for = paper
             self._gate.change_hard_state()
-        if granted:
+        if is_granted:
             self.founder_term = 0 if request.has_view else self.term
             self.restart_timer(now_ns)
             self._may_hasten = False
-        self._reply(peer, self.term, pre_vote=False, granted=granted)
+        self._reply(peer, self.term, pre_vote=False, is_granted=is_granted)
 
     def take_vote(self, peer: str, answer: RequestVoteReply) -> bool:
         """Note who said yes; False if it answers no open request."""
@@ -253,8 +253,8 @@ class Election:
         self.granted[peer] = answer.disk
         return True
 
-    def _reply(self, peer: str, term: int, *, pre_vote: bool, granted: bool) -> None:
-        self._gate.send(peer, RequestVoteReply(term, pre_vote, granted, self._disk))
+    def _reply(self, peer: str, term: int, *, pre_vote: bool, is_granted: bool) -> None:
+        self._gate.send(peer, RequestVoteReply(term, pre_vote, is_granted, self._disk))
 
     def _request_votes(self, term: int, *, pre_vote: bool) -> None:
         log = self._log

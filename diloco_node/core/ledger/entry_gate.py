@@ -107,7 +107,7 @@ class EntryGate:
         """
         if self._meaning is None or not self._log.has(request.previous_index, request.previous_hash):
             return ""
-        new = [one for one in request.entries if not self._log.has(one.index, one.hash)]
+        new = [entry for entry in request.entries if not self._log.has(entry.index, entry.hash)]
         return self._fault_after(new, committed_index) if new else ""
 
     def sealed(self, body: EntryBody, *, term: int, committed_index: int) -> Entry | str:

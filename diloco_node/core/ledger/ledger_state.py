@@ -51,7 +51,7 @@ class LedgerState:
         seed: int,
         now_ns: int,
         has_payload: Callable[[EntryBody], bool],
-        named: Mapping[str, bytes] | None = None,
+        disks: Mapping[str, bytes] | None = None,
         meaning: Meaning | None = None,
         base: LedgerBase = NO_BASE,
         has_base: Callable[[], bool] = lambda: True,
@@ -77,7 +77,7 @@ class LedgerState:
         self._new_base: LedgerBase | None = None
         self._named_by = named_by
         check_held(base, entries, meaning)
-        self.disks = DiskView(self._voters, named_by(base) if base.index else named)
+        self.disks = DiskView(self._voters, named_by(base) if base.index else disks)
         self.disks.known_index = base.index
         self._log = ReplicaLog(entries, self._may_persist, base=base, has_base=has_base)
         self.disks.follow(entries)
@@ -177,9 +177,9 @@ class LedgerState:
     @property
     def durable_indexes(self) -> dict[str, int]:
         """Per voter, sorted, what is on its disk: as leader for all, else only for this region."""
-        known = {peer: follower.durable_index for peer, follower in self._followers.items()}
-        known[self._region] = self._log.durable_index
-        return dict(sorted(known.items()))
+        indexes = {peer: follower.durable_index for peer, follower in self._followers.items()}
+        indexes[self._region] = self._log.durable_index
+        return dict(sorted(indexes.items()))
 
     @property
     def told_disks(self) -> dict[str, bytes]:
@@ -212,7 +212,7 @@ class LedgerState:
     @property
     def reason(self) -> str:
         """One line for status: who leads, or why nobody does, and what is waited for."""
-        needed = majority_of(len(self._voters))
+        quorum = majority_of(len(self._voters))
         if self.disks.has_view and not self.disks.counts(self._region, self._disk):
             return f"its folder is not the one that the ledger names: it catches up from {self.leader or 'nobody yet'}"
         if not self.disks.has_view and not self.leader:
@@ -224,8 +224,8 @@ class LedgerState:
             return state + (f"; behind: {', '.join(behind)}" if behind else "")
         if self.role in (Role.ASKING, Role.CANDIDATE):
             request = "asks who would vote" if self.role is Role.ASKING else f"stands for election in term {self.term}"
-            granted = ", ".join(sorted(self._election.granted))
-            return f"no leader; {request}: {granted}; needs {needed} of {len(self._voters)}"
+            voters = ", ".join(sorted(self._election.granted))
+            return f"no leader; {request}: {voters}; needs {quorum} of {len(self._voters)}"
         if not self.leader:
             return f"no leader in term {self.term} yet{self._entry_gate.reason}"
         state = f"follows {self.leader} in term {self.term}, committed {self.commit_index} of {self.last_index}"

@@ -172,7 +172,7 @@ class ReplicaLog:
     def slice(self, first: int, last: int) -> tuple[Entry, ...]:
         """Entries first..last, both counted, staged ones not."""
         start, stop = first - 1 - self.base.index, last - self.base.index
-        return tuple(_whole(one) for one in self._entries[max(0, start) : max(0, stop)])
+        return tuple(_whole(entry) for entry in self._entries[max(0, start) : max(0, stop)])
 
     def has(self, index: int, entry_hash: bytes) -> bool:
         """Whether the log, staged entries counted, has exactly this entry there (or its base, or the empty beginning).
@@ -219,9 +219,9 @@ class ReplicaLog:
     def truncate(self, first: int) -> None:
         """Forget the entries from `first` on."""
         assert first > self.base.index, (first, self.base.index)
-        kept = max(0, first - 1 - self.last_index)
-        del self._staged[kept:]
-        del self._staged_bytes[kept:]
+        count = max(0, first - 1 - self.last_index)
+        del self._staged[count:]
+        del self._staged_bytes[count:]
         if first > self.last_index:
             return
         del self._entries[first - 1 - self.base.index :]
@@ -332,10 +332,10 @@ class ReplicaLog:
     def _pack(self) -> None:
         """Keep old entries that are on disk as bytes; those whose payload it has lost are at hand in `_lost`."""
         for index in range(self._packed_index, min(self._durable_index, self.last_index) - UNPACKED_ENTRIES):
-            one = self.entry(index + 1)
-            self._entries[index - self.base.index] = _Packed(one.term, one.hash, encode_entry(one))
+            entry = self.entry(index + 1)
+            self._entries[index - self.base.index] = _Packed(entry.term, entry.hash, encode_entry(entry))
             self._packed_index = index + 1
 
 
-def _whole(one: Entry | _Packed) -> Entry:
-    return decode_entry(one.encoded) if isinstance(one, _Packed) else one
+def _whole(entry: Entry | _Packed) -> Entry:
+    return decode_entry(entry.encoded) if isinstance(entry, _Packed) else entry

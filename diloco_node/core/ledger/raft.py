@@ -241,11 +241,11 @@ class LedgerCore(LedgerState):
         if self._election.count_votes(now_ns=now_ns):
             self._become_leader(now_ns)
 
-    def _leadership_offered(self, peer: str, offered: TimeoutNow, now_ns: int) -> None:
-        if offered.term != self.term or peer != self.leader or self.is_leader:
+    def _leadership_offered(self, peer: str, offer: TimeoutNow, now_ns: int) -> None:
+        if offer.term != self.term or peer != self.leader or self.is_leader:
             return
         self._offered_until_ns, self.offered_by = now_ns + self._election_timeout_ns, peer
-        if offered.successor == self._region and self._may_stand():
+        if offer.successor == self._region and self._may_stand():
             self._election.stand(now_ns=now_ns)
 
     def _become_leader(self, now_ns: int) -> None:
@@ -310,7 +310,7 @@ class LedgerCore(LedgerState):
 
     def _offer_leadership(self, why: str, now_ns: int) -> None:
         """Ask the live follower with the most on disk to take over; repeated with each heartbeat while it is needed."""
-        able = {peer: one for peer, one in self._followers.items() if self.disks.counts(peer, one.disk)}
+        able = {peer: follower for peer, follower in self._followers.items() if self.disks.counts(peer, follower.disk)}
         successor = most_complete(able, answered_after_ns=now_ns - self._election_timeout_ns)
         if successor:
             self._note(f"{why}: offers its place to {successor}")
@@ -348,8 +348,8 @@ class LedgerCore(LedgerState):
             if conflict:
                 self.disks.truncated(conflict)
             following.commit_index = max(following.commit_index, request.commit_index)
-            reached = min(following.commit_index, following.matched_index)
-            self._cluster_commit_index = max(self._cluster_commit_index, reached)
+            index = min(following.commit_index, following.matched_index)
+            self._cluster_commit_index = max(self._cluster_commit_index, index)
             self._log.promote(self._may_persist, committed_index=self._cluster_commit_index)
             self._acknowledge(request.sequence)
         else:
@@ -361,18 +361,18 @@ class LedgerCore(LedgerState):
     def _refuse(self, peer: str, sequence: int, *, hint: int) -> None:
         self._gate.send(peer, AppendEntriesReply(self.term, sequence, False, hint, ZERO_HASH, self._disk))
 
-    def _base_sent(self, peer: str, sent: BaseSent, now_ns: int) -> None:
-        if sent.term > self.term and not self._hears_leader(now_ns, but=peer):
-            self._adopt_term(sent.term, now_ns)
-        if sent.term != self.term:
-            self._refuse(peer, sent.sequence, hint=0)
+    def _base_sent(self, peer: str, message: BaseSent, now_ns: int) -> None:
+        if message.term > self.term and not self._hears_leader(now_ns, but=peer):
+            self._adopt_term(message.term, now_ns)
+        if message.term != self.term:
+            self._refuse(peer, message.sequence, hint=0)
             return
         if not self._entry_gate.trusts(peer):
             return
-        base = LedgerBase(sent.index, sent.base_term, sent.hash, sent.summary)
+        base = LedgerBase(message.index, message.base_term, message.hash, message.summary)
         fault = f"{self.leader} leads this term" if self.leader not in ("", peer) else ""
         if not fault and base.index > self._cluster_commit_index:
-            fault = self._base_fault(base) if base.term <= sent.term else f"it is of term {base.term}"
+            fault = self._base_fault(base) if base.term <= message.term else f"it is of term {base.term}"
         if fault:
             self._note(f"ignored a base from {peer}: {fault}", is_alarm=True)
             return
@@ -381,7 +381,7 @@ class LedgerCore(LedgerState):
         self._election.restart_timer(now_ns)
         following = self._following
         following.contact_ns = now_ns
-        following.requested_sequence = max(following.requested_sequence, sent.sequence)
+        following.requested_sequence = max(following.requested_sequence, message.sequence)
         if base.index > self._cluster_commit_index:
             self._log.install(base, committed_index=self.commit_index)
             self.disks.begin(self._named_by(base), base.index)
@@ -390,7 +390,7 @@ class LedgerCore(LedgerState):
             self._new_base = base
             following.matched_index = base.index
             self._note(f"begins its ledger at entry {base.index}, which {peer} sent it")
-        self._acknowledge(sent.sequence)
+        self._acknowledge(message.sequence)
 
     def _acknowledge(self, sequence: int) -> None:
         index = self._following.reported_index = self._following.acknowledged_index(self._log)

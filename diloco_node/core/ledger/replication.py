@@ -141,13 +141,17 @@ class Follower:
 def majority_contact_ns(followers: Iterable[Follower]) -> int | None:
     """When a majority, the leader counted, had last answered; None if the leader is a majority by itself."""
     answered_ns = sorted((follower.answered_ns for follower in followers), reverse=True)
-    needed = majority_of(len(answered_ns) + 1) - 1
-    return answered_ns[needed - 1] if needed else None
+    quorum = majority_of(len(answered_ns) + 1) - 1
+    return answered_ns[quorum - 1] if quorum else None
 
 
 def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) -> str:
     """The follower with the most on disk among those that answer; by name if equal; empty if none answers."""
-    live = [(-each.durable_index, peer) for peer, each in followers.items() if each.answered_ns > answered_after_ns]
+    live = [
+        (-follower.durable_index, peer)
+        for peer, follower in followers.items()
+        if follower.answered_ns > answered_after_ns
+    ]
     return min(live)[1] if live else ""
 
 
@@ -186,8 +190,8 @@ class Following:
             log.truncate(conflict)
             self.matched_index = min(self.matched_index, conflict - 1)
         log.stage(request.entries)
-        reached = min(request.previous_index + len(request.entries), log.known_index)
-        self.matched_index = max(self.matched_index, reached)
+        index = min(request.previous_index + len(request.entries), log.known_index)
+        self.matched_index = max(self.matched_index, index)
         return conflict
 
 

@@ -135,10 +135,10 @@ def encode_summary(summary: RunSummary) -> bytes:
         plain = canonical_codec(RunSummary)[0](summary)
     except OutOfBounds as error:
         raise ValueError(f"RunSummary{error.path}: {error.found}") from None
-    packed: bytes = msgpack.packb(plain, use_bin_type=True)
-    if len(packed) > SUMMARY_BYTES_MAX:
-        raise ValueError(f"a summary of {len(packed)} bytes: at most {SUMMARY_BYTES_MAX} are allowed")
-    return packed
+    data: bytes = msgpack.packb(plain, use_bin_type=True)
+    if len(data) > SUMMARY_BYTES_MAX:
+        raise ValueError(f"a summary of {len(data)} bytes: at most {SUMMARY_BYTES_MAX} are allowed")
+    return data
 
 
 def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
@@ -186,15 +186,15 @@ def _shape_fault(summary: RunSummary, fragments: int) -> str:
         summary.merged,
         summary.discarded,
         summary.last_rounds,
-        *(one.tokens for one in summary.closed),
+        *(line.tokens for line in summary.closed),
     )
     if any(len(values) != fragments for values in per_fragment):
         return f"it is not of {fragments} fragments"
-    if any(len(values) not in (1, fragments) for one in summary.covered for values in (one.steps, one.tokens)):
+    if any(len(values) not in (1, fragments) for line in summary.covered for values in (line.steps, line.tokens)):
         return f"an account is not of {fragments} fragments"
-    numbers = [one.fragment for one in summary.snapshots]
-    numbers += [one.fragment for one in summary.included]
-    numbers += [one.fragment for one in summary.given_up]
+    numbers = [snapshot.fragment for snapshot in summary.snapshots]
+    numbers += [line.fragment for line in summary.included]
+    numbers += [line.fragment for line in summary.given_up]
     if any(not 0 <= fragment < fragments for fragment in numbers):
         return f"it names a fragment that is none of {fragments}"
     if len(summary.genesis) != 1 or len(summary.genesis[0].fragment_digests) != fragments:

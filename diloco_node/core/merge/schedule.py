@@ -82,7 +82,7 @@ def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_eve
         due = due_step(fragment, position, sync_every=sync_every, fragments=len(positions))
         if due is not None:
             news.append(due)
-    return min((one for one in news if one > step), default=None)
+    return min((step_of_news for step_of_news in news if step_of_news > step), default=None)
 
 
 def most_overdue_first(overdue: Iterable[tuple[int, int]]) -> list[int]:
@@ -119,10 +119,10 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
         averages_ns: any order; 0 means unknown and is left out. Of an even number the mean of the middle two, rounded
             down. If the larger one is beyond `SLOWER_MAX` times the smaller, it is not believed: the smaller counts.
     """
-    known = sorted(average for average in averages_ns if average > 0)
-    if not known:
+    averages = sorted(average for average in averages_ns if average > 0)
+    if not averages:
         return 0
-    lower, upper = known[(len(known) - 1) // 2], known[len(known) // 2]
+    lower, upper = averages[(len(averages) - 1) // 2], averages[len(averages) // 2]
     return lower if upper > SLOWER_MAX * lower else (lower + upper) // 2
 
 
@@ -134,9 +134,9 @@ def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
     Args:
         reported_ns: of this learner. averages_ns: of all, this one too; any order, 0 means unknown.
     """
-    known = sorted(average for average in averages_ns if average > 0)
+    averages = sorted(average for average in averages_ns if average > 0)
     # The lower one of the middle two: of two learners one may be wrong.
-    return max(0, min(reported_ns, SLOWER_MAX * known[(len(known) - 1) // 2])) if known else 0
+    return max(0, min(reported_ns, SLOWER_MAX * averages[(len(averages) - 1) // 2])) if averages else 0
 
 
 @dataclass(frozen=True, slots=True)

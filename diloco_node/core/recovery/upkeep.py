@@ -120,18 +120,18 @@ class Upkeep:
 
     def checkpoint_written(self, event: CheckpointWritten) -> None:
         """This region's own state is on disk."""
-        named = self._versions.checkpoint_written(event.fragment, event.version, event.digest)
-        if named is not None:
-            self._versions.heal(named, reached=self._newest_round(event.fragment))
+        snapshot = self._versions.checkpoint_written(event.fragment, event.version, event.digest)
+        if snapshot is not None:
+            self._versions.heal(snapshot, version_reached=self._newest_round(event.fragment))
 
     def compare(self) -> None:
         """Set aside what is not as the ledger names it."""
         if not self._must_compare:
             return
         self._must_compare = False
-        for named in self.digests.diverged():
-            self._versions.heal(named, reached=self._newest_round(named.fragment))
-            self.digests.forget(named.fragment)
+        for snapshot in self.digests.diverged():
+            self._versions.heal(snapshot, version_reached=self._newest_round(snapshot.fragment))
+            self.digests.forget(snapshot.fragment)
 
     def next_base(self) -> LedgerBase | None:
         """What the ledger may begin with now; None if it is to stay as it is. Once taken, `compacted` is called."""
@@ -145,15 +145,15 @@ class Upkeep:
         """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term."""
         if self._versions.healing:
             return []
-        found: list[EntryBody] = []
+        bodies: list[EntryBody] = []
         for body in self.digests.agreed():
             name = (self._ledger.term, body.version)
             if self._proposed.get(body.fragment, (0, 0)) < name:
                 self._proposed[body.fragment] = name
                 self._effects.note("snapshot", body.digest.hex(), fragment=body.fragment, version=body.version)
-                found.append(body)
+                bodies.append(body)
         summary: SummaryBody | None = self._compaction.proposal()
-        return [*found, summary] if summary is not None else found
+        return [*bodies, summary] if summary is not None else bodies
 
     @property
     def reason(self) -> str:
@@ -163,8 +163,8 @@ class Upkeep:
             return (
                 f"its state of fragment {', '.join(map(str, healing))} differs from the ledger's: it is fetched again"
             )
-        outvoted = self.digests.outvoted() if self._ledger.is_leader else -1
-        return f"its state of fragment {outvoted} differs from that of most regions" if outvoted >= 0 else ""
+        minority = self.digests.outvoted() if self._ledger.is_leader else -1
+        return f"its state of fragment {minority} differs from that of most regions" if minority >= 0 else ""
 
     def _newest_round(self, fragment: int) -> int:
         """The newest round of a fragment in the log: up to there this region may have acknowledged it."""

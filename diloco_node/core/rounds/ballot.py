@@ -201,13 +201,13 @@ def plan_next(
         is_late: the deadline was missed; else somebody was lost.
     """
     places = {stripe: index for index, stripe in enumerate(stripes)}
-    stayed = [(old, places[stripe]) for old, stripe in enumerate(round_.stripes) if stripe in places]
+    cuts = [(old, places[stripe]) for old, stripe in enumerate(round_.stripes) if stripe in places]
     stays = stripes == round_.stripes
     # The stripes of a member that is lost can't be sent again: it stays only where nothing moves.
     whole = {
         name
         for name in usable
-        if stayed and round_.is_received(name, [old for old, _ in stayed]) and (name in reachable or stays)
+        if cuts and round_.is_received(name, [old for old, _ in cuts]) and (name in reachable or stays)
     }
     if is_late:
         names = whole
@@ -222,7 +222,7 @@ def plan_next(
     reused_stripes = tuple(
         ReusedStripe(name, new)
         for name in members
-        for old, new in stayed
+        for old, new in cuts
         if name in usable and round_.is_received(name, [old])
     )
     return NextBallot(members, {name: usable[name] for name in members if name in usable}, reused_stripes)

@@ -312,7 +312,7 @@ class FakeLearner:
         base_version = part.position.base_version
         plan = carry_plan(
             mode,
-            included=included is not None,
+            is_included=included is not None,
             # Planted faults include a snapshot again under a later version: that is for the checkers to find.
             versions_missed=max(0, offer.version - (snapshot.version if included and snapshot else base_version)),
             steps_since_inclusion=self.step - since,
@@ -326,7 +326,7 @@ class FakeLearner:
         part.base = offer.theta
         part.position = position_after(
             part.position,
-            included=included,
+            inclusion=included,
             step=self.step,
             tokens=self.tokens,
             version=offer.version,

@@ -244,7 +244,7 @@ def diverged() -> tuple[Disk, list[RoundBody]]:
     disk.versions.learn(SnapshotBody(0, 2, DIGESTS[0]))
     disk.commit(SnapshotBody(0, 2, DIGESTS[0]))
     disk.pump()
-    disk.versions.heal(SnapshotBody(0, 2, DIGESTS[0]), reached=3)
+    disk.versions.heal(SnapshotBody(0, 2, DIGESTS[0]), version_reached=3)
     return disk, bodies
 
 
