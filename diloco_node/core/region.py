@@ -87,7 +87,9 @@ class RegionCore:
         self._settings = settings
         fragments = len(manifest.fragments)
         run = (run_id, settings_digest, manifest.digest, self._regions)
+        # Effects of the event at hand: empty between two calls of `handle`.
         self._effects = EffectBuffer(region)
+        # The order below is that of use: each part reads those above it, and only `_settle` ties them together.
         self.history = RoundHistory(fragments)
         base = recovered.base
         if base.index:
@@ -159,14 +161,18 @@ class RegionCore:
             genesis_fault=self._genesis.fault,
         )
         self._succession = Succession(ledger=self.ledger, upkeep=self._upkeep, leader=self.leader)
+        # When the next heartbeat goes out, and the time of the last event.
         self._next_beat_ns = now_ns
         self._now_ns = now_ns
+        # Fragments that are due by the learner's last report: a further one is told to the leader at once.
         self._due: frozenset[int] = frozenset()
         self._participation = Participation(self._regions, self.liveness)
         self._participation.restore(self.history.rounds_included)
         self._patience = PayloadPatience(self.participant, settings)
         self._end = RunEnd(context, self.versions)
+        # (term, leader) of the last note about it.
         self._reported_leader = (0, "")
+        # One call for each type of event: an event that is missing here is a KeyError, and a bug.
         self._arrows: dict[type[Any], Callable[[Any, int], None]] = {
             ev.TimerFired: self._timer_fired,
             ev.MessageArrived: self._message_arrived,
@@ -187,7 +193,7 @@ class RegionCore:
             ev.PayloadStored: self._payload_stored,
             ev.PayloadNotStored: lambda event, _: self.participant.payload_not_stored(event.fragment, event.ballot),
             ev.StateStored: self._state_stored,
-            ev.FetchFailed: lambda event, now_ns: self._fetches.failed(
+            ev.FetchFailed: lambda event, now_ns: self._fetches.on_failure(
                 event.peer, event.fragment, event.reason, now_ns=now_ns
             ),
             ev.VersionApplied: self._version_applied,
@@ -263,7 +269,7 @@ class RegionCore:
                 continue
             is_news = False
             for entry in self.ledger.take_committed(budget):
-                self._committed(entry, now_ns)
+                self._take_entry(entry, now_ns)
                 is_news = True
                 budget -= 1
             self._follow_role(now_ns)
@@ -283,7 +289,7 @@ class RegionCore:
         base = self._upkeep.next_base()
         if base is not None:
             self._emit(self.ledger.compact(base))
-            self._upkeep.compacted()
+            self._upkeep.on_compaction()
         lacking = self._patience.lacking(self.ledger.missing_payloads(), now_ns=now_ns)
         if lacking or self.versions.is_lacking or not self._fetches.is_idle or not self.versions.has_started:
             self.versions.plan_fetches(lacking, self._fetches)
@@ -291,7 +297,7 @@ class RegionCore:
             self._fetches.pump(leader=self.ledger.leader, alive=alive, now_ns=now_ns)
         self._end.pump()
 
-    def _committed(self, entry: Entry, now_ns: int) -> None:
+    def _take_entry(self, entry: Entry, now_ns: int) -> None:
         body = entry.body
         self.history.apply(entry, now_ns=now_ns)
         self.versions.on_commit(entry)
@@ -442,12 +448,12 @@ class RegionCore:
 
     def _payload_stored(self, event: ev.PayloadStored, _: int) -> None:
         self.versions.payload_stored(event.fragment, event.version, event.digest)
-        self._fetches.ended(event.fragment, version=event.version, is_state=False)
+        self._fetches.on_end(event.fragment, version=event.version, is_state=False)
         self.participant.payload_stored(event.fragment, event.version, event.digest)
 
     def _state_stored(self, event: ev.StateStored, _: int) -> None:
         self.versions.state_stored(event.fragment, event.version, event.digest)
-        self._fetches.ended(event.fragment, version=event.version, is_state=True)
+        self._fetches.on_end(event.fragment, version=event.version, is_state=True)
 
     def _version_applied(self, event: ev.VersionApplied, _: int) -> None:
         self.versions.version_applied(event.fragment, event.version)

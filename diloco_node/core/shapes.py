@@ -1,4 +1,4 @@
-"""What one field may hold at most: bounds as values, and the checks that are made of them. Pure.
+"""Limits of single fields: bounds as values, and the checks that are made of them. Pure.
 
 A check takes a value and returns it, or raises `OutOfBounds` with what was found. `wire.schema` makes a message's
 checks of them, `core.ledger.entries` those of an entry, so that both refuse the same.
@@ -14,7 +14,7 @@ from sys import float_info
 from typing import Any, Final
 
 REGION_PATTERN: Final = re.compile(r"[a-z0-9-]{1,63}")
-"""What a region may be called: it becomes part of file names, log lines and certificate names."""
+"""The form of a region's name: it becomes part of file names, log lines and certificate names."""
 
 REGION_FIELDS: Final = frozenset(
     {"hears", "leader", "learner", "learners", "members", "peer", "reducer", "region", "regions", "successor"}
@@ -22,7 +22,7 @@ REGION_FIELDS: Final = frozenset(
 """Fields of type `str` or `tuple[str, ...]` with one of these names hold region names, and are checked as such."""
 
 SHOWN_CHARACTERS_MAX: Final = 80
-"""Of a value in an error message."""
+"""Longest text of a value in an error message."""
 
 POWER_MIN: Final = 20
 """From 2^20 on a power of two is shown as one."""
@@ -132,7 +132,7 @@ def bound_of(bounds: Bounds, class_name: str, field_name: str) -> Bound | None:
 
 
 def whole_check(bound: Whole) -> Check:
-    """Of an integer. bool is none."""
+    """Return the check of an integer. bool is none."""
     lowest, highest = bound.lowest, bound.highest
 
     def check(value: Any) -> int:
@@ -146,7 +146,7 @@ def whole_check(bound: Whole) -> Check:
 
 
 def real_check(bound: Real) -> Check:
-    """Of a float. NaN is in no range."""
+    """Return the check of a float. NaN is in no range."""
     lowest, highest = bound.lowest, bound.highest
 
     def check(value: Any) -> float:
@@ -160,7 +160,7 @@ def real_check(bound: Real) -> Check:
 
 
 def text_check(bound: Text) -> Check:
-    """Of a string."""
+    """Return the check of a string."""
     bytes_max = bound.bytes_max
 
     def check(value: Any) -> str:
@@ -175,7 +175,7 @@ def text_check(bound: Text) -> Check:
 
 
 def octets_check(bound: Octets) -> Check:
-    """Of bytes."""
+    """Return the check of bytes."""
     lengths, most = bound.lengths, bound.most
 
     def check(value: Any) -> bytes:
@@ -189,14 +189,14 @@ def octets_check(bound: Octets) -> Check:
 
 
 def check_bool(value: Any) -> bool:
-    """Of true and false."""
+    """Check true and false."""
     if type(value) is not bool:
         raise OutOfBounds(f"expected bool, got {type(value).__name__}")
     return value
 
 
 def check_region(value: Any) -> str:
-    """Of a region's name."""
+    """Check a region's name."""
     if type(value) is not str:
         raise OutOfBounds(f"expected str, got {type(value).__name__}")
     if REGION_PATTERN.fullmatch(value) is None:
@@ -205,7 +205,7 @@ def check_region(value: Any) -> str:
 
 
 def items_check(check: Check, bound: Items, *, container: Any, make: Any) -> Check:
-    """Of an array, which is `container` before and `make(...)` after."""
+    """Return the check of an array, which is `container` before and `make(...)` after."""
     most, is_set = bound.most, bound.is_set
 
     def check(values: Any) -> Any:
@@ -245,7 +245,7 @@ def relations(names: list[str], bounds: list[Bound | None]) -> list[tuple[int, i
 
 
 def check_relations(names: list[str], values: list[Any], pairs: list[tuple[int, int, int]]) -> None:
-    """That the fields of one dataclass go together. Raises OutOfBounds: they don't."""
+    """Check that the fields of one dataclass go together. Raises OutOfBounds: they don't."""
     for place, neighbour, least in pairs:
         if values[place] - values[neighbour] < least:
             text = f"{show_number(values[place])} with {names[neighbour]} {show_number(values[neighbour])}"

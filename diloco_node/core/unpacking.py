@@ -77,7 +77,7 @@ def _unpacked(whole: bytes) -> Any:
 
 
 def check_bounds(data: bytes, *, depth_max: int, values_max: int, items_max: int) -> None:
-    """That `unpack` may unpack this. Arguments and errors as there."""
+    """Check that `unpack` may unpack this. Arguments and errors as there."""
     at, values, values_left = 0, 1, 1
     above: list[int] = []
     size_of, end = _SIZES, len(data)

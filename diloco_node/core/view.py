@@ -1,4 +1,4 @@
-"""What a region knows and waits for, as frozen values: what `status` and the dashboard show."""
+"""The state of a region as frozen values, for `status` and the dashboard: versions, rounds, peers, waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diloco_node.core.rounds.participant import RoundParticipant
 from diloco_node.core.types import Ballot, LearnerStatus, RoundBody
 
 PHASES: Final = ("gather", "reduce", "commit", "apply")
-"""Of a round: contributions are named; merged and on the disks of a majority; in the ledger; applied here."""
+"""Phases of a round: contributions are named; merged and on the disks of a majority; in the ledger; applied here."""
 
 
 @dataclass(frozen=True, slots=True)

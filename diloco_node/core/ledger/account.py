@@ -162,7 +162,7 @@ class Account:
         return tuple(lines)
 
     def closed_lines(self) -> tuple[Closed, ...]:
-        """What is closed, by learner."""
+        """Sums of the closed incarnations, by learner."""
         return tuple(self._closed[learner] for learner in sorted(self._closed))
 
     def included_lines(self) -> tuple[Included, ...]:
@@ -213,15 +213,15 @@ class Account:
     def discards_due(
         self, learner: str, incarnation: int, *, steps: int, tokens: int, fragments: int, reason: str
     ) -> tuple[DiscardedBody, ...]:
-        """What must be booked as discarded when an incarnation is dead.
+        """Return the discards that must be booked when an incarnation is dead.
 
         Args:
-            steps, tokens: what it had trained, as it counted.
+            steps, tokens: trained by it, as it counted.
             fragments: P.
             reason: for the ledger.
 
         Returns:
-            One body per fragment with steps that are in no merge, by fragment.
+            A body for each fragment with steps that are in no merge, by fragment.
         """
         due = []
         for fragment in range(0 if self.is_closed(learner, incarnation) else fragments):

@@ -233,7 +233,7 @@ def _dataclass_codec(kind: Any) -> _Codec:
 
 
 def _field(hint: Any, bound: Bound | None, name: str) -> _Codec:
-    """Of one field: a dataclass, `tuple[X, ...]`, or a scalar with a bound."""
+    """Return the codec of one field: a dataclass, `tuple[X, ...]`, or a scalar with a bound."""
     if is_dataclass(hint):
         return canonical_codec(hint)
     if isinstance(bound, Items):

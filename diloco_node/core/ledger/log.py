@@ -1,4 +1,4 @@
-"""One voter's copy of the ledger in memory, and how much of it is on disk.
+"""The copy of the ledger in a voter's memory, and how much of it is on disk.
 
 A log begins with a base: what stands for the entries that are summed up and gone, or nothing. Three parts follow each
 other after it: entries on disk, entries whose write is under way, and (`staged`, followers only) entries
@@ -50,7 +50,7 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class LogChange:
-    """What the disk must do to follow the log: forget from `truncate_from` on (0: nothing), then append."""
+    """Work for the disk, so that it follows the log: forget from `truncate_from` on (0: nothing), then append."""
 
     truncate_from: int
     entries: tuple[Entry, ...]
@@ -177,7 +177,7 @@ class ReplicaLog:
     def has(self, index: int, entry_hash: bytes) -> bool:
         """Whether the log, staged entries counted, has exactly this entry there (or its base, or the empty beginning).
 
-        Of what lies before the base nothing is known any more.
+        Nothing is known any more of entries before the base.
         """
         is_known = index == 0 or self.base.index <= index <= self.known_index
         return is_known and self.hash_at(index) == entry_hash
@@ -257,8 +257,10 @@ class ReplicaLog:
         self._begin_with(base)
 
     def install(self, base: LedgerBase, *, committed_index: int) -> None:
-        """Begin with the leader's base, which is ahead of what is committed here. What follows it stays if it is the
-        leader's too. Until the disk holds what it stands for, no more is acknowledged than before.
+        """Begin with the leader's base, which is ahead of what is committed here.
+
+        Entries behind it stay if they are the leader's too. No more is acknowledged than before, until the disk holds
+        the states that the base stands for.
 
         Args:
             committed_index: up to here the disk holds what is committed.
@@ -314,7 +316,7 @@ class ReplicaLog:
         del self._staged_bytes[:count]
 
     def take_change(self, token: int) -> LogChange:
-        """What the disk has to do now; `written(token)` says that it has."""
+        """Return the work for the disk now; `on_written(token)` says that it is done."""
         entries = self.slice(self._requested_index + 1, self.last_index)
         change = LogChange(self._truncate_from, entries, self.base if self._is_base_new else None)
         self._requested_index = self.last_index

@@ -1,6 +1,6 @@
 """The replicated ledger of one voter: Raft with pre-vote for a fixed set of voters, without IO.
 
-What is particular to this ledger, beside Raft's rules:
+This ledger adds to Raft's rules:
 
 - An entry is written only when what it names (the payload of a round, Theta_0 of genesis) is on the own disk. Until
   then it is staged in memory: neither acknowledged nor in any vote. To acknowledge entry n means: from my own disk
@@ -52,7 +52,7 @@ from diloco_node.errors import InvalidTransition
 
 
 class LedgerCore(LedgerState):
-    """One voter's ledger. See the module for the caller's duties, and `LedgerState` for the arguments."""
+    """The ledger of one voter. See the module for the caller's duties, and `LedgerState` for the arguments."""
 
     def handle(self, event: Event, *, now_ns: int) -> list[Effect]:
         """Take note of a fact.
@@ -70,7 +70,7 @@ class LedgerCore(LedgerState):
             case MessageArrived(peer, message):
                 self._message_arrived(peer, message, now_ns)
             case LedgerPersisted(token):
-                self._persisted(token, now_ns)
+                self._on_persisted(token, now_ns)
             case LinkChanged(peer, is_up):
                 self._link_changed(peer, is_up, now_ns)
             case _:
@@ -87,7 +87,8 @@ class LedgerCore(LedgerState):
         return self._flush()
 
     def propose(self, body: EntryBody, *, now_ns: int) -> list[Effect]:
-        """Append an entry: the leader, what its disk can apply. What makes no sense gives an alarm and no entry."""
+        """Append an entry as the leader, if its disk can apply it. A body that makes no sense gives an alarm
+        instead."""
         assert self.is_leader, f"{self._region} is {self.role} and can't propose"
         assert self._has_payload(body), f"proposed without its payload: {body_name(body)}"
         self._append(body, now_ns)
@@ -180,8 +181,8 @@ class LedgerCore(LedgerState):
             case _:
                 raise InvalidTransition(f"the ledger has no arrow for the message {type(message).__name__}")
 
-    def _persisted(self, token: int, now_ns: int) -> None:
-        self._gate.persisted(token)
+    def _on_persisted(self, token: int, now_ns: int) -> None:
+        self._gate.on_persisted(token)
         self._log.on_written(token)
         self._report_growth(now_ns)
         if not self.is_leader:
@@ -249,7 +250,7 @@ class LedgerCore(LedgerState):
             self._election.stand(now_ns=now_ns)
 
     def _become_leader(self, now_ns: int) -> None:
-        self._founders = dict(self._election.granted)
+        self._founders = dict(self._election.votes)
         self._offered_until_ns = now_ns
         self._election.lead()
         self._log.drop_staged()
@@ -346,7 +347,7 @@ class LedgerCore(LedgerState):
         if self._log.has(request.previous_index, request.previous_hash):
             conflict = following.take(self._log, request)
             if conflict:
-                self.disks.truncated(conflict)
+                self.disks.on_truncation(conflict)
             following.commit_index = max(following.commit_index, request.commit_index)
             index = min(following.commit_index, following.matched_index)
             self._cluster_commit_index = max(self._cluster_commit_index, index)

@@ -29,7 +29,7 @@ BASE_AGAIN_MESSAGES: Final = 16
 
 @dataclass(slots=True)
 class Follower:
-    """One follower in one term of this leader.
+    """A follower in one term of this leader.
 
     Attributes:
         next_index: the next entry to send. Heartbeats name the entry before it, so that a lost batch is noticed.
@@ -110,12 +110,12 @@ class Follower:
         return not has_lost
 
     def link_changed(self) -> None:
-        """What was on its way is lost; the next answer shows where the follower stands."""
+        """Forget messages on their way, which are lost; the next answer shows where the follower stands."""
         self.batch_sequence = 0
         self.base_age = BASE_AGAIN_MESSAGES
 
     def _window_end(self, commit_index: int) -> int:
-        """What is committed a follower keeps without its payload; of the rest it holds only so much in memory."""
+        """A follower keeps committed entries without their payloads, and only so many others in memory."""
         return max(self.durable_index + STAGED_ENTRIES_MAX, commit_index)
 
     def _send_base(self, log: ReplicaLog, term: int, sequence: int) -> BaseSent:
@@ -157,7 +157,7 @@ def most_complete(followers: Mapping[str, Follower], *, answered_after_ns: int) 
 
 @dataclass(slots=True)
 class Following:
-    """One term under one leader, or under none yet.
+    """A term under one leader, or under none yet.
 
     Attributes:
         matched_index: up to here this log, staged entries counted, is the leader's. At first what is committed: that

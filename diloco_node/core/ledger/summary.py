@@ -1,15 +1,15 @@
-"""What may stand for the first entries of a ledger: everything they say that still matters, in one bounded encoding.
+"""The summary of the first entries of a ledger: everything they say that still matters, in one bounded encoding.
 
 Each region sums up at the same entries and gets the same bytes, so that one digest in the ledger is enough to compare
 them. The encoding is that of entries: msgpack over arrays, canonical.
 
-What is forgotten, and why nobody misses it:
+Forgotten facts, and why nobody misses them:
 
 - Single rounds: whose they were, factors, weights, payload digests. No region needs them to go on: states are fetched
   at a snapshot, and a base is used only where every fragment's snapshot is at least as new.
 - Intervals of the token account. They were contiguous when they were booked, so (steps, tokens) up to where says the
-  same. Of an incarnation that has `INCARNATIONS_KEPT` later ones in the ledger only sums are left: it is closed, and
-  nothing of it is booked any more. A region books what died by incarnation, so an older one is complete by then.
+  same. An incarnation with `INCARNATIONS_KEPT` later ones in the ledger is closed: only its sums are left, and
+  nothing of it is booked any more. A region books losses by incarnation, so an older one is complete by then.
 - How long recent outer gradients were: the entries behind the base say it again.
 - Older inclusions of a learner than its last one in a fragment: its base is at least that version.
 """
@@ -94,7 +94,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """What the entries up to one index say.
+    """The facts of the entries up to one index.
 
     Attributes:
         genesis, finished: none or one.
@@ -168,7 +168,7 @@ def decode_summary(data: bytes, *, fragments: int) -> RunSummary:
 
 
 def base_digest(base: LedgerBase) -> bytes:
-    """What the ledger names a base by: SHA-256 over its place and its summary."""
+    """Return the digest by which the ledger names a base: SHA-256 over its place and its summary."""
     place = msgpack.packb([base.index, base.term, base.hash], use_bin_type=True)
     return hashlib.sha256(place + base.summary).digest()
 

@@ -1,4 +1,4 @@
-"""Who is alive, who hears whom, how far away everybody is, and what the learners report: all from heartbeats."""
+"""Liveness from heartbeats: who is alive, who hears whom, how far away everybody is, what the learners report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _RTT_SHIFT: Final = 3
 
 @dataclass(slots=True)
 class _Peer:
-    """What is known of one other region.
+    """Knowledge of one other region.
 
     Attributes:
         received_at_ns: last heartbeat; None if there was none since the link was down.
@@ -106,7 +106,7 @@ class Liveness:
         self._own_learner = status
 
     def own_budget(self, limits: RateLimits) -> None:
-        """What this region may send and receive from now on; the next heartbeat reports it."""
+        """Set the limits of this region's traffic from now on; the next heartbeat reports them."""
         self._own_budget = limits
 
     def beat(
@@ -194,7 +194,7 @@ class Liveness:
         return 0 if region == self._region else self._peers[region].rtt_ns
 
     def hears_claimed(self, region: str) -> tuple[str, ...]:
-        """Whom another region reports to hear, by its last heartbeat."""
+        """Return the regions that another region reports to hear, by its last heartbeat."""
         return self._peers[region].hears
 
     def _measure_rtt(self, state: _Peer, beat: Heartbeat, now_ns: int) -> None:

@@ -53,8 +53,8 @@ class DiskReplacement:
         caught_up_index, self._commit_index_before = self._commit_index_before, ledger.cluster_commit_index
         if not ledger.is_settled or not disks.has_view or disks.last_change_index > ledger.cluster_commit_index:
             return None
-        for region, disk in sorted(ledger.told_disks.items()):
-            named_disk = disks.named(region)
+        for region, disk in sorted(ledger.reported_disks.items()):
+            named_disk = disks.disk_of(region)
             if disk == named_disk:
                 continue
             if now_ns - self._named_at_ns.get(region, now_ns - self._rest_ns) < self._rest_ns:

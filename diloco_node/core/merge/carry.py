@@ -10,7 +10,7 @@ of the learners. So each version that does not include the learner's newest step
 things, and adding them up would overshoot.
 
 Held-out loss after 1,200 steps (benchmarks/quality.py, H = 16, M = 4). Each learner in half of the rounds: keep 1 gave
-1.779, keep 0.5 1.728, keep 0 1.740, overwrite 1.743. One learner in each round: 1.820, 1.772, not tried, 1.807.
+1.779, keep 0.5 1.728, keep 0 1.740, overwrite 1.743. A single learner in each round: 1.820, 1.772, not tried, 1.807.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from diloco_node.core.types import CarryMode, FragmentPosition
 from diloco_node.numeric import F32
 
 MISSED_KEEP: Final = 0.5
-"""What is kept of the own steps when a version arrives that does not include them."""
+"""The part of its own steps that a learner keeps when a version arrives without them."""
 
 CARRY_FACTOR_MIN: Final = 2.0**-6
 """Less than this is not worth carrying: the learner takes the new version as it is."""

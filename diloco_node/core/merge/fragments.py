@@ -32,7 +32,7 @@ VALUES_MAX: Final = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One trainable tensor: what the cut depends on.
+    """A trainable tensor, as far as the cut depends on it.
 
     Attributes:
         name: unique in the model, printable, at most 512 characters.

@@ -13,7 +13,7 @@ from diloco_node.numeric import F32
 
 
 def outer_step(theta: F32, momentum: F32, delta: F32, *, lr: float, mu: float) -> tuple[F32, F32]:
-    """One outer step: `m <- mu * m + d; theta <- theta - lr * (d + mu * m)`.
+    """Make an outer step: `m <- mu * m + d; theta <- theta - lr * (d + mu * m)`.
 
     Args:
         theta: shape (n,), float32; parameters. Not changed.

@@ -5,10 +5,10 @@ the others'. RDA takes its direction like any other, but the merge would be as l
 that one learner. So what is longer than several times the usual counts as if it were just so long, and what is wildly
 longer as if it were usual.
 
-What is usual is the median of the round's members, or that of the last rounds of the fragment if that is longer: in the
+The usual length is the median of the round's members, or that of the fragment's last rounds if that is longer: in the
 last round of a run most members have made a step or two, the others a cycle. Both are taken over the whole fragment and
-over each piece, where a piece may always be as long as one of its size is on average. Of fewer than `MEMBERS_MIN`
-members nobody can say who is the outlier: there the last `ROUNDS_KEPT` rounds say alone what is usual, or nothing does.
+over each piece. A piece may always be as long as one of its size is on average. Among fewer than `MEMBERS_MIN` members
+nobody can say who is the outlier: there only the last `ROUNDS_KEPT` rounds tell the usual length, or nothing does.
 
 Measured with honest learners (built-in model, H = 16, four learners, all or three in each round, one that comes in
 every fourth, one cut off for four cycles): at most 1.4 times the usual, of a piece 1.7; with one learner four times as
@@ -40,7 +40,7 @@ WILD_RATIO: Final = 20.0
 """Beyond this it says nothing about how far the model should go, and counts as if it were just as long as usual."""
 
 FASTER_MAX: Final = 2.0
-"""Who made more steps than the median may be so much longer as it made more, but no more than this."""
+"""Limit of the factor by which a gradient may be longer because its learner made more steps than the median."""
 
 Clips = tuple[tuple[float, ...], ...]
 """Per contribution, per piece of the fragment: the part that counts; 1 for all of it."""
@@ -69,7 +69,7 @@ class RecentRounds:
             self._rounds.append(tuple(contributions))
 
     def usual(self, contributions: Sequence[Contribution]) -> Norms:
-        """What is usual for a round with these contributions, at least one."""
+        """Return the usual norms for a round with these contributions, at least one."""
         now, before = _median_norms(contributions), self._norms()
         if not before:
             return now
@@ -88,7 +88,7 @@ class RecentRounds:
         return len(self._rounds) == ROUNDS_KEPT
 
     def _norms(self) -> list[Norms]:
-        """Of each round; worked out once."""
+        """Return the norms of each round; worked out once."""
         for index, norms in enumerate(self._rounds):
             if not isinstance(norms, Norms):
                 self._rounds[index] = _median_norms(norms)
@@ -130,7 +130,7 @@ def _clip(contribution: Contribution, usual: float, usual_pieces: Sequence[float
 
 
 def excess(contributions: Sequence[Contribution], clips: Clips, recent: RecentRounds) -> dict[str, str]:
-    """Whose contribution does not count as a whole, in the order of the contributions, and why in words."""
+    """Return learners whose contribution does not count as a whole, in its order, each with the reason in words."""
     if not any(min(row, default=1.0) < 1.0 for row in clips):
         return {}
     usual = recent.usual(contributions).total
@@ -155,5 +155,5 @@ def _median_norms(contributions: Sequence[Contribution]) -> Norms:
 
 
 def _median(values: Sequence[float]) -> float:
-    """Of an even number the lower one of the middle two: half of the members may be outliers then."""
+    """Return the median, for an even number the lower of the middle two: half of the members may be outliers then."""
     return sorted(values)[(len(values) - 1) // 2]

@@ -38,7 +38,7 @@ class LearnerDue:
 
 @dataclass(frozen=True, slots=True)
 class RoundTiming:
-    """What the leader has measured; 0 where it knows nothing yet.
+    """Times that the leader has measured; 0 where it knows nothing yet.
 
     Attributes:
         step_time_ns: median of the live learners' moving averages.

@@ -69,7 +69,7 @@ def due_fragments(status: LearnerStatus, *, sync_every: int) -> frozenset[int]:
 def next_news_step(positions: Sequence[FragmentPosition], step: int, *, sync_every: int) -> int | None:
     """The next step of a learner that changes what the leader may do.
 
-    That is where a fragment becomes due, or where there is something to contribute to it for the first time.
+    There a fragment becomes due, or has something to contribute for the first time.
 
     Args:
         positions: where the learner stands, by fragment. step: the one that was reported last. sync_every: H.
@@ -116,8 +116,9 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
     """Median of the live learners' averages; 0 if none is known.
 
     Args:
-        averages_ns: any order; 0 means unknown and is left out. Of an even number the mean of the middle two, rounded
-            down. If the larger one is beyond `SLOWER_MAX` times the smaller, it is not believed: the smaller counts.
+        averages_ns: any order; 0 means unknown and is left out. For an even number the mean of the middle two counts,
+            rounded down. If the larger one is beyond `SLOWER_MAX` times the smaller, it is not believed: the smaller
+            counts.
     """
     averages = sorted(average for average in averages_ns if average > 0)
     if not averages:
@@ -127,7 +128,7 @@ def median_step_time_ns(averages_ns: Sequence[int]) -> int:
 
 
 def believed_step_time_ns(reported_ns: int, averages_ns: Sequence[int]) -> int:
-    """What one learner reports of its steps, but not more than `SLOWER_MAX` times the others'.
+    """Return a learner's reported step time, but not more than `SLOWER_MAX` times the others'.
 
     Rounds wait for members in proportion to this: without a bound one that reports a year would hold them up for years.
 

@@ -1,10 +1,10 @@
-"""Which region reduces which blocks of a fragment.
+"""Stripes: the blocks of a fragment that each region reduces.
 
 A fragment's pieces are cut into blocks of 256 values that never cross the edge of a piece; a stripe is a range of whole
 blocks. Stripes follow the regions' names and cover all blocks. They are equal where nobody has a budget; else they make
 the largest of (egress / budget) and (ingress / budget) over all regions as small as whole blocks allow.
 
-What a region reduces of a large fragment is cut into several stripes: the first is on its way to the others, and to the
+A region's blocks of a large fragment are cut into several stripes: the first is on its way to the others, and to the
 disk, while the next is being summed.
 """
 
@@ -92,7 +92,7 @@ def cut_stripes(blocks: int, shares: Sequence[tuple[str, int]]) -> tuple[Stripe,
 
 @dataclass(frozen=True, slots=True)
 class RoundLoad:
-    """What one round of a fragment moves.
+    """The bytes that one round of a fragment moves.
 
     Attributes:
         blocks: of the fragment. up_bytes, down_bytes: a whole contribution, a whole merged fragment.
@@ -105,12 +105,15 @@ class RoundLoad:
     regions: int
 
     def egress_bytes(self, blocks: int) -> int:
-        """What a region sends that reduces so many blocks, times `blocks`: its contribution to the other reducers, and
-        its merged blocks to all others."""
+        """Return the bytes that a reducer of so many blocks sends, times `blocks`.
+
+        They are its contribution to the other reducers, and its merged blocks to all others.
+        """
         return self.up_bytes * (self.blocks - blocks) + (self.regions - 1) * self.down_bytes * blocks
 
     def ingress_bytes(self, blocks: int) -> int:
-        """What it receives, times `blocks`: the others' contributions to its blocks, and all other merged blocks."""
+        """Return the bytes that it receives, times `blocks`: the others' contributions to its blocks, and all other
+        merged blocks."""
         return (self.regions - 1) * self.up_bytes * blocks + self.down_bytes * (self.blocks - blocks)
 
     def span(self, limits: RateLimits, time_ns: int) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What each contribution counts in a merge, decided once by the leader and shipped as float32 bits.
+"""Weights of the contributions to a merge, decided once by the leader and shipped as float32 bits.
 
 A round's result for one piece is `factor * sum_m c[m] * delta_m`, with every c known before the sum (from the norms in
 the contributions) and the factor after it (from the norm of the decoded sum). With weights w, W = sum w:
@@ -89,7 +89,7 @@ def weights(
     The steps of a learner that missed versions count as far as it has carried them: `cycles(n) / (n + 1)`. A learner
     that was away (more steps than `carry_steps_limit`) weighs at most `weight_cap` times the median of the members that
     were not: its long trajectory went over ground that the others covered meanwhile. When all were away, the median is
-    over all. (Of an even number the mean of the middle two.)
+    over all. (For an even number it is the mean of the middle two.)
 
     Args:
         versions_missed: per contribution, versions since its learner was last included, the new one not counted.
@@ -153,7 +153,7 @@ def refusal(contribution: Contribution, pieces: int) -> str:
 def coefficients(
     contributions: Sequence[Contribution], weights: Sequence[float], rules: Sequence[MergeRule], clips: Clips
 ) -> tuple[tuple[float, ...], ...]:
-    """What each contribution's pieces are multiplied by before they are summed.
+    """Return the factors on each contribution's pieces before they are summed.
 
     Args:
         contributions: at least one, sorted by learner (the order of the sum).
@@ -191,7 +191,7 @@ def factors(
     *,
     share: float,
 ) -> tuple[float, ...]:
-    """What the decoded sum of each piece is multiplied by: `delta = factor * decode(payload)`.
+    """Return the factor on the decoded sum of each piece: `delta = factor * decode(payload)`.
 
     Args:
         contributions, weights, rules, clips: the same as for `coefficients`.

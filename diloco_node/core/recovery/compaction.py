@@ -66,7 +66,7 @@ class Compaction:
         while len(self._sums) > SUMS_KEPT:
             self._agreed.discard(self._sums.popitem(last=False)[0])
 
-    def began(self) -> None:
+    def on_base(self) -> None:
         """The ledger has another beginning: sums of before are of no use."""
         for index in [index for index in self._sums if index <= self._ledger.base.index]:
             del self._sums[index]
@@ -81,7 +81,7 @@ class Compaction:
         return SummaryBody(index, base_digest(self._sums[index][0]))
 
     def next_base(self) -> LedgerBase | None:
-        """What the ledger may begin with now; None if it is to stay as it is."""
+        """Return the base with which the ledger may begin now; None if it is to stay as it is."""
         for index in sorted(self._agreed, reverse=True):
             base, versions = self._sums[index]
             is_old = self._history.account.index - index >= self._summary_entries

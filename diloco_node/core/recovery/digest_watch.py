@@ -56,7 +56,7 @@ class DigestWatch:
         self._regions = regions
         self._snapshot_versions = snapshot_versions
 
-    def computed(self, fragment: int, version: int, digest: bytes, *, now_ns: int) -> None:
+    def on_digest(self, fragment: int, version: int, digest: bytes, *, now_ns: int) -> None:
         """This region's digest of a fragment at a version is known."""
         _keep(self._own[fragment], version, digest, VERSIONS_KEPT)
         if version % self._snapshot_versions == 0:
@@ -97,24 +97,24 @@ class DigestWatch:
             result += [FragmentDigest(fragment, version, digest) for version, digest in sorted(digests.items())]
         return tuple(result)
 
-    def agreed(self) -> tuple[SnapshotBody, ...]:
+    def majority_snapshots(self) -> tuple[SnapshotBody, ...]:
         """Snapshots that the ledger can get: per fragment the newest of which a majority, this region counted, tells
         the same digest."""
         bodies = []
         for fragment in range(len(self._own)):
             for version, digest in sorted(self._waiting(fragment).items(), reverse=True):
-                equal = sum(peer_digest == digest for peer_digest in self._told(fragment, version))
+                equal = sum(peer_digest == digest for peer_digest in self._peer_digests(fragment, version))
                 if version <= self._history.versions[fragment] and 2 * (1 + equal) > self._regions:
                     bodies.append(SnapshotBody(fragment, version, digest))
                     break
         return tuple(bodies)
 
-    def outvoted(self) -> int:
+    def minority_fragment(self) -> int:
         """A fragment of which a majority without this region tells another digest than this one's; -1 if there is
         none. The ledger has no snapshot of it yet, and gets none while this region leads."""
         for fragment in range(len(self._own)):
             for version, digest in self._waiting(fragment).items():
-                peer_digests = self._told(fragment, version)
+                peer_digests = self._peer_digests(fragment, version)
                 if any(
                     peer_digest != digest and 2 * peer_digests.count(peer_digest) > self._regions
                     for peer_digest in peer_digests
@@ -122,7 +122,7 @@ class DigestWatch:
                     return fragment
         return -1
 
-    def diverged(self) -> tuple[SnapshotBody, ...]:
+    def divergences(self) -> tuple[SnapshotBody, ...]:
         """Snapshots of the ledger that this region has with another digest."""
         snapshots = []
         for snapshot in self._history.snapshots.all():
@@ -155,8 +155,8 @@ class DigestWatch:
         version_named = 0 if newest is None else newest.version
         return {version: digest for version, digest in self._pending[fragment].items() if version > version_named}
 
-    def _told(self, fragment: int, version: int) -> list[bytes]:
-        """What the peers told of a version."""
+    def _peer_digests(self, fragment: int, version: int) -> list[bytes]:
+        """Return the digests that the peers reported for a version."""
         peer_digests = [digests.get(version) for _, digests in sorted(self._reported[fragment].items())]
         return [digest for digest in peer_digests if digest is not None]
 

@@ -1,4 +1,4 @@
-"""What this region lacks and from whom it is being fetched: one fetch per fragment, few at once, peer after peer."""
+"""Fetches of payloads and states that this region lacks: one fetch per fragment, few at once, peer after peer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GONE: Final = frozenset({"gone", "unknown"})
 
 @dataclass(slots=True)
 class _Fetch:
-    """One thing that is lacking: a payload, or (`body` is None) the state with this digest.
+    """A lacking thing: a payload, or (`body` is None) the state with this digest.
 
     `patience_ns` is waited once, before the first peer is asked.
     """
@@ -100,7 +100,7 @@ class Fetches:
         if current is not None and not current.peer:
             del self._fetches[fragment]
 
-    def ended(self, fragment: int, *, version: int, is_state: bool) -> None:
+    def on_end(self, fragment: int, *, version: int, is_state: bool) -> None:
         """A payload or a state was stored; if it was fetched, the fetch is over."""
         current = self._fetches.get(fragment)
         if current is None or (current.body is None) != is_state:
@@ -108,7 +108,7 @@ class Fetches:
         if version == current.version:
             del self._fetches[fragment]
 
-    def failed(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
+    def on_failure(self, peer: str, fragment: int, reason: str, *, now_ns: int) -> None:
         """A peer could not help; the next one is asked, and after the last one it starts again, later."""
         current = self._fetches.get(fragment)
         if current is None or current.peer != peer:
@@ -129,7 +129,7 @@ class Fetches:
     def is_gone(self, fragment: int, version: int) -> bool:
         """Whether every other region that can be asked has answered that it no longer has the payload.
 
-        One that is away may have it, but it may be away for good.
+        A region that is away may have it, but it may be away for good.
         """
         current = self._fetches.get(fragment)
         return (

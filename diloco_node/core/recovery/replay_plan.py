@@ -1,4 +1,5 @@
-"""What of a run can be computed again from a region's files: from which versions, by which rounds, to which digests."""
+"""The part of a run that can be computed again from a region's files: from which versions, by which rounds, to which
+digests."""
 
 from __future__ import annotations
 

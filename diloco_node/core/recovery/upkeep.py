@@ -1,4 +1,4 @@
-"""What keeps a long run short and honest: snapshots and sums go into the ledger, own states are compared with it."""
+"""Upkeep of a long run: snapshots and sums go into the ledger, own states are compared with it."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Upkeep:
         summary = decode_summary(base.summary, fragments=self._fragments)
         self._history.restore(summary, base.index, now_ns=now_ns)
         self._versions.begin_at(base.index)
-        self._compaction.began()
+        self._compaction.on_base()
         self._learnt_index = base.index
         return True
 
@@ -115,7 +115,7 @@ class Upkeep:
         """This region's digest of a version is known."""
         if event.fragment in self._versions.healing:
             return  # of what is set aside
-        self.digests.computed(event.fragment, event.version, event.digest, now_ns=now_ns)
+        self.digests.on_digest(event.fragment, event.version, event.digest, now_ns=now_ns)
         self._must_compare = True
 
     def checkpoint_written(self, event: CheckpointWritten) -> None:
@@ -129,24 +129,24 @@ class Upkeep:
         if not self._must_compare:
             return
         self._must_compare = False
-        for snapshot in self.digests.diverged():
+        for snapshot in self.digests.divergences():
             self._versions.heal(snapshot, version_reached=self._newest_round(snapshot.fragment))
             self.digests.forget(snapshot.fragment)
 
     def next_base(self) -> LedgerBase | None:
-        """What the ledger may begin with now; None if it is to stay as it is. Once taken, `compacted` is called."""
+        """Return the base with which the ledger may begin now, or None. Call `on_compaction` once it does."""
         return self._compaction.next_base()
 
-    def compacted(self) -> None:
+    def on_compaction(self) -> None:
         """The ledger begins with it."""
-        self._compaction.began()
+        self._compaction.on_base()
 
     def proposals(self) -> list[EntryBody]:
         """As leader: snapshots that a majority agrees on, and the newest sum, for the ledger; once in each term."""
         if self._versions.healing:
             return []
         bodies: list[EntryBody] = []
-        for body in self.digests.agreed():
+        for body in self.digests.majority_snapshots():
             name = (self._ledger.term, body.version)
             if self._proposed.get(body.fragment, (0, 0)) < name:
                 self._proposed[body.fragment] = name
@@ -163,7 +163,7 @@ class Upkeep:
             return (
                 f"its state of fragment {', '.join(map(str, healing))} differs from the ledger's: it is fetched again"
             )
-        minority = self.digests.outvoted() if self._ledger.is_leader else -1
+        minority = self.digests.minority_fragment() if self._ledger.is_leader else -1
         return f"its state of fragment {minority} differs from that of most regions" if minority >= 0 else ""
 
     def _newest_round(self, fragment: int) -> int:

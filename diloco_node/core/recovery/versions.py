@@ -1,7 +1,7 @@
-"""Which version of each fragment this region holds, on disk, in memory and offered to its learner.
+"""Versions of each fragment that this region holds: on disk, in memory, and offered to its learner.
 
 Payloads and states on disk let an entry be acknowledged. Entries are applied in order per fragment, one at a time;
-different fragments go in parallel. What is applied is offered to the learner.
+different fragments go in parallel. Applied versions are offered to the learner.
 
 States are fetched at a snapshot of the ledger only, and so are they healed. Where an own state is not what the ledger
 names, its files are set aside, the snapshot's state is fetched, and the payloads after it are applied. Until that state
@@ -68,22 +68,32 @@ class Versions:
         self._manifest_digest = manifest_digest
         self._history = history
         self._effects = effects
-        self._payloads = set(recovered.payloads)
-        self._initial: dict[int, bytes] = {}
         self._payload_versions = payload_versions
+        # (fragment, version, digest) of payloads on disk. Those that no state on disk still needs are dropped.
+        self._payloads = set(recovered.payloads)
+        # Per fragment the digest of the Theta_0 on disk, whether genesis names it or another.
+        self._initial: dict[int, bytes] = {}
         # Snapshots that are known to be committed, before the history takes them if the own disk is behind.
         self._known = Snapshots(fragments)
-        # Rounds after the older snapshot: what follows a state that is fetched.
+        # Per fragment the committed rounds after its older snapshot, by version: they follow a fetched state.
         self._rounds: list[dict[int, RoundBody]] = [{} for _ in range(fragments)]
+        # Fragments whose state here is wrong, until a right one is fetched and in its place.
         self._healing: dict[int, _Healing] = {}
+        # The entry where the ledger begins, and the versions at it: with less applied, that entry is not applied here.
         self._base_index = 0
         self._base_versions = [0] * fragments
+        # Fragments with a new snapshot, so that files may have become useless; empty after each `pump`.
         self._prunable: set[int] = set()
+        # Per fragment the committed rounds that are not applied, by version without a gap.
         self._queues: list[deque[RoundBody]] = [deque() for _ in range(fragments)]
+        # Per fragment the version that is being applied; None: none is. Never two at once.
         self._busy: list[int | None] = [None] * fragments
+        # Committed entries from the first one that is not applied, and the index of the one before it.
         self._unapplied: deque[Entry] = deque()
         self._applied_index = 0
+        # The last report of this region's learner; None: none is attached.
         self._learner: LearnerStatus | None = None
+        # Per fragment the newest version that was offered to this learner; -1: none was.
         self._offered = [-1] * fragments
         self._recover(recovered)
 

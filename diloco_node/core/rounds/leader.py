@@ -56,10 +56,14 @@ class RoundLeader:
         self._region, self._regions = context.region, context.regions
         self._fragments, self._settings = context.fragments, context.settings
         self._history, self._liveness, self._effects = context.history, context.liveness, context.effects
+        # The leader's term, and the number of its last ballot in it: together no ballot ever has the same.
         self._term = 0
         self._number = 0
+        # Between `begin` and `end`. Outside of it `rounds` and `proposals` are empty.
         self._is_acting = False
+        # Something happened since the agenda was asked, so that its answer may have changed.
         self._is_stale = True
+        # What is learnt about times and suspects outlives a term, as far as `SuspicionBook.begin` keeps it.
         self._clock = BallotClock(context)
         self._book = SuspicionBook(ballot_ns=context.settings.ballot_deadline_min_ns)
         self._judge = Judge(context, self._book)
@@ -67,6 +71,7 @@ class RoundLeader:
         self._answers = Answers(context, self._eligibility, self.proposals)
         self.progress = RunProgress(context)
         self._merges = MergeDecisions(context)
+        # One for each term.
         self._agenda = self._new_agenda()
 
     @property

@@ -52,9 +52,12 @@ class RoundParticipant:
         self._learner: LearnerStatus | None = None
         self._pieces = [len(fragment.pieces) for fragment in context.fragments]
         self._blocks = [block_count(fragment) for fragment in context.fragments]
+        # Per fragment the round that is followed. Its version never goes back.
         self._rounds = [FollowedRound() for _ in context.fragments]
         self._early = EarlyArrivals()
+        # Per fragment the committed rounds that are not applied here: their bytes are still of use.
         self._to_apply: list[list[RoundBody]] = [[] for _ in context.fragments]
+        # Fragments with news since the last `pump`.
         self._dirty: set[int] = set()
 
     def open_versions(self) -> dict[int, int]:

@@ -207,7 +207,7 @@ def test_a_base_is_taken_from_the_leader_of_the_term_only_and_only_if_it_is_of_t
     core.disks.begin({}, 0)
     core.handle(MessageArrived("b", sent(good)), now_ns=0)
     assert core.base == good
-    assert core.disks.named("c") == disk_of("c"), "the folders that count are those of the base"
+    assert core.disks.disk_of("c") == disk_of("c"), "the folders that count are those of the base"
 
 
 def test_a_restart_behind_a_base_goes_on_from_it() -> None:

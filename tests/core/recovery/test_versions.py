@@ -223,7 +223,7 @@ def test_where_theta_zero_is_gone_the_newest_snapshot_takes_its_place() -> None:
     disk.versions.learn(SnapshotBody(1, 8, b"8" * 32))
     assert disk.requests(GENESIS) == [(0, 0, True), (1, 8, True)]
     disk.versions.state_stored(1, 8, b"8" * 32)
-    disk.fetches.ended(1, version=8, is_state=True)
+    disk.fetches.on_end(1, version=8, is_state=True)
     assert disk.requests(GENESIS) == [(0, 0, True)]
 
 
