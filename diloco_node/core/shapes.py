@@ -204,7 +204,7 @@ def check_region(value: Any) -> str:
     return value
 
 
-def items_check(check: Check, bound: Items, *, container: Any, make: Any) -> Check:
+def items_check(item_check: Check, bound: Items, *, container: Any, make: Any) -> Check:
     """Return the check of an array, which is `container` before and `make(...)` after."""
     most, is_set = bound.most, bound.is_set
 
@@ -214,9 +214,9 @@ def items_check(check: Check, bound: Items, *, container: Any, make: Any) -> Che
         if len(values) > most:
             raise OutOfBounds(f"{len(values)} items; the limit is {most}")
         try:
-            items = make(map(check, values))
+            items = make(map(item_check, values))
         except OutOfBounds:
-            raise _named_item(check, values) from None
+            raise _named_item(item_check, values) from None
         if is_set and len(set(items)) != len(items):
             raise OutOfBounds("an item is there twice")
         return items
@@ -224,11 +224,11 @@ def items_check(check: Check, bound: Items, *, container: Any, make: Any) -> Che
     return check
 
 
-def _named_item(check: Check, values: Any) -> OutOfBounds:
+def _named_item(item_check: Check, values: Any) -> OutOfBounds:
     """Find the wrong item again, for its index: the right case must not pay for the counting."""
     for index, value in enumerate(values):
         try:
-            check(value)
+            item_check(value)
         except OutOfBounds as error:
             return error.within(f"[{index}]")
     raise AssertionError("an item that was wrong is right now")

@@ -219,15 +219,15 @@ def _dataclass_codec(kind: Any) -> _Codec:
         return kind(*_each_field(readers, plain))
 
     def _each_field(checks: list[tuple[str, Check]], values: list[Any]) -> list[Any]:
-        fields = []
+        results = []
         for (name, check), value in zip(checks, values, strict=True):
             try:
-                fields.append(check(value))
+                results.append(check(value))
             except OutOfBounds as error:
                 raise error.within(f".{name}") from None
         if pairs:
-            check_relations(names, fields, pairs)
-        return fields
+            check_relations(names, results, pairs)
+        return results
 
     return write, read
 
