@@ -24,7 +24,6 @@ def run(
     seed: Annotated[int, typer.Option("--seed", min=0, help="Everything random follows from it.")],
     regions: Annotated[int, typer.Option("--regions", min=0, max=7, help="0 lets the seed choose 3 to 5.")] = 0,
     events: Annotated[int, typer.Option("--events", min=1, max=1_000_000, help="Events under faults.")] = 3000,
-    fault: Annotated[str | None, typer.Option("--fault", help="Plant this bug, to see that it is found.")] = None,
     schedule: Annotated[str, typer.Option("--schedule", help=_SCHEDULE_HELP)] = "",
     liar: Annotated[bool, typer.Option("--liar", help=_LIAR_HELP)] = False,
     effects: Annotated[str, typer.Option("--effects", help="fast: fakes. daemon: the daemon's own code.")] = "fast",
@@ -37,7 +36,7 @@ def run(
 
     # What the daemon's code would log is in the trace, at its virtual time.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    report = simulate(seed, regions=regions, events=events, fault=fault, schedule=schedule, liar=liar, effects=effects)
+    report = simulate(seed, regions=regions, events=events, schedule=schedule, liar=liar, effects=effects)
     typer.echo(json.dumps(dataclasses.asdict(report), indent=1) if as_json else format_report(report))
     if not report.is_good:
         raise typer.Exit(1)
