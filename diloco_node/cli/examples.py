@@ -37,8 +37,6 @@ EXAMPLES: Final = {
     "config show": "diloco-node config show --origin --set rounds.sync_every=16",
     "simulate run": "diloco-node simulate run --seed 7",
     "simulate hunt": "diloco-node simulate hunt --seeds 1..1000 --jobs 8",
-    "simulate goodput": "diloco-node simulate goodput",
-    "simulate bandwidth": "diloco-node simulate bandwidth",
     "wan up": "diloco-node wan up netem/us-4.toml --probe",
     "wan down": "diloco-node wan down",
     "wan cut": "diloco-node wan cut us-west --from us-east --one-way out",

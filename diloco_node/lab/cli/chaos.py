@@ -74,10 +74,10 @@ def tape(
 ) -> None:
     """Print the failures of the paper's model as a tape for `demo --chaos --tape`; see docs/lab/chaos.md."""
     from diloco_node.errors import ConfigError
+    from diloco_node.lab.chaos.chip_failures import failure_plan
     from diloco_node.lab.chaos.fault_plan import FAULTS_MAX
     from diloco_node.lab.chaos.tape import tape_text
     from diloco_node.lab.demo.demo_run import NAMES
-    from diloco_node.lab.sim.goodput import failure_plan
 
     plan = failure_plan(chips, NAMES[:regions], seconds=seconds, seed=seed)
     if len(plan.faults) > FAULTS_MAX:
