@@ -27,6 +27,14 @@ def make_core(region: str, setup: Setup, recovered: Recovered, seed: int, now_ns
     )
 
 
+def _leave(_: object) -> None:
+    """Change nothing. A function of its own, as those below: a fault goes to other processes by pickle."""
+
+
+def _keep(setup: Setup) -> Setup:
+    return setup
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One rule to break in every region of a run, to show that some checker notices.
@@ -42,9 +50,9 @@ class Fault:
 
     name: str
     breaks: str
-    spoil: Callable[[Any], None] = lambda core: None
-    plant: Callable[[Host], None] = lambda host: None
-    adapt: Callable[[Setup], Setup] = lambda setup: setup
+    spoil: Callable[[Any], None] = _leave
+    plant: Callable[[Host], None] = _leave
+    adapt: Callable[[Setup], Setup] = _keep
     schedule: str = ""
 
     def make_core(self, region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
