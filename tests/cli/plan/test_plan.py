@@ -1,4 +1,4 @@
-"""`plan`, `simulate goodput` and `simulate bandwidth` as a user meets them."""
+"""`plan` as a user meets it."""
 
 import json
 import os
@@ -483,29 +483,3 @@ def invoke(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def test_simulate_bandwidth() -> None:
-    document = json.loads(invoke("simulate", "bandwidth", "--json"))
-    assert len(document["cells"]) == 60
-    assert document["sync_every"] == 24
-    text = invoke("simulate", "bandwidth")
-    assert "0.84/0.85" in text
-    assert "391/212*" in text
-    assert "(c) 1 s, 8 DCs 5.83 1.46 2.37 1.59" in " ".join(text.split())
-    assert "…" not in text
-    assert max(len(line) for line in text.splitlines()) <= COLUMNS
-
-
-def test_simulate_goodput() -> None:
-    document = json.loads(invoke("simulate", "goodput", "--json", "--steps", "400", "--seed", "3"))
-    assert len(document["cells"]) == 30
-    assert document["elastic_cells"] == 25
-    assert document["formula"]["largest"] <= 0.04
-    assert document["formula"]["root_mean_square"] <= 0.02
-    assert document["seed"] == 3
-    text = invoke("simulate", "goodput", "--steps", "400")
-    assert "not elastic" in text
-    assert "88/89/" in text
-    assert "…" not in text
-    assert max(len(line) for line in text.splitlines()) <= COLUMNS

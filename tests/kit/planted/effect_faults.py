@@ -1,22 +1,20 @@
-"""Faults to plant into the daemon's own effects; see `sim.faults` for those in the core and under everything."""
+"""Faults to plant into the daemon's own effects; see `core_faults` for those in the core and under everything."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 from typing import Any, cast
 
-from diloco_node.core.types import Ballot, Codec
+from diloco_node.core.types import Ballot
 from diloco_node.daemon.effects import Effects
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.errors import StorageError
-from diloco_node.lab.sim import faults
 from diloco_node.lab.sim.daemon_host import DaemonHost
-from diloco_node.lab.sim.faults import MIN_DEADLINE_NS, Fault
 from diloco_node.lab.sim.host import Host
-from diloco_node.lab.sim.setup import Setup
+from diloco_node.lab.sim.planting import Fault
 from diloco_node.numeric import F32
 from diloco_node.storage.store import RegionStore
+from tests.kit.planted.core_faults import with_residuals
 
 
 def _keep_any_residual(hands: Effects) -> None:
@@ -32,13 +30,6 @@ def _keep_any_residual(hands: Effects) -> None:
         return None if ballot is None else kept.get((fragment, stripe))
 
     table.keep_residual, table.residual = keep_residual, residual
-
-
-def _with_residuals(setup: Setup) -> Setup:
-    settings = replace(
-        setup.settings, error_feedback=True, codec_down=Codec.BF16, ballot_deadline_min_ns=MIN_DEADLINE_NS
-    )
-    return replace(setup, settings=settings)
 
 
 class _Lavish:
@@ -83,14 +74,14 @@ def _spoil(spoil: Any) -> Any:
     return plant
 
 
-DAEMON_FAULTS: dict[str, Fault] = {
+EFFECT_FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
         Fault(
             "kept-residual",
             "the residual of an abandoned ballot is dropped",
             plant=_spoil(_keep_any_residual),
-            adapt=_with_residuals,
+            adapt=with_residuals,
         ),
         Fault(
             "lent-place",
@@ -104,8 +95,3 @@ DAEMON_FAULTS: dict[str, Fault] = {
         ),
     )
 }
-
-
-def find(name: str) -> Fault:
-    """The fault of this name. Raises ConfigError: there is none."""
-    return DAEMON_FAULTS.get(name) or faults.find(name)

@@ -1,78 +1,25 @@
 """Faults to plant: each breaks one rule on purpose, to show that some checker finds it.
 
 A fault is planted into every region of a run. Most replace one small decision inside the real core, some make the fake
-disk or data plane lie. `FAULTS` names them all; `diloco-node simulate run --fault NAME` runs one.
+disk or data plane lie. `python -m tests.kit.planted NAME --seed N` runs one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from diloco_node.core.events import ContributionStripeArrived
 from diloco_node.core.messages import BallotOpened, PayloadDurable, StripesReceived
-from diloco_node.core.region import RegionCore
-from diloco_node.core.types import Ballot, Codec, Recovered
-from diloco_node.errors import ConfigError
+from diloco_node.core.types import Ballot, Codec
 from diloco_node.lab.sim import core_parts as view
 from diloco_node.lab.sim.host import Host
+from diloco_node.lab.sim.planting import Fault
 from diloco_node.lab.sim.setup import Setup
 from diloco_node.wire.envelope import decode_control, encode_control
 
 MIN_DEADLINE_NS = 100_000_000
-
-
-def make_core(region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
-    """The real core, unharmed."""
-    return RegionCore(
-        region=region,
-        regions=setup.regions,
-        run_id="simulated",
-        settings_digest="simulated",
-        manifest=setup.manifest,
-        settings=setup.settings,
-        recovered=recovered,
-        seed=seed,
-        now_ns=now_ns,
-    )
-
-
-def _unchanged(setup: Setup) -> Setup:
-    return setup
-
-
-def _nothing(_: Any) -> None:
-    pass
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One broken rule.
-
-    Attributes:
-        name: as on the command line.
-        breaks: the rule, in words.
-        spoil: changes a core right after it was made.
-        plant: changes a host before the run.
-        adapt: changes the run so that the fault can show.
-        schedule: the one that shows it best; empty: the seed's.
-        has_liar: it takes a region that lies to show it.
-    """
-
-    name: str
-    breaks: str
-    spoil: Callable[[Any], None] = _nothing
-    plant: Callable[[Host], None] = _nothing
-    adapt: Callable[[Setup], Setup] = _unchanged
-    schedule: str = ""
-    has_liar: bool = False
-
-    def make_core(self, region: str, setup: Setup, recovered: Recovered, seed: int, now_ns: int) -> Any:
-        """The real core with the fault in it."""
-        core = make_core(region, setup, recovered, seed, now_ns)
-        self.spoil(core)
-        return core
 
 
 def _answer_before_fsync(host: Host) -> None:
@@ -83,7 +30,7 @@ def _keep_any_residual(host: Host) -> None:
     host.is_residual_loose = True
 
 
-def _with_residuals(setup: Setup) -> Setup:
+def with_residuals(setup: Setup) -> Setup:
     """Lossy merges, and deadlines so short that many ballots are given up after they were reduced."""
     settings = replace(
         setup.settings, error_feedback=True, codec_down=Codec.BF16, ballot_deadline_min_ns=MIN_DEADLINE_NS
@@ -297,7 +244,7 @@ def _claim_a_step_less(host: Host) -> None:
     _spoil_learners(host, spoil)
 
 
-FAULTS: dict[str, Fault] = {
+CORE_FAULTS: dict[str, Fault] = {
     fault.name: fault
     for fault in (
         Fault(
@@ -330,7 +277,7 @@ FAULTS: dict[str, Fault] = {
             "kept-residual",
             "the residual of an abandoned ballot is dropped",
             plant=_keep_any_residual,
-            adapt=_with_residuals,
+            adapt=with_residuals,
         ),
         Fault(
             "arrival-order",
@@ -399,14 +346,3 @@ FAULTS: dict[str, Fault] = {
         ),
     )
 }
-
-
-def find(name: str) -> Fault:
-    """The fault of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in FAULTS:
-        raise ConfigError(f"there is no fault {name!r} to plant; there are {', '.join(sorted(FAULTS))}")
-    return FAULTS[name]

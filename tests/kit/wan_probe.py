@@ -1,4 +1,4 @@
-"""Measuring an emulation from inside: round trips as ping does it, rates by short TCP transfers.
+"""Round trips and rates inside an emulation, measured without the program: as ping does it, and by TCP transfers.
 
 One process opens sockets in every region's namespace (a socket stays where it was opened) and waits for all of them.
 The figures show whether the emulation keeps its file, so neither uses anything the emulation counts.
@@ -14,8 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from diloco_node.errors import DilocoError
 from diloco_node.lab.wan.namespaces import Place
@@ -27,10 +26,9 @@ PINGS: Final = 15
 PING_GAP_S: Final = 0.02
 PING_DEADLINE_S: Final = 2.0
 RATE_SECONDS: Final = 0.6
-TRANSFERS_MAX: Final = 3
-GOOD_SHARE: Final = 0.97
 WINDOW_NS: Final = 50_000_000
 WINDOWS_MIN: Final = 4
+SLOW_START_TRIPS: Final = 12
 CHUNK_BYTES: Final = 1 << 20
 PORT: Final = 7399
 
@@ -42,76 +40,6 @@ _STAMP: Final = struct.Struct("=qq")
 _SO_TIMESTAMPNS: Final = 35
 _TCP_WINDOW_CLAMP: Final = 10
 _ZEROS: Final = b"\0" * CHUNK_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class PathMeasured:
-    """One ordered pair, as configured and as measured.
-
-    Attributes:
-        source, target: regions. rtt_ns: there and back; measured: median, None when nothing came back.
-        rate: bytes per second on the wire (IP packets with headers); measured: None when it was not measured.
-        loss_ppm: configured, on this way; above 0, a single TCP connection does not reach the rate.
-        pings, answers: sent, and come back.
-    """
-
-    source: str
-    target: str
-    rtt_ns: int
-    rtt_measured_ns: int | None
-    rate: int
-    rate_measured: int | None
-    loss_ppm: int
-    pings: int
-    answers: int
-
-
-def measure(
-    topology: Topology, places: Sequence[Place], *, pairs: Sequence[Pair] | None = None, with_rates: bool = True
-) -> list[PathMeasured]:
-    """Ping all pairs at the same time, then transfer over each, one after the other.
-
-    Args:
-        pairs: which; None: all ordered ones. with_rates: whether to transfer (0.6 s and two round trips for each pair).
-
-    Raises:
-        DilocoError: a socket can't be opened.
-    """
-    wanted = list(topology.paths) if pairs is None else list(pairs)
-    by_region = {place.region: place for place in places}
-    rtts = ping(by_region, wanted)
-    found = []
-    for source, target in wanted:
-        rate = (
-            _best_rate(topology, by_region[source], by_region[target]) if with_rates and rtts[source, target] else None
-        )
-        found.append(
-            PathMeasured(
-                source=source,
-                target=target,
-                rtt_ns=topology.rtt_ns(source, target),
-                rtt_measured_ns=int(statistics.median(rtts[source, target])) if rtts[source, target] else None,
-                rate=topology.rate(source, target).bytes_per_s,
-                rate_measured=rate,
-                loss_ppm=topology.paths[source, target].loss_ppm,
-                pings=PINGS,
-                answers=len(rtts[source, target]),
-            )
-        )
-    return found
-
-
-def _best_rate(topology: Topology, source: Place, target: Place) -> int | None:
-    """The best of a few transfers, until one is near the file: a busy machine only ever slows one down."""
-    enough = topology.rate(source.region, target.region).bytes_per_s * GOOD_SHARE
-    is_lossy = topology.paths[source.region, target.region].loss_ppm > 0
-    best: int | None = None
-    for _ in range(1 if is_lossy else TRANSFERS_MAX):
-        rate = transfer(topology, source, target)
-        best = rate if best is None or (rate or 0) > best else best
-        if best is not None and best >= enough:
-            break
-    return best
 
 
 def ping(
@@ -162,7 +90,7 @@ def _ping(
     for sequence in range(count):
         for sock, (_, number) in sockets.items():
             echo = _echo(identifier, sequence, number)
-            sent_ns[number, sequence] = time.time_ns()  # noqa: TID251 - as SO_TIMESTAMPNS
+            sent_ns[number, sequence] = time.time_ns()
             try:
                 sock.send(echo)
             except OSError:
@@ -216,15 +144,14 @@ def _read_answer(sock: socket.socket, identifier: int, number: int) -> tuple[int
         if level == socket.SOL_SOCKET and what == _SO_TIMESTAMPNS:
             seconds, rest = _STAMP.unpack_from(value)
             return sequence, seconds * NS_PER_S + rest
-    return sequence, time.time_ns()  # noqa: TID251 - as SO_TIMESTAMPNS
+    return sequence, time.time_ns()
 
 
 def transfer(topology: Topology, source: Place, target: Place, *, seconds: float = RATE_SECONDS) -> int | None:
     """What one TCP connection moves when the link is full, in bytes per second on the wire.
 
-    The connection uses the probe addresses: its route starts it with half of a round trip's worth of packets, and the
-    receiver's window holds it at one round trip and half of the queue, so that it is at full rate from the second round
-    trip on and never overflows. Measured from there, at the receiver, without copying the bytes out of the kernel.
+    The receiver's window holds it at one round trip and half of the queue, so that it never overflows. Measured when
+    its slow start is over, at the receiver, without copying the bytes out of the kernel.
 
     Returns:
         None when the connection failed or moved too little to tell.
@@ -232,7 +159,7 @@ def transfer(topology: Topology, source: Place, target: Place, *, seconds: float
     rtt_ns = topology.rtt_ns(source.region, target.region)
     rate = topology.rate(source.region, target.region).bytes_per_s
     window = max(65_536, rate * (rtt_ns + topology.queue_ns // 2) // NS_PER_S)
-    skip_ns = 2 * rtt_ns + 50_000_000
+    skip_ns = SLOW_START_TRIPS * rtt_ns + 50_000_000
     # (when, bytes so far) at the receiving end: written by its thread alone, read when that has ended.
     marks: list[tuple[int, int]] = []
     try:
@@ -242,7 +169,7 @@ def transfer(topology: Topology, source: Place, target: Place, *, seconds: float
             )
             thread.start()
             try:
-                sender.connect((target.probe_address, PORT))
+                sender.connect((target.address, PORT))
                 _send(sender, time.monotonic() + skip_ns / NS_PER_S + seconds)
             except OSError:
                 pass
@@ -259,7 +186,7 @@ def _listener(target: Place, window: int) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, 33, 4 * window + CHUNK_BYTES)  # SO_RCVBUFFORCE: beyond the system's limit
     sock.setsockopt(socket.IPPROTO_TCP, _TCP_WINDOW_CLAMP, window)
     sock.settimeout(PING_DEADLINE_S)
-    sock.bind((target.probe_address, PORT))
+    sock.bind((target.address, PORT))
     sock.listen(1)
     return sock
 
@@ -268,7 +195,7 @@ def _sender(source: Place) -> socket.socket:
     with inside(source.namespace):
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.settimeout(PING_DEADLINE_S)
-    sock.bind((source.probe_address, 0))
+    sock.bind((source.address, 0))
     return sock
 
 
@@ -316,21 +243,3 @@ def _rate(marks: Sequence[tuple[int, int]], skip_ns: int) -> int | None:
     if len(steady) < WINDOWS_MIN:
         return None
     return int(statistics.median(steady) * NS_PER_S / WINDOW_NS * WIRE_PER_PAYLOAD)
-
-
-def as_document(found: Sequence[PathMeasured]) -> list[dict[str, Any]]:
-    """The figures for a report: milliseconds and bits per second."""
-    return [
-        {
-            "from": one.source,
-            "to": one.target,
-            "rtt_ms": one.rtt_ns / 1e6,
-            "rtt_measured_ms": None if one.rtt_measured_ns is None else round(one.rtt_measured_ns / 1e6, 3),
-            "rate_bits_per_s": 8 * one.rate,
-            "rate_measured_bits_per_s": None if one.rate_measured is None else 8 * one.rate_measured,
-            "loss": one.loss_ppm / 1e6,
-            "pings": one.pings,
-            "answers": one.answers,
-        }
-        for one in found
-    ]
