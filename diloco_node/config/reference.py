@@ -87,10 +87,10 @@ _KINDS: Final[dict[Any, str]] = {
     Rate: f"a rate, at least {Rate(RATE_BYTES_PER_S_MIN)}",
     Path: "a path",
 }
-_NEW_RUN: Final = frozenset({"run.init", "model.init"})
+_NEW_RUN: Final = frozenset({"run.init"})
 _ALL: Final = frozenset({"run.steps", "run.tokens"})
-_SAME: Final = frozenset({"run.seed", "data.tokenizer"})
-_FIXED: Final = frozenset({"run.id", *(f"model.{name}" for name in ("hf", "layers", "dim", "heads", "vocabulary"))})
+_SAME: Final = frozenset({"run.seed"})
+_FIXED: Final = frozenset({"run.id", *(f"model.{name}" for name in ("hf", "layers", "dim", "heads"))})
 
 
 def settings_page() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -123,48 +123,21 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """`[model]`: the built-in trainer. Of no effect when `start` is given a command of its own.
+    """`[model]`: the built-in trainer. Of no effect when `start` is given a command of its own."""
 
-    Attributes:
-        layers, dim, heads, context: shape; dim is a multiple of 2 x heads.
-        vocabulary: how many tokens there are: 256 for bytes, at least the tokenizer's with one.
-        hf: a config.json of Hugging Face's, or a folder with one: that model is trained, and only `context` of the
-            shape counts. init: its weights are random, or those in the folder.
-        batch: sequences per inner step. lr: peak of AdamW. warmup_steps, weight_decay: of AdamW.
-        schedule_steps: length of the cosine schedule in steps of the median learner; 0: as long as the run.
-        lr_floor: part of the peak at which the schedule ends; none: 0 if it ends with the run, else 0.1.
-        eval_every, eval_windows: steps between held-out losses (0: only at the end), windows of each.
-        threads: of torch. step_time_min: an inner step takes at least this long, for demos and tests.
-        optimizer: Muon is for matrices, with AdamW for the rest. clip: of the gradient's norm; 0: none.
-        accumulate: micro-batches that a batch is computed in. precision: of the arithmetic; parameters are float32.
-        compile: by torch. checkpoint_activations: blocks compute theirs again in the backward pass.
-        ranks: processes that `start` has torchrun start on this machine. shard: with several ranks each has a part of
-            the model (fsdp), or all of it (ddp, and none).
-    """
-
-    hf: Annotated[Path | None, Field(examples=["config.json"])] = None
-    init: Literal["random", "weights"] = "random"
+    hf: Annotated[str | None, Field(min_length=1, examples=["model"])] = None
+    hf_args: Annotated[dict[str, Any], Field(examples=[{"learning_rate": 1e-4}])] = {}
     layers: Annotated[Whole, Field(ge=1, le=128)] = 2
     dim: Annotated[Whole, Field(ge=8, le=16_384)] = 64
     heads: Annotated[Whole, Field(ge=1, le=256)] = 4
     context: Annotated[Whole, Field(ge=2, le=65_536)] = 64
-    vocabulary: Annotated[Whole, Field(ge=2, le=1 << 24)] = 256
     batch: Annotated[Whole, Field(ge=1, le=65_536)] = 8
     lr: Annotated[Number, Field(gt=0, lt=10)] = 6e-3
-    warmup_steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = 100
-    weight_decay: Annotated[Number, Field(ge=0, lt=100)] = 0.1
     schedule_steps: Annotated[Whole, Field(ge=0, le=1 << 40)] = 0
-    lr_floor: Annotated[Number | None, Field(ge=0, le=1, examples=[0.1])] = None
     eval_every: Annotated[Whole, Field(ge=0, le=1 << 40)] = 200
     eval_windows: Annotated[Whole, Field(ge=1, le=65_536)] = 64
     threads: Annotated[Whole, Field(ge=1, le=1024)] = 1
     step_time_min: Span = Duration(0)
-    optimizer: Literal["adamw", "muon", "adamw8bit"] = "adamw"
-    clip: Annotated[Number, Field(ge=0, lt=1000)] = 1.0
-    accumulate: Annotated[Whole, Field(ge=1, le=65_536)] = 1
-    precision: Literal["float32", "bf16"] = "float32"
-    compile: bool = False
-    checkpoint_activations: bool = False
     ranks: Annotated[Whole, Field(ge=1, le=1024)] = 1
     shard: Literal["none", "ddp", "fsdp"] = "none"
 
@@ -200,22 +173,11 @@ class RoundsSection(Section):
 
 
 class DataSection(Section):
-    """`[data]`: text for the built-in trainer.
-
-    Attributes:
-        paths: files and folders of text, JSONL or Parquet, folders of `save_to_disk`, or `hf:NAME` for a dataset that
-            `datasets` loads; none: the Python sources of the standard library.
-        tokenizer: a `tokenizer.json`, or a folder that has one; empty: bytes.
-        text_field: of a row of JSONL, Parquet or a dataset, what holds its text.
-        streaming: rows are read and tokenised as they are trained, and not kept.
-        cache: folder of tokenised corpora; empty: in the user's cache.
-    """
+    """`[data]`: text for the built-in trainer, rows for the recipe of `[model] hf`."""
 
     paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths), Field(max_length=10_000)] = ()
-    tokenizer: str = ""
     text_field: str = "text"
     streaming: bool = False
-    cache: str = ""
 
 
 class LearnerSection(Section):

@@ -33,13 +33,13 @@ def test_types_defaults_and_bounds_are_those_of_the_schema() -> None:
         '| `heartbeat` | `"200ms"` | a time | all | ',
         "| `id` | must be set | 1 to 63 of a-z, 0-9, `-` | fixed | ",
         "| `seed` | `0` | 0 and below 2^31 | same | ",
-        '| `tokenizer` | `""` | text | same | ',
+        '| `text_field` | `"text"` | text | region | ',
         "| `steps` | `0` | 0 to 2^40 | all | ",
         "| `egress` | none | a rate, at least 100kbit/s | running | ",
         "| `start` | must be set | a time of day | running | ",
         "| `preload` | none | a list, at most 100 | region | ",
         '| `on_spike` | `"warn"` | `warn`, `rollback` | region | ',
-        "| `compile` | `false` | `true`, `false` | region | ",
+        "| `streaming` | `false` | `true`, `false` | region | ",
     ):
         assert row in page, row
 
