@@ -364,6 +364,7 @@ def trainer_settings(config: NodeConfig) -> dict[str, dict[str, Any]]:
     paths = [path if path.startswith(HUB) else str(Path(path).resolve()) for path in data.paths]
     return {
         "run": {"seed": run.seed, "steps": run.steps, "tokens": run.tokens},
-        "model": model.model_dump(exclude={"step_time_min"}) | {"hf": name, "step_time_min": model.step_time_min.ns / 1e9},
+        "model": model.model_dump(exclude={"step_time_min"})
+        | {"hf": name, "step_time_min": model.step_time_min.ns / 1e9},
         "data": data.model_dump() | {"paths": paths},
     }
