@@ -89,6 +89,7 @@ _KINDS: Final[dict[Any, str]] = {
     Duration: "a time",
     Rate: f"a rate, at least {Rate(RATE_BYTES_PER_S_MIN)}",
     Path: "a path",
+    dict: "a table",
 }
 
 
@@ -105,12 +106,12 @@ def settings_page() -> str:
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def settings() -> Iterator[str]:
-    """The key of every setting: "rounds.sync_every", "regions.NAME.address"."""
+def settings() -> Iterator[tuple[str, FieldInfo]]:
+    """Key and field of every setting: "rounds.sync_every", "regions.NAME.address"."""
     for prefix, section, _ in _SECTIONS:
-        for name in section.model_fields:
+        for name, field in section.model_fields.items():
             if not _is_table(section, name):
-                yield f"{prefix}.{name}"
+                yield f"{prefix}.{name}", field
 
 
 def _is_table(section: type[BaseModel], name: str) -> bool:
@@ -145,12 +146,10 @@ def _allowed(field: FieldInfo) -> str:
         return "a time of day"
     if kind in (int, float):
         return _range(bounds, "a whole number" if kind is int else "a number")
-    if typing.get_origin(kind) is dict:
-        return "a table"
     if typing.get_origin(kind) is tuple:
         most = bounds.get("MaxLen")
         return f"a list, at most {most.max_length:,}" if most is not None else "a list"
-    return _KINDS.get(kind, "text")
+    return _KINDS.get(typing.get_origin(kind) or kind, "text")
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

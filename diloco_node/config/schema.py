@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco_node.config.budget_settings import BudgetSection, Ceiling
+from diloco_node.config.field_types import AdminHost, HostPort, Number, Span, TrackerName, Whole, modules_of, paths_of
 from diloco_node.config.setting import changes, setting
-from diloco_node.config.units import Duration, parse_duration
+from diloco_node.config.units import Duration
 from diloco_node.core.merge.fragments import FRAGMENTS_MAX
 from diloco_node.core.types import CarryMode, Codec, MergeRule, RunSettings
 
@@ -37,63 +36,6 @@ _RUN: Final = frozenset(
 """Of what all regions must agree on: what a run keeps from its beginning, for it is in its files (D-093)."""
 
 _RUN: Final = RunSettings()
-
-
-def _whole(value: object) -> object:
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError("it must be a whole number")
-    return value
-
-
-def _number(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("it must be a number")
-    return value
-
-
-def _paths(value: object) -> object:
-    """A list, or (from the environment) paths with `:` between them; the one in `hf:NAME` is none of these."""
-    return tuple(part for part in re.split(r"(?<!\bhf):", value) if part) if isinstance(value, str) else value
-
-
-def _modules(value: object) -> object:
-    """A list, or (from the environment and flags) names with `,` between them."""
-    names = tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
-    for name in names if isinstance(names, list | tuple) else ():
-        if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"{name!r} is not the name of a module, as one writes it after `import`")
-    return names
-
-
-def _host_port(value: object) -> object:
-    if not isinstance(value, str):
-        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400"')
-    host, _, port = value.rpartition(":")
-    # It ends up in the arguments of ssh and in lines to copy: no option, and nothing that a shell reads.
-    if not re.fullmatch(r"\w[\w.-]*|\[[0-9A-Fa-f:.]+(%\w[\w.-]*)?\]", host):
-        raise ValueError('it must be "HOST:PORT", such as "10.0.0.1:7400" or "[fd00::1]:7400"')
-    if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65_535:
-        raise ValueError(f"port {port!r} is not from 1 to 65535")
-    return value
-
-
-def _admin_host(value: object) -> object:
-    try:
-        address = ipaddress.ip_address(value) if isinstance(value, str) else None
-    except ValueError:
-        address = None
-    if address is None or address.is_unspecified or address.is_multicast:
-        # 0.0.0.0 would also open it to the network between regions.
-        raise ValueError("it must be one address of this machine, as a number, and not all of them")
-    return value
-
-
-Whole = Annotated[int, BeforeValidator(_whole)]
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Span = Annotated[Duration, NoDecode, PlainValidator(parse_duration)]
-AdminHost = Annotated[str, BeforeValidator(_admin_host)]
-TrackerName = Literal["tensorboard", "trackio", "wandb"]
-HostPort = Annotated[str, BeforeValidator(_host_port)]
 
 
 class Section(BaseModel):
@@ -371,7 +313,7 @@ FIXED_IN_A_RUN: Final = frozenset(
 class DataSection(Section):
     """`[data]`: text for the built-in trainer, rows for the recipe of `[model] hf`."""
 
-    paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_paths)] = setting(
+    paths: Annotated[tuple[str, ...], NoDecode, BeforeValidator(paths_of)] = setting(
         (),
         "files or folders of text, with `hf` JSONL, Parquet and `hf:NAME` too; none: Python's own sources",
         "always",
@@ -394,7 +336,7 @@ class LearnerSection(Section):
     on_spike: Literal["warn", "rollback"] = setting(
         "warn", "reaction when the loss leaves its range several times in a row", "runs are long and unattended"
     )
-    preload: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(_modules)] = setting(
+    preload: Annotated[tuple[str, ...] | None, NoDecode, BeforeValidator(modules_of)] = setting(
         None,
         "modules imported once, from which restarted learners are forked",
         "restarts must be fast",
@@ -421,7 +363,7 @@ class HistorySection(Section):
         "curves are too coarse",
         examples=["10s"],
     )
-    to: Annotated[tuple[TrackerName, ...], NoDecode, BeforeValidator(_modules)] = setting(
+    to: Annotated[tuple[TrackerName, ...], NoDecode, BeforeValidator(modules_of)] = setting(
         (),
         "trackers that get the rows beside the file; each needs the extra of its name",
         "you watch curves elsewhere",
