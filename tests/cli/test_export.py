@@ -22,8 +22,8 @@ from diloco_node.integrations import hf_export
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 from diloco_node.main import main
 from diloco_node.storage.store import RegionStore
-from tests.kit.data_kit import write_tokenizer
-from tests.kit.hf_kit import DEEPSEEK
+from tests.kit.data_kit import END
+from tests.kit.hf_kit import DEEPSEEK, write_hf_folder
 from tests.kit.ledger_kit import a_round, chain
 from tests.kit.node_kit import contribution_of
 
@@ -280,9 +280,8 @@ def test_with_a_frozen_weight_and_a_buffer_the_loaded_model_is_the_regions(
 ) -> None:
     transformers = pytest.importorskip("transformers")
     saved, out, frozen = tmp_path / "saved", tmp_path / "out", "model.layers.1.self_attn.o_proj.weight"
-    write_tokenizer(saved)
+    write_hf_folder(saved)
     (saved / "config.json").write_text(json.dumps(DEEPSEEK))
-    (saved / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w7"}')
     config = transformers.AutoConfig.from_pretrained(saved)
     module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     expected = {name: value.numpy().copy() for name, value in module.state_dict().items()}
@@ -304,4 +303,4 @@ def test_with_a_frozen_weight_and_a_buffer_the_loaded_model_is_the_regions(
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert is_equal(dict(model.state_dict()), expected)
     assert json.loads((out / "export.json").read_text())["kept"] == sorted([frozen, buffer])
-    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == "w7"
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == END

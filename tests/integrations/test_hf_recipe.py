@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +12,14 @@ import torch
 
 from diloco_node.config import sources
 from diloco_node.errors import ConfigError
-from tests.kit.data_kit import END, rows_of, write_jsonl, write_parquet, write_tokenizer
-from tests.kit.hf_kit import LLAMA
+from tests.kit.data_kit import rows_of, write_jsonl, write_parquet
+from tests.kit.hf_kit import write_hf_folder
 
 pytestmark = [
     pytest.mark.e2e,  # importing the libraries takes longer than the tests
     pytest.mark.filterwarnings("default"),  # theirs
 ]
 recipe: Any = None
-VOCABULARY = 1100
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +34,10 @@ def _recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DILOCO_TRAINER", str(tmp_path / "trainer.json"))
 
 
-def write_model(folder: Path, **changes: Any) -> Path:
-    write_tokenizer(folder, 1000)
-    (folder / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": VOCABULARY} | changes))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END})
-    )
-    return folder
-
-
 def settings_of(tmp_path: Path, *paths: Path | str, **changes: Any) -> SimpleNamespace:
     model = tmp_path / "model"
     if not model.exists():
-        write_model(model)
+        write_hf_folder(model, 1000)
     values = {"hf": str(model), "hf_args": {}, "context": 16, "schedule_steps": 0, "eval_windows": 8, "seed": 1}
     values |= {"paths": [str(path) for path in paths], "text_field": "text", "streaming": False, "steps": 30}
     sections = {"run": {"tokens": 0}, "model": values | changes}
@@ -144,7 +133,7 @@ def test_it_learns_from_every_kind_of_file_and_evaluates(tmp_path: Path) -> None
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert trainer.state.global_step == 30
     assert len(losses) == 3
-    assert losses[-1] < math.log(VOCABULARY) - 1.5
+    assert losses[-1] < math.log(1060) - 1.5
     assert trainer.lr_scheduler.get_last_lr() == [0.0], "linear, as long as the run"
 
 
@@ -182,7 +171,7 @@ def test_a_model_that_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> Non
     settings = settings_of(tmp_path, context=65)
     with pytest.raises(ConfigError, match=r"model\.context is 65, the model has 64 positions"):
         recipe.load_model(settings)
-    write_model(tmp_path / "small", vocab_size=100)
+    write_hf_folder(tmp_path / "small", 1000, vocab_size=100)
     with pytest.raises(ConfigError, match="the tokenizer has 1052 tokens, the model 100"):
         recipe.load_model(settings_of(tmp_path, hf=str(tmp_path / "small")))
     (tmp_path / "empty").mkdir()
