@@ -96,7 +96,7 @@ async def test_a_region_of_two_hosts_survives_the_loss_of_the_second(tmp_path: P
         await second.lose()
 
 
-async def test_the_recipe_cuts_a_model_of_hugging_face_or_copies_it_and_evaluates(
+async def test_the_recipe_trains_a_model_of_hugging_face_on_two_ranks_and_evaluates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
@@ -106,18 +106,13 @@ async def test_the_recipe_cuts_a_model_of_hugging_face_or_copies_it_and_evaluate
     model = 'layers = 2\nhf = "../model"\nranks = 2\nhf_args = { eval_steps = 5 }\n'
     changes = {"layers = 2\n": model, EVALUATION: "eval_windows = 8\n", "paths = []": 'paths = ["../rows.jsonl"]'}
     cluster = Cluster(tmp_path / "run", 2, changes=changes)
-    first, second = cluster.names
-    cluster.regions[first].settings = ("model.hf_args.fsdp=full_shard", 'model.hf_args.fsdp_config={"fsdp_version": 2}')
     try:
         await cluster.start()
         before = await cluster.until_trains()
         await cluster.until_commits(4)
         now = await cluster.until(
-            "all have evaluated, and the merged model where each rank has all of it",
-            lambda now: (
-                all(region["learner"] and region["learner"]["val_loss"] for region in now.values())
-                and now[second]["learner"]["val_loss_global"]
-            ),
+            "all have evaluated the merged model",
+            lambda now: all(region["learner"] and region["learner"]["val_loss_global"] for region in now.values()),
         )
         for name in cluster.names:
             learner = now[name]["learner"]
