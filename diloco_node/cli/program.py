@@ -15,7 +15,7 @@ from diloco_node import __version__
 from diloco_node.cli import certs, config, explain, init, ledger, orders, replay, start, status, why
 from diloco_node.cli.deploy import deploy_command
 from diloco_node.cli.doctor.doctor_command import doctor
-from diloco_node.cli.export.export_command import export
+from diloco_node.cli.export import export
 from diloco_node.cli.measure import measure_command
 from diloco_node.cli.page.page_commands import dashboard, report
 from diloco_node.cli.plan.plan_command import plan

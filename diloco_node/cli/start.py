@@ -9,7 +9,9 @@ import json
 import os
 import shutil
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 
 NODE_FILE: Final = "node.json"
 TRAINER_PRELOAD: Final = ("diloco_node.learner.builtin.trainer",)
+TRAINER_MODULE: Final = "diloco_node.learner"
+RECIPE_MODULE: Final = "diloco_node.integrations.hf_recipe"
+RECIPE_LIBRARIES: Final = ("transformers", "accelerate", "datasets", "torchdata")
 LATE_IMPORTS: Final = "diloco_node.learner.warm"
 """Preloaded beside whatever is: what every learner needs, and would else do after the fork."""
 
@@ -37,11 +42,6 @@ TRAINER_FILE: Final = "trainer.json"
 TRAINER_VARIABLE: Final = "DILOCO_TRAINER"
 ON_SPIKE_VARIABLE: Final = "DILOCO_ON_SPIKE"
 PLACE_VARIABLE: Final = "DILOCO_PLACE"
-SCHEDULE_STEPS_UNKNOWN: Final = 1000
-"""Length of the built-in trainer's schedule when neither steps nor tokens end the run."""
-
-LR_FLOOR_OPEN: Final = 0.1
-"""Part of the peak learning rate that is kept when the run may go on beyond the schedule."""
 
 
 def start(
@@ -138,28 +138,43 @@ def check_data(config: NodeConfig) -> None:
                 f"data.paths: {path} ({config.origin('data.paths')}) does not exist; give files or folders of text, "
                 "or leave it out for the standard library's sources"
             )
-    if config.data.tokenizer and not Path(config.data.tokenizer).exists():
+    if config.data.streaming and (config.model.hf is None or not config.data.paths):
         raise ConfigError(
-            f"data.tokenizer: {config.data.tokenizer} ({config.origin('data.tokenizer')}) does not exist; give a "
-            "tokenizer.json or a folder that has one, or leave it out for text as bytes"
-        )
-    if config.data.streaming and not config.data.paths:
-        raise ConfigError(
-            f"data.streaming ({config.origin('data.streaming')}) wants data.paths: files of JSONL or Parquet, "
-            "folders of them, or hf:NAME"
+            f"data.streaming ({config.origin('data.streaming')}) wants model.hf, and as data.paths files of JSONL or "
+            "Parquet, or hf:NAME"
         )
 
 
 def check_model(config: NodeConfig) -> None:
-    """Refuse a model of Hugging Face's that is not there, or without the library that makes it."""
-    path = config.model.hf
-    if path is None:
+    """Refuse a model of Hugging Face that its recipe can't train. The recipe says so itself, in a process of its own.
+
+    Raises:
+        ConfigError: the folder is not there, a library is not installed, or `hf_args` has an unknown or wrong value.
+    """
+    from diloco_node.config.sources import is_hub_name
+
+    name = config.model.hf
+    if name is None:
         return
     origin = config.origin("model.hf")
-    if not (path / "config.json" if path.is_dir() else path).is_file():
-        raise ConfigError(f"model.hf: {path} ({origin}) does not exist; name a config.json, or a folder with one")
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError(f"model.hf ({origin}) needs transformers: pip install 'diloco-node[hf]'")
+    if not is_hub_name(Path(name), name) and not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"model.hf: {name} ({origin}) is no folder with a config.json, and no name of the model hub")
+    for library in RECIPE_LIBRARIES:
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(f"model.hf ({origin}) needs {library}: pip install 'diloco-node[hf]'")
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(trainer_settings(config), file)
+        file.flush()
+        recipe = subprocess.run(
+            [sys.executable, "-m", RECIPE_MODULE, "--check"],
+            env=os.environ | {TRAINER_VARIABLE: file.name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if recipe.returncode:
+        reason = (recipe.stderr.strip().splitlines() or ["it says no reason"])[-1]
+        raise ConfigError(reason.removeprefix("learner: "))
 
 
 def check_trackers(config: NodeConfig) -> None:
@@ -246,7 +261,7 @@ def prepare(config: NodeConfig, region: str, command: Sequence[str]) -> Supervis
         region=region,
         state_dir=folder,
         daemon_command=[sys.executable, "-m", "diloco_node.daemon", str(node_file)],
-        learner_command=list(command) or trainer_command(config.model.ranks),
+        learner_command=list(command) or trainer_command(config),
         tracker_command=tracker_command(config, region, folder),
         env={
             TRAINER_VARIABLE: str(trainer_file),
@@ -268,12 +283,17 @@ def serving(spec: SupervisorSpec) -> SupervisorSpec:
     return dataclasses.replace(spec, learner_command=None, preload=())
 
 
-def trainer_command(ranks: int) -> list[str]:
-    """What starts the built-in trainer: several ranks by torchrun, at a port that it finds itself."""
+def trainer_command(config: NodeConfig) -> list[str]:
+    """Command of the built-in trainer, or of the recipe for `model.hf`.
+
+    torchrun starts several ranks, at a port that it chooses itself.
+    """
+    module = TRAINER_MODULE if config.model.hf is None else RECIPE_MODULE
+    ranks = config.model.ranks
     if ranks == 1:
-        return [sys.executable, "-m", "diloco_node.learner"]
+        return [sys.executable, "-m", module]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launcher, "-m", "diloco_node.learner"]
+    return [sys.executable, *launcher, "-m", module]
 
 
 def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] | None:
@@ -285,16 +305,14 @@ def tracker_command(config: NodeConfig, region: str, folder: Path) -> list[str] 
 
 
 def preloaded(config: NodeConfig, command: Sequence[str]) -> tuple[str, ...]:
-    """The modules of the process that learners are forked from; none: nobody asked for it, and they start afresh.
+    """Modules of the process that learners are forked from. None of them: learners start afresh.
 
     Where the learner is a launcher of ranks the supervisor says once that it can't be forked.
     """
-    model = config.model
-    library = () if model.hf is None else ("transformers",)
-    default = () if command else (*TRAINER_PRELOAD, *library)
+    own = TRAINER_PRELOAD if config.model.hf is None else (RECIPE_MODULE,)
+    default = () if command else own
     modules = default if config.learner.preload is None else config.learner.preload
-    is_plain = modules == TRAINER_PRELOAD and model.optimizer == "adamw"
-    dynamo = () if is_plain and not (model.compile or model.checkpoint_activations) else (DYNAMO,)
+    dynamo = () if modules == TRAINER_PRELOAD else (DYNAMO,)
     return (*modules, *dynamo, LATE_IMPORTS) if modules else ()
 
 
@@ -335,70 +353,18 @@ def node_spec(config: NodeConfig, region: str, folder: Path) -> NodeSpec:
     )
 
 
-def trainer_settings(config: NodeConfig) -> dict[str, Any]:
-    """What the built-in trainer reads from the file that DILOCO_TRAINER names (see `learner.builtin.trainer`)."""
-    from diloco_node.config.sources import HUB
+def trainer_settings(config: NodeConfig) -> dict[str, dict[str, Any]]:
+    """Settings of the trainer in the file that DILOCO_TRAINER names: sections and names are those of run.toml."""
+    from diloco_node.config.sources import HUB, is_hub_name
 
-    model = config.model
+    run, model, data = config.run, config.model, config.data
+    name = model.hf
+    if name is not None and not is_hub_name(Path(name), name):
+        name = str(Path(name).resolve())
+    paths = [path if path.startswith(HUB) else str(Path(path).resolve()) for path in data.paths]
     return {
-        "model": model_settings(config),
-        "batch": model.batch,
-        "lr": model.lr,
-        "steps": schedule_steps(config),
-        "ends_with_run": not model.schedule_steps,
-        "warmup": model.warmup_steps,
-        "lr_floor": lr_floor(config),
-        "weight_decay": model.weight_decay,
-        "shard": model.shard,
-        "seed": config.run.seed,
-        "data": [path if path.startswith(HUB) else str(Path(path).resolve()) for path in config.data.paths],
-        "tokenizer": _resolved(config.data.tokenizer),
-        "text_field": config.data.text_field,
-        "streaming": config.data.streaming,
-        "cache": _resolved(config.data.cache),
-        "eval_every": model.eval_every,
-        "eval_windows": model.eval_windows,
-        "threads": model.threads,
-        "min_step_seconds": model.step_time_min.ns / 1e9,
-        "optimizer": model.optimizer,
-        "clip": model.clip,
-        "accumulate": model.accumulate,
-        "precision": model.precision,
-        "compile": model.compile,
-        "checkpoint_activations": model.checkpoint_activations,
+        "run": {"seed": run.seed, "steps": run.steps, "tokens": run.tokens},
+        "model": model.model_dump(exclude={"step_time_min"})
+        | {"hf": name, "step_time_min": model.step_time_min.ns / 1e9},
+        "data": data.model_dump() | {"paths": paths},
     }
-
-
-def model_settings(config: NodeConfig) -> dict[str, Any]:
-    """Which model the built-in trainer trains."""
-    model = config.model
-    if model.hf is not None:
-        return {"hf": str(model.hf.resolve()), "init": model.init, "context": model.context}
-    names = ("layers", "dim", "heads", "context", "vocabulary")
-    return {name: getattr(model, name) for name in names}
-
-
-def _resolved(path: str) -> str:
-    return str(Path(path).resolve()) if path else ""
-
-
-def schedule_steps(config: NodeConfig) -> int:
-    """Length of the learning-rate schedule: as set, else until the run's end, whichever limit comes first."""
-    model = config.model
-    if model.schedule_steps:
-        return model.schedule_steps
-    step_tokens = model.batch * model.context * len(config.regions)
-    limits = [config.run.steps, -(-config.run.tokens // step_tokens)]
-    return min((limit for limit in limits if limit > 0), default=SCHEDULE_STEPS_UNKNOWN)
-
-
-def lr_floor(config: NodeConfig) -> float:
-    """Part of the peak at which the schedule ends: as set, else 0 if the run ends there too, else 0.1.
-
-    The schedule stands where the run is, so no learner can outrun it. A run that ends by hand or by the clock may.
-    """
-    if config.model.lr_floor is not None:
-        return config.model.lr_floor
-    is_open = not (config.run.steps or config.run.tokens)
-    ends_with_run = not config.model.schedule_steps or schedule_steps(config) == config.run.steps
-    return LR_FLOOR_OPEN if is_open or not ends_with_run else 0.0

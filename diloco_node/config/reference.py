@@ -25,7 +25,6 @@ from diloco_node.config.budget_settings import (
 )
 from diloco_node.config.resolve import shown
 from diloco_node.config.schema import (
-    FIXED_IN_A_RUN,
     NAME_PATTERN,
     DataSection,
     HistorySection,
@@ -36,7 +35,7 @@ from diloco_node.config.schema import (
     RoundsSection,
     RunSection,
 )
-from diloco_node.config.setting_notes import NOTES
+from diloco_node.config.setting import changes, touch_when
 from diloco_node.config.units import Duration, Rate
 
 COMMAND: Final = "python -m diloco_node.config.reference > docs/settings.md"
@@ -44,8 +43,12 @@ COMMAND: Final = "python -m diloco_node.config.reference > docs/settings.md"
 _SECTIONS: Final[tuple[tuple[str, type[BaseModel], str], ...]] = (
     ("run", RunSection, "What the run is called, when it ends, and where things lie."),
     ("rounds", RoundsSection, "How regions merge. The same in all regions: those that differ refuse each other."),
-    ("model", ModelSection, "The built-in trainer. Of no effect with a training command of your own."),
-    ("data", DataSection, "Text for the built-in trainer."),
+    (
+        "model",
+        ModelSection,
+        "The built-in trainer, or its recipe for a model of Hugging Face. Not for a command of your own.",
+    ),
+    ("data", DataSection, "Text for the built-in trainer and for the recipe of `[model] hf`."),
     ("learner", LearnerSection, "The process that trains, whichever it is."),
     ("log", LogSection, "The daemon's log in `logs/`."),
     ("history", HistorySection, "How the run went, in `history.jsonl` of each region's folder."),
@@ -86,11 +89,8 @@ _KINDS: Final[dict[Any, str]] = {
     Duration: "a time",
     Rate: f"a rate, at least {Rate(RATE_BYTES_PER_S_MIN)}",
     Path: "a path",
+    dict: "a table",
 }
-_NEW_RUN: Final = frozenset({"run.init", "model.init"})
-_ALL: Final = frozenset({"run.steps", "run.tokens"})
-_SAME: Final = frozenset({"run.seed", "data.tokenizer"})
-_FIXED: Final = frozenset({"run.id", *(f"model.{name}" for name in ("hf", "layers", "dim", "heads", "vocabulary"))})
 
 
 def settings_page() -> str:
@@ -101,29 +101,28 @@ def settings_page() -> str:
         parts.append(
             "| setting | default | allowed | changes | what it is | touch it when |\n|---|---|---|---|---|---|"
         )
-        parts += _rows(prefix, section)
+        parts += _rows(section)
         parts.append("")
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def settings() -> Iterator[str]:
-    """The key of every setting: "rounds.sync_every", "regions.NAME.address"."""
+def settings() -> Iterator[tuple[str, FieldInfo]]:
+    """Key and field of every setting: "rounds.sync_every", "regions.NAME.address"."""
     for prefix, section, _ in _SECTIONS:
-        for name in section.model_fields:
+        for name, field in section.model_fields.items():
             if not _is_table(section, name):
-                yield f"{prefix}.{name}"
+                yield f"{prefix}.{name}", field
 
 
 def _is_table(section: type[BaseModel], name: str) -> bool:
     return section is BudgetSection and name in {"per_peer", "schedule"}
 
 
-def _rows(prefix: str, section: type[BaseModel]) -> Iterator[str]:
+def _rows(section: type[BaseModel]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         if not _is_table(section, name):
-            key = f"{prefix}.{name}"
-            what, when = NOTES[key]
-            cells = (f"`{name}`", _default(field), _allowed(field), _changes(key), what, when)
+            words = (changes(field), field.description or "", touch_when(field))
+            cells = (f"`{name}`", _default(field), _allowed(field), *words)
             yield f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
 
@@ -150,7 +149,7 @@ def _allowed(field: FieldInfo) -> str:
     if typing.get_origin(kind) is tuple:
         most = bounds.get("MaxLen")
         return f"a list, at most {most.max_length:,}" if most is not None else "a list"
-    return _KINDS.get(kind, "text")
+    return _KINDS.get(typing.get_origin(kind) or kind, "text")
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
@@ -184,18 +183,6 @@ def _range(bounds: dict[str, Any], kind: str) -> str:
 def _number(value: float) -> str:
     is_power = isinstance(value, int) and value > 1 << 16 and value.bit_count() == 1
     return f"2^{int(value).bit_length() - 1}" if is_power else f"{value:,}"
-
-
-def _changes(key: str) -> str:
-    if key in FIXED_IN_A_RUN or key in _FIXED:
-        return "fixed"
-    if key in _NEW_RUN:
-        return "new run"
-    if key in _SAME:
-        return "same"
-    if key in _ALL or key.startswith("rounds."):
-        return "all"
-    return "running" if key.startswith("budget") or key.endswith((".egress", ".ingress")) else "region"
 
 
 if __name__ == "__main__":

@@ -308,7 +308,9 @@ def shown(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(shown(part) for part in value)}]"
+        return f"[{', '.join(shown(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name} = {shown(item)}' for name, item in value.items())}}}"
     return json.dumps(str(value), ensure_ascii=False)
 
 
@@ -336,10 +338,8 @@ def _check_whole(config: NodeConfig) -> None:
         )
     if rounds.ballot_deadline_min.ns < rounds.heartbeat.ns:
         _refuse(config, "rounds.ballot_deadline_min", f"it must be at least rounds.heartbeat, {rounds.heartbeat}")
-    if model.batch % model.accumulate:
-        _refuse(config, "model.accumulate", f"it must divide model.batch, {model.batch}")
-    if model.hf is None and model.init != "random":
-        _refuse(config, "model.init", "it is of no use without model.hf, a folder with weights")
+    if model.hf is None and model.hf_args:
+        _refuse(config, "model.hf_args", "it is of no use without model.hf")
     if model.hf is None and model.dim % (2 * model.heads):
         fits = 2 * model.heads * max(1, round(model.dim / (2 * model.heads)))
         _refuse(config, "model.dim", f"it must be a multiple of 2 x model.heads, {2 * model.heads}; for example {fits}")

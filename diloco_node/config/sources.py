@@ -16,14 +16,12 @@ from diloco_node.errors import ConfigError
 
 ENV_PREFIX: Final = "DILOCO_"
 CONFIG_BYTES_MAX: Final = 1 << 20
-PATH_KEYS: Final = (
-    *(("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("model", "hf")),
-    *(("data", "paths"), ("data", "tokenizer"), ("data", "cache")),
-)
+PATH_KEYS: Final = (("run", "state_dir"), ("run", "certs_dir"), ("run", "init"), ("model", "hf"), ("data", "paths"))
 HUB: Final = "hf:"
-"""What a data path begins with that is the name of a dataset (see `learner.builtin.documents`)."""
+"""Prefix of a data path that is the name of a dataset (see `integrations.hf_recipe`)."""
 
 
+_HUB_NAME: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _HEADER: Final = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(
     r"""\s*((?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|"[^"]*"|'[^']*'))*)\s*="""
@@ -135,8 +133,14 @@ def _take_from(folder: Path, tree: dict[str, Any], key: Key) -> None:
 
 
 def _path_from(folder: Path, value: str, key: Key) -> str:
-    is_path = key[0] != "data" or (value and not value.startswith(HUB))
-    return str(folder / value) if is_path else value
+    if not value or value.startswith(HUB) or (key == ("model", "hf") and is_hub_name(folder / value, value)):
+        return value
+    return str(folder / value)
+
+
+def is_hub_name(path: Path, name: str) -> bool:
+    """Whether a name is one of the model hub: it looks like one, and there is no such folder."""
+    return bool(_HUB_NAME.fullmatch(name)) and not path.exists()
 
 
 def _lines(text: str) -> dict[Key, int]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from diloco_node.core.ledger.summary import RunSummary, decode_summary
 from diloco_node.core.merge.fragments import Manifest
@@ -23,7 +25,6 @@ from diloco_node.errors import ConfigError, StorageError
 from diloco_node.numeric import F32
 from diloco_node.storage.durable import DamagedFile
 from diloco_node.storage.ledger_reader import LedgerReader
-from diloco_node.storage.model_files import read_tensors
 from diloco_node.storage.store import RegionStore
 
 TRIES: Final = 3
@@ -118,11 +119,15 @@ def _newest(folder: Path, fragment: int) -> tuple[int, F32]:
 
 
 def _final(folder: Path, manifest: Manifest) -> dict[str, F32]:
-    stored = read_tensors(folder / FINAL_NAME)
-    expected = {spec.name: ("F32", spec.shape) for spec in manifest.tensors}
-    if {name: (one.dtype, one.shape) for name, one in stored.items()} != expected:
-        raise StorageError(f"{folder / FINAL_NAME} does not hold the tensors of {MANIFEST_NAME}: one is of another run")
-    return {name: one.data.view(np.float32).reshape(one.shape) for name, one in stored.items()}
+    path = folder / FINAL_NAME
+    try:
+        tensors: dict[str, F32] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path} can't be read ({error}): take another region's folder") from error
+    expected = {spec.name: (np.float32, spec.shape) for spec in manifest.tensors}
+    if {name: (values.dtype, values.shape) for name, values in tensors.items()} != expected:
+        raise StorageError(f"{path} does not hold the tensors of {MANIFEST_NAME}: one is of another run")
+    return tensors
 
 
 def _assembled(manifest: Manifest, thetas: Sequence[F32]) -> dict[str, F32]:

@@ -43,7 +43,7 @@ def serve() -> None:
     warnings.filterwarnings("ignore", "DILOCO_SOCKET is not set")
     for one in json.loads(sys.argv[1]):
         said: list[str] = []
-        outcome = Trainer(settings_from(one), say=said.append).run(diloco_node.attach)
+        outcome = Trainer(settings_from({"model": one}), say=said.append).run(diloco_node.attach)
         if os.environ["RANK"] == "0":
             sys.stdout.write(json.dumps(asdict(outcome) | {"said": said}) + "\n")
             sys.stdout.flush()

@@ -154,7 +154,7 @@ def source_of_config(config: NodeConfig, path: Path | None) -> Source:
             f"[model] hf in {name} has as many parameters as {model.hf} says, and no region has made the model yet: "
             "give --parameters"
         )
-    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context, model.vocabulary))
+    shapes = parameter_shapes(ModelSettings(model.layers, model.dim, model.heads, model.context))
     manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], settings.fragments)
     is_set = any(key[0] == "model" for key in config.origins)
     origin = f"{name}, the built-in model" + ("" if is_set else "; --parameters for one of your own")

@@ -8,14 +8,12 @@ trains many learners at the speed of one, with the very model that `python -m di
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, ModelSettings, parameter_shapes
+from diloco_node.learner.builtin.shape import NORM_EPSILON, ROTARY_BASE, VOCABULARY, ModelSettings, parameter_shapes
 
 
 def initial_parameters(settings: ModelSettings, *, seed: int) -> dict[str, Tensor]:
@@ -51,29 +49,25 @@ def token_logits(
     parameters: Mapping[str, Tensor],
     tokens: Tensor,
     rotary: tuple[Tensor, Tensor],
-    *,
-    checkpoint_activations: bool = False,
 ) -> Tensor:
     """The model's arithmetic, for one set of parameters or for R replicas at once.
 
     Args:
         settings: the shape.
         parameters: as `parameter_shapes`, or each with a leading dimension R.
-        tokens: shape (B, T), or (R, B, T) with replicas; int64, below the vocabulary; T at most `context`.
+        tokens: shape (B, T), or (R, B, T) with replicas; int64, below 256; T at most `context`.
         rotary: `rotary_tables(settings)`, on the device of the parameters.
-        checkpoint_activations: keep none inside a layer; the backward pass computes them again.
 
     Returns:
-        Shape (B, T, vocabulary) or (R, B, T, vocabulary); the prediction at t is for the token at t + 1.
+        Shape (B, T, 256) or (R, B, T, 256); the prediction at t is for the token at t + 1.
     """
     *lead, batch, length = tokens.shape
     stream = _embed(parameters["model.embed_tokens.weight"], tokens)
     for layer in range(settings.layers):
-        at = f"model.layers.{layer}."
-        step = partial(_layer, settings, parameters, at, (rotary[0][:length], rotary[1][:length]), lead=(*lead, batch))
-        stream = checkpoint(step, stream, use_reentrant=False) if checkpoint_activations else step(stream)
+        prefix, tables = f"model.layers.{layer}.", (rotary[0][:length], rotary[1][:length])
+        stream = _layer(settings, parameters, prefix, tables, stream, lead=(*lead, batch))
     logits = _linear(_rms_norm(stream, parameters["model.norm.weight"]), parameters["lm_head.weight"])
-    return logits.view(*lead, batch, length, settings.vocabulary)
+    return logits.view(*lead, batch, length, VOCABULARY)
 
 
 def _layer(
@@ -144,10 +138,9 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class ByteGPT(nn.Module):
     """The model as a module; `state_dict()` has exactly the names and shapes of `LlamaForCausalLM`."""
 
-    def __init__(self, settings: ModelSettings, *, seed: int = 0, checkpoint_activations: bool = False) -> None:
+    def __init__(self, settings: ModelSettings, *, seed: int = 0) -> None:
         super().__init__()
         self.settings = settings
-        self._is_checkpointed = checkpoint_activations
         for name, value in initial_parameters(settings, seed=seed).items():
             self._place(name, value)
         cosine, sine = rotary_tables(settings)
@@ -165,12 +158,10 @@ class ByteGPT(nn.Module):
         owner.register_parameter(leaf, nn.Parameter(value))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (B, T, vocabulary) for tokens of shape (B, T), int64."""
+        """Logits of shape (B, T, 256) for tokens of shape (B, T), int64."""
         rotary = (self.get_buffer("rotary_cosine"), self.get_buffer("rotary_sine"))
         named = dict(self.named_parameters())
-        return token_logits(
-            self.settings, named, tokens, rotary, checkpoint_activations=self._is_checkpointed and self.training
-        )
+        return token_logits(self.settings, named, tokens, rotary)
 
     def loss(self, windows: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token over windows of shape (B, T + 1), uint8 or int64; a scalar."""

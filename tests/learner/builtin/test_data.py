@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from diloco_node.errors import ConfigError
 from diloco_node.learner.builtin import data
 from diloco_node.learner.builtin.data import SHARD_BYTES, SHARD_WINDOWS_MIN, Corpus, RegionSampler, load_corpus
-from diloco_node.learner.builtin.encoding import TextEncoding
 
 
 def numbered(size: int) -> Corpus:
@@ -225,7 +224,7 @@ def test_long_windows_want_long_shards():
 
 
 def test_too_little_held_out_text_for_one_window_is_refused():
-    with pytest.raises(ConfigError, match=r"2000 held-out tokens.*model\.context 2000"):
+    with pytest.raises(ConfigError, match=r"2000 held-out bytes.*model\.context 2000"):
         numbered(4 * SHARD_BYTES).held_out_windows(1, 2000)
 
 
@@ -237,35 +236,7 @@ def test_held_out_windows_are_evenly_spread_and_within():
     np.testing.assert_array_equal(windows[-1], corpus.held_out[-51:])
 
 
-def test_much_text_lies_in_a_mapped_file_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = folder_with(tmp_path / "text", {f"{n}.txt": (f"{n:04d} " * 400).encode() for n in range(400)})
-    in_memory = load_corpus([folder])
-    monkeypatch.setattr(data, "MEMORY_BYTES_MAX", 1000)
-    mapped = load_corpus([folder], cache=tmp_path / "cache")
-    assert any((tmp_path / "cache").rglob("tokens.bin"))
-    np.testing.assert_array_equal(mapped.train, in_memory.train)
-    np.testing.assert_array_equal(mapped.held_out, in_memory.held_out)
-    assert (mapped.files, mapped.skipped, mapped.train.dtype) == (400, 0, np.uint8)
-    np.testing.assert_array_equal(sampler(mapped).batch_at(3), sampler(in_memory).batch_at(3))
-
-
-def test_one_large_file_is_split_at_its_tail_on_disk_too(tmp_path: Path):
-    rows = "".join(f'{{"text": "row {n} of one file"}}\n' for n in range(4000))
-    (tmp_path / "rows.jsonl").write_text(rows)
-    corpus = load_corpus([tmp_path / "rows.jsonl"], cache=tmp_path / "cache")
-    whole = corpus.train.tobytes() + corpus.held_out.tobytes()
-    assert sorted(whole.decode().splitlines()) == sorted(f"row {n} of one file" for n in range(4000))
-    assert len(corpus.held_out) == len(whole) * 5 // 100
-
-
-def test_the_cache_is_the_users_own_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert data.token_cache() == tmp_path / "diloco-node" / "tokens"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert data.token_cache() == Path.home() / ".cache" / "diloco-node" / "tokens"
-
-
-def test_tokens_are_as_torch_wants_them_and_bytes_stay_bytes():
-    assert sampler(counting(2 * SHARD_BYTES)).next_batch().dtype == np.int64
-    assert sampler(numbered(2 * SHARD_BYTES)).next_batch().dtype == np.uint8
-    assert numbered(2 * SHARD_BYTES).encoding.vocabulary == TextEncoding().vocabulary == 256
+def test_more_text_than_memory_is_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(data, "MEMORY_BYTES_MAX", 50_000)
+    with pytest.raises(ConfigError, match=r"more than 0 MiB of text.*\[model\] hf"):
+        load_corpus([folder_with(tmp_path, {f"{n}.txt": b"w" * 30_000 for n in range(2)})])

@@ -1,4 +1,4 @@
-"""`export` from a region's folder: what it takes, what it adds, and what it refuses in one line."""
+"""`export` from a region's folder: the tensors that it takes, and the reasons for which it refuses, in one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from diloco_node.core.merge.fragments import Manifest, TensorSpec, build_manifest
 from diloco_node.core.types import FinishedBody, Member, RunSettings
@@ -18,14 +18,12 @@ from diloco_node.daemon.final_model import write_final
 from diloco_node.daemon.manifest_file import save_manifest
 from diloco_node.daemon.run_record import FINAL_NAME
 from diloco_node.daemon.spec import NODE_FILE, NodeSpec
-from diloco_node.learner.builtin.documents import TextPiece
-from diloco_node.learner.builtin.encoding import TextEncoding
-from diloco_node.learner.builtin.hf_settings import HfModelSettings
+from diloco_node.integrations import hf_export
 from diloco_node.learner.builtin.shape import ModelSettings, hf_config, parameter_shapes
 from diloco_node.main import main
 from diloco_node.storage.store import RegionStore
-from tests.kit.data_kit import END, rows_of, write_tokenizer
-from tests.kit.hf_kit import DEEPSEEK
+from tests.kit.data_kit import END
+from tests.kit.hf_kit import DEEPSEEK, write_hf_folder
 from tests.kit.ledger_kit import a_round, chain
 from tests.kit.node_kit import contribution_of
 
@@ -73,7 +71,8 @@ def a_region(folder: Path, manifest: Manifest = BUILTIN, *, versions: tuple[int,
     values |= {"region": folder.name, "run_id": "try", "regions": ("a", "b"), "peers": {}, "settings": settings}
     values |= {"listen_host": "", "listen_port": 0, "is_advertised": False, "admin_port": 0, "settings_digest": "00"}
     NodeSpec(**values).save(folder / NODE_FILE)
-    (folder / "trainer.json").write_text(json.dumps({"model": dataclasses.asdict(TINY), "seed": 5}))
+    model = {"hf": None, **dataclasses.asdict(TINY)}
+    (folder / "trainer.json").write_text(json.dumps({"run": {"seed": 5}, "model": model}))
     return folder
 
 
@@ -93,7 +92,7 @@ def _body(entries: tuple[Any, ...], index: int) -> Any:
 
 
 def exported(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str]:
-    code = main(["export", *map(str, words), "--no-check"])
+    code = main(["export", *map(str, words)])
     out, err = capsys.readouterr()
     return code, err if code else out
 
@@ -117,13 +116,11 @@ def test_in_mid_run_it_takes_the_newest_state_of_each_fragment(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert is_equal(held(out), tensors_of(BUILTIN, 4, 6))
     config = json.loads((out / "config.json").read_text())
-    assert config.pop("dtype") == "float32"
-    assert config.items() <= hf_config(TINY).items()
+    assert (config["model_type"], config["dtype"], config["hidden_size"]) == ("llama", "float32", 16)
     document = json.loads((out / "export.json").read_text())
     # 4 and 6 rounds of two members with 400 tokens each, over two fragments.
     assert (document["versions"], document["tokens"], document["is_final"]) == ([4, 6], 4000, False)
     assert (document["run_id"], document["region"]) == ("try", "a")
-    assert (out / "tokenizer.json").exists()
 
 
 def test_a_finished_region_gives_its_final_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,112 +178,6 @@ def test_a_smaller_type_is_rounded_and_named_in_the_config(
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
 
 
-def test_the_tokenizer_is_the_one_that_the_run_trained_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    transformers = pytest.importorskip("transformers")
-    texts, folder, out = rows_of(3), a_region(tmp_path / "a"), tmp_path / "out"
-    trainer = json.loads((folder / "trainer.json").read_text())
-    place = write_tokenizer(tmp_path / "words").parent
-    (tmp_path / "my-words.json").write_bytes((place / "tokenizer.json").read_bytes())
-    for tokenizer in (place, place / "tokenizer.json", tmp_path / "my-words.json"):
-        (folder / "trainer.json").write_text(json.dumps(trainer | {"tokenizer": str(tokenizer)}))
-        assert exported(capsys, folder, out, "--force")[0] == 0
-        found = transformers.AutoTokenizer.from_pretrained(out)
-        pieces = [TextPiece(text.encode(), is_last=False, is_held_out=False) for text in texts]
-        assert found(texts).input_ids == [one.tolist() for one in TextEncoding(tokenizer).encode(pieces)]
-        assert (found.eos_token, found.model_max_length) == (END, TINY.context)
-    # What lies beside the file belongs to it.
-    (place / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w7"}')
-    (folder / "trainer.json").write_text(json.dumps(trainer | {"tokenizer": str(place / "tokenizer.json")}))
-    assert exported(capsys, folder, out, "--force")[0] == 0
-    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == "w7"
-    (place / "tokenizer.json").unlink()
-    place.rename(tmp_path / "elsewhere")
-    assert main(["export", str(folder), str(out), "--force", "--no-check"]) == 0
-    assert f"no tokenizer: the run's, {place}/tokenizer.json, is not here: add --tokenizer" in capsys.readouterr().err
-    assert not (out / "tokenizer.json").exists()
-
-
-def a_base(folder: Path, **more: torch.Tensor) -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(OWN_CONFIG))
-    (folder / "tokenizer.json").write_text('{"own": 1}')
-    (folder / "README.md").write_text("not a tokenizer's")
-    embed = torch.randn(8, 4).bfloat16()
-    tensors = {
-        "embed.weight": embed,
-        "head.weight": embed.clone(),
-        "up.weight": torch.zeros(6, 4),
-        "frozen.weight": torch.randn(8, 4).bfloat16(),
-        "zeros.weight": torch.zeros(6, 4),
-        "steps": torch.tensor(9),
-        **more,
-    }
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def test_frozen_parameters_and_buffers_come_from_the_base_and_tied_names_do_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, base, out = a_region(tmp_path / "a", OWN), a_base(tmp_path / "base"), tmp_path / "out"
-    code, said = exported(capsys, folder, out, "--base", base, "--strip", "net.")
-    assert code == 0, said
-    found, theirs = held(out), load_file(base / "model.safetensors")
-    merged = tensors_of(OWN, 4, 6)
-    assert sorted(found) == ["embed.weight", "frozen.weight", "steps", "up.weight", "zeros.weight"]
-    for name in ("embed.weight", "up.weight"):
-        assert np.array_equal(found[name], merged[f"net.{name}"])
-    for name in ("frozen.weight", "steps", "zeros.weight"):
-        assert torch.equal(found[name], theirs[name]), name
-    document = json.loads((out / "export.json").read_text())
-    assert document["tied"] == ["head.weight"]
-    assert document["kept"] == ["frozen.weight", "steps", "zeros.weight"]
-    assert json.loads((out / "config.json").read_text()) == {
-        "model_type": "mine",
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-    }
-    assert (out / "tokenizer.json").read_text() == '{"own": 1}'
-    assert not (out / "README.md").exists()
-
-
-def test_a_tokenizer_and_a_config_of_ones_own_go_before_those_of_the_base(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, base = a_region(tmp_path / "a", OWN), a_base(tmp_path / "base")
-    (tmp_path / "spiece.model").write_bytes(b"\x00pieces")
-    (tmp_path / "other.json").write_text('{"model_type": "other"}')
-    words = ["--base", base, "--strip", "net.", "--tokenizer", tmp_path / "spiece.model"]
-    assert exported(capsys, folder, tmp_path / "out", *words, "--config", tmp_path / "other.json")[0] == 0
-    assert (tmp_path / "out" / "spiece.model").read_bytes() == b"\x00pieces"
-    assert not (tmp_path / "out" / "tokenizer.json").exists()
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "other"
-
-
-def test_what_does_not_fit_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, base = a_region(tmp_path / "a", OWN), a_base(tmp_path / "base")
-    narrow = a_base(tmp_path / "narrow", **{"up.weight": torch.zeros(6, 5)})
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "empty.json").write_text("{}")
-    (tmp_path / "nothing").mkdir()
-    for words, named in (
-        ([], "add --config FILE, or --base FOLDER"),
-        (["--base", base], "tensor net.embed.weight of the run is not in --base: add --strip net."),
-        (["--base", narrow, "--strip", "net."], "tensor up.weight is (6, 5) in --base, the run's is (6, 4)"),
-        (["--base", base, "--strip", "net.up."], "net.embed.weight does not begin with it"),
-        (["--base", tmp_path / "nothing"], "config.json can't be read"),
-        (["--config", tmp_path / "list.json"], "is no JSON object"),
-        (["--config", tmp_path / "empty.json"], "has no model_type"),
-        (["--base", base, "--strip", "net.", "--tokenizer", tmp_path / "none"], "does not exist"),
-        (["--base", base, "--strip", "net.", "--tokenizer", tmp_path / "nothing"], "no tokenizer.json"),
-    ):
-        code, said = exported(capsys, folder, tmp_path / "out", *words)
-        assert code == 2
-        assert named in said
-        assert said.count("\n") == 1
-        assert not (tmp_path / "out").exists()
-
-
 def test_folders_that_are_no_regions_or_not_empty_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,48 +200,107 @@ def test_folders_that_are_no_regions_or_not_empty_are_refused(
     assert FINAL_NAME in said
 
 
-def test_what_was_written_is_loaded_as_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_written_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     folder, out = a_region(tmp_path / "a"), tmp_path / "out"
-    assert main(["export", str(folder), str(out)]) == 0
-    assert "no tensor is missing or left over" in capsys.readouterr().out
+    assert exported(capsys, folder, out)[0] == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert is_equal(dict(model.state_dict()), tensors_of(BUILTIN, 4, 6))
-    config = json.loads((out / "config.json").read_text()) | {"num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["export", str(folder), str(out), "--force", "--config", str(tmp_path / "config.json")]) == 1
-    assert "are lacking, and would be random" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["seed", "weights", "base"])
+def test_what_the_run_lacks_of_the_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    folder, out = a_region(tmp_path / "a"), tmp_path / "out"
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(TINY) | {"num_hidden_layers": 2}))
+    code, said = exported(capsys, folder, out, "--config", tmp_path / "config.json")
+    assert code == 1
+    assert "model.layers.1.input_layernorm.weight" in said
+    assert ", ...: not in the run, so they are random. Give --base" in said
+    assert len(json.loads((out / "export.json").read_text())["kept"]) == 9
+
+
+def test_a_model_that_transformers_does_not_know_is_plain_tensors_and_its_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = a_region(tmp_path / "a", OWN), tmp_path / "out"
+    (tmp_path / "config.json").write_text(json.dumps(OWN_CONFIG))
+    code, said = exported(capsys, folder, out, "--config", tmp_path / "config.json")
+    assert code == 0, said
+    assert "plain tensors and config.json" in said
+    assert is_equal(held(out), tensors_of(OWN, 4, 6))
+    config = json.loads((out / "config.json").read_text())
+    assert config == {"model_type": "mine", "tie_word_embeddings": True, "dtype": "float32"}
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "export.json", "model.safetensors"]
+
+
+def test_without_transformers_the_built_in_model_is_plain_tensors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf_export, "is_known", lambda config: False)
+    assert exported(capsys, a_region(tmp_path / "a"), tmp_path / "out", "--dtype", "bfloat16")[0] == 0
+    for name, values in tensors_of(BUILTIN, 4, 6).items():
+        assert torch.equal(held(tmp_path / "out")[name], torch.from_numpy(values).bfloat16())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.pop("dtype") == "bfloat16"
+    assert config.items() <= hf_config(TINY).items()
+
+
+def test_what_does_not_fit_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    folder = a_region(tmp_path / "a", OWN)
+    builtin = a_region(tmp_path / "b")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "empty.json").write_text("{}")
+    (tmp_path / "own.json").write_text(json.dumps(OWN_CONFIG))
+    (tmp_path / "llama.json").write_text(json.dumps(hf_config(TINY)))
+    (tmp_path / "wide.json").write_text(json.dumps(hf_config(TINY) | {"intermediate_size": 8}))
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "unsaved").mkdir()
+    (tmp_path / "unsaved" / "config.json").write_text(json.dumps(hf_config(TINY)))
+    for place, words, named in (
+        (folder, [], "add --config FILE, or --base FOLDER"),
+        (folder, ["--base", tmp_path / "nothing"], "config.json can't be read"),
+        (folder, ["--config", tmp_path / "list.json"], "is no JSON object"),
+        (folder, ["--config", tmp_path / "empty.json"], "has no model_type"),
+        (folder, ["--config", tmp_path / "llama.json"], "tensor net.embed.weight of the run is not in the model"),
+        (folder, ["--config", tmp_path / "own.json", "--base", tmp_path / "nothing"], "transformers knows, not mine"),
+        (builtin, ["--config", tmp_path / "wide.json"], "the run's tensors do not fit config.json"),
+        (builtin, ["--base", tmp_path / "unsaved"], "unsaved makes no model"),
+    ):
+        code, said = exported(capsys, place, tmp_path / "out", *words)
+        assert code == 2
+        assert named in said
+        assert said.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("way", ["weights", "base"])
 def test_with_a_frozen_weight_and_a_buffer_the_loaded_model_is_the_regions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    from diloco_node.learner.builtin.hf_model import HfCausalLM
-
     saved, out, frozen = tmp_path / "saved", tmp_path / "out", "model.layers.1.self_attn.o_proj.weight"
-    saved.mkdir()
+    write_hf_folder(saved)
     (saved / "config.json").write_text(json.dumps(DEEPSEEK))
-    settings = HfModelSettings(str(saved), "weights" if way == "weights" else "random", 16)
-    module = HfCausalLM(HfModelSettings(str(saved), context=16), seed=5, vocabulary=256).module
+    config = transformers.AutoConfig.from_pretrained(saved)
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     expected = {name: value.numpy().copy() for name, value in module.state_dict().items()}
     buffer = next(name for name in expected if name.endswith("e_score_correction_bias"))
-    if way != "seed":
-        expected[buffer] = np.arange(1, 5, dtype=np.float32)
-        module.get_buffer(buffer).copy_(torch.from_numpy(expected[buffer]))
-        module.save_pretrained(saved)
-        assert "model.layers.1.mlp.experts.down_proj" not in load_file(saved / "model.safetensors")
-    shapes = {name: tuple(one.shape) for name, one in module.named_parameters() if name != frozen}
-    manifest = build_manifest([TensorSpec(*one) for one in shapes.items()], 2)
+    expected[buffer] = np.arange(1, 5, dtype=np.float32)
+    module.get_buffer(buffer).copy_(torch.from_numpy(expected[buffer]))
+    module.save_pretrained(saved)
+    assert "model.layers.1.mlp.experts.down_proj" not in load_file(saved / "model.safetensors")
+    shapes = {name: tuple(value.shape) for name, value in module.named_parameters() if name != frozen}
+    manifest = build_manifest([TensorSpec(*shape) for shape in shapes.items()], 2)
     folder = a_region(tmp_path / "a", manifest)
-    (folder / "trainer.json").write_text(json.dumps({"model": dataclasses.asdict(settings), "seed": 5}))
+    (folder / "trainer.json").write_text(json.dumps({"model": {"hf": str(saved)}}))
     if way == "base":
         (folder / "trainer.json").unlink()
     expected |= finish(folder, manifest) if way == "weights" else tensors_of(manifest, 4, 6)
-    words = ["--base", str(saved)] if way == "base" else []
-    assert main(["export", str(folder), str(out), *words]) == 0, capsys.readouterr().err
-    assert "no tensor is missing or left over" in capsys.readouterr().out
+    code, said = exported(capsys, folder, out, *(["--base", saved] if way == "base" else []))
+    assert code == 0, said
+    assert "2 tensors that are not merged" in said
     model = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert is_equal(dict(model.state_dict()), expected)
     assert json.loads((out / "export.json").read_text())["kept"] == sorted([frozen, buffer])
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token == END
