@@ -160,12 +160,10 @@ class _DataPosition:
         self._sampler: RegionSampler | None = None
         self._state: dict[str, Any] = {}
 
-    def follow(self, sampler: RegionSampler, *, unsaved_steps: int) -> None:
-        """Put the sampler where the checkpoint stood, and so many steps on; now the position is the sampler's."""
+    def follow(self, sampler: RegionSampler) -> None:
+        """Put the sampler where the checkpoint stood; from now on the position is the sampler's."""
         if self._state:
             sampler.restore(self._state)
-        for _ in range(unsaved_steps):
-            sampler.next_batch()
         self._sampler = sampler
 
     def state_dict(self) -> dict[str, Any]:
@@ -222,7 +220,7 @@ class Trainer:
                 rank=self.place.rank,
                 ranks=self.place.ranks,
             )
-            position.follow(sampler, unsaved_steps=diloco.unsaved_steps)
+            position.follow(sampler)
             return self._loop(diloco, sampler)
 
     def _loop(self, diloco: Diloco, sampler: RegionSampler) -> Outcome:

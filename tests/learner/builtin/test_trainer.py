@@ -64,7 +64,6 @@ class FakeRun:
         self.kept: dict[str, dict[str, int]] = {}
         self.settled = 0.0
         self.is_attached = True
-        self.unsaved_steps = 0
         self.progress: float | None = None
 
     @contextmanager
@@ -140,19 +139,16 @@ def test_the_schedule_follows_the_global_step():
     assert run.rates == [settings.lr_at(55), settings.lr_at(56), settings.lr_at(57)]
 
 
-@pytest.mark.parametrize("unsaved_steps", [0, 3])
-def test_the_second_life_trains_the_batches_that_the_first_did_not(monkeypatch: pytest.MonkeyPatch, unsaved_steps: int):
-    """What a killed process trained after its checkpoint is in the parameters, too: these batches are passed over."""
+def test_the_second_life_trains_the_batches_that_the_first_did_not(monkeypatch: pytest.MonkeyPatch):
     drawn: list[int] = []
     plain = RegionSampler.batch_at
     monkeypatch.setattr(RegionSampler, "batch_at", lambda self, at: (drawn.append(at), plain(self, at))[1])
     first, second = FakeRun(5, region_index=1, regions=3), FakeRun(4, region_index=1, regions=3)
     trained(settings_with(), first)
     second.kept = {name: part.state_dict() for name, part in first.stateful.items()}
-    second.unsaved_steps = unsaved_steps
     trained(settings_with(), second)
-    assert drawn == list(range(9 + unsaved_steps))
-    assert second.stateful["data"].state_dict()["position"] == 9 + unsaved_steps
+    assert drawn == list(range(9))
+    assert second.stateful["data"].state_dict()["position"] == 9
 
 
 def test_no_window_is_trained_twice_in_an_epoch_of_all_regions_even_over_a_restart(monkeypatch: pytest.MonkeyPatch):
