@@ -32,7 +32,6 @@ EXAMPLES: Final = {
     "budget set": "diloco-node budget set us-east --egress 2Gbit/s --ingress none",
     "quarantine lift": "diloco-node quarantine lift us-west --region us-east",
     "learner start": "diloco-node learner start us-east",
-    "deploy ssh": "diloco-node deploy ssh hosts.toml --dry-run",
     "certs init": "diloco-node certs init us-east us-west eu-west --run-id my-run --out certs",
     "config show": "diloco-node config show --origin --set rounds.sync_every=16",
     "simulate run": "diloco-node simulate run --seed 7",

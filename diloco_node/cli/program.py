@@ -13,7 +13,6 @@ import typer
 
 from diloco_node import __version__
 from diloco_node.cli import certs, config, explain, init, ledger, orders, replay, start, status, why
-from diloco_node.cli.deploy import deploy_command
 from diloco_node.cli.doctor.doctor_command import doctor
 from diloco_node.cli.export import export
 from diloco_node.cli.measure import measure_command
@@ -72,7 +71,6 @@ def operator_app() -> typer.Typer:
     app.add_typer(certs.app, name="certs")
     app.add_typer(config.app, name="config")
     app.add_typer(measure_command.app, name="measure")
-    app.add_typer(deploy_command.app, name="deploy")
     return app
 
 

@@ -1,4 +1,4 @@
-"""What was measured, as JSON, and the tests of one `measure bandwidth`, one after the other."""
+"""Results of measurements as JSON, and the tests of one `measure bandwidth`, one after the other."""
 
 from __future__ import annotations
 
@@ -27,21 +27,19 @@ class FlowCase:
     """One test of `measure bandwidth`.
 
     Attributes:
-        source, target: regions. path: "transport" or "plain". body: "random" or "int4".
-        connections: 0: those that the link has.
+        source, target: regions. body: "random" or "int4".
+        connections: 0: as many as the link is worth.
     """
 
     source: str
     target: str
-    path: str
     body: str
     connections: int
 
     @property
     def title(self) -> str:
         """For people."""
-        what = {"random": "TLS, random", "int4": "TLS, int4+zstd"}[self.body]
-        return what if self.path == "transport" else "plain TCP"
+        return {"random": "TLS, random", "int4": "TLS, int4+zstd"}[self.body]
 
 
 def latency_document(load: str, measured: LatencyMeasured) -> dict[str, Any]:
@@ -63,11 +61,10 @@ def latency_document(load: str, measured: LatencyMeasured) -> dict[str, Any]:
 
 
 def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
-    """One test; rates are payload bytes per second at the receiver. Plain TCP is not booked: it has no wire bytes."""
+    """One test; rates are payload bytes per second at the receiver."""
     received, sent = measured.received, measured.sent
     is_known = sent.sent_bytes >= 0
     cpu = {"sender": (sent.cpu_ns, sent.cpu_span_ns), "receiver": (received.cpu_ns, received.cpu_span_ns)}
-    is_booked = case.path == "transport"
     return {
         **_case_document(case),
         "bytes_per_second": received.mean,
@@ -78,8 +75,8 @@ def flow_document(case: FlowCase, measured: FlowMeasured) -> dict[str, Any]:
         "sent_bytes": sent.sent_bytes if is_known else None,
         "retransmitted_bytes": sent.retransmitted_bytes if is_known else None,
         "counted_seconds": received.span_ns / NS_PER_S,
-        "wire_bytes": sent.wire_bytes if is_booked else None,
-        "wire_bytes_per_second": sent.wire_bytes * NS_PER_S // max(1, sent.cpu_span_ns) if is_booked else None,
+        "wire_bytes": sent.wire_bytes,
+        "wire_bytes_per_second": sent.wire_bytes * NS_PER_S // max(1, sent.cpu_span_ns),
     }
 
 
@@ -102,7 +99,6 @@ def pair_document(pair: Pair, measured: LinkMeasured) -> dict[str, Any]:
         "unanswered": measured.unanswered,
         "bytes_per_second_p10": measured.p10,
         "bytes_per_second_p90": measured.p90,
-        "plain_bytes_per_second": measured.plain_bytes_per_s or None,
         "retransmitted_share": measured.retransmitted_bytes / measured.sent_bytes if is_known else None,
     }
 
@@ -111,7 +107,6 @@ def _case_document(case: FlowCase) -> dict[str, Any]:
     return {
         "from": case.source,
         "to": case.target,
-        "path": case.path,
         "body": case.body,
         "connections": case.connections,
     }
@@ -123,32 +118,27 @@ async def run_series(
     on_progress: Callable[[str], None],
     on_partial: OnPartial = forget,
 ) -> dict[str, Any]:
-    """Carry out each case, and keep what was measured when others fail.
+    """Carry out each case, and keep the results when a later case fails.
 
-    Without plain TCP, which a firewall may keep out, the rest is whole: `plain_error` says why, and it is not tried
-    again. When the peer can't be reached any more nothing else is tried either.
+    When the peer can't be reached any more, the cases that are left fail for the same reason.
 
     Args:
-        test: measures one case and returns its document. say: called with what goes on, for people.
-        on_partial: called after each test with what there is.
+        test: measures one case and returns its document. on_progress: called with the current case, for people.
+        on_partial: called after each test with the results so far.
 
     Returns:
-        A part of the document: "tests", "failures" and "plain_error".
+        A part of the document: "tests" and "failures".
 
     Raises:
         DilocoError: the first one failed; so would the others.
     """
     tests: list[dict[str, Any]] = []
     failed: list[tuple[FlowCase, DilocoError]] = []
-    plain_error: str | None = None
 
-    def found() -> dict[str, Any]:
-        failures = [failure_document(case, error) for case, error in failed]
-        return {"tests": list(tests), "failures": failures, "plain_error": plain_error}
+    def results() -> dict[str, Any]:
+        return {"tests": list(tests), "failures": [failure_document(case, error) for case, error in failed]}
 
     for number, case in enumerate(cases, start=1):
-        if case.path == "plain" and plain_error is not None:
-            continue  # it would be the same again
         if failed and isinstance(failed[-1][1], PeersUnreachable):
             failed.append((case, failed[-1][1]))
             continue
@@ -158,11 +148,8 @@ async def run_series(
         try:
             tests.append(await test(case))
         except DilocoError as error:
-            if case.path == "plain":
-                plain_error = f"no plain TCP beside it: {error}"
-            elif tests:
-                failed.append((case, error))
-            else:
+            if not tests:
                 raise
-        on_partial(found())
-    return found()
+            failed.append((case, error))
+        on_partial(results())
+    return results()

@@ -13,12 +13,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from typing import Final, get_args
 
-from diloco_node.errors import ConfigError, DilocoError, LinkLost, PeerError, PeersUnreachable
+from diloco_node.errors import ConfigError, LinkLost, PeerError, PeersUnreachable
 from diloco_node.measure.echoes import EchoProbe, LatencyMeasured
 from diloco_node.measure.gate import MeasuringGate
 from diloco_node.measure.probes import FlowTimes, ProbeReceivers, warm_up_ns
 from diloco_node.measure.requester import FlowMeasured, FlowRequest, MeasurementRequester
-from diloco_node.measure.responder import REASON_CHARS_MAX, MeasurementResponder, Spawn
+from diloco_node.measure.responder import MeasurementResponder, Spawn
 from diloco_node.transport.kernel.congestion import own_congestion_controls
 from diloco_node.transport.transport import GrpcTransport
 from diloco_node.wire import measure_messages as msg
@@ -44,7 +44,6 @@ class Measuring:
         spawn: runs a task of the process. executor: for making what is sent, behind everything else.
         now_ns: monotonic.
         dial: has links to third regions when a peer asks for them; None: over the links of this transport.
-        plain_listen: host and port (0: a free one) for plain TCP of tests that peers ask for; None: it takes none.
         is_bounded: peers may ask for so many bytes only: rounds use the same links.
     """
 
@@ -58,7 +57,6 @@ class Measuring:
         executor: Executor,
         now_ns: Callable[[], int],
         dial: Linked | None = None,
-        plain_listen: tuple[str, int] | None = None,
         is_bounded: bool = True,
     ) -> None:
         self.region = region
@@ -75,7 +73,6 @@ class Measuring:
             gate=self._gate,
             receivers=self._receivers,
             remote_link=self._remote_link_for_peer,
-            plain_listen=plain_listen,
             spawn=spawn,
             executor=executor,
             now_ns=now_ns,
@@ -196,10 +193,10 @@ class Measuring:
         return FlowTimes(warm_up_ns(rtt_ns) if warm_ns is None else warm_ns, span_ns), rtt_ns
 
     async def link(self, peer: str, request: msg.LinkTestRequested, *, is_sending: bool = True) -> msg.LinkMeasured:
-        """One way between here and a peer: round trips, a flow, one over plain TCP if requested.
+        """One way between here and a peer: round trips, and a flow.
 
         Args:
-            request: its times; the region in it does not matter. is_sending: the flows go from here to the peer.
+            request: its times; the region in it does not matter. is_sending: the flow goes from here to the peer.
 
         Raises: as `flow`.
         """
@@ -214,16 +211,7 @@ class Measuring:
         echoes = (await self._echoes.measure(peer, request.probes_ns / NS_PER_S)).latency
         times = FlowTimes(request.warm_up_ns or warm_up_ns(echoes.p50_ns), request.span_ns)
         flow = await self._requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max))
-        used_bytes, plain, plain_error = flow.used_bytes, 0, ""
-        if request.is_plain_too:
-            try:
-                beside = await self._requester.flow(FlowRequest(peer, is_sending, False, times, request.bytes_max, 1))
-                plain = beside.received.mean
-                used_bytes += beside.used_bytes
-            except DilocoError as error:  # the rest was measured all the same
-                plain_error = str(error)[:REASON_CHARS_MAX]
-                used_bytes += request.bytes_max
-        found = msg.LinkMeasured(
+        link = msg.LinkMeasured(
             request.measurement,
             echoes.p50_ns,
             echoes.p99_ns,
@@ -235,10 +223,8 @@ class Measuring:
             flow.received.p90,
             flow.sent.sent_bytes,
             flow.sent.retransmitted_bytes,
-            plain,
-            plain_error,
         )
-        return found, used_bytes
+        return link, flow.used_bytes
 
     async def remote_link(self, source: str, request: msg.LinkTestRequested) -> msg.LinkMeasured:
         """Let a peer measure from there to a third region. Raises as `flow`."""
@@ -254,8 +240,6 @@ class Measuring:
                 return await other.link(request.region, request), 0
         if request.region not in self.peers:
             raise ConfigError(f"{request.region} is no peer of {self.region}")
-        if request.is_plain_too:  # outside the budget, and to a port that the far end names
-            raise PeerError("it dials no plain TCP for others: only `measure serve` does")
         return await self._link(request.region, request, is_sending=True)
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The two ends of a measured flow: one sends probes, the other counts what arrives.
 
-Probes are bulk transfers in the measurement lane of a link, within the budget, or bytes over plain TCP
-(`measure.plain`). They count where they arrive, after a warm-up from the first byte on. All times are integer
-nanoseconds of one monotonic clock, bytes are raw bytes, CPU time is that of the whole process.
+Probes are bulk transfers in the measurement lane of a link, within the budget. They count where they arrive, after a
+warm-up from the first byte on. All times are integer nanoseconds of one monotonic clock, bytes are raw bytes, CPU time
+is that of the whole process.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def booked_bytes(transport: GrpcTransport, peer: str) -> int:
 
 
 class Bulk(Protocol):
-    """What a sender needs of what carries its probes: `GrpcTransport` or `measure.plain.PlainConnections`."""
+    """What a sender needs of `GrpcTransport`, which carries its probes."""
 
     async def transfer(self, peer: str, header: ProbeHeader, body: memoryview) -> None:
         """Stream a body; raises LinkLost."""
@@ -165,8 +165,7 @@ class ProbeSender:
         Raises:
             LinkLost: the link went down, or nobody said that it is enough.
         """
-        queued = max(TRANSFERS_QUEUED, self._request.plain_connections)  # a plain connection carries one at a time
-        tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(queued)]
+        tasks = [asyncio.create_task(self._fill(), name=f"probes {self._peer}") for _ in range(TRANSFERS_QUEUED)]
         stopped = asyncio.create_task(self._stop.wait())
         try:
             before = await self._count()
@@ -264,7 +263,7 @@ class ProbeReceiver:
             self._begun.set()
 
     def closed(self, raw_bytes: int) -> None:
-        """A transfer has arrived whole, or bytes that are none; it may have begun before this receiver was there."""
+        """A transfer has arrived whole; it may have begun before this receiver was there."""
         self._begin()
         at_ns, total = self._now_ns(), self._marks[-1][1] + raw_bytes
         if len(self._marks) > 1 and at_ns - self._marks[-1][0] < MARK_NS:
@@ -364,10 +363,3 @@ class ProbeReceivers:
         receiver = self._receivers.get((peer, header.measurement))
         if receiver is not None and is_whole:
             receiver.closed(raw_bytes)
-
-    def plain_arrived(self, peer: str, measurement: int, size: int) -> None:
-        """Bytes arrived over plain TCP. Raises ProtocolViolation for more than was agreed to."""
-        self._expected[peer].arrive(measurement, size)
-        receiver = self._receivers.get((peer, measurement))
-        if receiver is not None:
-            receiver.closed(size)

@@ -62,9 +62,6 @@ BOUNDS: Final[dict[str, Bound]] = {
     "retransmitted_bytes": KERNEL_COUNTED,
     "wire_bytes": KERNEL_COUNTED,
     "bytes_max": COUNTED,
-    "plain_connections": Whole(0, 8),
-    "token": Octets((32,)),
-    "port": Whole(1, 65_535),
     "mean": COUNTED,
     "median": COUNTED,
     "p10": COUNTED,
@@ -72,8 +69,6 @@ BOUNDS: Final[dict[str, Bound]] = {
     "answered": COUNTED,
     "unanswered": COUNTED,
     "LinkMeasured.bytes_per_s": COUNTED,
-    "plain_bytes_per_s": COUNTED,
-    "plain_error": Text(1024),
     # The learner link
     "protocol": Whole(0, 65_535),
     "pid": Whole(0, 2**32),

@@ -27,7 +27,6 @@ from diloco_node.core.shapes import REGION_FIELDS, Bound, Items, Octets, Real, T
 from diloco_node.core.types import BLOCK_VALUES, DiscardedBody, EntryBody
 from diloco_node.errors import ProtocolViolation
 from diloco_node.transport.pacing.grants import DEMAND_MAX
-from diloco_node.wire import measure_messages
 from diloco_node.wire.envelope import TRANSFER_CONNECTIONS_MAX, Hello
 from diloco_node.wire.field_bounds import BOUNDS, RATE_FREE_MAX, rows
 from diloco_node.wire.learner_link import ToDaemon, ToLearner
@@ -191,9 +190,6 @@ def test_the_bounds_are_those_of_the_parts_that_make_the_values() -> None:
     assert BOUNDS["bodies"] == Items(REPORTED_MAX)
     assert DEMAND_MAX == RATE_FREE_MAX
     assert BOUNDS["connection"] == Whole(0, TRANSFER_CONNECTIONS_MAX - 1)
-    assert BOUNDS["token"] == Octets((measure_messages.TOKEN_BYTES,))
-    assert BOUNDS["port"] == Whole(1, measure_messages.PORT_MAX)
-    assert BOUNDS["plain_connections"] == Whole(0, measure_messages.CONNECTIONS_MAX)
 
 
 def test_no_bound_is_for_a_field_that_is_not_there() -> None:

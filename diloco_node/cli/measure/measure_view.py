@@ -27,11 +27,8 @@ def show(document: Mapping[str, Any]) -> None:
         console.print(bandwidth_title(document), soft_wrap=True)
         console.print(bandwidth_table(document))
         lines += [*short_lines(document), *failure_lines(document)]
-        lines += [document["plain_error"]] if document.get("plain_error") else []
     else:
         console.print(mesh_table(document))
-        for one in document.get("plain_errors", ()):
-            lines.append(f"{one['from']} -> {one['to']}: no plain TCP beside it: {one['error']}")
     if document.get("ended_early"):
         lines.append("ended early: this is what was measured until then")
     for line in lines:
@@ -55,12 +52,10 @@ def latency_table(document: Mapping[str, Any]) -> Any:
 
 
 def bandwidth_table(document: Mapping[str, Any]) -> Any:
-    """Rows of `measure bandwidth`. The last column compares with plain TCP on as many connections."""
-    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.", "of plain")
-    plain = {row["connections"]: row["bytes_per_second"] for row in document["tests"] if row["path"] == "plain"}
+    """Rows of `measure bandwidth`."""
+    table = _table("what", "conn.", "Mbit/s", "median", "p10", "p90", "CPU out", "in", "retrans.")
     for row in document["tests"]:
         case = _case(row)
-        beside = plain.get(case.connections)
         cpu, sent, retransmitted = row["cpu_seconds_per_gb"], row["sent_bytes"], row["retransmitted_bytes"]
         table.add_row(
             case.title,
@@ -72,7 +67,6 @@ def bandwidth_table(document: Mapping[str, Any]) -> Any:
             f"{cpu['sender']:.2f}",
             f"{cpu['receiver']:.2f}",
             _share(retransmitted / sent if sent else None),
-            f"{100 * row['bytes_per_second'] / beside:.0f} %" if beside and case.path != "plain" else "",
         )
     return table
 
@@ -101,7 +95,7 @@ def failure_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _case(row: Mapping[str, Any]) -> FlowCase:
-    return FlowCase(row["from"], row["to"], row["path"], row["body"], row["connections"])
+    return FlowCase(row["from"], row["to"], row["body"], row["connections"])
 
 
 def bandwidth_title(document: Mapping[str, Any]) -> str:
@@ -126,9 +120,8 @@ def _lane_note(document: Mapping[str, Any]) -> str:
 
 def mesh_table(document: Mapping[str, Any]) -> Any:
     """A row per ordered pair."""
-    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "plain TCP", "retrans.")
+    table = _table("from", "to", "RTT p50", "p99", "jitter", "Mbit/s", "p10", "p90", "retrans.")
     for row in document["pairs"]:
-        plain = row["plain_bytes_per_second"]
         table.add_row(
             row["from"],
             row["to"],
@@ -138,7 +131,6 @@ def mesh_table(document: Mapping[str, Any]) -> Any:
             _mbit(row["bytes_per_second"]),
             _mbit(row["bytes_per_second_p10"]),
             _mbit(row["bytes_per_second_p90"]),
-            "" if plain is None else _mbit(plain),
             _share(row["retransmitted_share"]),
         )
     return table

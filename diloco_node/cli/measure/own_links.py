@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from diloco_node.errors import BindError, ConfigError, LinkLost, PeersUnreachable, StorageError
 from diloco_node.escaping import escaped_document
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from diloco_node.transport.certificates import Identity
 
 T = TypeVar("T")
-
-CONNECTIONS: Final = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,29 +142,17 @@ def parse_address(text: str, option: str, *, port_min: int) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def parse_connections(text: str) -> list[int]:
-    """`1,4` as sorted numbers, each once. Raises ConfigError."""
-    from diloco_node.wire.measure_messages import CONNECTIONS_MAX
-
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isascii() and word.isdigit() and 1 <= int(word) <= CONNECTIONS_MAX for word in words):
-        raise ConfigError(f"--connections is {text!r}: write numbers from 1 to {CONNECTIONS_MAX}, as 1,4")
-    return sorted({int(word) for word in words})
-
-
 async def serve(
     here: Here,
     where: tuple[str, int],
     *,
     members: tuple[str, ...],
-    plain_port: int | None,
     on_listening: Callable[[dict[str, Any]], None],
 ) -> None:
     """Answer measurements until SIGINT or SIGTERM.
 
     Args:
         where: host and port to bind. members: regions that may measure.
-        plain_port: for plain TCP of a test, on the same host; 0: a free one each time; None: no plain TCP.
         on_listening: called with where we listen.
 
     Raises:
@@ -183,13 +169,10 @@ async def serve(
         dict.fromkeys(members),
         listen=where,
         dial=Dialer(here.identity, here.addresses()),
-        plain_listen=None if plain_port is None else (where[0], plain_port),
     )
     try:
         async with end as serving:
-            on_listening(
-                {"region": here.name, "host": where[0], "port": serving.transport.port, "plain_port": plain_port}
-            )
+            on_listening({"region": here.name, "host": where[0], "port": serving.transport.port})
             ended = asyncio.Event()
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, ended.set)
