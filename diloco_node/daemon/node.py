@@ -20,7 +20,7 @@ from diloco_node.core.types import NO_LIMITS, RateLimits, Recovered
 from diloco_node.core.view import RegionView
 from diloco_node.daemon.admin.run_facts import RunFacts
 from diloco_node.daemon.admin.status_document import NoteBook, region_status
-from diloco_node.daemon.effects import build_effects
+from diloco_node.daemon.effects.effects import build_effects
 from diloco_node.daemon.final_model import Linger, write_final
 from diloco_node.daemon.learner.learner_server import LearnerServer
 from diloco_node.daemon.learner.proxy import LearnerProxy

@@ -22,7 +22,7 @@ from diloco_node.core import events as ev
 from diloco_node.core import messages as msg
 from diloco_node.core.region import RegionCore
 from diloco_node.core.types import DISK_ID_BYTES
-from diloco_node.daemon.effects import Effects, build_effects
+from diloco_node.daemon.effects.effects import Effects, build_effects
 from diloco_node.daemon.learner.proxy import LearnerProxy
 from diloco_node.daemon.parameters import Parameters, fragment_offsets
 from diloco_node.daemon.pump import Pump

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from diloco_node.core.types import Ballot, Codec
-from diloco_node.daemon.effects import Effects
+from diloco_node.daemon.effects.effects import Effects
 from diloco_node.daemon.learner.version_area import VersionArea
 from diloco_node.errors import StorageError
 from diloco_node.lab.sim import faults
