@@ -21,8 +21,8 @@ from diloco_node.core.events import (
     VersionApplied,
 )
 from diloco_node.core.types import RoundBody
+from diloco_node.daemon.effects.open_stripes import StripeTable, cut_payload
 from diloco_node.daemon.learner.version_area import VersionArea
-from diloco_node.daemon.open_stripes import StripeTable, cut_payload
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import DilocoError, StorageError

@@ -23,16 +23,16 @@ from diloco_node.core.messages import (
     StateRequested,
 )
 from diloco_node.core.types import RunSettings
-from diloco_node.daemon.disk_effects import DiskEffects
-from diloco_node.daemon.drafts import Drafts
-from diloco_node.daemon.fetch import Fetcher
-from diloco_node.daemon.initial import InitialStates
+from diloco_node.daemon.effects.disk_effects import DiskEffects
+from diloco_node.daemon.effects.drafts import Drafts
+from diloco_node.daemon.effects.fetch import Fetcher
+from diloco_node.daemon.effects.initial import InitialStates
+from diloco_node.daemon.effects.open_stripes import StripeTable
+from diloco_node.daemon.effects.sending import Sending, Transport
+from diloco_node.daemon.effects.stripe_effects import StripeEffects
+from diloco_node.daemon.effects.version_effects import VersionEffects
 from diloco_node.daemon.learner.proxy import LearnerProxy
-from diloco_node.daemon.open_stripes import StripeTable
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.sending import Sending, Transport
-from diloco_node.daemon.stripe_effects import StripeEffects
-from diloco_node.daemon.version_effects import VersionEffects
 from diloco_node.daemon.work import Spawn, Threads
 from diloco_node.errors import PeerError
 from diloco_node.numeric import F32

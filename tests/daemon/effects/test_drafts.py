@@ -12,8 +12,8 @@ import pytest
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.codec.digest import payload_digest, stripe_digest
 from diloco_node.core.types import Ballot, Codec
-from diloco_node.daemon.drafts import DRAFTS_MAX, Drafts
-from diloco_node.daemon.open_stripes import MergedPart
+from diloco_node.daemon.effects.drafts import DRAFTS_MAX, Drafts
+from diloco_node.daemon.effects.open_stripes import MergedPart
 from diloco_node.errors import StorageError
 from diloco_node.storage.payload_files import PayloadDraft
 from diloco_node.storage.store import RegionStore

@@ -9,7 +9,13 @@ from diloco_node.codec.digest import stripe_digest
 from diloco_node.core.events import ReduceStripe
 from diloco_node.core.messages import MergedStripe
 from diloco_node.core.types import Ballot, Codec, Contribution, Stripe
-from diloco_node.daemon.open_stripes import MergedPart, StripeTable, checked_digest, is_contiguous, reduce_stripe
+from diloco_node.daemon.effects.open_stripes import (
+    MergedPart,
+    StripeTable,
+    checked_digest,
+    is_contiguous,
+    reduce_stripe,
+)
 from diloco_node.errors import PayloadCorrupt
 
 SIZES = (5000, 300)

@@ -14,10 +14,10 @@ import numpy as np
 from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_digest
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
-from diloco_node.daemon.initial import InitialStates
-from diloco_node.daemon.open_stripes import cut_payload
+from diloco_node.daemon.effects.initial import InitialStates
+from diloco_node.daemon.effects.open_stripes import cut_payload
+from diloco_node.daemon.effects.sending import Transport
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.sending import Transport
 from diloco_node.daemon.work import Spawn, in_thread
 from diloco_node.errors import LinkLost, StorageError
 from diloco_node.numeric import U8

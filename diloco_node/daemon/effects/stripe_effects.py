@@ -14,11 +14,11 @@ from diloco_node.codec.kernels import squared_norms
 from diloco_node.core import events as ev
 from diloco_node.core.messages import ContributionStripe, MergedStripe
 from diloco_node.core.types import Stripe
-from diloco_node.daemon.drafts import Drafts
+from diloco_node.daemon.effects.drafts import Drafts
+from diloco_node.daemon.effects.open_stripes import MergedPart, StripeTable, checked_digest, reduce_stripe
+from diloco_node.daemon.effects.sending import Sending
 from diloco_node.daemon.learner.proxy import LearnerProxy
-from diloco_node.daemon.open_stripes import MergedPart, StripeTable, checked_digest, reduce_stripe
 from diloco_node.daemon.parameters import Parameters
-from diloco_node.daemon.sending import Sending
 from diloco_node.daemon.work import in_thread
 from diloco_node.errors import PayloadCorrupt, PeerError
 from diloco_node.numeric import U8

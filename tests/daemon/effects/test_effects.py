@@ -41,7 +41,7 @@ from diloco_node.core.events import (
 )
 from diloco_node.core.messages import ContributionStripe, PayloadRequested
 from diloco_node.core.types import Ballot
-from diloco_node.daemon import disk_effects
+from diloco_node.daemon.effects import disk_effects
 from diloco_node.errors import DilocoError, LedgerLost, StorageError
 from tests.kit.effects_kit import BALLOT, Bench, arrived, contribution_body, contribution_header
 from tests.kit.node_kit import MANIFEST, HeldExecutor, contribution_of, make_parameters, settle, theta_of

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from diloco_node.core.merge.fragments import TensorSpec, build_manifest
-from diloco_node.daemon.initial import read_initial
+from diloco_node.daemon.effects.initial import read_initial
 from diloco_node.errors import ConfigError
 
 SPECS = [TensorSpec("a.weight", (30, 7)), TensorSpec("b.bias", (11,)), TensorSpec("c.weight", (64, 64))]

@@ -14,9 +14,9 @@ from diloco_node.codec.digest import fragment_digest, payload_digest, stripe_dig
 from diloco_node.core.events import Event, FetchFailed, FetchPayload, FetchState, PayloadStored, StateStored
 from diloco_node.core.messages import Payload, PayloadRequested, Refused, State, StateRequested
 from diloco_node.core.types import Stripe
-from diloco_node.daemon import fetch as fetch_module
-from diloco_node.daemon.fetch import SERVES_MAX, SERVES_OF_A_PEER_MAX, Fetcher
-from diloco_node.daemon.initial import InitialStates
+from diloco_node.daemon.effects import fetch as fetch_module
+from diloco_node.daemon.effects.fetch import SERVES_MAX, SERVES_OF_A_PEER_MAX, Fetcher
+from diloco_node.daemon.effects.initial import InitialStates
 from diloco_node.daemon.parameters import Parameters
 from diloco_node.errors import StorageError
 from diloco_node.storage.store import RegionStore

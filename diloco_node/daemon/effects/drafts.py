@@ -15,7 +15,7 @@ from typing import Final
 
 from diloco_node.codec.blocks import FragmentBlocks
 from diloco_node.core.types import Ballot
-from diloco_node.daemon.open_stripes import MergedPart
+from diloco_node.daemon.effects.open_stripes import MergedPart
 from diloco_node.daemon.work import Spawn, in_thread
 from diloco_node.errors import StorageError
 from diloco_node.numeric import U8
