@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import shutil
 import socket
 import sys
@@ -21,6 +20,7 @@ import typer
 
 from diloco_node.cli.options import ConfigOption, load
 from diloco_node.cli.status_view import status_lines
+from diloco_node.cli.tables import output_width
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.escaping import escaped, escaped_document
 from diloco_node.unix_sockets import socket_path
@@ -68,9 +68,7 @@ def status(
     if as_json:
         typer.echo(json.dumps({"regions": documents}))
     elif is_answered:
-        # Piped lines stay whole: who searches them wants each fact in one.
-        is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-        for line in status_lines(documents, shutil.get_terminal_size().columns if is_sized else None):
+        for line in status_lines(documents, output_width()):
             typer.echo(line)
     if not is_answered:
         raise PeersUnreachable(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from diloco_node.cli.findings import finding_lines
 from diloco_node.cli.tables import COLUMNS, region_cells, region_lines, wrapped
-from diloco_node.health.health_summary import joint_health
+from diloco_node.health.health_summary import joint_alerts, joint_health
 from diloco_node.health.reading import duration, number, part, rows, text
 
 SEEN: Final = "*"
@@ -26,8 +27,8 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
     lines += region_lines(table, width)
     if seen_from:
         lines += wrapped(f"{SEEN} as seen from {seen_from}", width)
-    details = [*alert_lines(documents), *(line for document in documents for line in detail_lines(document))]
-    return lines + [line for detail in details for line in wrapped(detail, width)]
+    lines += alert_lines(documents, width)
+    return lines + [line for document in documents for line in detail_lines(document, width)]
 
 
 def run_line(documents: Sequence[dict[str, Any]]) -> str:
@@ -93,21 +94,17 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     return [cells.get(column, "-") for column in COLUMNS]
 
 
-def alert_lines(documents: Sequence[dict[str, Any]]) -> list[str]:
-    """Each alert of all regions once, the worst first, with what helps."""
-    alerts = rows(joint_health(documents), "alerts")
-    lines = []
-    for one in alerts[:ALERTS_MAX]:
-        command = f" `{text(one, 'command')}`" if text(one, "command") else ""
-        lines.append(f"{text(one, 'severity')} {text(one, 'code')} {text(one, 'region')}: {text(one, 'text')}")
-        lines.append(f"-> {text(one, 'hint')}{command}")
+def alert_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
+    """Show each alert of all regions once, the worst first, with what helps."""
+    alerts = joint_alerts(documents)
+    lines = [line for alert in alerts[:ALERTS_MAX] for line in finding_lines(alert, width)]
     if len(alerts) > ALERTS_MAX:
-        lines.append(f"{len(alerts) - ALERTS_MAX} more alerts: `diloco-node status --json`")
+        lines += wrapped(f"{len(alerts) - ALERTS_MAX} more alerts: `diloco-node status --json`", width)
     return lines
 
 
-def detail_lines(document: dict[str, Any]) -> list[str]:
-    """What a row has no room for: each open round and what it waits for, and the last alarm."""
+def detail_lines(document: dict[str, Any], width: int | None) -> list[str]:
+    """Show what a row has no room for: each open round and what it waits for, and the last alarm."""
     region = document["region"]
     lines = []
     for entry in rows(document, "rounds"):
@@ -117,4 +114,4 @@ def detail_lines(document: dict[str, Any]) -> list[str]:
     alarms = [note for note in rows(document, "notes") if note.get("is_alarm")]
     if alarms:
         lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")
-    return lines
+    return [part for line in lines for part in wrapped(line, width)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -27,6 +28,12 @@ LEFT_OUT: Final = ("received", "sent", "tokens/s", "versions", "rounds")
 INDENT: Final = "  "
 WRAP_MIN: Final = 20
 """Text is not wrapped to fewer columns than this."""
+
+
+def output_width() -> int | None:
+    """Width of standard output in characters; None: a pipe, whose lines stay whole to be searched. Obeys `COLUMNS`."""
+    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return shutil.get_terminal_size().columns if is_sized else None
 
 
 def table_console() -> Console:

@@ -68,8 +68,8 @@ class Board:
             shown += region_lines(marked, width)
             if seen_from:
                 shown.append(f"{SEEN} as seen from {seen_from}")
-            details = [*alert_lines(documents), *(line for one in documents for line in detail_lines(one))]
-            shown += [line for detail in details for line in wrapped(detail, width)]
+            shown += alert_lines(documents, width)
+            shown += [line for document in documents for line in detail_lines(document, width)]
         foot = f"{HELP}  [{self.sort}{', reversed' if self.is_reversed else ''}]"
         return [line[:width] for line in [*shown[: max(0, height - 1)], foot][:height]]
 
@@ -87,8 +87,8 @@ class Board:
         own = [one for one in documents if one["region"] == self.chosen]
         lines = region_lines([row for row in table if row[0].removesuffix(SEEN) == self.chosen], width)
         for document in own:
-            details = [*alert_lines([document]), *detail_lines(document), *_facts(document)]
-            lines += [line for detail in details for line in wrapped(detail, width)]
+            lines += [*alert_lines([document], width), *detail_lines(document, width)]
+            lines += [line for fact in _facts(document) for line in wrapped(fact, width)]
         return lines
 
 

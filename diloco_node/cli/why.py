@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from diloco_node.cli.findings import finding_lines
 from diloco_node.cli.options import ConfigOption
 from diloco_node.cli.status import ask_all, targets_of
-from diloco_node.cli.tables import wrapped
+from diloco_node.cli.tables import output_width, wrapped
 from diloco_node.errors import ConfigError, PeersUnreachable
-from diloco_node.health.explanation import explain, region_names
-from diloco_node.health.reading import duration
+from diloco_node.health.explanation import Explanation, explain, region_names
 
 
 def why(
@@ -35,26 +32,19 @@ def why(
     names = region_names(answered)
     if region and region not in names:
         raise ConfigError(f"no region {region!r} in this run: there are {', '.join(names)}")
-    answer = explain(answered, region)
+    explanation = explain(answered, region)
     if as_json:
-        typer.echo(json.dumps(answer))
+        typer.echo(json.dumps(explanation.document()))
         return
-    is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = shutil.get_terminal_size().columns if is_sized else None
-    for line in why_lines(answer):
-        for shown in wrapped(line, width):
-            typer.echo(shown)
+    for line in why_lines(explanation, output_width()):
+        typer.echo(line)
 
 
-def why_lines(answer: dict[str, Any]) -> list[str]:
-    """The answer of `health.why.explain` in words, a line for each cause."""
-    lines = [str(answer["line"])]
-    for one in answer["findings"]:
-        saves = one["saves_seconds"]
-        saved = f" Saves {duration(saves)} of a round." if saves else ""
-        change = f" -> {one['change'].rstrip('.')}." if one["change"] else ""
-        basis = f" ({one['basis']})" if one["basis"] else ""
-        lines.append(f"{one['topic']}: {one['text']}{basis}.{change}{saved}")
-    if not answer["findings"]:
+def why_lines(explanation: Explanation, width: int | None) -> list[str]:
+    """Show the health, then each cause."""
+    lines = wrapped(explanation.line, width)
+    for finding in explanation.findings:
+        lines += finding_lines(finding, width)
+    if not explanation.findings:
         lines.append("nothing is slow, as far as these regions know")
     return lines

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alert_kinds import AlertKind
+from diloco_node.health.finding import Finding, Mark
 from diloco_node.health.reading import Document, duration, number, part, rows, text
 from diloco_node.health.tolerance import (
     alive_count,
@@ -48,19 +48,7 @@ _SETTINGS: Final = re.compile(
 OVER: Final = frozenset({"finished", "finishing"})
 
 
-@dataclass(frozen=True, slots=True)
-class Alert:
-    """One thing that is wrong. `region` is the one it is about, `text` says what is the case, `command` helps."""
-
-    severity: str
-    code: str
-    region: str
-    text: str
-    hint: str
-    command: str
-
-
-def find_alerts(document: Document) -> list[Alert]:
+def find_alerts(document: Document) -> list[Finding]:
     """All alerts of one region, the worst first; none of a document without a state (a region that is not asked)."""
     if not text(document, "state"):
         return []
@@ -71,10 +59,10 @@ def find_alerts(document: Document) -> list[Alert]:
         *_learner(document),
         *_machine(document),
     ]
-    return sorted(found, key=lambda one: kinds.SEVERITIES.index(one.severity))
+    return sorted(found, key=lambda alert: tuple(Mark).index(alert.mark))
 
 
-def cut_off(document: Document) -> Alert:
+def cut_off(document: Document) -> Finding:
     """What A-NO-MAJORITY of a region is when others merge on."""
     heard = f"{alive_count(document)} of {region_count(document)} regions"
     return _make(kinds.CUT_OFF, document, f"{text(document, 'region')} hears {heard}; the others merge on")
@@ -88,17 +76,17 @@ def learner_silence(report_age_s: float | None, step_s: float | None) -> str:
     return f"the learner has reported no step for {duration(report_age_s)}; a step takes {duration(step_s or 0.0)}"
 
 
-def _make(kind: AlertKind, document: Document, what: str, *, region: str = "") -> Alert:
+def _make(kind: AlertKind, document: Document, what: str, *, region: str = "") -> Finding:
     own = text(document, "region")
     log = text(part(document, "learner_process"), "log") or f"state/{own}/logs/learner.log"
     state = text(document, "state_dir") or f"state/{own}"
     values = {"region": region or own, "own": own, "log": log, "state": state}
     quoted = {name: shlex.quote(value) for name, value in values.items()}
     hint, command = kind.hint.format(**values), kind.command.format(**quoted)
-    return Alert(kind.severity, kind.code, region or own, what, hint, command)
+    return Finding(kind.mark, kind.code, what, (region or own,), hint, command)
 
 
-def _majority(document: Document) -> Iterator[Alert]:
+def _majority(document: Document) -> Iterator[Finding]:
     if text(document, "state") in ("finished", "starting") or not is_founded(document):
         return
     voting, regions = voting_count(document), region_count(document)
@@ -113,7 +101,7 @@ def _majority(document: Document) -> Iterator[Alert]:
         yield _make(kinds.LAST_MAJORITY, document, f"{left}: the next failure stops merging")
 
 
-def _peers(document: Document) -> Iterator[Alert]:
+def _peers(document: Document) -> Iterator[Finding]:
     if text(document, "state") == "finished":
         return  # they may be gone
     quarantine = part(document, "quarantine")
@@ -135,7 +123,7 @@ def _peers(document: Document) -> Iterator[Alert]:
             yield _make(kinds.PEER_DOWN, document, what, region=name)
 
 
-def _rounds(document: Document) -> Iterator[Alert]:
+def _rounds(document: Document) -> Iterator[Finding]:
     if document.get("role") == "leader":  # every region knows it from the ballots; once is enough
         for one in rows(document, "left_out"):
             what = f"{text(one, 'region')} is left out as {text(one, 'part')}: {text(one, 'reason')}"
@@ -153,7 +141,7 @@ def _rounds(document: Document) -> Iterator[Alert]:
         yield _make(kinds.BUDGET_SMALL, document, text(document, "budget_warning"))
 
 
-def _learner(document: Document) -> Iterator[Alert]:
+def _learner(document: Document) -> Iterator[Finding]:
     warning = part(document, "learner_warning")
     age_s = number(warning, "age_seconds")
     if age_s is not None and age_s < LOSS_SHOWN_S:
@@ -199,7 +187,7 @@ def _progress(document: Document) -> str:
     return f"{step or 0:.0f}" + (f" of {total:.0f}" if total else "")
 
 
-def _machine(document: Document) -> Iterator[Alert]:
+def _machine(document: Document) -> Iterator[Finding]:
     disk = part(document, "disk")
     free, size = number(disk, "free_bytes"), number(disk, "total_bytes")
     if text(disk, "refused"):

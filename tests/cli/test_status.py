@@ -239,21 +239,24 @@ def test_details_name_open_rounds_and_the_last_alarm() -> None:
         ],
         "rounds": [{"fragment": 0, "version": 1}, "junk"],
     }
-    assert detail_lines(document) == ["eu: fragment 0 to version 1: open", "eu: 7 alarms, the last: digest differs"]
-    assert detail_lines({"region": "eu", "peers": None}) == []
+    assert detail_lines(document, None) == [
+        "eu: fragment 0 to version 1: open",
+        "eu: 7 alarms, the last: digest differs",
+    ]
+    assert detail_lines({"region": "eu", "peers": None}, None) == []
 
 
 def test_alerts_are_shown_with_what_helps() -> None:
     lines = status_lines([changed(learner=None, learner_process={"state": "done", "exit_code": 0})], None)
     assert lines[0] == "degraded: us: the learner ended at step 64 of 250"
-    at = lines.index("critical A-LEARNER-ENDED us: the learner ended at step 64 of 250")
-    assert lines[at + 1].startswith("-> Have the loop repeat its data")
+    at = lines.index("× A-LEARNER-ENDED: us: the learner ended at step 64 of 250")
+    assert lines[at + 1].startswith("  -> Have the loop repeat its data")
     assert lines[at + 1].endswith("`diloco-node learner start us`")
 
 
 def test_of_many_alerts_the_gravest_are_shown_and_the_others_counted() -> None:
     left_out = [{"region": f"r{at}", "part": "member", "reason": "late"} for at in range(20)]
-    lines = alert_lines([changed(left_out=left_out)])
+    lines = alert_lines([changed(left_out=left_out)], None)
     assert len(lines) == 2 * ALERTS_MAX + 1
     assert lines[-1] == f"{20 - ALERTS_MAX} more alerts: `diloco-node status --json`"
 

@@ -57,7 +57,7 @@ def test_health_and_the_run_stand_first_in_eighty_columns() -> None:
     lines = Board().lines([changed(peers=peers(ap=DOWN))], 80, 24)
     assert lines[0].startswith("degraded: ")
     assert any(line.startswith("run try: step 64 of 250") for line in lines[:4])
-    assert any("critical" in line or "warning A-LAST-MAJORITY" in line for line in lines)
+    assert any(line.startswith("‼ A-LAST-MAJORITY: ") for line in lines)
 
 
 def test_keys_sort_and_reverse() -> None:

@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tests.health.test_why import LEADER, OTHER
 
 from diloco_node.main import main
+from tests.health.test_explanation import LEADER, OTHER
 
 
 class DocumentServer(BaseHTTPRequestHandler):
@@ -50,7 +50,7 @@ def test_why_says_what_is_slow_in_eighty_columns(port: int, capsys: pytest.Captu
     words = " ".join(shown.split())
     assert words.startswith("healthy: 3 of 3 regions")
     assert "rounds: 2 of 3 rounds waited for ap in gather" in words
-    assert "Saves 1.3 s of a round." in words
+    assert "(saves 1.3 s of a round)" in words
 
 
 def test_why_of_one_region_as_json(port: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

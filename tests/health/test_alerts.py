@@ -15,6 +15,7 @@ from hypothesis import given
 from diloco_node.errors import PeerIncompatible
 from diloco_node.health import alert_kinds as kinds
 from diloco_node.health.alerts import SILENT_MIN_S, find_alerts, learner_silence
+from diloco_node.health.finding import SEVERITIES
 from diloco_node.health.health_summary import STATES, health_of, joint_health
 from diloco_node.main import app
 from diloco_node.wire.envelope import Hello, Lane, check_hello, settings_difference
@@ -91,7 +92,7 @@ CASES = [
         kinds.QUARANTINE,
         changed(quarantine={"eu": "for 600 s more"}),
         "eu is shut out: for 600 s more",
-        "diloco-node quarantine lift eu --region us",
+        "diloco-node quarantine lift eu us",
     ),
     (
         kinds.LEARNER_STOPPED,
@@ -166,7 +167,7 @@ CASES = [
 def test_a_fault_raises_its_alert(kind: kinds.AlertKind, document: dict[str, Any], text: str, command: str) -> None:
     (alert,) = [one for one in find_alerts(document) if one.code == kind.code]
     assert text in alert.text
-    assert alert.severity == kind.severity
+    assert alert.mark is kind.mark
     assert alert.command.startswith(command)
     assert "{" not in alert.hint + alert.command
     health = health_of(document)
@@ -414,7 +415,7 @@ def test_the_page_has_each_alert_once() -> None:
     expected = [
         (
             kind.code,
-            kind.severity,
+            SEVERITIES[kind.mark],
             shown(kind.meaning),
             shown(kind.hint),
             f"`{shown(kind.command)}`" if kind.command else "",

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from diloco_node.health import explanation
 from diloco_node.health.critical_path import ROUNDS_SEEN, critical_path
-from diloco_node.health.explanation import explain, region_names
+from diloco_node.health.explanation import region_names
 from tests.kit.spoiled import spoiled
 
 
@@ -51,6 +52,10 @@ OTHER = LEADER | {
     "peers": [{"name": "us", "link": "up", "is_alive": True, "rtt_seconds": 0.2}],
     "fetching": [{"fragment": 0, "version": 4, "peer": "us"}],
 }
+
+
+def explain(documents: list[dict[str, Any]], region: str = "") -> dict[str, Any]:
+    return explanation.explain(documents, region).document()
 
 
 def topics(answer: dict[str, Any], topic: str) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -15,7 +14,7 @@ from diloco_node.errors import ConfigError
 
 if TYPE_CHECKING:
     from diloco_node.cli.doctor.examine import Patient
-    from diloco_node.cli.doctor.finding import CheckResult
+    from diloco_node.health.finding import Finding
 
 FAILED_CODE: Final = 1
 
@@ -35,20 +34,20 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Find what keeps a region from running well, before and during a run. Exit code 1 if a check failed."""
-    from diloco_node.cli.doctor.finding import finding_document, finding_lines, has_failed
+    from diloco_node.cli.doctor.topics import examination_document, examination_lines, has_failed
 
     findings = list(examination(config, region, assignments or [], command=command or ()))
     if as_json:
-        typer.echo(json.dumps(finding_document(findings), indent=1))
+        typer.echo(json.dumps(examination_document(findings), indent=1))
     else:
-        for line in finding_lines(findings, encoding=sys.stdout.encoding or "ascii"):
+        for line in examination_lines(findings):
             typer.echo(line)
     raise typer.Exit(FAILED_CODE if has_failed(findings) else 0)
 
 
 def examination(
     config: Path | None, region: str | None, assignments: list[str], *, command: Sequence[str]
-) -> Iterator[CheckResult]:
+) -> Iterator[Finding]:
     """All findings, category by category. What needs run.toml or a certificate is left out when that is wrong."""
     import datetime as dt
 

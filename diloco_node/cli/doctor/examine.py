@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from diloco_node import __version__
 from diloco_node.cli import start
-from diloco_node.cli.doctor import machine, membership, network
+from diloco_node.cli.doctor import machine, membership, network, topics
 from diloco_node.cli.doctor import machine_facts as probes
-from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.errors import BindError, ConfigError, DilocoError, IdentityError, PeerError
+from diloco_node.health.finding import Finding, read_alert
 
 if TYPE_CHECKING:
     from diloco_node.config.resolve import NodeConfig
@@ -68,7 +68,7 @@ class Patient:
         return storage(Workload(sizes, source.regions, settings, step_time_ns=1))
 
 
-def examine_machine(patient: Patient | None) -> Iterator[CheckResult]:
+def examine_machine(patient: Patient | None) -> Iterator[Finding]:
     """Versions, kernel, disk, memory, clock and GPU; what depends on run.toml only where there is one."""
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
@@ -82,7 +82,7 @@ def examine_machine(patient: Patient | None) -> Iterator[CheckResult]:
     yield machine.clock_sync(probes.is_clock_synced())
 
 
-def _kernel() -> Iterator[CheckResult]:
+def _kernel() -> Iterator[Finding]:
     from diloco_node.daemon.process_setup import DESCRIPTORS_LOW
     from diloco_node.transport.kernel.congestion import own_congestion_controls
 
@@ -94,7 +94,7 @@ def _kernel() -> Iterator[CheckResult]:
     yield machine.descriptors(probes.descriptor_limit(), DESCRIPTORS_LOW)
 
 
-def _disk_and_memory(patient: Patient) -> Iterator[CheckResult]:
+def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     needs = patient.storage()
     folder = probes.nearest_folder(patient.folder.resolve())
     free, error = probes.free_bytes(folder)
@@ -111,7 +111,7 @@ def _disk_and_memory(patient: Patient) -> Iterator[CheckResult]:
     yield machine.memory(probes.available_memory(), needed, is_taken=patient.status is not None)
 
 
-def examine_settings(patient: Patient) -> Iterator[CheckResult]:
+def examine_settings(patient: Patient) -> Iterator[Finding]:
     """run.toml here, beside what each region that has run on this machine was started with."""
     from diloco_node.daemon.spec import NodeSpec
 
@@ -123,14 +123,14 @@ def examine_settings(patient: Patient) -> Iterator[CheckResult]:
             try:
                 yield membership.settings_kept(name, _plain(NodeSpec.load(file).settings), now)
             except DilocoError as error:
-                yield membership.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
+                yield topics.UNCHANGED.warning(str(error), f"start {name} again: the file is written anew")
 
 
 def _plain(settings: Any) -> dict[str, Any]:
     return dataclasses.asdict(settings)
 
 
-def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[CheckResult], Identity | None]:
+def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding], Identity | None]:
     """The region's certificate, and what it is good for; None: nothing."""
     from diloco_node.transport.certificates import load_identity
 
@@ -148,7 +148,7 @@ def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[CheckResu
     return findings, identity
 
 
-def examine_ports(patient: Patient) -> Iterator[CheckResult]:
+def examine_ports(patient: Patient) -> Iterator[Finding]:
     """The region's own: for peers, and for status and metrics."""
     own, is_own = patient.config.regions[patient.region], patient.status is not None
     host, number = patient.config.listen(patient.region)
@@ -166,7 +166,7 @@ def _bind_error(host: str, number: int, setting: str) -> str:
     return ""
 
 
-def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]:
+def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
     """Each peer: dialled with the run's certificate, and as our daemon has it."""
     from diloco_node.cli.doctor.peer_probes import SENT_BYTES, look_at_peers
 
@@ -188,7 +188,7 @@ def examine_peers(patient: Patient, identity: Identity) -> Iterator[CheckResult]
         yield from _link(patient, peer, found[peer].hosts if peer in found else frozenset())
 
 
-def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[CheckResult]:
+def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
     from diloco_node.wire.envelope import LinkRole, settings_difference
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
@@ -202,7 +202,7 @@ def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 
 
-def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[CheckResult]:
+def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[Finding]:
     """As our own daemon has it, where one runs."""
     from diloco_node.cli.doctor.peer_probes import inbound_hosts
 
@@ -213,7 +213,7 @@ def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[C
             yield network.peer_link(entry, is_inbound=is_inbound)
 
 
-def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[CheckResult]:
+def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
     """What its process needs. command: the user's own; empty: the built-in trainer."""
     config = patient.config
     modules = start.preloaded(config, command)
@@ -233,7 +233,7 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[CheckR
     yield machine.gpus(probes.gpu_names(), probes.has_gpu_device())
 
 
-def examine_run(patient: Patient) -> Iterator[CheckResult]:
+def examine_run(patient: Patient) -> Iterator[Finding]:
     """What the region's daemon says, where one runs."""
     yield network.daemon(patient.region, patient.status)
     if patient.status is None:
@@ -241,10 +241,10 @@ def examine_run(patient: Patient) -> Iterator[CheckResult]:
     found = _pace(patient, patient.status)
     if found is not None:
         yield found
-    yield from network.alerts(_entries(patient.status.get("health"), "alerts"))
+    yield from map(network.alert, map(read_alert, _entries(patient.status.get("health"), "alerts")))
 
 
-def _pace(patient: Patient, status: Mapping[str, Any]) -> CheckResult | None:
+def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
     """The plan at the round trip and the step time that the daemon has measured; None: there is no step yet."""
     from diloco_node.cli.plan.inputs import source_of_config
     from diloco_node.planning.plan import Network, Workload, make_plan

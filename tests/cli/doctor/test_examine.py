@@ -12,8 +12,8 @@ import pytest
 from diloco_node.cli.doctor import doctor_command as command
 from diloco_node.cli.doctor import examine, peer_probes
 from diloco_node.cli.doctor.examine import Patient
-from diloco_node.cli.doctor.finding import CheckResult
 from diloco_node.config.resolve import load_config
+from diloco_node.health.finding import Finding
 from diloco_node.transport.certificates import load_identity
 from tests.kit.doctor_kit import OWN, PEER, Ward
 
@@ -22,9 +22,9 @@ def patient(folder: Path, status: dict[str, Any] | None) -> Patient:
     return Patient(load_config(Ward(folder).config), OWN, status)
 
 
-def run_of(folder: Path, **status: Any) -> dict[str, CheckResult]:
+def run_of(folder: Path, **status: Any) -> dict[str, Finding]:
     known = {"region": OWN, "role": "leader", "reason": "all is well"}
-    return {one.check: one for one in examine.examine_run(patient(folder, known | status))}
+    return {one.code: one for one in examine.examine_run(patient(folder, known | status))}
 
 
 def test_the_pace_is_that_of_the_slowest_link_at_the_step_time_that_was_measured(tmp_path: Path) -> None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import datetime as dt
+import io
 import re
+import sys
 
 import pytest
 
 from diloco_node.cli.doctor import machine, membership, network
-from diloco_node.cli.doctor.finding import CheckResult, Mark, Topic, finding_lines, has_failed
+from diloco_node.cli.doctor.topics import (
+    CATEGORIES,
+    FSYNC,
+    SPACE,
+    SYNCED,
+    examination_document,
+    examination_lines,
+    has_failed,
+)
+from diloco_node.health.finding import Finding, Mark, read_alert
 from tests.kit.repository import ROOT
 
 BAD = (Mark.WARNING, Mark.FAILED)
@@ -69,7 +80,7 @@ def day(number: int) -> dt.datetime:
         (membership.port("[::]:7400", "taken", is_own=True), Mark.OK, "held by this region's daemon"),
     ],
 )
-def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: CheckResult, mark: Mark, text: str) -> None:
+def test_a_fact_gets_its_verdict_with_a_remedy_where_it_is_bad(finding: Finding, mark: Mark, text: str) -> None:
     assert finding.mark is mark
     assert text in finding.text
     assert bool(finding.hint) is (mark in BAD)
@@ -117,14 +128,13 @@ def test_each_reason_for_which_a_peer_is_not_reached_has_its_remedy(error: str, 
 
 
 def test_alerts_of_the_daemon_are_findings_with_their_command() -> None:
-    alerts = [
-        {"severity": severity, "code": "A-X", "text": "it is so", "hint": "do that", "command": "diloco-node status"}
-        for severity in ("critical", "warning", "info")
-    ]
-    found = network.alerts(alerts)
-    assert [one.mark for one in found] == [Mark.FAILED, Mark.WARNING, Mark.OK]
-    assert (found[0].text, found[0].hint) == ("A-X it is so", "do that: diloco-node status")
-    assert network.alerts([{}])[0].hint
+    alert = {"code": "A-X", "text": "it is so", "hint": "do that", "command": "diloco-node status"}
+    severities = ("critical", "warning", "info")
+    findings = [network.alert(read_alert(alert | {"severity": severity})) for severity in severities]
+    assert [finding.mark for finding in findings] == [Mark.FAILED, Mark.WARNING, Mark.OK]
+    (check, *_) = examination_document(findings)["checks"]
+    assert (check["text"], check["hint"]) == ("A-X it is so", "do that: diloco-node status")
+    assert network.alert(read_alert({})).hint
 
 
 def test_a_setting_that_differs_is_named_with_both_values() -> None:
@@ -135,31 +145,28 @@ def test_a_setting_that_differs_is_named_with_both_values() -> None:
 
 
 def test_lines_stand_under_their_category_with_the_remedy_below() -> None:
-    findings = [
-        Topic("disk", "fsync").ok("fast"),
-        Topic("clock", "clock-sync").warning("off", "set it"),
-        Topic("disk", "x").failed("full\x1b", "empty it"),
-    ]
+    findings = [FSYNC.ok("fast"), SYNCED.warning("off", "set it"), SPACE.failed("full\x1b", "empty it")]
     assert has_failed(findings)
     assert not has_failed(findings[:2])
-    assert list(finding_lines(findings, encoding="utf-8")) == [
+    assert list(examination_lines(findings)) == [
         "disk",
         "√ fsync: fast",
-        "× x: full\\x1b",
-        "    empty it",
-        "    see docs/doctor.md#x",
+        "× disk-space: full\\x1b",
+        "  -> empty it (docs/doctor.md#disk-space)",
         "",
         "clock",
         "‼ clock-sync: off",
-        "    set it",
-        "    see docs/doctor.md#clock-sync",
+        "  -> set it (docs/doctor.md#clock-sync)",
         "",
         "1 of 3 checks failed, 1 with a warning",
     ]
-    assert "xx x: full\\x1b" in list(finding_lines(findings, encoding="ascii"))
+
+
+def test_signs_are_plain_where_the_output_can_not_show_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    assert "xx disk-space: full" in list(examination_lines([SPACE.failed("full", "empty it")]))
 
 
 def test_each_check_has_a_section_of_its_page() -> None:
-    topics = [one for room in (machine, membership, network) for one in vars(room).values() if isinstance(one, Topic)]
     page = (ROOT / "docs" / "doctor.md").read_text()
-    assert sorted(one.check for one in topics) == sorted(re.findall(r"^## (\S+)$", page, re.MULTILINE))
+    assert sorted(CATEGORIES) == sorted(re.findall(r"^## (\S+)$", page, re.MULTILINE))
