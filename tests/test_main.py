@@ -1,14 +1,17 @@
 """The command line as a whole: in its own process, as a user meets it."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from diloco_node import __version__
+from diloco_node.cli.program import GROUPS
 from diloco_node.main import app, main
 
 RUN_TOML = """
@@ -19,6 +22,7 @@ address = "127.0.0.1:7400"
 [regions.us-east]
 address = "127.0.0.1:7401"
 """
+GROUP_EXAMPLES = ({"init", "start", "doctor"}, {"status", "why", "ledger"}, {"finish", "budget"}, {"demo", "wan"})
 HEAVY = ("torch", "numpy", "numba", "grpc", "aiohttp", "cryptography", "pydantic", "rich", "asyncio")
 
 
@@ -50,6 +54,15 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
     for command in ("start", "demo", "status", "certs", "config", "simulate"):
         assert f"\n  {command} " in done.stdout
+
+
+def test_help_lists_every_command_in_its_group() -> None:
+    shown = CliRunner().invoke(app, ["--help"]).output
+    places = [shown.index(f"\n{title}:\n") for title in GROUPS]
+    assert places == sorted(places)
+    groups = [set(re.findall(r"^  (\S+)  ", part, re.M)) for part in re.split(r"^\S.*:$", shown, flags=re.M)[2:]]
+    assert set.union(*groups) == set(typer.main.get_command(app).commands)
+    assert [group >= names for group, names in zip(groups, GROUP_EXAMPLES, strict=True)] == [True] * len(GROUPS)
 
 
 @pytest.mark.parametrize(

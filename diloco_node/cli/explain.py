@@ -53,10 +53,10 @@ def _of_alerts() -> Iterator[Explanation]:
 def explain(
     *,
     code: Annotated[
-        str | None, typer.Argument(metavar="[CODE]", help="As it stands behind an error; default: list them all.")
+        str | None, typer.Argument(metavar="CODE", help="As it stands behind an error; default: list them all.")
     ] = None,
 ) -> None:
-    """Explain a code such as E-PEER-CERT: what it means, and what to do."""
+    """Explain a code such as E-PEER-CERT."""
     known = explanations()
     if code is None:
         for one in known.values():

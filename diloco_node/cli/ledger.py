@@ -7,12 +7,13 @@ import dataclasses
 import json
 import time
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from diloco_node.errors import ConfigError, StorageError
+from diloco_node.cli.options import ConfigOption
+from diloco_node.cli.places import RegionArgument, region_folder
+from diloco_node.errors import StorageError
 from diloco_node.escaping import escaped
 
 if TYPE_CHECKING:
@@ -29,9 +30,8 @@ DIGEST_CHARACTERS: Final = 12
 
 def ledger(
     *,
-    place: Annotated[
-        Path, typer.Argument(metavar="STATE_DIR", help="A region's state folder, or the ledger.log in it.")
-    ],
+    place: RegionArgument = None,
+    config: ConfigOption = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is appended, until Ctrl-C.")] = False,
     first: Annotated[int, typer.Option("--from", metavar="N", min=1, help="Begin with this entry.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per line.")] = False,
@@ -42,7 +42,7 @@ def ledger(
     """
     from diloco_node.storage.ledger_reader import LedgerReader
 
-    reader = LedgerReader(state_folder(place))
+    reader = LedgerReader(region_folder(place, config, file=LEDGER_NAME))
     shown = -1
     with contextlib.suppress(KeyboardInterrupt):
         while True:
@@ -67,14 +67,6 @@ def _read(reader: LedgerReader, *, may_be_changing: bool) -> tuple[Entry, ...]:
             raise
         time.sleep(PERIOD_S)
         return reader.read()
-
-
-def state_folder(place: Path) -> Path:
-    """The state folder that a path means: itself, or the one a ledger.log lies in. Raises ConfigError."""
-    folder = place.parent if place.is_file() and place.name == LEDGER_NAME else place
-    if not (folder / LEDGER_NAME).is_file():
-        raise ConfigError(f"{place}: no {LEDGER_NAME} there; give the state folder of one region, as state/us-east")
-    return folder
 
 
 def base_line(base: LedgerBase, *, as_json: bool) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diloco_node.cli.ledger import state_folder
+from diloco_node.cli.ledger import LEDGER_NAME
+from diloco_node.cli.options import ConfigOption
+from diloco_node.cli.places import RegionArgument, region_folder
 
 if TYPE_CHECKING:
     from diloco_node.daemon.state_replay import ReplayReport
@@ -16,22 +17,22 @@ if TYPE_CHECKING:
 
 def replay(
     *,
-    place: Annotated[
-        Path, typer.Argument(metavar="LEDGER|STATE_DIR", help="A region's state folder, or the ledger.log in it.")
-    ],
+    place: RegionArgument = None,
+    config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Compute a region's parameters again from its first ones and the payloads. Exit code 0: every digest agrees.
+    """Compute a region's parameters again, and compare digests. Exit code 0: all of them agree.
 
-    Nothing in the folder is changed, and a daemon may run on it. Without Theta_0 or an early payload it begins at the
-    first state from which nothing is missing.
+    It begins with the first parameters, and takes the payloads that are on disk. Without Theta_0 or an early payload it
+    begins at the first state from which nothing is missing. Nothing in the folder is changed, and a daemon may run on
+    it.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from diloco_node.daemon.state_replay import Replay
 
-    work = Replay(state_folder(place))
+    work = Replay(region_folder(place, config, file=LEDGER_NAME))
     columns = (TextColumn("outer steps"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=work.rounds)

@@ -63,14 +63,30 @@ def human_bytes(count: float) -> str:
     raise AssertionError("unreachable")
 
 
+def table_lines(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2) -> list[str]:
+    """A table as lines, the heading first.
+
+    Args:
+        columns: (name, "left" or "right"). rows: a cell for each of them. gap: between two columns.
+    """
+    names = [name for name, _ in columns]
+    widths = [max(map(len, cells)) for cells in zip(names, *rows, strict=True)]
+    lines = []
+    for row in (names, *rows):
+        cells = zip(row, widths, columns, strict=True)
+        adjusted = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, (_, side) in cells)
+        lines.append((" " * gap).join(adjusted).rstrip())
+    return lines
+
+
 def region_cells(name: str, status: dict[str, Any]) -> list[str]:
-    """One region's row: name, role, step, loss, tokens/s, rounds, versions, sent, received, what it waits for.
+    """One region's row, a cell for each of COLUMNS; the last one is what it waits for.
 
     `step` counts all lives of its learner, and tokens/s is the rate now: a learner that stands still has none.
     """
     learner = part(status, "learner")
-    told = status.get("versions")
-    versions = [one for one in told if isinstance(one, int)] if isinstance(told, list) else []
+    versions = status.get("versions")
+    numbers = [version for version in versions if isinstance(version, int)] if isinstance(versions, list) else []
     loss = number(learner, "loss")
     rate = number(learner, "current_tokens_per_second")
     if "current_tokens_per_second" not in learner:
@@ -82,7 +98,7 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
         "-" if loss is None else f"{loss:.3f}",
         "-" if rate is None else f"{rate:,.0f}",
         str(status.get("rounds_committed", "-")),
-        f"{min(versions)}-{max(versions)}" if versions and min(versions) >= 0 else "-",
+        f"{min(numbers)}-{max(numbers)}" if numbers and min(numbers) >= 0 else "-",
         human_bytes(number(status, "wire_bytes_out") or 0),
         human_bytes(number(status, "wire_bytes_in") or 0),
         str(status.get("reason", "")),
@@ -98,27 +114,28 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     Returns:
         The heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
     """
-    shown = [column for column in COLUMNS if column != "now"]
-    sizes = {name: max(len(row[at]) for row in (COLUMNS, *rows)) for at, name in enumerate(COLUMNS)}
-    gap = 2
+    omitted: list[str] = []
 
-    def is_too_wide() -> bool:
-        return width is not None and sum(sizes[name] + gap for name in shown) - gap > width
+    def layout(gap: int) -> list[str]:
+        shown = [at for at, name in enumerate(COLUMNS) if name != "now" and name not in omitted]
+        columns = [(COLUMNS[at], "left" if COLUMNS[at] in LEFT else "right") for at in shown]
+        return table_lines(columns, [[row[at] for at in shown] for row in rows], gap=gap)
 
-    if is_too_wide():
-        gap = 1
+    def is_too_wide(lines: Sequence[str]) -> bool:
+        return width is not None and max(map(len, lines)) > width
+
+    table = layout(2)
+    gap = 1 if is_too_wide(table) else 2
     for column in LEFT_OUT:
-        if is_too_wide():
-            shown.remove(column)
-    lines = []
-    for row in (COLUMNS, *rows):
-        cells = dict(zip(COLUMNS, row, strict=True))
-        adjusted = [
-            cells[name].ljust(sizes[name]) if name in LEFT else cells[name].rjust(sizes[name]) for name in shown
-        ]
-        lines.append((" " * gap).join(adjusted).rstrip())
-        if row is not COLUMNS:
-            lines += wrapped(cells["now"], width, first=INDENT)
+        table = layout(gap)
+        if not is_too_wide(table):
+            break
+        omitted.append(column)
+    else:
+        table = layout(gap)
+    lines = table[:1]
+    for line, row in zip(table[1:], rows, strict=True):
+        lines += [line, *wrapped(row[-1], width, first=INDENT)]
     return lines
 
 

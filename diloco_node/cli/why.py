@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from diloco_node.cli.admin_client import ask_all
 from diloco_node.cli.findings import finding_lines
 from diloco_node.cli.options import ConfigOption
-from diloco_node.cli.status import ask_all, targets_of
+from diloco_node.cli.places import CONVENTION, RegionsArgument, find_targets, targets_in
 from diloco_node.cli.tables import output_width, wrapped
 from diloco_node.errors import ConfigError, PeersUnreachable
 from diloco_node.health.explanation import Explanation, explain, region_names
@@ -17,22 +18,25 @@ from diloco_node.health.explanation import Explanation, explain, region_names
 
 def why(
     *,
-    region: Annotated[str, typer.Argument(metavar="[REGION]", help="Only what is about this region.")] = "",
-    places: Annotated[
-        list[str] | None, typer.Option("--at", metavar="PLACE", help="Ask here, as `status` does; may be repeated.")
-    ] = None,
+    places: RegionsArgument = None,
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Say where the time of the last rounds went, what waits for what, and what would help."""
-    documents = ask_all(targets_of(places or (), config))
-    answered = [one for one in documents if "error" not in one]
-    if not answered:
+    """Say what is slow, what waits for what, and what would help.
+
+    Folders and ports are asked about all regions. With the name of a region, findings about others are left out.
+    """
+    folders = [place for place in places or () if targets_in(place)]
+    names = [place for place in places or () if place not in folders]
+    documents = ask_all(find_targets(folders, config))
+    answers = [document for document in documents if "error" not in document]
+    if not answers:
         raise PeersUnreachable(f"none of {len(documents)} regions answers ({documents[0]['error']}); is it running?")
-    names = region_names(answered)
-    if region and region not in names:
-        raise ConfigError(f"no region {region!r} in this run: there are {', '.join(names)}")
-    explanation = explain(answered, region)
+    regions = region_names(answers)
+    for name in names:
+        if name not in regions:
+            raise ConfigError(f"{name!r} is no region of this run, which has {', '.join(regions)}: {CONVENTION}")
+    explanation = explain(answers, names)
     if as_json:
         typer.echo(json.dumps(explanation.document()))
         return

@@ -40,12 +40,12 @@ class Explanation:
     """The answer of `why`.
 
     Attributes:
-        line: the health in one sentence. region: findings about other regions only are left out; empty: none are.
+        line: the health in one sentence. regions: findings about other regions only are left out; empty: none are.
         path: where rounds spend their time; None without a committed round. findings: the gravest first.
     """
 
     line: str
-    region: str
+    regions: tuple[str, ...]
     path: CriticalPath | None
     findings: tuple[Finding, ...]
 
@@ -53,7 +53,7 @@ class Explanation:
         """Describe the answer for JSON."""
         return {
             "line": self.line,
-            "region": self.region,
+            "region": ", ".join(self.regions),
             "critical_path": None if self.path is None else dataclasses.asdict(self.path),
             "findings": [
                 {
@@ -69,11 +69,11 @@ class Explanation:
         }
 
 
-def explain(documents: Sequence[Document], region: str = "") -> Explanation:
+def explain(documents: Sequence[Document], regions: Sequence[str] = ()) -> Explanation:
     """Find the causes of slow or missing merges.
 
     Args:
-        documents: of the regions that answer. region: leave out findings about other regions only.
+        documents: of the regions that answer. regions: leave out findings about other regions only; empty: none.
     """
     documents = [document for document in documents if text(document, "state")]
     path = critical_path(documents)
@@ -85,12 +85,14 @@ def explain(documents: Sequence[Document], region: str = "") -> Explanation:
         *_learners(documents),
         *_behind(documents),
     ]
-    own = [document for document in documents if text(document, "region") == region]
+    own = [document for document in documents if text(document, "region") in regions]
     return Explanation(
         text(joint_health(own or documents), "line"),
-        region,
+        tuple(regions),
         path,
-        tuple(finding for finding in findings if not (region and finding.regions) or region in finding.regions),
+        tuple(
+            finding for finding in findings if not regions or not finding.regions or set(regions) & set(finding.regions)
+        ),
     )
 
 

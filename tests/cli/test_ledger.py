@@ -195,6 +195,6 @@ def test_a_damaged_or_missing_ledger_is_an_error(
     (folder / LEDGER_NAME).write_bytes(data[:60] + bytes([data[60] ^ 1]) + data[61:])
     assert main(["ledger", str(folder), "--follow"]) == 6
     assert "is damaged at byte" in capsys.readouterr().err
-    assert main(["ledger", str(folder.parent)]) == 2
-    assert "no ledger.log there" in capsys.readouterr().err
+    assert main(["ledger", str(folder / "blobs")]) == 2
+    assert "is no folder with ledger.log, and there is no run.toml here: give a region" in capsys.readouterr().err
     assert main(["ledger", str(folder), "--from", "0"]) == 2

@@ -260,8 +260,8 @@ def test_what_is_not_of_this_run_is_refused(copied: Path, what: str, capsys: pyt
     if what == "manifest":
         (copied / "manifest.json").unlink()
     else:
-        copied = copied.parent
+        copied = copied / "nothing"
     code, error = replayed(copied, capsys)
     assert code == (2 if what == "folder" else 6)
-    expected = {"manifest": "never learnt its model", "folder": "no ledger.log"}
+    expected = {"manifest": "never learnt its model", "folder": "is no folder with ledger.log"}
     assert expected[what] in error

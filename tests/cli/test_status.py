@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 
 from diloco_node.cli import status as status_cmd
-from diloco_node.cli.status import Target, ask, ask_all, find_targets
+from diloco_node.cli.admin_client import Target, ask, ask_all
+from diloco_node.cli.places import find_targets, targets_in
 from diloco_node.cli.status_view import ALERTS_MAX, alert_lines, detail_lines, run_line, status_lines
 from diloco_node.cli.watch import Board
 from diloco_node.errors import ConfigError
@@ -98,8 +99,8 @@ def test_a_folder_of_regions_shows_all_and_marks_the_dead(
     for name, port in (("b-dead", closed_port()), ("a-live", admin)):
         (tmp_path / "demo" / name).mkdir(parents=True)
         (tmp_path / "demo" / name / "admin.port").write_text(f"{port}\n")
-    assert [target.name for target in find_targets("demo")] == ["a-live", "b-dead"]
-    assert find_targets("demo/a-live") == [Target("a-live", admin)]
+    assert [target.name for target in targets_in("demo")] == ["a-live", "b-dead"]
+    assert targets_in("demo/a-live") == [Target("a-live", admin, Path("demo/a-live"))]
     assert main(["status", "demo"]) == 0  # one answers
     shown = capsys.readouterr().out
     assert "down" in shown
@@ -136,14 +137,14 @@ def test_status_of_run_toml_asks_the_regions_that_run_here(
 
 @pytest.mark.parametrize("place", ["0", "70000", "nowhere", ".", 300 * "x"])
 def test_a_place_that_is_no_region_is_refused(place: str) -> None:
-    with pytest.raises(ConfigError, match="neither a port nor a folder"):
-        find_targets(place)
+    with pytest.raises(ConfigError, match=r"is no region of run.toml that has run here, and no folder with admin.port"):
+        find_targets([place], None)
 
 
 def test_a_damaged_port_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "admin.port").write_text("7x")
     with pytest.raises(ConfigError, match="holds '7x', not a port"):
-        find_targets(str(tmp_path))
+        targets_in(str(tmp_path))
 
 
 @given(spoiled(changed() | DOCUMENT | {"notes": [{"is_alarm": True, "text": "x"}]}))
@@ -151,7 +152,7 @@ def test_a_document_of_another_version_is_shown_as_far_as_it_goes(document: dict
     answer = SimpleNamespace(read=lambda _: json.dumps(document).encode())
     connection: Any = SimpleNamespace(request=lambda *_: None, getresponse=lambda: answer, close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(status_cmd, "connect", lambda _: connection)
+        patch.setattr(Target, "connection", lambda _: connection)
         shown = ask(Target("x", 1))
     assert any(line.startswith(str(shown["region"])) for line in status_lines([shown], 80))
     board = Board()
@@ -299,7 +300,7 @@ def test_a_region_of_run_toml_is_a_place(admin: int, tmp_path: Path, capsys: pyt
     assert main(["status", "eu", "--json"]) == 0
     assert [one["region"] for one in json.loads(capsys.readouterr().out)["regions"]] == ["eu"]
     assert main(["status", "mars"]) == 2
-    assert "nor a region of run.toml that runs here" in capsys.readouterr().err
+    assert "is no region of run.toml that has run here" in capsys.readouterr().err
 
 
 def test_what_a_peer_wrote_reaches_no_terminal_as_it_is(admin: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -95,7 +95,8 @@ run_screen(lambda: [{"region": "us", "error": "no status from 127.0.0.1:1"}])
 print("over")
 """
 WATCH = """
-from diloco_node.cli.status import Target, _watch
+from diloco_node.cli.admin_client import Target
+from diloco_node.cli.status import _watch
 _watch([Target("us", 1)], as_json=False)
 """
 

@@ -55,7 +55,7 @@ OTHER = LEADER | {
 
 
 def explain(documents: list[dict[str, Any]], region: str = "") -> dict[str, Any]:
-    return explanation.explain(documents, region).document()
+    return explanation.explain(documents, [region] if region else ()).document()
 
 
 def topics(answer: dict[str, Any], topic: str) -> list[dict[str, Any]]:

@@ -28,12 +28,12 @@ def doctor(
     config: ConfigOption = None,
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- COMMAND...]", help="Your training command, as `start` gets it; it is not run."),
+        typer.Argument(metavar="-- COMMAND", help="Your training command, as `start` gets it; it is not run."),
     ] = None,
     assignments: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Find what keeps a region from running well, before and during a run. Exit code 1 if a check failed."""
+    """Find what keeps a region from running well. Exit code 1 if a check failed."""
     from diloco_node.cli.doctor.topics import examination_document, examination_lines, has_failed
 
     findings = list(examination(config, region, assignments or [], command=command or ()))
@@ -73,11 +73,10 @@ def examination(
 
 def _patient(config: Path | None, region: str | None, assignments: list[str]) -> Patient:
     """Raises ConfigError."""
+    from diloco_node.cli.admin_client import ask_in
     from diloco_node.cli.doctor.examine import Patient
-    from diloco_node.cli.doctor.machine_facts import is_there
     from diloco_node.cli.measure.own_links import own_folder
     from diloco_node.cli.options import load
-    from diloco_node.cli.status import PORT_FILE, ask, find_targets
 
     resolved = load(config, {}, assignments)
     try:
@@ -92,7 +91,6 @@ def _patient(config: Path | None, region: str | None, assignments: list[str]) ->
             f"{', '.join(resolved.regions)}"
         )
     resolved.check_region(name)
-    folder = resolved.state_dir(name)
-    status = ask(find_targets(str(folder))[0]) if is_there(folder / PORT_FILE) else {"error": "never started"}
+    status = ask_in(resolved.state_dir(name))
     is_own = "error" not in status and status.get("region") == name
     return Patient(resolved, name, status if is_own else None)

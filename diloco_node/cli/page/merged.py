@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 from aiohttp import web
 
-from diloco_node.cli.status import Target, ask
+from diloco_node.cli.admin_client import STATUS_PATH, Target, ask
 from diloco_node.daemon.admin.admin_server import names_loopback
 from diloco_node.daemon.admin.listening import LOOPBACK, listen, port_of
 from diloco_node.daemon.admin.live_events import LiveEvents
@@ -30,7 +30,6 @@ ANSWER_S: Final = 4.0
 """A region that hangs holds up the others no longer."""
 
 SNAPSHOT_PATH: Final = "/api/v1/snapshot"
-STATUS_PATH: Final = "/api/v1/status"
 
 
 def serve_dashboard(regions: MergedRegions, port: int) -> None:

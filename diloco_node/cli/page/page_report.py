@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from diloco_node.cli.admin_client import ask, target_in
 from diloco_node.cli.page.merged import SNAPSHOT_PATH
-from diloco_node.cli.status import ask, find_targets
 from diloco_node.daemon.admin.page_files import page_with
 from diloco_node.daemon.run_history import RunHistory
 from diloco_node.daemon.run_record import REPORT_NAME
@@ -64,10 +64,9 @@ def _region(folder: Path) -> dict[str, Any] | None:
     """One region's snapshot; without a last status, what else it has left. None if it has not even a name."""
     answer: dict[str, Any] = {}
     with contextlib.suppress(ConfigError, OSError, ValueError, RecursionError):  # it has ended
-        for target in find_targets(str(folder.resolve())):
-            answer = ask(target, SNAPSHOT_PATH)
-            if isinstance(answer.get("status"), dict):
-                return answer
+        answer = ask(target_in(folder), SNAPSHOT_PATH)
+        if isinstance(answer.get("status"), dict):
+            return answer
     node = _read_object(folder / NODE_FILE)
     # Who has a port has not ended in order: then the last report is of an earlier start.
     status = {} if answer else _read_object(folder / REPORT_NAME)

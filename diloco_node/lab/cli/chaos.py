@@ -221,11 +221,7 @@ async def _until_told(work: Awaitable[T]) -> T:
 
 def attached(state_dir: Path) -> int | None:
     """The process that the daemon of this folder names as its learner, if it answers."""
-    from diloco_node.cli.status import ask, find_targets
-    from diloco_node.errors import ConfigError
+    from diloco_node.cli.admin_client import ask_in
     from diloco_node.lab.demo.region_processes import attached_learner
 
-    try:
-        return attached_learner(ask(find_targets(str(state_dir))[0]))
-    except ConfigError:
-        return None
+    return attached_learner(ask_in(state_dir))

@@ -69,12 +69,12 @@ async def test_names_of_peers_are_resolved_at_the_same_time(tmp_path: Path, monk
 
 
 def test_what_answers_for_another_region_is_not_our_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from diloco_node.cli import status
+    from diloco_node.cli import admin_client
 
     folder = tmp_path / "state" / OWN
     folder.mkdir(parents=True)
-    (folder / status.PORT_FILE).write_text("7401")
+    (folder / admin_client.PORT_FILE).write_text("7401")
     ward = Ward(tmp_path)
     for region, is_ours in ((OWN, True), (PEER, False)):
-        monkeypatch.setattr(status, "ask", lambda target, region=region: {"region": region})
+        monkeypatch.setattr(admin_client, "ask", lambda target, region=region: {"region": region})
         assert (command._patient(ward.config, OWN, []).status is not None) is is_ours
