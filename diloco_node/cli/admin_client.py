@@ -88,8 +88,8 @@ def ask(target: Target, path: str = STATUS_PATH) -> dict[str, Any]:
     for key, usual in (("region", target.name), ("error", "unknown error")):
         if not isinstance(document.get(key, usual), str):
             document[key] = usual
-    shown: dict[str, Any] = escaped_document({"region": target.name, **document})
-    return shown
+    answer: dict[str, Any] = escaped_document({"region": target.name, **document})
+    return answer
 
 
 def ask_all(targets: Sequence[Target]) -> list[dict[str, Any]]:
@@ -107,7 +107,7 @@ def ask_in(folder: Path) -> dict[str, Any]:
 
 
 def is_answering(folder: Path, timeout_s: float) -> bool:
-    """Whether a daemon answers at the admin socket of a state folder. One that died leaves its files behind."""
+    """Whether a daemon answers at the admin socket of a state folder. A daemon that died leaves its files behind."""
     if not (folder / PORT_FILE).exists():
         return False
     try:

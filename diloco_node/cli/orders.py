@@ -53,8 +53,8 @@ def set_budget(
         if text is not None:
             parsed(flag, text, parse_ceiling_or_none)
     folder = _folder(place, config)
-    wanted = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
-    answer = order(folder, "budget", wanted)
+    change = {key: value for key, value in (("egress", egress), ("ingress", ingress), ("peer", peer)) if value}
+    answer = order(folder, "budget", change)
     if as_json:
         typer.echo(json.dumps(answer["budget"]))
         return
@@ -73,14 +73,14 @@ def show_budget(
     """Show what a running region may send and receive, in all and with each peer."""
     folder = _folder(place, config)
     document = ask_in(folder)
-    found = document.get("budget")
-    if not isinstance(found, dict):
+    plan = document.get("budget")
+    if not isinstance(plan, dict):
         reason = document.get("error") or document.get("reason") or "it has just started"
         raise PeersUnreachable(f"{folder.name} has no budget in force: {reason}")
     if as_json:
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(plan))
         return
-    ceilings = {"in all": found, **{f"with {name}": row for name, row in found["peers"].items()}}
+    ceilings = {"in all": plan, **{f"with {name}": row for name, row in plan["peers"].items()}}
     rows = [(name, _ceiling(row, "egress"), _ceiling(row, "ingress")) for name, row in ceilings.items()]
     for line in table_lines([(folder.name, "left"), ("out", "right"), ("in", "right")], rows):
         typer.echo(line)
@@ -148,7 +148,7 @@ def finish(
 
 def log_level(
     *,
-    part: Annotated[
+    component: Annotated[
         str, typer.Argument(metavar="PART", help="daemon, disk, learner, ledger, rounds, transport, or all.")
     ],
     level: Annotated[str, typer.Argument(metavar="LEVEL", help="info, warning or error.")],
@@ -158,11 +158,11 @@ def log_level(
 ) -> None:
     """Change what a running daemon logs. It lasts until the daemon starts again; [log] level in run.toml stays."""
     folder = _folder(place, config)
-    levels = order(folder, "log-level", {"part": part, "level": level})["levels"]
+    levels = order(folder, "log-level", {"part": component, "level": level})["levels"]
     if as_json:
         typer.echo(json.dumps({"region": folder.name, "levels": levels}))
     else:
-        typer.echo(f"{folder.name}: " + ", ".join(f"{name} {one}" for name, one in levels.items()))
+        typer.echo(f"{folder.name}: " + ", ".join(f"{name} {level_of}" for name, level_of in levels.items()))
 
 
 def _folder(place: str | None, config: Path | None) -> Path:

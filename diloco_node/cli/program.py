@@ -114,10 +114,10 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     # What follows `--` belongs to the user's own command, also a `--debug` in it.
     at = words.index("--") if "--" in words else len(words)
-    own, command = words[:at], words[at:]
-    is_debug = DEBUG_FLAG in own
+    options, command = words[:at], words[at:]
+    is_debug = DEBUG_FLAG in options
     try:
-        app(args=[word for word in own if word != DEBUG_FLAG] + command, prog_name="diloco-node")
+        app(args=[word for word in options if word != DEBUG_FLAG] + command, prog_name="diloco-node")
     except DilocoError as error:
         if is_debug:
             raise

@@ -1,4 +1,4 @@
-"""`diloco-node status`: what is going on in one region or several, and why a round waits."""
+"""`diloco-node status`: show what regions do, and what rounds wait for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `status` prints: health first, how far the run is, a row for each region, then alerts and open rounds."""
+"""The output of `status`: health, how far the run is, a row for each region, alerts and open rounds."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from diloco_node.health.health_summary import joint_alerts, joint_health
 from diloco_node.health.reading import duration, number, part, rows, text
 
 SEEN: Final = "*"
-"""Marks a region that was not asked: what is known of it comes from one that was."""
+"""Mark of a region that was not asked: its row is as another region knows it."""
 
 ALERTS_MAX: Final = 8
 
 
 def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list[str]:
-    """Everything, as lines.
+    """Lay out everything as lines.
 
     Args:
-        documents: as `cli.status.ask` returns them. width: of the output in characters; None: no line is wrapped.
+        documents: as `admin_client.ask` returns them. width: of the output in characters; None: no line is wrapped.
     """
     table, seen_from = table_rows(documents)
     lines = [*wrapped(text(joint_health(documents), "line"), width), *wrapped(run_line(documents), width)]
@@ -32,17 +32,17 @@ def status_lines(documents: Sequence[dict[str, Any]], width: int | None) -> list
 
 
 def run_line(documents: Sequence[dict[str, Any]]) -> str:
-    """Which run it is, how far it is, and when it ends; empty while no region knows."""
-    run = max((part(document, "run") for document in documents), key=lambda one: number(one, "step") or 0.0, default={})
+    """Describe the run, how far it is, and when it ends; empty while no region knows."""
+    run = max((part(document, "run") for document in documents), key=lambda run: number(run, "step") or 0.0, default={})
     if not run:
         names = sorted({text(document, "run_id") for document in documents} - {""})
         return f"run {', '.join(names)}" if names else ""
-    parts = [f"run {text(run, 'id')}: step {_of(run, 'step', 'total_steps')}"]
-    parts.append(f"{_of(run, 'tokens', 'tokens_total')} tokens merged")
+    facts = [f"run {text(run, 'id')}: step {_of(run, 'step', 'total_steps')}"]
+    facts.append(f"{_of(run, 'tokens', 'tokens_total')} tokens merged")
     left_s = number(run, "eta_seconds")
     if left_s:
-        parts.append(f"{duration(left_s)} left")
-    return ", ".join(parts)
+        facts.append(f"{duration(left_s)} left")
+    return ", ".join(facts)
 
 
 def _of(run: Any, key: str, total_key: str) -> str:
@@ -51,25 +51,25 @@ def _of(run: Any, key: str, total_key: str) -> str:
 
 
 def table_rows(documents: Sequence[dict[str, Any]]) -> tuple[list[list[str]], str]:
-    """A row of cells (`tables.COLUMNS`) for each region of the run, and from where those were seen that were not asked.
+    """Make a row of cells (`tables.COLUMNS`) for each region of the run, and name the region that saw the others.
 
     A region that was asked but did not answer keeps its row with the error.
     """
-    found = [
+    cells = [
         [document["region"], "down", *[""] * (len(COLUMNS) - 3), document["error"]]
         if "error" in document
         else region_cells(document["region"], document)
         for document in documents
     ]
-    asked = {document["region"] for document in documents}
+    names = {document["region"] for document in documents}
     # The one that has applied most knows most.
-    witnesses = [one for one in documents if rows(one, "peers")]
-    witness = max(witnesses, key=lambda one: number(one, "applied_index") or 0.0, default=None)
+    witnesses = [document for document in documents if rows(document, "peers")]
+    witness = max(witnesses, key=lambda document: number(document, "applied_index") or 0.0, default=None)
     if witness is None:
-        return found, ""
-    peers = [peer for peer in rows(witness, "peers") if text(peer, "name") not in asked]
-    found += [_peer_cells(dict(peer), witness) for peer in peers]
-    return found, text(witness, "region") if peers else ""
+        return cells, ""
+    peers = [peer for peer in rows(witness, "peers") if text(peer, "name") not in names]
+    cells += [_peer_cells(dict(peer), witness) for peer in peers]
+    return cells, text(witness, "region") if peers else ""
 
 
 def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
@@ -80,8 +80,8 @@ def _peer_cells(peer: dict[str, Any], witness: dict[str, Any]) -> list[str]:
     facts = []
     if is_alive and number(peer, "rtt_seconds") is not None:
         facts.append(f"{1000 * (number(peer, 'rtt_seconds') or 0):.0f} ms away")
-    known = number(peer, "applied_index")  # 0: nothing was heard of it yet
-    behind = (number(witness, "applied_index") or 0) - known if known else 0
+    applied_index = number(peer, "applied_index")  # 0: nothing was heard of it yet
+    behind = (number(witness, "applied_index") or 0) - applied_index if applied_index else 0
     if behind > 0:
         facts.append(f"{behind:.0f} ledger entries behind")
     part_in = number(part(witness, "participation_of"), name)
@@ -108,10 +108,10 @@ def detail_lines(document: dict[str, Any], width: int | None) -> list[str]:
     region = document["region"]
     lines = []
     for entry in rows(document, "rounds"):
-        what = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
+        round_ = f"fragment {entry.get('fragment', '?')} to version {entry.get('version', '?')}"
         ballot = f" (ballot {entry['ballot']})" if entry.get("ballot") else ""
-        lines.append(f"{region}: {what}{ballot}: {entry.get('reason') or 'open'}")
+        lines.append(f"{region}: {round_}{ballot}: {entry.get('reason') or 'open'}")
     alarms = [note for note in rows(document, "notes") if note.get("is_alarm")]
     if alarms:
         lines.append(f"{region}: {document.get('alarms', len(alarms))} alarms, the last: {alarms[-1].get('text', '')}")
-    return [part for line in lines for part in wrapped(line, width)]
+    return [row for line in lines for row in wrapped(line, width)]

@@ -1,4 +1,4 @@
-"""Tables for people: the width of the output, amounts of bytes, and the rows of regions with what each waits for."""
+"""Tables for people: the width of the output, amounts of bytes, and rows of regions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def plain_table(*columns: tuple[str, str], is_wrapping: bool = True) -> Table:
 
 
 def human_bytes(count: float) -> str:
-    """12.3 MB."""
+    """Write an amount of bytes, as 12.3 MB."""
     for unit in UNITS:
         if count < 1000 or unit == UNITS[-1]:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -64,7 +64,7 @@ def human_bytes(count: float) -> str:
 
 
 def table_lines(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], *, gap: int = 2) -> list[str]:
-    """A table as lines, the heading first.
+    """Lay out a table as lines, the heading first.
 
     Args:
         columns: (name, "left" or "right"). rows: a cell for each of them. gap: between two columns.
@@ -74,13 +74,13 @@ def table_lines(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]
     lines = []
     for row in (names, *rows):
         cells = zip(row, widths, columns, strict=True)
-        adjusted = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, (_, side) in cells)
-        lines.append((" " * gap).join(adjusted).rstrip())
+        padded_cells = (cell.ljust(width) if side == "left" else cell.rjust(width) for cell, width, (_, side) in cells)
+        lines.append((" " * gap).join(padded_cells).rstrip())
     return lines
 
 
 def region_cells(name: str, status: dict[str, Any]) -> list[str]:
-    """One region's row, a cell for each of COLUMNS; the last one is what it waits for.
+    """Make a region's row, a cell for each of COLUMNS, whose last one says what the region waits for.
 
     `step` counts all lives of its learner, and tokens/s is the rate now: a learner that stands still has none.
     """
@@ -106,7 +106,7 @@ def region_cells(name: str, status: dict[str, Any]) -> list[str]:
 
 
 def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """A table of regions as lines, what each one waits for indented below its row.
+    """Lay out a table of regions as lines, with the reason to wait indented below each row.
 
     Args:
         rows: a cell for each of COLUMNS. width: of the output in characters; None: no line is wrapped or shortened.
@@ -114,12 +114,12 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
     Returns:
         The heading, then the rows. Columns that don't fit are left out, see LEFT_OUT.
     """
-    omitted: list[str] = []
+    hidden: list[str] = []
 
     def layout(gap: int) -> list[str]:
-        shown = [at for at, name in enumerate(COLUMNS) if name != "now" and name not in omitted]
-        columns = [(COLUMNS[at], "left" if COLUMNS[at] in LEFT else "right") for at in shown]
-        return table_lines(columns, [[row[at] for at in shown] for row in rows], gap=gap)
+        places = [at for at, name in enumerate(COLUMNS) if name != "now" and name not in hidden]
+        columns = [(COLUMNS[at], "left" if COLUMNS[at] in LEFT else "right") for at in places]
+        return table_lines(columns, [[row[at] for at in places] for row in rows], gap=gap)
 
     def is_too_wide(lines: Sequence[str]) -> bool:
         return width is not None and max(map(len, lines)) > width
@@ -130,7 +130,7 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
         table = layout(gap)
         if not is_too_wide(table):
             break
-        omitted.append(column)
+        hidden.append(column)
     else:
         table = layout(gap)
     lines = table[:1]
@@ -140,7 +140,7 @@ def region_lines(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def wrapped(text: str, width: int | None, *, first: str = "") -> list[str]:
-    """A paragraph as lines of at most `width` characters, all but the first one indented.
+    """Wrap a paragraph to lines of at most `width` characters, all but the first one indented.
 
     Args:
         text: no line comes back where it is empty. width: None: one line, however long. first: indents the first line.

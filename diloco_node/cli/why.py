@@ -1,4 +1,4 @@
-"""`diloco-node why`: why it is slow, why nobody merges, why a region is behind."""
+"""`diloco-node why`: explain slow rounds, missing merges and regions that are behind."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Why is it slow, why does nobody merge, why is this region behind: answered from status documents.
+"""Causes of slow rounds, missing merges and regions that are behind, found in status documents.
 
-Every figure is taken from a document or computed from such, and `basis` says how. What can't be computed is left out.
+Every figure is taken from a document or computed from such, and `basis` says how. Figures that can't be computed are
+left out.
 A finding's code is its topic: "merging", "rounds", "link", "budget", "learner" or "region".
 """
 
@@ -85,9 +86,9 @@ def explain(documents: Sequence[Document], regions: Sequence[str] = ()) -> Expla
         *_learners(documents),
         *_behind(documents),
     ]
-    own = [document for document in documents if text(document, "region") in regions]
+    documents_of_regions = [document for document in documents if text(document, "region") in regions]
     return Explanation(
-        text(joint_health(own or documents), "line"),
+        text(joint_health(documents_of_regions or documents), "line"),
         tuple(regions),
         path,
         tuple(
@@ -105,14 +106,14 @@ def region_names(documents: Sequence[Document]) -> list[str]:
 def _cause(
     topic: str,
     regions: tuple[str, ...],
-    what: str,
+    line: str,
     hint: str = "",
     *,
     saves_seconds: float | None = None,
     basis: str = "",
 ) -> Finding:
     mark = Mark.WARNING if hint else Mark.INFO
-    return Finding(mark, topic, what, regions, hint, basis=basis, saves_seconds=saves_seconds)
+    return Finding(mark, topic, line, regions, hint, basis=basis, saves_seconds=saves_seconds)
 
 
 def _of_alert(topic: str, alert: Finding) -> Finding:
@@ -133,8 +134,8 @@ def _merging(documents: Sequence[Document]) -> Iterator[Finding]:
         if document.get("role") != "leader":
             continue
         for round_ in rows(document, "rounds"):
-            what = f"fragment {round_.get('fragment')} to version {round_.get('version')} {text(round_, 'reason')}"
-            yield _cause("merging", (), what, basis=f"open since {duration(number(round_, 'open_seconds') or 0.0)}")
+            line = f"fragment {round_.get('fragment')} to version {round_.get('version')} {text(round_, 'reason')}"
+            yield _cause("merging", (), line, basis=f"open since {duration(number(round_, 'open_seconds') or 0.0)}")
         if not rows(document, "rounds") and text(document, "reason"):
             yield _cause("merging", (), f"no round is open: {text(document, 'reason')}")
 
@@ -147,19 +148,19 @@ def _rounds(documents: Sequence[Document], path: CriticalPath | None) -> Iterato
         for phase, seconds in path.phases
         if seconds
     )
-    failed = f"; {path.failed} further ballots failed" if path.failed else ""
-    what = f"a round takes {duration(path.seconds)}: {shares}{failed}"
-    yield _cause("rounds", (), what, basis=f"mean of the last {path.rounds} rounds, as {path.seen_from} saw them")
+    failures = f"; {path.failed} further ballots failed" if path.failed else ""
+    line = f"a round takes {duration(path.seconds)}: {shares}{failures}"
+    yield _cause("rounds", (), line, basis=f"mean of the last {path.rounds} rounds, as {path.seen_from} saw them")
     if not path.waits:
         return
     (region, phase), count = path.waits[0]
     cost_s = cost_of(last_rounds(documents)[1], region, phase)
     basis = "" if cost_s is None else f"{duration(cost_s)} each: median of {phase} in them against the other rounds"
-    what = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
+    line = f"{count} of {path.rounds} rounds waited for {region} in {phase}"
     saves_s = None if cost_s is None else cost_s * count / path.rounds
     is_dear = saves_s is None or saves_s > COSTS * path.seconds
     hint = _HELPS.get(phase, _HELPS[""]).format(region=region) if is_dear else ""
-    yield _cause("rounds", (region,), what, hint, saves_seconds=saves_s, basis=basis)
+    yield _cause("rounds", (region,), line, hint, saves_seconds=saves_s, basis=basis)
 
 
 _HELPS: Final = {
@@ -184,16 +185,16 @@ def _links(documents: Sequence[Document], path: CriticalPath | None) -> Iterator
                 costs[pair] = max((trips * rtt_s, trips, rtt_s), costs.get(pair, (0.0, 0, 0.0)))
     if costs:
         pair, (cost_s, trips, rtt_s) = max(sorted(costs.items()), key=lambda entry: entry[1])
-        next_s = max((cost for other, (cost, *_) in costs.items() if other != pair), default=None)
+        next_s = max((cost for candidate, (cost, *_) in costs.items() if candidate != pair), default=None)
         # Round trips vary: those of now may be longer than all of the last rounds.
         is_within = path is not None and cost_s < path.seconds
         of_round = f" of {duration(path.seconds)} that a round takes" if path and is_within else ""
-        what = f"the link that costs most is {pair[0]} to {pair[1]}: {duration(rtt_s)} there and back, "
-        what += f"{duration(cost_s)}{of_round}"
+        line = f"the link that costs most is {pair[0]} to {pair[1]}: {duration(rtt_s)} there and back, "
+        line += f"{duration(cost_s)}{of_round}"
         basis = f"round trips for each round: {trips}"
         basis += "" if next_s is None else "; saved if it cost as much as the next one"
         saves_s = cost_s - next_s if next_s is not None and is_within else None
-        yield _cause("link", pair, what, saves_seconds=saves_s, basis=basis)
+        yield _cause("link", pair, line, saves_seconds=saves_s, basis=basis)
     for document in documents:
         yield from _backlog(document)
 
@@ -204,10 +205,10 @@ def _backlog(document: Document) -> Iterator[Finding]:
         row = part(peers, name)
         waiting, rate = number(row, "waiting_bytes") or 0.0, number(row, "egress_bytes_per_s")
         if rate and waiting > rate:  # more than a second's worth
-            what = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
+            line = f"{waiting / 1e6:.1f} MB wait to be sent from {text(document, 'region')} to {name}"
             basis = f"{duration(waiting / rate)} at the budget of {8 * rate / 1e6:.1f} Mbit/s"
             hint = "raise that budget, or choose a smaller codec or a longer H"
-            yield _cause("budget", (text(document, "region"), name), what, hint, basis=basis)
+            yield _cause("budget", (text(document, "region"), name), line, hint, basis=basis)
 
 
 def _budget(documents: Sequence[Document]) -> Iterator[Finding]:
@@ -222,15 +223,15 @@ def _learners(documents: Sequence[Document]) -> Iterator[Finding]:
         if alert.code.startswith(("A-LEARNER", "A-LOSS")):
             yield _of_alert("learner", alert)
     steps_s = {text(document, "region"): number(part(document, "learner"), "step_seconds") for document in documents}
-    measured = {name: step_s for name, step_s in steps_s.items() if step_s}
-    for name, step_s in sorted(measured.items()):
-        others = [other_s for other, other_s in measured.items() if other != name]
-        if others and step_s > SLOWER * median(others):
-            what = f"a step of {name} takes {duration(step_s)}, of the others {duration(median(others))}"
+    times_s = {name: step_s for name, step_s in steps_s.items() if step_s}
+    for name, step_s in sorted(times_s.items()):
+        peer_times_s = [other_s for peer, other_s in times_s.items() if peer != name]
+        if peer_times_s and step_s > SLOWER * median(peer_times_s):
+            line = f"a step of {name} takes {duration(step_s)}, of the others {duration(median(peer_times_s))}"
             basis = "a contribution waits for a step boundary: half a step on average"
-            saves_s = (step_s - median(others)) / 2
+            saves_s = (step_s - median(peer_times_s)) / 2
             hint = f"smaller steps in {name}: a smaller batch for each"
-            yield _cause("learner", (name,), what, hint, saves_seconds=saves_s, basis=basis)
+            yield _cause("learner", (name,), line, hint, saves_seconds=saves_s, basis=basis)
 
 
 def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
@@ -240,24 +241,24 @@ def _behind(documents: Sequence[Document]) -> Iterator[Finding]:
     witness = max(documents, key=lambda document: number(document, "applied_index") or 0.0)
     for peer in rows(witness, "peers"):
         name = text(peer, "name")
-        applied = number(peer, "applied_index")  # 0: nothing was heard of it yet
-        behind = (number(witness, "applied_index") or 0.0) - applied if applied else 0.0
+        index = number(peer, "applied_index")  # 0: nothing was heard of it yet
+        behind = (number(witness, "applied_index") or 0.0) - index if index else 0.0
         if behind > BEHIND_ENTRIES:
-            what = f"{name} has {behind:.0f} ledger entries still to apply"
-            yield _cause("region", (name,), what, "its disk or its link is slow, or it has just come back")
+            line = f"{name} has {behind:.0f} ledger entries still to apply"
+            yield _cause("region", (name,), line, "its disk or its link is slow, or it has just come back")
     for document in documents:
         fetching = rows(document, "fetching")
         if fetching:
-            what = f"{text(document, 'region')} fetches {len(fetching)} versions that it lacks"
-            yield _cause("region", (text(document, "region"),), what, "wait: it trains on meanwhile")
+            line = f"{text(document, 'region')} fetches {len(fetching)} versions that it lacks"
+            yield _cause("region", (text(document, "region"),), line, "wait: it trains on meanwhile")
     names = sorted(part(witness, "steps_of"))
     steps = {name: step for name in names if (step := number(part(witness, "steps_of"), name))}
     middle = median(steps.values()) if steps else 0.0
     for name in names:  # a region that never made a step has an alert, if it should make some
         if name in steps and steps[name] < BEHIND_STEPS * middle:
-            what = f"{name} has made {steps[name]:.0f} steps, the median region {middle:.0f}"
-            yield _cause("region", (name,), what, "its steps are slower, or it was away; its steps count all the same")
-        joined = number(part(witness, "participation_of"), name)
-        if joined is not None and joined < JOINED_LOW:
-            what = f"{name} was in {100 * joined:.0f} % of the merges while its learner was there"
-            yield _cause("region", (name,), what, "a longer grace window, or a faster link or learner there")
+            line = f"{name} has made {steps[name]:.0f} steps, the median region {middle:.0f}"
+            yield _cause("region", (name,), line, "its steps are slower, or it was away; its steps count all the same")
+        participation = number(part(witness, "participation_of"), name)
+        if participation is not None and participation < JOINED_LOW:
+            line = f"{name} was in {100 * participation:.0f} % of the merges while its learner was there"
+            yield _cause("region", (name,), line, "a longer grace window, or a faster link or learner there")

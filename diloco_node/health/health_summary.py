@@ -82,9 +82,9 @@ def _joint_alerts(summaries: Sequence[tuple[Document, Document]], *, is_carried:
     for document, health in summaries:
         for alert in map(read_alert, rows(health, "alerts")):
             is_cut_off = is_carried and alert.code == kinds.NO_MAJORITY.code
-            shown = cut_off(document) if is_cut_off else alert
-            is_of_run = shown.code == kinds.LAST_MAJORITY.code  # whichever region raises it
-            unique.setdefault((shown.code, "" if is_of_run else shown.region), shown)
+            finding = cut_off(document) if is_cut_off else alert
+            is_of_run = finding.code == kinds.LAST_MAJORITY.code  # whichever region raises it
+            unique.setdefault((finding.code, "" if is_of_run else finding.region), finding)
     return sorted(unique.values(), key=lambda alert: tuple(Mark).index(alert.mark))
 
 
@@ -114,7 +114,7 @@ def _line(document: Document, state: str, alerts: Sequence[Finding]) -> str:
         return f"starting: {text(document, 'reason')}".rstrip(": ")
     tolerance, age_s = failure_tolerance(document), number(document, "commit_age_seconds")
     may_fail = f"{tolerance} more may fail" if tolerance else "none may fail"
-    merged = ", no merge seen yet" if "commit_age_seconds" in document else ""
+    commits = ", no merge seen yet" if "commit_age_seconds" in document else ""
     if age_s is not None:
-        merged = f", merged {duration(age_s)} ago"
-    return f"{state}: {alive_count(document)} of {region_count(document)} regions, {may_fail}{merged}"
+        commits = f", merged {duration(age_s)} ago"
+    return f"{state}: {alive_count(document)} of {region_count(document)} regions, {may_fail}{commits}"

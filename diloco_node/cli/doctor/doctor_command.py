@@ -48,7 +48,7 @@ def doctor(
 def examination(
     config: Path | None, region: str | None, assignments: list[str], *, command: Sequence[str]
 ) -> Iterator[Finding]:
-    """All findings, category by category. What needs run.toml or a certificate is left out when that is wrong."""
+    """Examine category by category. Checks that need run.toml or a certificate are left out when that is wrong."""
     import datetime as dt
 
     from diloco_node.cli.doctor import examine, membership
@@ -72,25 +72,25 @@ def examination(
 
 
 def _patient(config: Path | None, region: str | None, assignments: list[str]) -> Patient:
-    """Raises ConfigError."""
+    """Find the region to examine. Raises ConfigError."""
     from diloco_node.cli.admin_client import ask_in
     from diloco_node.cli.doctor.examine import Patient
     from diloco_node.cli.measure.own_links import own_folder
     from diloco_node.cli.options import load
 
-    resolved = load(config, {}, assignments)
+    settings = load(config, {}, assignments)
     try:
-        name = region if region is not None else own_folder(resolved.run.certs_dir, None).name
+        name = region if region is not None else own_folder(settings.run.certs_dir, None).name
     except OSError as error:
         raise ConfigError(
-            f"{resolved.run.certs_dir} can't be read ({error.strerror}): say who we are with --region NAME"
+            f"{settings.run.certs_dir} can't be read ({error.strerror}): say who we are with --region NAME"
         ) from None
-    if name not in resolved.regions and region is None:
+    if name not in settings.regions and region is None:
         raise ConfigError(
-            f"{resolved.run.certs_dir} has no key of a region: say who we are with --region NAME, one of "
-            f"{', '.join(resolved.regions)}"
+            f"{settings.run.certs_dir} has no key of a region: say who we are with --region NAME, one of "
+            f"{', '.join(settings.regions)}"
         )
-    resolved.check_region(name)
-    status = ask_in(resolved.state_dir(name))
+    settings.check_region(name)
+    status = ask_in(settings.state_dir(name))
     is_own = "error" not in status and status.get("region") == name
-    return Patient(resolved, name, status if is_own else None)
+    return Patient(settings, name, status if is_own else None)

@@ -1,4 +1,4 @@
-"""Bring facts and verdicts together: one function for each category, in the order in which they are shown."""
+"""Facts and verdicts together: one function for each category, in the order in which they are shown."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 SECONDS_MAX: Final = 1e6
-"""Of a step or a round trip that is believed: eleven days."""
+"""Longest step or round trip that is believed: eleven days."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patient:
-    """A region to look at.
+    """A region to examine.
 
     Attributes:
         status: of its own daemon, as `status --json` has it; None: none answers.
@@ -50,12 +50,14 @@ class Patient:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Of the peers that can be dialled."""
+        """Addresses of the peers that can be dialled."""
         regions = self.config.regions.items()
-        return {name: one.address for name, one in regions if one.address is not None and name != self.region}
+        return {
+            name: settings.address for name, settings in regions if settings.address is not None and name != self.region
+        }
 
     def storage(self) -> Storage | None:
-        """What `plan` says that it needs; None: the model is not known yet."""
+        """Memory and disk that it needs, as `plan` says; None: the model is not known yet."""
         from diloco_node.cli.plan.inputs import source_of_config
         from diloco_node.planning.plan import Workload, storage
 
@@ -69,7 +71,7 @@ class Patient:
 
 
 def examine_machine(patient: Patient | None) -> Iterator[Finding]:
-    """Versions, kernel, disk, memory, clock and GPU; what depends on run.toml only where there is one."""
+    """Check versions, kernel, disk, memory and clock; what depends on run.toml only where there is one."""
     from diloco_node.wire.message_tables import PROTOCOL_VERSION
 
     info = sys.version_info
@@ -101,18 +103,18 @@ def _disk_and_memory(patient: Patient) -> Iterator[Finding]:
     yield machine.disk_space(
         str(patient.folder),
         free=free,
-        used=probes.used_bytes(patient.folder),
-        needed=None if needs is None else needs.disk,
+        usage=probes.used_bytes(patient.folder),
+        need=None if needs is None else needs.disk,
         error=error,
     )
     heartbeat_s = patient.config.rounds.heartbeat.ns / 1e9
     yield machine.fsync_time([] if free is None else probes.fsync_seconds(folder), heartbeat_s)
-    needed = None if needs is None else needs.memory
-    yield machine.memory(probes.available_memory(), needed, is_taken=patient.status is not None)
+    need = None if needs is None else needs.memory
+    yield machine.memory(probes.available_memory(), need, is_taken=patient.status is not None)
 
 
 def examine_settings(patient: Patient) -> Iterator[Finding]:
-    """run.toml here, beside what each region that has run on this machine was started with."""
+    """Compare run.toml with the settings with which each region on this machine was started."""
     from diloco_node.daemon.spec import NodeSpec
 
     yield membership.settings_read(str(patient.config.path), "", "")
@@ -131,7 +133,7 @@ def _plain(settings: Any) -> dict[str, Any]:
 
 
 def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding], Identity | None]:
-    """The region's certificate, and what it is good for; None: nothing."""
+    """Check the region's certificate, and return it with the findings; None: it can't be used."""
     from diloco_node.transport.certificates import load_identity
 
     folder = patient.config.identity_dir(patient.region)
@@ -149,13 +151,13 @@ def examine_identity(patient: Patient, now: dt.datetime) -> tuple[list[Finding],
 
 
 def examine_ports(patient: Patient) -> Iterator[Finding]:
-    """The region's own: for peers, and for status and metrics."""
-    own, is_own = patient.config.regions[patient.region], patient.status is not None
-    host, number = patient.config.listen(patient.region)
-    for where, one, key in ((host, number, "listen"), ("127.0.0.1", own.admin_port, "admin_port")):
-        if one:
-            error = _bind_error(where, one, f"regions.{patient.region}.{key}")
-            yield membership.port(f"{where}:{one}", error, is_own)
+    """Check the region's own ports: for peers, and for status and metrics."""
+    settings, is_own = patient.config.regions[patient.region], patient.status is not None
+    ports = ((*patient.config.listen(patient.region), "listen"), ("127.0.0.1", settings.admin_port, "admin_port"))
+    for host, number, key in ports:
+        if number:
+            error = _bind_error(host, number, f"regions.{patient.region}.{key}")
+            yield membership.port(f"{host}:{number}", error, is_own)
 
 
 def _bind_error(host: str, number: int, setting: str) -> str:
@@ -167,25 +169,25 @@ def _bind_error(host: str, number: int, setting: str) -> str:
 
 
 def examine_peers(patient: Patient, identity: Identity) -> Iterator[Finding]:
-    """Each peer: dialled with the run's certificate, and as our daemon has it."""
+    """Check each peer: dialled with the run's certificate, and as our daemon has it."""
     from diloco_node.cli.doctor.peer_probes import SENT_BYTES, look_at_peers
 
     addresses = patient.addresses
-    found = asyncio.run(look_at_peers(identity, addresses))
+    results = asyncio.run(look_at_peers(identity, addresses))
     for peer in patient.config.regions:
         if peer == patient.region:
             continue
-        if peer not in found:
+        if peer not in results:
             yield network.peer_undialled(peer)
         else:
-            answer, mtu = found[peer].answer, found[peer].mtu
+            answer, mtu = results[peer].answer, results[peer].mtu
             if isinstance(answer, PeerError):
                 yield network.peer_refused(peer, addresses[peer], str(answer))
             else:
                 yield from _answered(peer, addresses[peer], answer, patient.config)
             if mtu is not None:
-                yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent=SENT_BYTES)
-        yield from _link(patient, peer, found[peer].hosts if peer in found else frozenset())
+                yield network.path_mtu(peer, mtu.mtu, is_through=mtu.is_through, sent_bytes=SENT_BYTES)
+        yield from _link(patient, peer, results[peer].hosts if peer in results else frozenset())
 
 
 def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -> Iterator[Finding]:
@@ -195,15 +197,15 @@ def _answered(peer: str, address: str, answer: PeerAnswer, config: NodeConfig) -
     yield network.peer_answered(peer, address, answer.rtt_s, answer.hello.role)
     yield network.peer_version(peer, answer.hello.protocol_version, PROTOCOL_VERSION)
     if answer.hello.role is LinkRole.TRAINING:
-        shared = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
-        difference = settings_difference(shared, answer.hello.settings)
+        settings = tuple(f"{key}={value}" for key, value in config.shared_settings().items())
+        difference = settings_difference(settings, answer.hello.settings)
         yield membership.settings_equal(peer, config.settings_digest(), answer.hello.settings_digest, difference)
     if answer.clock_ahead_s is not None:
         yield machine.clock_of_peer(peer, answer.clock_ahead_s)
 
 
 def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[Finding]:
-    """As our own daemon has it, where one runs."""
+    """Report the link as our own daemon has it, where one runs."""
     from diloco_node.cli.doctor.peer_probes import inbound_hosts
 
     for entry in _entries(patient.status, "peers"):
@@ -214,7 +216,7 @@ def _link(patient: Patient, peer: str, peer_hosts: frozenset[str]) -> Iterator[F
 
 
 def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Finding]:
-    """What its process needs. command: the user's own; empty: the built-in trainer."""
+    """Check what the learner's process needs. command: the user's own; empty: the built-in trainer."""
     config = patient.config
     modules = start.preloaded(config, command)
     yield membership.preload(modules, probes.missing_modules(modules))
@@ -234,23 +236,23 @@ def examine_learner(patient: Patient, command: Sequence[str]) -> Iterator[Findin
 
 
 def examine_run(patient: Patient) -> Iterator[Finding]:
-    """What the region's daemon says, where one runs."""
+    """Report what the region's daemon says, where one runs."""
     yield network.daemon(patient.region, patient.status)
     if patient.status is None:
         return
-    found = _pace(patient, patient.status)
-    if found is not None:
-        yield found
+    pace = _pace(patient, patient.status)
+    if pace is not None:
+        yield pace
     yield from map(network.alert, map(read_alert, _entries(patient.status.get("health"), "alerts")))
 
 
 def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
-    """The plan at the round trip and the step time that the daemon has measured; None: there is no step yet."""
+    """Plan with the round trip and the step time that the daemon has measured; None: there is no step yet."""
     from diloco_node.cli.plan.inputs import source_of_config
     from diloco_node.planning.plan import Network, Workload, make_plan
 
     step_s = _seconds(status.get("learner"), "step_seconds")
-    rtt_s = max((_seconds(one, "rtt_seconds") for one in _entries(status, "peers")), default=0.0)
+    rtt_s = max((_seconds(entry, "rtt_seconds") for entry in _entries(status, "peers")), default=0.0)
     if not step_s:
         return None
     try:
@@ -261,18 +263,18 @@ def _pace(patient: Patient, status: Mapping[str, Any]) -> Finding | None:
     except (DilocoError, OSError):
         return None
     limits = Network(rtt_ns=round(1e9 * rtt_s), egress=source.egress, ingress=source.ingress)
-    made = make_plan(workload, limits)
-    cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, made.need.cycle_ns))
+    plan = make_plan(workload, limits)
+    cycle_s, needed_s = (float(Fraction(ns, 10**9)) for ns in (workload.cycle_ns, plan.need.cycle_ns))
     return network.pace(cycle_s, needed_s, rtt_s, step_s, str(status.get("budget_warning") or ""))
 
 
 def _seconds(document: Any, key: str) -> float:
     """A time in a document; 0 where it has none, or none that can be."""
-    found = document.get(key) if isinstance(document, Mapping) else None
-    return float(found) if isinstance(found, (int, float)) and 0 < found < SECONDS_MAX else 0.0
+    value = document.get(key) if isinstance(document, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) and 0 < value < SECONDS_MAX else 0.0
 
 
 def _entries(document: Any, key: str) -> list[Mapping[str, Any]]:
     """Objects of a list in a document; a daemon of another version may have other things there."""
-    found = document.get(key) if isinstance(document, Mapping) else None
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+    value = document.get(key) if isinstance(document, Mapping) else None
+    return [entry for entry in value if isinstance(entry, Mapping)] if isinstance(value, list) else []

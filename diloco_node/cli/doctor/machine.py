@@ -11,31 +11,31 @@ from diloco_node.health.finding import Finding
 
 PYTHON_MIN: Final = (3, 11)
 BUFFER_BYTES_MIN: Final = 16 * 2**20
-"""One connection carries at most its buffer in a round trip: 16 MiB are 1.3 Gbit/s over 100 ms."""
+"""A connection carries at most its buffer in a round trip: 16 MiB are 1.3 Gbit/s over 100 ms."""
 
 FSYNC_WARNING_PART: Final = 0.5
-"""Of the heartbeat: entries are acknowledged after their fsync, and a leader that takes so long is soon given up."""
+"""Part of the heartbeat. Entries are acknowledged after their fsync, and a slow leader is soon given up."""
 
 CLOCK_WARNING_S: Final = 5.0
 CLOCK_FAILED_S: Final = 3600.0
 """Certificates begin an hour before they are made."""
 
 
-def python_version(found: tuple[int, int, int]) -> Finding:
-    """Whether this Python runs the program."""
-    text = ".".join(map(str, found))
-    if found[:2] < PYTHON_MIN:
+def python_version(version: tuple[int, int, int]) -> Finding:
+    """Judge whether this Python runs the program."""
+    text = ".".join(map(str, version))
+    if version[:2] < PYTHON_MIN:
         return topics.PYTHON.failed(f"Python {text}", "install Python 3.11 or newer, and diloco-node in it")
     return topics.PYTHON.ok(f"Python {text}")
 
 
 def program_version(version: str, protocol: int) -> Finding:
-    """Shown, to be compared by eye where a peer does not answer."""
+    """Show the version, to be compared by eye where a peer does not answer."""
     return topics.PROGRAM.ok(f"diloco-node {version}, protocol {protocol}")
 
 
 def torch_version(version: str | None) -> Finding:
-    """Only the learner needs it; a command of its own may have an environment of its own."""
+    """Judge the torch of this environment, which a command with its own environment does not need."""
     if version is None:
         hint = "pip install 'torch>=2.5' where the learner runs; a command in another environment needs it there"
         return topics.TORCH.warning("torch is not installed in this environment", hint)
@@ -43,7 +43,7 @@ def torch_version(version: str | None) -> Finding:
 
 
 def congestion_control(usual: str, long_rtt: str) -> Finding:
-    """Of sockets with a long round trip."""
+    """Judge the congestion control of sockets with a long round trip."""
     if long_rtt == "bbr":
         return topics.BBR.ok("BBR for long round trips")
     hint = "as root: modprobe tcp_bbr, and add bbr to sysctl net.ipv4.tcp_allowed_congestion_control"
@@ -51,7 +51,7 @@ def congestion_control(usual: str, long_rtt: str) -> Finding:
 
 
 def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> Finding:
-    """Largest buffers in bytes; None: the kernel does not say."""
+    """Judge the largest buffers in bytes; None: the kernel does not say."""
     if rmem_max is None or wmem_max is None:
         return topics.BUFFERS.unknown("this kernel does not say how large TCP's buffers may grow")
     least = min(rmem_max, wmem_max)
@@ -64,7 +64,7 @@ def tcp_buffers(rmem_max: int | None, wmem_max: int | None) -> Finding:
 
 
 def shared_memory(error: str) -> Finding:
-    """Between daemon and learner. `error`: why none could be made; empty when it could."""
+    """Judge memory shared by daemon and learner. `error`: why none could be made; empty when it could."""
     if error:
         return topics.MEMFD.failed(
             f"no memfd ({error})", "allow memfd_create: a seccomp profile or an old kernel forbids it"
@@ -72,36 +72,36 @@ def shared_memory(error: str) -> Finding:
     return topics.MEMFD.ok("memfd can be made and sealed")
 
 
-def descriptors(hard: int, needed: int) -> Finding:
-    """The hard limit of open files, to which the daemon raises its own."""
-    if hard < needed:
-        hint = f"raise it to {needed} or more: ulimit -Hn, LimitNOFILE= of the unit, --ulimit nofile= of the container"
-        return topics.DESCRIPTORS.warning(f"{hard} open files allowed, {needed} wanted; half are for connections", hint)
+def descriptors(hard: int, need: int) -> Finding:
+    """Judge the hard limit of open files, to which the daemon raises its own."""
+    if hard < need:
+        hint = f"raise it to {need} or more: ulimit -Hn, LimitNOFILE= of the unit, --ulimit nofile= of the container"
+        return topics.DESCRIPTORS.warning(f"{hard} open files allowed, {need} wanted; half are for connections", hint)
     return topics.DESCRIPTORS.ok(f"{hard} open files allowed")
 
 
-def disk_space(folder: str, *, free: int | None, used: int, needed: int | None, error: str) -> Finding:
-    """Room for the state folder.
+def disk_space(folder: str, *, free: int | None, usage: int, need: int | None, error: str) -> Finding:
+    """Judge the room for the state folder.
 
     Args:
-        free: bytes of its disk, None: it can't be written, and `error` says why. used: bytes that the folder has
-            already. needed: what `plan` says; None: the model is not known yet.
+        free: bytes of its disk, None: it can't be written, and `error` says why. usage: bytes that the folder has
+            already. need: what `plan` says; None: the model is not known yet.
     """
     if free is None:
         hint = "make it writable for this user, make room, or set run.state_dir or --state-dir"
         return topics.SPACE.failed(f"{folder} can't be written: {error}", hint)
-    if needed is None:
+    if need is None:
         return topics.SPACE.unknown(f"{human_bytes(free)} free for {folder}; the model's size is not known yet")
-    text = f"{human_bytes(free)} free for {folder}, which needs {human_bytes(needed)} and has {human_bytes(used)}"
-    if free + used < needed:
-        missing = human_bytes(needed - free - used)
+    text = f"{human_bytes(free)} free for {folder}, which needs {human_bytes(need)} and has {human_bytes(usage)}"
+    if free + usage < need:
+        missing = human_bytes(need - free - usage)
         hint = f"make room for {missing} more, set run.state_dir to a larger disk, or lower rounds.payload_versions"
         return topics.SPACE.failed(text, hint)
     return topics.SPACE.ok(text)
 
 
 def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
-    """How long small durable writes took."""
+    """Judge the times of small durable writes."""
     if not seconds:
         return topics.FSYNC.unknown("not measured: nothing can be written there")
     p99_s = sorted(seconds)[max(0, -(-99 * len(seconds) // 100) - 1)]
@@ -112,21 +112,21 @@ def fsync_time(seconds: Sequence[float], heartbeat_s: float) -> Finding:
     return topics.FSYNC.ok(text)
 
 
-def memory(available: int | None, needed: int | None, *, is_taken: bool) -> Finding:
-    """Room for the daemon, beside the learner's own model and optimizer. Bytes. is_taken: it runs, and has its part."""
+def memory(available: int | None, need: int | None, *, is_taken: bool) -> Finding:
+    """Judge the bytes for the daemon beside the learner's model and optimizer. is_taken: it runs, and has its part."""
     if available is not None and is_taken:
         return topics.MEMORY.ok(f"{human_bytes(available)} available beside the daemon, which runs")
-    if available is None or needed is None:
+    if available is None or need is None:
         return topics.MEMORY.unknown("what is free, or what the model needs, is not known")
-    text = f"{human_bytes(available)} available, the daemon and its shared memory need {human_bytes(needed)}"
-    if available < needed:
+    text = f"{human_bytes(available)} available, the daemon and its shared memory need {human_bytes(need)}"
+    if available < need:
         hint = "use a machine with more memory, or a smaller model; diloco-node plan lists what takes how much"
         return topics.MEMORY.failed(text, hint)
     return topics.MEMORY.ok(text)
 
 
 def clock_sync(is_synced: bool | None) -> Finding:
-    """Whether the kernel says that something keeps its clock right."""
+    """Judge whether something keeps the kernel's clock right."""
     if is_synced is None:
         return topics.SYNCED.unknown("this kernel does not say whether its clock is kept right")
     if not is_synced:
@@ -135,7 +135,7 @@ def clock_sync(is_synced: bool | None) -> Finding:
 
 
 def clock_of_peer(peer: str, ahead_s: float) -> Finding:
-    """A peer's wall clock beside ours."""
+    """Compare a peer's wall clock with ours."""
     text = f"{peer}'s clock is {abs(ahead_s):.1f} s {'ahead of' if ahead_s > 0 else 'behind'} ours"
     hint = f"set the clocks: install chrony here and in {peer}; logs, certificates and restarts go by them"
     if abs(ahead_s) > CLOCK_FAILED_S:
@@ -146,7 +146,7 @@ def clock_of_peer(peer: str, ahead_s: float) -> Finding:
 
 
 def gpus(names: Sequence[str] | None, has_device: bool) -> Finding:
-    """As nvidia-smi lists them; None: there is no nvidia-smi, or it fails. has_device: the kernel shows one."""
+    """List GPUs as nvidia-smi does; None: there is no nvidia-smi, or it fails. has_device: the kernel shows one."""
     if names:
         return topics.GPU.ok(f"{len(names)} visible: {', '.join(dict.fromkeys(names))}")
     if has_device:

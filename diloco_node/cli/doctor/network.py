@@ -1,4 +1,4 @@
-"""Verdicts about peers: whether they can be reached, by whom links were made, packet size, and the pace. Pure."""
+"""Verdicts about peers, links, packet size, pace and alerts. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ _HINTS: Final = (
 
 
 def peer_refused(peer: str, address: str, error: str) -> Finding:
-    """Nobody at the address takes our certificate and speaks the protocol."""
-    hint = next(hint for part, hint in _HINTS if part in error)
+    """Report that nobody at the address takes our certificate and speaks the protocol."""
+    hint = next(hint for phrase, hint in _HINTS if phrase in error)
     text = error if error.startswith(f"{peer} at ") else f"{peer} at {address}: {error}"
     return topics.REACHABLE.failed(text, hint.format(peer=peer, address=address))
 
 
 def peer_answered(peer: str, address: str, rtt_s: float, role: str) -> Finding:
-    """It was dialled, took our certificate, and showed that of its name."""
+    """Report a peer that was dialled, took our certificate, and showed that of its name."""
     if role != "training":
         text = f"diloco-node measure of {peer} answers at {address}, not its daemon"
         return topics.REACHABLE.warning(text, f"end it, and start {peer}, when the run is to begin")
     return topics.REACHABLE.ok(f"{peer} answers at {address} in {1e3 * rtt_s:.0f} ms")
 
 
-def peer_version(peer: str, theirs: int, ours: int) -> Finding:
-    """Of the protocol."""
-    if theirs != ours:
+def peer_version(peer: str, their_version: int, ours: int) -> Finding:
+    """Compare versions of the protocol."""
+    if their_version != ours:
         hint = f"install the same version of diloco-node here and in {peer}"
-        return topics.VERSION.failed(f"{peer} speaks protocol {theirs}, we speak {ours}", hint)
-    return topics.VERSION.ok(f"{peer} speaks protocol {theirs}, as we do")
+        return topics.VERSION.failed(f"{peer} speaks protocol {their_version}, we speak {ours}", hint)
+    return topics.VERSION.ok(f"{peer} speaks protocol {their_version}, as we do")
 
 
 def peer_undialled(peer: str) -> Finding:
-    """run.toml has no address of it."""
+    """Report a peer without an address in run.toml."""
     return topics.REACHABLE.unknown(f"{peer} has no address, so it dials us")
 
 
 def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
-    """The link as our own daemon has it.
+    """Judge the link as our own daemon has it.
 
     Args:
         peer: an entry of the status document's `peers`. is_inbound: a connection of that peer to our port is there;
@@ -78,20 +78,20 @@ def peer_link(peer: Mapping[str, Any], *, is_inbound: bool | None) -> Finding:
     return topics.LINK.failed(f"the link to {name}{where} is {link}: {error}", hint)
 
 
-def path_mtu(peer: str, mtu: int, *, is_through: bool, sent: int) -> Finding:
-    """Whether full packets come through, when nobody may split them."""
-    size = min(mtu, sent)
+def path_mtu(peer: str, mtu: int, *, is_through: bool, sent_bytes: int) -> Finding:
+    """Judge whether full packets come through, when nobody may split them."""
+    size = min(mtu, sent_bytes)
     if not is_through:
         hint = "lower the MTU of this machine's interface (ip link set dev eth0 mtu 1400), or let ICMP through"
         return topics.MTU.failed(
-            f"packets of {size} bytes do not reach {peer}: {sent} bytes sent, not acknowledged", hint
+            f"packets of {size} bytes do not reach {peer}: {sent_bytes} bytes sent, not acknowledged", hint
         )
     note = " (a tunnel on the way)" if mtu < MTU_USUAL else ""
     return topics.MTU.ok(f"packets of {size} bytes reach {peer} whole{note}")
 
 
 def daemon(region: str, status: Mapping[str, Any] | None) -> Finding:
-    """What our own daemon does."""
+    """Report what our own daemon does."""
     if status is None:
         return topics.DAEMON.unknown(f"no daemon of {region} answers here, so nothing is known about links that are up")
     return topics.DAEMON.ok(
@@ -100,7 +100,7 @@ def daemon(region: str, status: Mapping[str, Any] | None) -> Finding:
 
 
 def pace(cycle_s: float, needed_s: float, rtt_s: float, step_s: float, budget_warning: str) -> Finding:
-    """Whether each fragment gets its round every H steps, at the round trip and the step time that are measured.
+    """Judge whether each fragment gets its round every H steps, at the measured round trip and step time.
 
     Args:
         cycle_s: H steps. needed_s: what the network needs for one cycle. budget_warning: the daemon's own.

@@ -83,9 +83,9 @@ def examination_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 def conclusion(findings: Sequence[Finding]) -> str:
     """The last line."""
-    failed, warnings = (sum(finding.mark is mark for finding in findings) for mark in (Mark.FAILED, Mark.WARNING))
-    if failed:
-        return f"{failed} of {len(findings)} checks failed, {warnings} with a warning"
+    failures, warnings = (sum(finding.mark is mark for finding in findings) for mark in (Mark.FAILED, Mark.WARNING))
+    if failures:
+        return f"{failures} of {len(findings)} checks failed, {warnings} with a warning"
     return f"nothing failed in {len(findings)} checks" + (f", {warnings} with a warning" if warnings else "")
 
 

@@ -1,4 +1,4 @@
-"""`diloco-node dashboard` and `diloco-node report`: their options. What they do is imported when they run."""
+"""`diloco-node dashboard` and `diloco-node report`: their options. The work is imported when they run."""
 
 from __future__ import annotations
 
